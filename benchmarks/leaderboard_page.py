@@ -7,10 +7,7 @@ where it does not.
 import json
 from statistics import fmean, median
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
-from polyfed.data.plot import save_figure
+from leaderboard_pictures import draw_gains, draw_ranks, gain_over_federations
 
 FEDERATIONS = {
     "digits-0.1": "Digits (8×8), strong label skew: Dirichlet 0.1",
@@ -42,26 +39,31 @@ ONE_HEAD = ("lg_fedavg", "fedgh")  # methods in which all clients begin with one
 RULE = "of the last 3 evaluated rounds"  # as the page says
 HEAD = """# Leaderboard
 
-Every method on the same small federations. The recipe is `leaderboard`:
-`polyfed compare leaderboard --variant groups --same-data --seeds 0,1,2 --budget steps` makes one of them again, and
-`python benchmarks/leaderboard.py page` makes this page from the results. It is about these federations, with ten
-clients (four hospitals) of few examples. Your own data can decide otherwise: [compare](compare.md) on them.
+Every method on the same eleven small federations, against training alone. A gain above 0 is better than training alone.
+These are ten clients (four hospitals) of few examples: your own data can decide otherwise, so [compare](compare.md) on them.
+[How it was measured](leaderboard/measured.md); [each federation, with scores and costs](leaderboard/federations.md).
+"""
 
-How it was measured:
+MEASURED = """# How the leaderboard was measured
+
+The recipe is `leaderboard`: `polyfed compare leaderboard --variant groups --same-data --seeds 0,1,2 --budget steps` makes
+one federation again, and `python benchmarks/leaderboard.py page` makes these pages from the results.
 
 - All methods take the same number of local steps, with the same networks, clients and minibatches.
 - Each method tries five learning rates (0.1, 0.3, 1, 3 and 10 times its own) with the first seed. The best by validation
   examples after all rounds is taken (mean of the last three evaluated ones). All other options are the method's defaults,
   but for those that the recipe names.
-- Rates were chosen before the validation loss chose them ([compare](compare.md)): by the mean validation score, with
+- Rates were chosen before the validation loss chose them ([compare](../compare.md)): by the mean validation score, with
   one rate for all clients of `local`, too. Validation examples are few, and kNN-Per and FedFomo had also fitted them.
 - Then each runs with three seeds on the same clients, and counts after all rounds: at equal local steps.
 - The interval of a difference has 95 %, and covers new seeds and new test examples of these clients. It says nothing about
   other clients. Each is for one difference: of twenty methods without any effect, one would be called better or worse.
 - A method is *better* or *worse* than another where the interval of their difference leaves out 0. Otherwise it is not
   decided, whatever the ranks.
+- The interval of a method's mean gain over federations is Student's, with the federations as units: it says what another
+  federation like these may bring. The hospitals' gain is one of AUC, all others are of accuracy.
 - Each client's score, and its gain over training alone with an interval, is in the results:
-  [benchmarks/results/leaderboard](../benchmarks/results/leaderboard/).
+  [benchmarks/results/leaderboard](../../benchmarks/results/leaderboard/).
 """
 
 # A sentence, and what carries it: (federation, method, over, kind), whose intervals take the places of {}. A sentence whose
@@ -158,16 +160,22 @@ SECOND = (
 
 
 def write(results, docs):
-    found = read(results, FEDERATIONS)
-    parts = [HEAD]
+    """Writes the leaderboard with its pictures, and the pages of details in docs/leaderboard."""
+    folder = docs / "leaderboard"
+    folder.mkdir(exist_ok=True)
+    found, again = read(results, FEDERATIONS), read(results, REGIMES)
+    parts, details = [HEAD], ["# Each federation\n\n[How it was measured](measured.md).\n"]
     if found:
-        draw(docs / "images" / "leaderboard.svg", found)
-        parts += [summary(found), conclusions(found, CONCLUSIONS), *(federation(one) for one in found.values())]
-    if again := read(results, REGIMES):
-        parts += [ONCE_MORE, conclusions(again, SECOND), *(federation(one) for one in again.values())]
+        draw(docs / "images", found)
+        parts += [summary(found), conclusions(found, CONCLUSIONS)]
+        details += [federation(one) for one in found.values()]
+    if again:
+        details += [ONCE_MORE, conclusions(again, SECOND), *(federation(one) for one in again.values())]
     if missing := [title for name, title in {**FEDERATIONS, **REGIMES}.items() if name not in {**found, **again}]:
-        parts.append(f"Not measured yet: {'; '.join(missing)}.\n")
+        details.append(f"Not measured yet: {'; '.join(missing)}.\n")
     (docs / "leaderboard.md").write_text("\n".join(parts), encoding="utf-8")
+    (folder / "measured.md").write_text(MEASURED, encoding="utf-8")
+    (folder / "federations.md").write_text("\n".join(details), encoding="utf-8")
 
 
 def read(results, names):
@@ -207,27 +215,52 @@ def kind_of(gain):
     return "better" if gain["low"] > 0 else "worse" if gain["high"] < 0 else "not decided"
 
 
+def gains_alone(found):
+    """Returns the gains over training alone of each method, one for each federation, the best mean first."""
+    methods = {label for one in found.values() for label in one["methods"]} - {"local"}
+    gains = {
+        label: [gain["gain"] for one in found.values() if (gain := over(one, label, "local"))] for label in methods
+    }
+    known = {label: of for label, of in gains.items() if of}
+    return dict(sorted(known.items(), key=lambda item: (-fmean(item[1]), item[0])))
+
+
 def summary(found):
-    """The picture, and how often each method is better and worse than local training."""
-    order, places = by_median_rank(found)
+    """The pictures, and a table of how often each method is better and worse than local training."""
+    _, places = by_median_rank(found)
     lines = [
-        "## In one picture\n",
-        "![Rank of each method in each federation](images/leaderboard.svg)\n",
-        "The number is the rank by the mean score; 1 is best. `+` is better than training alone, `−` worse, by an interval",
-        "that leaves out 0. Empty: the method does not suit, or diverged with every rate.\n",
-        "| method | median rank | of federations | better than alone | worse | clients that lose |",
-        "|---|---|---|---|---|---|",
+        "![Gain of each method over training alone](images/leaderboard_gains.svg)\n",
+        "| method | mean gain, points | median rank | federations | better than alone | not decided | worse "
+        "| clients that lose |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for label in order:
+    for label, gains in gains_alone(found).items():
         at = [name for name in found if label in found[name]["methods"]]
         kinds = [kind_of(gain) for name in at if (gain := over(found[name], label, "local"))]
         own = [found[name]["methods"][label] for name in at]
-        lose = sum(one["losers"] or 0 for one in own)
+        lose, many = (sum(one[key] or 0 for one in own) for key in ("losers", "participants"))
+        mean, low, high = (None if value is None else signed(value) for value in gain_over_federations(gains))
         rank = median(places[name][label] for name in at)
-        many = sum(one["participants"] or 0 for one in own)
-        told = ("", "", "") if label == "local" else (kinds.count("better"), kinds.count("worse"), f"{lose} of {many}")
-        lines.append(f"| `{label}` | {rank:g} | {len(at)} | " + " | ".join(map(str, told)) + " |")
-    return "\n".join([*lines, "", "A client loses if its mean score is below what it has alone; that may be chance.\n"])
+        counts = [kinds.count(kind) for kind in ("better", "not decided", "worse")]
+        cells = [
+            mean if low is None else f"{mean} ({low} to {high})",
+            f"{rank:g}",
+            len(at),
+            *counts,
+            f"{lose} of {many}",
+        ]
+        lines.append(f"| `{label}` | " + " | ".join(map(str, cells)) + " |")
+    return "\n".join([
+        *lines, "",
+        "A client loses if its mean score is below what it has alone; that may be chance.\n",
+        "![Rank of each method in each federation](images/leaderboard.svg)\n",
+        "The number is the rank by the mean score; 1 is best. `+` is better than training alone, `−` worse, by an interval",
+        "that leaves out 0. Empty: the method does not suit, or diverged with every rate.\n",
+    ])  # fmt: skip
+
+
+def signed(points):
+    return f"{points:+.1f}".replace("-", "−")
 
 
 def conclusions(found, sentences):
@@ -335,25 +368,18 @@ def spanned(gain, one):
     return f"{mean} ({low} to {high})"
 
 
-def draw(file, found):
-    """Ranks by federation, best methods above."""
+def draw(folder, found):
+    """The gains over training alone, and the ranks by federation, best methods above."""
+    draw_gains(folder / "leaderboard_gains.svg", gains_alone(found))
     order, places = by_median_rank(found)
-    figure = Figure(figsize=(1.6 + 0.75 * len(found), 1.8 + 0.26 * len(order)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    none = float("nan")
-    shares = [
-        [(at[label] - 1) / (len(at) - 1) if label in (at := places[name]) else none for name in found]
-        for label in order
-    ]
-    axes.imshow(shares, cmap="RdYlBu_r", vmin=0, vmax=1, aspect="auto")
-    for row, label in enumerate(order):
-        for column, (name, one) in enumerate(found.items()):
-            if label in places[name]:
-                gain = None if label == "local" else over(one, label, "local")
-                sign = {"better": "+", "worse": "−"}.get(kind_of(gain), "") if gain else ""
-                axes.text(column, row, f"{places[name][label]}{sign}", ha="center", va="center", fontsize=8)
-    axes.set_xticks(range(len(found)), list(found), rotation=40, ha="right", fontsize=8)
-    axes.set_yticks(range(len(order)), order, fontsize=8)
-    file.parent.mkdir(exist_ok=True)
-    save_figure(figure, file)
+    rows = {}
+    for label in order:
+        rows[label] = []
+        for name, one in found.items():
+            if label not in (at := places[name]):
+                rows[label].append(None)
+                continue
+            gain = None if label == "local" else over(one, label, "local")
+            sign = {"better": "+", "worse": "−"}.get(kind_of(gain), "") if gain else ""
+            rows[label].append(((at[label] - 1) / (len(at) - 1), f"{at[label]}{sign}"))
+    draw_ranks(folder / "leaderboard.svg", list(found), rows)

@@ -158,7 +158,6 @@ def in_words(gains):
 def in_short(results):
     """What the papers claim first, and what of it was found, a line for whom it is against."""
     lines = [
-        "## In short\n",
         "Differences in points of accuracy, with 95 % intervals. Where more than two places come out alike, only their "
         "least and largest difference stand here, each with its own interval.\n",
         "| the paper's claim | measured in | against | ahead | not decided | behind |",

@@ -5,11 +5,13 @@ the measurements (papers_claims.py): "ahead" or "behind" is where an interval le
 """
 
 import json
+import re
 from statistics import fmean
 
 from papers_cells import interval
 from papers_claims import PAPERS, conclusions, in_short, split
 from papers_curves import DIGITS, OTHER, kind_of, of_curve, spanned
+from papers_summary import summary
 
 from polyfed.cli.commands.papers.paper_tables import find_table
 
@@ -18,11 +20,16 @@ WIDE = 8  # columns; a table that has more is printed on its side
 NOT_BETTER = ("MB", "s", "count", "ratio")  # units in which more is not better
 HEAD = """# Results of the papers' methods
 
-What the four systems do, measured with polyfed on data that fit a small machine, next to the figures of the papers.
-`python benchmarks/papers.py page` makes this page from measured runs. [Reproduce a paper](reproduce.md) says how to make a
-table yourself.
+How four published systems do when they are measured with polyfed on data that fit a small machine. Each line is the
+difference between a paper's method and a rival in one setting (a data set, a number of clients or of examples): green is
+decided in favour of the method, red against it, grey is not decided. polyfed's runs are shorter than the papers':
+[how to read these results](results/reading.md).
+"""
 
-How to read it:
+READING = """# How to read the results
+
+`python benchmarks/papers.py page` makes the [results](../results.md) from measured runs. [Reproduce a
+paper](../reproduce.md) says how to make a table yourself.
 
 - "polyfed" is the mean over seeds ± the standard deviation over seeds. In a table each seed deals the data anew and trains
   anew, so that intervals cover new clients of the same data. In a curve all seeds have the same clients: its intervals
@@ -33,14 +40,14 @@ How to read it:
   Otherwise nothing is decided, nor where all seeds happen to differ alike, so that the interval has no width. Each interval
   is for one difference: where ten methods are compared, one in twenty such statements may be wrong. Most are of three
   seeds, and may be narrow by chance: what three showed was measured with further seeds in two tables, and once it did not
-  hold ([FedHeNN, Table 2](#fedhenn); [FLHA-GHN, Table 1](#flha-ghn)).
+  hold ([FedHeNN, Table 2](fedhenn.md); [FLHA-GHN, Table 1](flha_ghn.md)).
 - In the curves over the number of examples every method's learning rate was chosen on validation examples. A curve is read
   twice: at the round that was best on validation examples for each method, and after all rounds. What is decided both
   times is firmer than what is decided once. Each curve states its search. One run a rate chooses, and may choose badly. A
   method with a second field to choose, FedHeNN's η_0, was tried in all combinations, and so with twice as many runs.
 - The methods of a table share the rates of its recipe, which stand under it as "reduced". They were not chosen for
   each method, but for pFedHN in FLHA-GHN's Table 1, both kinds of network in its Table 2, η_0 in FedHeNN's tables and
-  the samplers of FedPNAS ([the searches](../benchmarks/README.md)). So where a table and a curve differ, the curve is
+  the samplers of FedPNAS ([the searches](../../benchmarks/README.md)). So where a table and a curve differ, the curve is
   the fairer comparison.
 - One setting that stands in two tables may differ, as a rule by some tenths of a point, and by many where seeds are
   far apart, as FedAvg's on the digits of FedPNAS's Fig. 3 or a single client's: they were measured on processors with
@@ -51,8 +58,8 @@ How to read it:
 - The words: *η_0* weighs FedHeNN's alignment term, *RAD* are the public examples on which it compares
   representations, *CKA* says from 0 to 1 how alike these are, *normalise* scales the weights that FLHA-GHN generates,
   *Arch 0* to *3* are its four networks, *adapted* is after the epoch of local training that FedPNAS ends with ([other
-  words](glossary.md)).
-- A table or figure of the papers that is not on this page has not been measured.
+  words](../glossary.md)).
+- A table or figure of the papers that is not on these pages has not been measured.
 """
 
 
@@ -157,8 +164,10 @@ REMARKS = {  # what one should know to read a table or a curve
 
 
 def write(results, docs):
-    """The page, with a section a paper."""
-    parts, took = [HEAD, conclusions(results), in_short(results)], minutes(results)
+    """Writes the page of results, and the pages of details in docs/results."""
+    folder = docs / "results"
+    folder.mkdir(exist_ok=True)
+    parts, took = [HEAD, summary(results, docs), conclusions(results)], minutes(results)
     for paper, (name, what) in PAPERS.items():
         tables = sorted(f for f in results.glob(f"{paper}-*.json") if not f.stem.endswith("-examples"))
         curves = {
@@ -167,14 +176,44 @@ def write(results, docs):
         curves = {key: file for key, file in curves.items() if file.exists()}
         if not tables and not curves:
             continue
-        parts.append(f"## {name}\n\n{what}.\n")
-        parts += [
-            of_curve(key, name, json.loads(file.read_text(encoding="utf-8")), docs, REMARKS.get(f"{key}-examples"))
-            for key, file in curves.items()
+        page = page_of(name)
+        parts.append(f"## {name}\n\n{what}: [every table and curve of {name}](results/{page}).\n")
+        details = [
+            f"# Results of {name}\n\n{what}. [How to read these tables](reading.md); "
+            f"[the method](../methods/{page}).\n",
+            *(
+                of_curve(key, name, json.loads(file.read_text(encoding="utf-8")), docs, REMARKS.get(f"{key}-examples"))
+                for key, file in curves.items()
+            ),
+            *(of_table(json.loads(file.read_text(encoding="utf-8")), took) for file in tables),
         ]
-        parts += [of_table(json.loads(file.read_text(encoding="utf-8")), took) for file in tables]
-    parts += [how_long(results)] if took else []
+        (folder / page).write_text("\n".join([details[0], *map(one_folder_down, details[1:])]), encoding="utf-8")
+    parts.append("## All claims\n\n[What the papers claim, and what was found](results/claims.md), line by line.\n")
+    claims = f"# What the papers claim, and what was found\n\n{in_short(results)}"
+    (folder / "claims.md").write_text(one_folder_down(claims), encoding="utf-8")
+    (folder / "reading.md").write_text(READING, encoding="utf-8")
+    if took:
+        parts.append("## How long a table takes\n\n[Minutes of each table](results/minutes.md).\n")
+        (folder / "minutes.md").write_text(how_long(results), encoding="utf-8")
     (docs / "results.md").write_text("\n".join(parts), encoding="utf-8")
+
+
+def page_of(name):
+    """Returns the file of a paper's details."""
+    return f"{name.lower().replace('-', '_')}.md"
+
+
+def one_folder_down(text):
+    """Turns the links and headings of a part of docs/results.md into those of a page in docs/results.
+
+    >>> one_folder_down("### Table 1\\n[a](#flha-ghn) [b](glossary.md) [c](#how-long-a-table-takes) ![d](images/e.svg)")
+    '## Table 1\\n[a](flha_ghn.md) [b](../glossary.md) [c](minutes.md) ![d](../images/e.svg)'
+    """
+    inside = {f"#{name.lower()}": page_of(name) for name, _ in PAPERS.values()} | {
+        "#how-long-a-table-takes": "minutes.md"
+    }
+    text = re.sub(r"\]\(([^)\s]+)\)", lambda link: f"]({inside.get(link[1]) or '../' + link[1]})", text)
+    return re.sub(r"^#(#+ )", r"\1", text, flags=re.MULTILINE) if text.startswith("#") else text
 
 
 def number(value, unit):
@@ -336,7 +375,7 @@ def how_long(results):
     """A row a table: minutes for three seeds, of each data set and of all."""
     (tables, found), (before, slower) = timings(results), timings(results, ONE_BY_ONE)
     lines = [
-        "## How long a table takes\n",
+        "# How long a table takes\n",
         f"Minutes for three seeds at scale `cpu` on {found['cores']} idle cores ({found['cpu']}, "
         f"{found['instructions']}): one call of `polyfed reproduce` for each data set, start of the command and evaluation "
         "included. A call that was stopped goes on where it was. A table of forms was timed in the folder of that whose "

@@ -8,6 +8,7 @@ pages, so that they can be read in the repository, and a test finds a page that 
 import json
 import re
 from collections.abc import Callable, Iterator
+from html import escape
 from pathlib import Path
 
 from tabulate_defaults import SHARED, own_fields, source
@@ -22,6 +23,7 @@ COMPARED = ("local", "fedavg")  # rows to compare a method with
 MACHINE = ("What grows with", "A deployment over")  # sections about a machine, not about what a method reaches
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _MARK = re.compile(r"^<!-- (facts|defaults|results) (\w+) -->\n(?:(?!<!-- ).*\n)*<!-- end -->$", flags=re.MULTILINE)
+_MATH = re.compile(r"^```math\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 _ANY_MARK = re.compile(r"^<!-- .* -->\n?", flags=re.MULTILINE)
 _CODE = re.compile(r"(^```.*?^```|^(?: {4}|\t).*?$)", flags=re.MULTILINE | re.DOTALL)
 
@@ -65,7 +67,7 @@ def facts(name: str) -> str:
         ("needs", needs),
         ("discloses to the server", discloses),
     ]
-    return "\n".join(["| | |", "|---|---|", *(f"| {left} | {right} |" for left, right in rows)])
+    return "\n".join(["| property | value |", "|---|---|", *(f"| {left} | {right} |" for left, right in rows)])
 
 
 def defaults(name: str) -> str:
@@ -168,6 +170,27 @@ def four_spaces(markdown: str) -> str:
         if mark:
             items.append((mark.end(), here + indent - there + 4))
     return "\n".join(lines)
+
+
+def set_equations(markdown: str, katex: str) -> str:
+    """Returns a page whose blocks of LaTeX are set in the browser by KaTeX, which lies in the folder `katex`; a page without
+    such a block is returned unchanged.
+
+    >>> set_equations("a\\n```math\\nx < y\\n```\\n", "katex").splitlines()[1]
+    '<div class="equation">x &lt; y</div>'
+    >>> set_equations("no equation", "katex")
+    'no equation'
+    """
+    text, number = _MATH.subn(
+        lambda found: f'<div class="equation">{escape(found[1].strip(), quote=False)}</div>', markdown
+    )
+    if not number:
+        return markdown
+    return (
+        f'{text}\n\n<link rel="stylesheet" href="{katex}/katex.min.css">\n<script src="{katex}/katex.min.js"></script>\n'
+        "<script>for (const place of document.querySelectorAll('.equation'))"
+        " katex.render(place.textContent, place, {displayMode: true, throwOnError: false})</script>\n"
+    )
 
 
 def outside_code(text: str, change: Callable[[str], str]) -> str:

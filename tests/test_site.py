@@ -2,8 +2,10 @@
 
 import dataclasses
 import inspect
+import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -170,7 +172,8 @@ def figures(text):
 
 @pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
 def test_figures_in_results_are_those_of_the_benchmarks(path):
-    pages = (ROOT / "benchmarks" / "README.md", ROOT / "docs" / "results.md")  # both are made from committed results
+    results = [DOCS / "results.md", *sorted((DOCS / "results").glob("*.md"))]
+    pages = (ROOT / "benchmarks" / "README.md", *results)  # all are made from committed results
     measured = {figure for page in pages for figure in figures(page.read_text(encoding="utf-8"))}
     text = path.read_text(encoding="utf-8").split("## Results")[1]
     assert [figure for figure in figures(text) if figure not in measured] == []
@@ -222,12 +225,100 @@ def test_the_site_is_built_strictly_and_whole(site):
         assert f"<code>{name}</code>" in text
         assert "<!-- " not in text.split("<article")[1].split("</article>")[0]
     index = (site / "api" / "index.html").read_text(encoding="utf-8")
-    assert [name for name in polyfed.__all__ if f'id="polyfed.{name}"' not in index] == []
+    reference = "".join(page.read_text(encoding="utf-8") for page in (site / "api").glob("*.html"))
+    assert [name for name in polyfed.__all__ if f'id="polyfed.{name}"' not in reference] == []
     federate = index.split('id="polyfed.federate"')[1].split('id="polyfed.resume"')[0]
     told = [name for name in inspect.signature(polyfed.federate).parameters if f"<code>{name}</code>" not in federate]
     assert (
         told == []
     )  # each parameter stands in the list of parameters, also those that the docstring tells of together
+
+
+def found_pages(site, words):
+    """The pages that the site's search index has for some words, the best first, by its own rule: each word in a title
+    counts a thousand times one in the text, and a page's boost multiplies both."""
+    best = {}
+    for entry in json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]:
+        title, text = (re.findall(r"[a-z]+", entry[part].lower()) for part in ("title", "text"))
+        score = sum(1000 * (word in title) + (text.count(word) ** 0.5 if word in text else 0) for word in words.split())
+        page = entry["location"].partition("#")[0]
+        best[page] = max(best.get(page, 0), score * entry.get("boost", 1))
+    return sorted(best, key=best.get, reverse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "page"),
+    {
+        "export model": "export.html",
+        "choose method": "choose.html",
+        "compare": "compare.html",
+        "callbacks": "callbacks.html",
+        "tensorboard": "tracking.html",
+        "tabular": "tabular.html",
+        "deploy": "deploy.html",
+    }.items(),
+)
+def test_the_search_finds_a_guide_before_the_reference(site, words, page):
+    assert found_pages(site, words)[0] == page
+
+
+@pytest.mark.slow
+def test_guides_weigh_more_in_the_search_than_the_reference_and_results(site):
+    boosts = {}
+    for entry in json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]:
+        boosts[entry["location"].partition("#")[0]] = entry.get("boost", 1)
+    guides, other = ("tutorial.html", "compare.html", "faq.html", "export.html"), ("api/index.html", "results.html")
+    assert min(boosts[page] for page in guides) > 1 > max(boosts[page] for page in other)
+
+
+EQUATIONS = [path for path in [*METHODS, DOCS / "add_a_method.md"] if "```math\n" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", EQUATIONS, ids=lambda path: path.stem)
+def test_an_equation_is_latex_whose_braces_and_rows_close(path):
+    """Each method has one; a browser sets them in a slow test."""
+    blocks = re.findall(r"^```math\n(.*?)^```$", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) == (1 if path in METHODS else 2)
+    for block in blocks:
+        plain = re.sub(r"\\[{}]", "", block)
+        assert plain.count("{") == plain.count("}")
+        assert block.startswith("\\begin{aligned}\n")
+        assert block.endswith("\\end{aligned}\n")
+        assert re.sub(r"[“”–]", "", block).isascii()
+
+
+def test_every_method_s_page_has_an_equation():
+    assert set(METHODS) <= set(EQUATIONS)
+
+
+@pytest.fixture
+def browser():
+    """A page 1280 pixels wide."""
+    webdriver = pytest.importorskip("selenium.webdriver")
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not (chromium and driver):
+        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for word in ("--headless=new", "--disable-gpu", "--window-size=1280,900", "--no-sandbox"):
+        options.add_argument(word)
+    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield found
+    found.quit()
+
+
+@pytest.mark.slow
+def test_a_browser_sets_every_equation_without_an_error_and_cuts_off_no_code(site, browser):
+    guides = [site / f"{name}.html" for name in ("index", "tutorial", "tabular", "deploy", "add_a_method", "compare")]
+    pages = [site / "methods" / f"{path.stem}.html" for path in METHODS]
+    for page in [*pages, *guides]:
+        browser.get(page.as_uri())
+        count = "return document.querySelectorAll('%s').length"
+        assert browser.execute_script(count % ".katex-error") == 0, page.name
+        assert browser.execute_script(count % ".equation > .katex-display") >= (page in pages), page.name
+        wide = "return [...document.querySelectorAll('%s')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
+        assert browser.execute_script(wide % ".equation, pre, pre > code") == 0, page.name
 
 
 @pytest.mark.slow

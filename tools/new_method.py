@@ -30,7 +30,7 @@ class Base:
         imports: further lines that the code needs.
         code: members that the base leaves to the method, indented by four spaces.
         card: further lines of the card, indented by eight spaces.
-        equation: the two halves, for the page.
+        equation: the two halves in LaTeX, for the page.
     """
 
     module: str
@@ -47,19 +47,25 @@ BASES: Mapping[str, Base] = {
         "base.averaging",
         "the clients train the global model, and the server averages",
         "the average",
-        "client i:   θ_i ← θ after local training on L_i\nserver:     θ ← Σ_i (n_i/n) θ_i",
+        r"\text{client } i{:} &\quad \theta_i \leftarrow \theta \text{ after local training on } L_i \\"
+        "\n"
+        r"\text{server}{:} &\quad \theta \leftarrow \sum_i \tfrac{n_i}{n}\, \theta_i",
     ),
     "GlobalModelMethod": Base(
         "base.averaging",
         "the clients train the global model, and the server averages those of the round, or the latest of all clients",
         "the average",
-        "client i:   θ_i ← θ after local training on L_i\nserver:     θ ← Σ_i (n_i/n) θ_i",
+        r"\text{client } i{:} &\quad \theta_i \leftarrow \theta \text{ after local training on } L_i \\"
+        "\n"
+        r"\text{server}{:} &\quad \theta \leftarrow \sum_i \tfrac{n_i}{n}\, \theta_i",
     ),
     "LocalPartMethod": Base(
         "base.local_parts",
         "biases stay at the client, all other tensors are averaged, and clients train both together",
         "the average with the client's own part",
-        "client i:   (θ_i, u_i) ← (θ, u_i) after local training on L_i\nserver:     θ ← Σ_i (n_i/n) θ_i",
+        r"\text{client } i{:} &\quad (\theta_i, u_i) \leftarrow (\theta, u_i) \text{ after local training on } L_i \\"
+        "\n"
+        r"\text{server}{:} &\quad \theta \leftarrow \sum_i \tfrac{n_i}{n}\, \theta_i",
         imports="from torch import Tensor, nn",
         code='''    def _find_local_tensors(self, module: nn.Module, example: Tensor | None) -> list[str]:
         """WHICH TENSORS STAY AT THE CLIENT: so far its biases."""
@@ -70,7 +76,9 @@ BASES: Mapping[str, Base] = {
         "partial_sharing.body_and_head",
         "the last layer stays at the client, the body is averaged, and clients train both together",
         "the body with the client's head",
-        "client i:   (φ_i, h_i) ← (φ, h_i) after local training on L_i\nserver:     φ ← Σ_i (n_i/n) φ_i",
+        r"\text{client } i{:} &\quad (\varphi_i, h_i) \leftarrow (\varphi, h_i) \text{ after local training on } L_i \\"
+        "\n"
+        r"\text{server}{:} &\quad \varphi \leftarrow \sum_i \tfrac{n_i}{n}\, \varphi_i",
         imports="from torch import Tensor, nn\nfrom polyfed.models.structure import find_head_modules",
         code='''    def _find_head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
         """WHICH MODULES ARE THE HEAD: so far the last layer with parameters."""
@@ -81,7 +89,9 @@ BASES: Mapping[str, Base] = {
         "base.shared_heads",
         "bodies of any architecture stay at their clients, and the server averages the heads",
         "the average head on the client's body",
-        "client i:   (φ_i, h_i) ← (φ_i, h) after local training on L_i\nserver:     h ← Σ_i (n_i/n) h_i",
+        r"\text{client } i{:} &\quad (\varphi_i, h_i) \leftarrow (\varphi_i, h) \text{ after local training on } L_i \\"
+        "\n"
+        r"\text{server}{:} &\quad h \leftarrow \sum_i \tfrac{n_i}{n}\, h_i",
         card='        published=frozenset({"head"}),\n',
     ),
 }
@@ -131,8 +141,10 @@ WHAT IT DOES, IN ONE OR TWO SENTENCES.
 
 ## Equation
 
-```{{ .text .equation }}
+```math
+\\begin{{aligned}}
 {equation}
+\\end{{aligned}}
 ```
 
 ## When to use it

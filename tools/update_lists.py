@@ -91,12 +91,12 @@ def navigation(text: str, methods: Sequence[Declared]) -> str:
     """Returns `mkdocs.yml` with a page for each file of methods, by family."""
     lines = []
     for family, members in by_family(methods).items():
-        lines.append(f"          - {family_title(family)}:\n")
+        lines.append(f"      - {family_title(family)}:\n")
         pages: dict[str, list[str]] = {}
         for method in sorted(members, key=lambda method: (method.module, len(method.name))):
             pages.setdefault(method.module, []).append(method.name)
-        lines += [f"              - {', '.join(names)}: methods/{page}.md\n" for page, names in pages.items()]
-    return between(text, "          - methods.md\n", "          - All defaults: defaults.md\n", "".join(lines))
+        lines += [f"          - {', '.join(names)}: methods/{page}.md\n" for page, names in pages.items()]
+    return between(text, "      - methods.md\n", "      - All defaults: defaults.md\n", "".join(lines))
 
 
 def reference(text: str, methods: Sequence[Declared]) -> str:
