@@ -116,12 +116,14 @@ REMARKS = {  # what one should know to read a table or a curve
     "fedpnas-proposition1": "Three seeds. The proposition bounds the gap by the distance of θ_b from its optimum, so that "
     "it should shrink in training. It does not: on the digits it is 0.37 after a tenth of the rounds and 0.54 after all, "
     "on Fashion-MNIST 0.48 and 0.67. α_i is above 0.989 everywhere, and above 0.999 after all rounds, since the first step "
-    "changes θ_p little, whereas the client's own gradient has a cosine of 0.18 to 0.65 with the federated one. So α_i does not tell here which client contradicts the others. Whether assumption "
-    "1, on which the proposition rests, holds was not measured.",
+    "changes θ_p little, whereas the client's own gradient has a cosine of 0.18 to 0.65 with the federated one. So α_i "
+    "does not tell here which client contradicts the others. Whether assumption 1, on which the proposition rests, holds "
+    "was not measured.",
     "flha-appendix_d": "One seed a choice, so that only large differences count. The paper's rate, 0.009, is right for "
-    "its optimiser: with 0.001 and 0.0001 SGD learns little or nothing in 40 rounds, and 0.1 diverges. Adam does as well with "
-    "0.001. A latent dimension of 128 trains badly at the paper's rate, eight steps of the GNN are worse than its three. "
-    "Bottleneck, weight decay, schedule and kind of GNN make differences of a few points, which one seed does not decide.",
+    "its optimiser: with 0.001 and 0.0001 SGD learns little or nothing in 40 rounds, and 0.1 diverges. Adam does as well "
+    "with 0.001. A latent dimension of 128 trains badly at the paper's rate, and eight steps of the GNN are worse than its "
+    "three. Bottleneck, weight decay, schedule and kind of GNN make differences of a few points, which one seed does not "
+    "decide.",
     "flha-fig6": "Section 4.2's sentence, on all layers of a head, gives Kaiming's spread with fan_out, as the figure "
     "shows: to some per cent where nodes differ in size, exactly with normalise. It leaves open of what size the "
     "heads' input is; polyfed measures it ([FLHA-GHN](methods/flha_ghn.md#details)). Before, polyfed had the formula on "
