@@ -375,6 +375,15 @@ def test_the_guide_has_every_rarer_member_and_every_base(blocks):
     assert sorted(name for name in names if not re.search(rf"\b{name}\b", text)) == []
 
 
+WANDB = """
+def init(project, config): print("wandb", project, config)
+def log(numbers, step):
+    assert all(isinstance(value, float | int) for value in numbers.values())
+    print("wandb", step, "mean/accuracy" in numbers and "accuracy/client-0" in numbers, numbers["megabytes"] > 0)
+def finish(): print("wandb finished")
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "printed"),
@@ -382,11 +391,12 @@ def test_the_guide_has_every_rarer_member_and_every_base(blocks):
         ("index.md", "mean   AUC 0.9"),
         ("tabular.md", "mean   accuracy 0.9"),
         ("metrics.md", ""),
-        ("callbacks.md", "stopped by StopEarly after round "),
+        ("callbacks.md", "wandb 20 True True\nwandb finished\nstopped by StopEarly after round "),
     ],
 )
 def test_the_code_of_a_page_runs(page, printed, tmp_path):
     (tmp_path / "page.py").write_text("\n".join(python_of(DOCS / page)), encoding="utf-8")
+    (tmp_path / "wandb.py").write_text(WANDB, encoding="utf-8")
     command = [sys.executable, "-W", "error", "page.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -37,6 +37,8 @@ def test_the_public_names_are_those_that_type_checkers_see():
         wanted = import_module("polyfed.algorithms") if name == "algorithms" else getattr(import_module(module), name)
         assert getattr(pf, name) is wanted
     assert set(pf.__all__) <= set(dir(pf))
+    rooms = {path.name.removesuffix(".py") for path in Path(pf.__file__).parent.iterdir() if path.name[0] != "_"}
+    assert set(dir(pf)) <= {*pf.__all__, "__version__", *rooms}
 
 
 EVERY_WAY = """

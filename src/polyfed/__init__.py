@@ -5,6 +5,7 @@
 True
 """
 
+import logging
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
@@ -73,6 +74,8 @@ _HOMES = {
     "trust_code": "core.io.trusted_code",
 }
 
+logging.getLogger("polyfed").addHandler(logging.NullHandler())
+
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
@@ -87,7 +90,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "__version__", *__all__, *_subpackages()})
+    return sorted({"__version__", *__all__, *_subpackages()})
 
 
 @cache

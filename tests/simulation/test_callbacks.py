@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 import polyfed as pf
@@ -30,7 +31,7 @@ class Watch(pf.Callback):
     def on_round(self, record):
         self.calls.append(("round", record["round"]))
         self.record = record
-        return record["round"] == self.last
+        return record["round"] != self.last
 
     def on_end(self):
         self.calls.append(("end", None))
@@ -93,6 +94,30 @@ def test_a_callback_stops_a_run_that_can_be_resumed(tmp_path, options):
     assert describe_changed_files_of_run(out) == []
 
 
+def stop_after_two(record):
+    return record["round"] < 2
+
+
+def test_a_function_sees_each_round_and_stops_the_run_with_false(tmp_path):
+    out, seen = tmp_path / "run", []
+    run = run_small(out, callbacks=[seen.append, stop_after_two, lambda record: np.bool_(record["round"] < 3)])
+    assert seen == list(run.history)
+    assert (run.stopped_by, len(seen)) == ("stop_after_two", 2)
+    assert read_manifest(out)["stopped"] == {"round": 2, "by": "stop_after_two"}
+    resumed = pf.resume(out, clients=small_clients(), callbacks=[seen.append])
+    assert_runs_equal(resumed, run_small(callbacks=[lambda record: 0, lambda record: True]))  # which stop nothing
+    assert [record["round"] for record in seen] == [1, 2, 3, 4]
+
+
+def test_a_function_that_fails_is_named_and_costs_no_round(tmp_path):
+    def log_to_a_server(record):
+        assert record["round"] < 3, "the server is gone"
+
+    with pytest.raises(pf.UserError, match=r"log_to_a_server failed in on_round: Asser(.|\n)*3 of 4 rounds are saved"):
+        run_small(tmp_path / "run", callbacks=[log_to_a_server])
+    assert_runs_equal(pf.resume(tmp_path / "run", clients=small_clients()), run_small())
+
+
 def test_who_stops_after_the_last_round_stops_nothing(tmp_path):
     run = run_small(tmp_path / "run", rounds=2, callbacks=[Watch(2)])
     assert run.stopped_by is None
@@ -146,10 +171,11 @@ def test_ctrl_c_in_a_callback_is_no_fault_of_it(tmp_path):
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
-        (Watch(), "must be a list of polyfed.Callback objects, got <"),
-        ("watch", "must be a list of polyfed.Callback objects, got 'watch'"),
+        (Watch(), "must be a list of functions of a round's record or polyfed.Callback objects, got <"),
+        (print, r"got <built-in function print>; give a list: callbacks=\[print\]"),
+        ("watch", "polyfed.Callback objects, got 'watch'"),
         ([Watch], "a class; give an object of it"),
-        ([print], "no subclass of it"),
+        ([3], "got 3, which is neither"),
     ],
 )
 def test_what_is_no_list_of_callbacks_is_refused_before_the_run(tmp_path, callbacks, message):
@@ -172,7 +198,7 @@ class StopOneMethod(pf.Callback):
         assert self.rounds == record["round"]
         with self.log.open("a") as file:
             file.write(f"{record['round']}\n")
-        return record["round"] == 2 and record["bytes_up"] > 0
+        return record["round"] != 2 or record["bytes_up"] == 0
 
 
 @pytest.mark.parametrize("parallel", [pytest.param(1, marks=pytest.mark.thorough), 2])

@@ -331,7 +331,7 @@ def test_a_run_is_resumed_and_compared_and_has_a_page(tmp_path):
 
 class StopAtOnce(pf.Callback):
     def on_round(self, record):
-        return True
+        return False
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft and transformers between themselves

@@ -43,6 +43,7 @@ from polyfed.comparison.verdicts.verdict_sentences import (
     target_sentence,
     verdict_sentences,
 )
+from polyfed.comparison.verdicts.warning_sentences import warning_sentences
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.task import get_task
 from polyfed.simulation.monitoring.validation_losses import pool_losses, validation_losses_by_client
@@ -189,7 +190,7 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
     content["verdicts"] = verdict_sentences(content, content["answers"], content["mean_answer"])
     content |= {
         "covers": coverage_sentences(content),
-        "warnings": _warnings(content, inputs.data_warnings, criteria.budget),
+        "warnings": warning_sentences(content, inputs.data_warnings, criteria.budget),
     }
     content["notes"] = note_sentences(content, clients_without_score, unclear)
     return content
@@ -264,37 +265,6 @@ def _leader_and_doubt(content: Mapping[str, Any], ranks: Mapping[str, float], bu
     if not ready:
         return leader, f"{leader} had not converged"
     return leader, "one seed" if len(content["seeds"]) == 1 else ""
-
-
-def _warnings(content: Mapping[str, Any], data_warnings: Sequence[str], budget: Budget) -> list[str]:
-    """Returns the sentences for the top of the page."""
-    sentences = [f"{text[:1].upper()}{text[1:]}." for text in data_warnings]
-    if content["tuning"] is None:
-        sentences.append(
-            "The methods were not tuned (--tune none): a gain may be that of a learning rate that suits one method better."
-        )
-    if len(content["seeds"]) == 2 and not content.get("folds"):
-        sentences.append("Two seeds say little of what another seed would give, so that intervals are many times as wide as "
-                     "with five: give more (--seeds 0,1,2,3,4, or --resplit 5).")  # fmt: skip
-    not_converged = [label for label, entry in content["convergence"].items() if entry["converged"] is False]
-    if not_converged and not budget.is_fixed:
-        helps = {label: content["convergence"][label]["advice"] for label in not_converged}
-        each = (
-            [f"{label}: {words}" for label, words in helps.items()]
-            if len(set(helps.values())) > 1
-            else [helps[not_converged[0]]]
-        )
-        sentences.append(
-            f"Not converged: {', '.join(not_converged)}. No answer is given over or with these methods. What helps: "
-            f"{'; '.join(each)}. Or name a budget (--budget steps) if that is the question."
-        )
-    elif not_converged:
-        sentences.append(f"Not converged within this budget: {', '.join(not_converged)}.")
-    if content["tuning"] is not None and (edge := content["tuning"].get("edge")):
-        sentences.append(
-            f"The best value was at the edge of what was tried: {', '.join(edge)}. Try values beyond (--tune)."
-        )
-    return sentences
 
 
 # -- scores -----------------------------------------------------------------------------------------------------------

@@ -35,12 +35,14 @@ from polyfed.core.messages.compressors import Compressor
 from polyfed.data.partitioning.folds import build_folds, redraw_clients
 from polyfed.data.partitioning.group_split import group_numbers
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
-from polyfed.simulation.callbacks.base import Callback, validate_callbacks
+from polyfed.simulation.callbacks.base import Callback, RecordFunction, validate_callbacks
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.client_list import list_clients
 from polyfed.simulation.checks.data_leakage import limit_leak_warnings
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint as first_weights_of
+from polyfed.simulation.monitoring.progress import Progress
+from polyfed.simulation.monitoring.progress_argument import resolve_own_progress
 from polyfed.simulation.rounds.federated_preprocessing import check_enough_values
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.preparation import check_method
@@ -58,7 +60,7 @@ _NOT_RESULTS = ("seed", "keep", "checkpoint_every", "cross_site", *EXECUTION_FIE
 
 def compare(
     clients: Iterable[Client],
-    methods: Method | str | Sequence[Method | str] | Mapping[str, Method | str],
+    algorithms: Method | str | Sequence[Method | str] | Mapping[str, Method | str] | None = None,
     *,
     rounds: int,
     seeds: int | Sequence[int] | None = None,
@@ -92,9 +94,10 @@ def compare(
     secure: bool = False,
     cross_site: bool = False,
     title: str = "comparison",
-    callbacks: Iterable[Callback] = (),
-    progress: bool = True,
+    callbacks: Iterable[Callback | RecordFunction] = (),
+    progress: Progress | bool | RecordFunction | None = None,
     quiet: bool = False,
+    methods: Method | str | Sequence[Method | str] | Mapping[str, Method | str] | None = None,
 ) -> Comparison:
     """Trains several methods on the same clients with several seeds each, and returns a `Comparison` of their scores;
     raises a `UserError` before training if methods or clients do not suit.
@@ -105,7 +108,7 @@ def compare(
 
     Args:
         clients: who takes part, as for `federate`.
-        methods: a name or method, several of them as a list, or either by label.
+        algorithms: a method or its name, several of them as a list, or either by label.
         rounds, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every, checkpoint_every,
             on_error, min_replies, compress, compress_down, cross_site: of each run (`polyfed.simulation.settings`).
         secure: whether the server sees nothing but the sum of a round's replies. Methods that need each reply by itself are
@@ -126,7 +129,7 @@ def compare(
         out: the directory (see `polyfed.comparison.storage.comparison_directory`); None keeps the results in memory.
         public: unlabelled examples that are no client's, for methods that need them; the others ignore them.
         like: whose local training the methods get that are given by name (`by_name` says which part); default: that of the
-            first method in `methods` that is not a name and has no other defaults for it. Without any, they have equal
+            first method in `algorithms` that is not a name and has no other defaults for it. Without any, they have equal
             epochs and batches and otherwise their own defaults.
         budget: "best" compares each method at its best round by validation loss, and gives no answer over or with one
             that was still learning; "steps" compares after all rounds, "bytes" or "seconds" (or "bytes=5e6", "seconds=30")
@@ -141,9 +144,11 @@ def compare(
         references: puts scores of simple models and of all data pooled next to the methods
             (`polyfed.comparison.references.reference_models`).
         title: for headings.
-        callbacks: objects of `polyfed.Callback`, called with each round's record in each run that is compared (not in those
-            of the search), also in processes of their own; they may stop a run.
-        progress, quiet: `progress=False` and `quiet=True` show no progress.
+        callbacks: as for `federate`, called in each run that is compared (not in those of the search), also in processes of
+            their own; they may stop a run.
+        progress, quiet: as for `federate`. A `Progress` gets the rounds of runs in this process, and a sentence for each run
+            that has finished; a function gets the record of each round, also in processes of their own.
+        methods: a former name of `algorithms`.
 
     Raises:
         UserError: methods with unequal local training, clients that no method but `local` suits, or what `federate` refuses;
@@ -156,6 +161,9 @@ def compare(
     >>> [row["method"] for row in found.table()]
     ['local', 'fedavg', 'fedavg_ft', 'fedprox']
     """
+    if algorithms is not None and methods is not None:
+        raise UserError("methods is a former name of algorithms; give the methods to compare as one of the two")
+    display = resolve_own_progress(progress, quiet=quiet)
     client_list = list_clients(clients)
     seeds, resplit, target = numpy_to_python(seeds), numpy_to_python(resplit), numpy_to_python(target)
     tune, trials, parallel = numpy_to_python(tune), numpy_to_python(trials), numpy_to_python(parallel)
@@ -184,7 +192,7 @@ def compare(
     metric_list = () if metrics is None else (metrics,) if is_single else tuple(metrics)
     plan = ComparisonPlan(
         title=title,
-        methods=select_methods(methods, like),
+        methods=select_methods(algorithms if methods is None else methods, like),  # type: ignore[arg-type]  # one is there
         seeds=tuple(seeds),
         settings=settings,
         build_client_set=client_sets.__getitem__,
@@ -193,7 +201,8 @@ def compare(
         parallel_runs=parallel,
         search_space=hyperparameter_search.parse_search_space(tune, trials),
         num_trials=trials,
-        quiet=quiet or not progress,
+        quiet=quiet or progress is False,
+        progress=display,
         metrics=metric_list,
         num_resplits=resplit,
         folds=fold_design,

@@ -35,7 +35,7 @@ def select_methods(
         methods = [methods]
     if not isinstance(methods, Sequence | Mapping):
         raise UserError(
-            f"methods must be a list of names or methods, or a mapping from labels to them, got {methods!r}"
+            f"algorithms must be a list of names or methods, or a mapping from labels to them, got {methods!r}"
         )
     pairs: list[tuple[str | None, Any]] = (
         list(methods.items()) if isinstance(methods, Mapping) else [(None, method) for method in methods]
@@ -50,7 +50,7 @@ def select_methods(
         )
         if not isinstance(built, Algorithm):
             raise UserError(
-                f"methods must be names or methods, for example polyfed.algorithms.FedAvg(), got {method!r}"
+                f"algorithms must be names or methods, for example polyfed.algorithms.FedAvg(), got {method!r}"
             )
         name = registry_name(built) if label is None else label
         if name in REGISTRY and name != registry_name(built):

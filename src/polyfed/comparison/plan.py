@@ -24,7 +24,7 @@ from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.data.partitioning.folds import Folds
 from polyfed.simulation.callbacks.base import Callback
 from polyfed.simulation.federate import resume_federation, run_federation
-from polyfed.simulation.monitoring.progress import Progress, SilentProgress, build_terminal_progress
+from polyfed.simulation.monitoring.progress import Progress, build_terminal_progress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
 from polyfed.simulation.settings import Keep, Settings
@@ -76,6 +76,7 @@ class ComparisonPlan:
         search_space: field -> values or range to search on validation examples, see module `tuning`; None for no search.
         num_trials: how many runs a method has in the search by Optuna; None tries every combination of values.
         quiet: whether no progress is shown.
+        progress: the display that the user gave, or a notebook's; None shows progress on standard error.
         metrics: as `polyfed.core.evaluation.metrics.resolve_metrics` takes them; the first decides.
         num_resplits: number of times that training and test examples are split again, one seed each; None for none.
         folds: the cross-validation of which each run is a fold; None for none.
@@ -102,6 +103,7 @@ class ComparisonPlan:
     search_space: Mapping[str, Sequence[Any] | str] | None = None
     num_trials: int | None = None
     quiet: bool = False
+    progress: Progress | None = None
     metrics: tuple[Any, ...] = ()
     num_resplits: int | None = None
     folds: Folds | None = None
@@ -223,7 +225,9 @@ def execute_or_load_runs(
 
     def tasks() -> Iterator[tuple[RunSpec, Callable[[], Any]]]:
         for job in missing:
-            progress = _progress(plan.quiet) if in_this_process else SilentProgress()
+            progress = plan.progress or _progress(plan.quiet)
+            if not in_this_process:
+                progress = progress.for_another_process()
             client_set = plan.build_client_set(job.seed)
             yield job, partial(_run_and_report, job, client_set, settings, plan.metrics, progress, callbacks)
 
@@ -232,10 +236,12 @@ def execute_or_load_runs(
             failed[job] = result
         else:
             finished_runs[job] = FinishedRun(result["history"], job.folder, result["packed"])
-        if not plan.quiet:
-            how = "failed" if job in failed else "done"
-            progress = f"{len(finished_runs) + len(failed)} of {len(run_specs)} runs"
-            print(f"{job.label}, seed {job.seed}: {how} ({progress})", file=sys.stderr, flush=True)
+        num_done, how = len(finished_runs) + len(failed), "failed" if job in failed else "done"
+        sentence = f"{job.label}, seed {job.seed}: {how} ({num_done} of {len(run_specs)} runs)"
+        if plan.progress is not None:
+            plan.progress.finish_run(sentence, num_done, len(run_specs))
+        elif not plan.quiet:
+            print(sentence, file=sys.stderr, flush=True)
     return ExecutedRuns(finished_runs, failed)
 
 

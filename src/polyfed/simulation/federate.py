@@ -17,14 +17,15 @@ from polyfed.core.errors import RunInterrupt
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full, expand_user_path
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.compressors import Compressor
-from polyfed.simulation.callbacks.base import Callback, validate_callbacks
+from polyfed.simulation.callbacks.base import Callback, RecordFunction, validate_callbacks
 from polyfed.simulation.callbacks.checkpoint import CheckpointSaver
 from polyfed.simulation.callbacks.evaluate import RoundEvaluator
 from polyfed.simulation.callbacks.log import ProgressReporter
 from polyfed.simulation.callbacks.stop import UserCallbackRunner
 from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.engines.factory import build_engine_for_settings
-from polyfed.simulation.monitoring.progress import Progress, resolve_progress
+from polyfed.simulation.monitoring.progress import Progress
+from polyfed.simulation.monitoring.progress_argument import resolve_progress
 from polyfed.simulation.results.cross_site_scores import write_cross_site
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.engine_choice import resolve_auto_engine
@@ -73,8 +74,8 @@ def federate(
     cross_site: bool = False,
     config: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
-    callbacks: Iterable[Callback] = (),
-    progress: Progress | bool | None = None,
+    callbacks: Iterable[Callback | RecordFunction] = (),
+    progress: Progress | bool | RecordFunction | None = None,
     quiet: bool = False,
 ) -> Run:
     """Trains clients by federated learning with one method, and returns the run, which holds its metrics and the
@@ -146,7 +147,7 @@ def run_federation(
     out: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
-    callbacks: Iterable[Callback] = (),
+    callbacks: Iterable[Callback | RecordFunction] = (),
     clients_are_checked: bool = False,
 ) -> Run:
     """Runs federated training as `federate` does, but with its options in a `Settings` object, and returns the finished
@@ -181,8 +182,8 @@ def resume(
     gpus_per_worker: float | None = None,
     device: str | None = None,
     metrics: Any = None,
-    callbacks: Iterable[Callback] = (),
-    progress: Progress | bool | None = None,
+    callbacks: Iterable[Callback | RecordFunction] = (),
+    progress: Progress | bool | RecordFunction | None = None,
     quiet: bool = False,
 ) -> Run:
     """Continues an interrupted run from its newest intact checkpoint, and returns the run; the result equals that of an
@@ -226,7 +227,7 @@ def resume_federation(
     public: Any = None,
     execution: Mapping[str, Any] | None = None,
     metrics: Any = None,
-    callbacks: Iterable[Callback] = (),
+    callbacks: Iterable[Callback | RecordFunction] = (),
     clients_are_checked: bool = False,
 ) -> Run:
     """Continues an interrupted run as `resume` does, shows its progress on the given display, and returns the finished

@@ -7,7 +7,8 @@ import pytest
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.simulation.monitoring.progress import SilentProgress, resolve_progress
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.monitoring.progress_argument import resolve_progress
 from polyfed.testing import small_clients
 
 CLIENTS = small_clients(3)

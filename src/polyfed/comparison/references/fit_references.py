@@ -121,9 +121,12 @@ def _fit_all_seeds(plan: ComparisonPlan, seeds: Sequence[int]) -> dict[int, dict
 
     for seed, seed_fit in run_in_processes(tasks(), min(processes, len(seeds))):
         fit_by_seed[seed] = seed_fit
-        if not plan.quiet:
-            how_far = f" ({len(fit_by_seed)} of {len(seeds)} splits)" if len(seeds) > 1 else ""
-            print(f"simple models of each site alone: done{how_far}", file=sys.stderr, flush=True)
+        how_far = f" ({len(fit_by_seed)} of {len(seeds)} splits)" if len(seeds) > 1 else ""
+        sentence = f"simple models of each site alone: done{how_far}"
+        if plan.progress is not None:
+            plan.progress.say(sentence)
+        elif not plan.quiet:
+            print(sentence, file=sys.stderr, flush=True)
     return {seed: fit_by_seed[seed] for seed in seeds}
 
 

@@ -17,6 +17,8 @@ import yaml
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.storage.continuation import find_first_difference, find_invalidating_change
 from polyfed.comparison.storage.results_schema import ComparisonDescription, results_error
+from polyfed.comparison.verdicts.summary import comparison_html, plot_comparison
+from polyfed.comparison.verdicts.warning_sentences import describe_omissions
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import (
     create_private_folder_if_missing,
@@ -26,6 +28,7 @@ from polyfed.core.io.atomic_files import (
 )
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.simulation.results.cross_site_scores import CrossSiteScores, average_cross_site, read_cross_site
+from polyfed.simulation.results.frames import build_frame
 from polyfed.simulation.storage.directory import (
     describe_changed_files_of_run,
     read_config,
@@ -60,10 +63,46 @@ class Comparison:
         return f"Comparison({', '.join(self.results['methods'])}; {len(self.results['seeds'])} seeds, out={self.out})"
 
     def __str__(self) -> str:
-        """Returns the warnings, the answers, and the methods that were left out or failed, one sentence a line."""
-        left_out = [f"left out {label}: {reason}" for label, reason in self.skipped.items()]
-        failed = [f"failed {label}: {reason}" for label, reason in self.failed.items()]
-        return "\n".join((*self.results["warnings"], *self.verdicts, *left_out, *failed))
+        """Returns the warnings and the answers, one sentence a line; among the answers is what was left out, failed or
+        could not be judged."""
+        return "\n".join(self._sentences)
+
+    def _repr_html_(self) -> str:
+        return comparison_html(repr(self), self._sentences, self.results, self.table())
+
+    @property
+    def _sentences(self) -> list[str]:
+        return list(dict.fromkeys((*self.results.get("warnings", ()), *self.answers)))
+
+    def to_frame(self) -> Any:
+        """Returns the scores of the comparison as a pandas `DataFrame`; raises a `UserError` if pandas is not installed.
+
+        A row per method, seed and client, at the compared round; columns `method`, `seed`, `client`, `round`, and the
+        score by its name. `pandas.DataFrame(found.table())` has a row per method.
+
+        Raises:
+            UserError: pandas is not installed.
+        """
+        score = self.results.get("score", "score")
+        rows = [
+            {"method": label, "seed": int(seed), "client": client, "round": run["round"], score: value}
+            for label, method in self.results["methods"].items()
+            for seed, run in method["runs"].items()
+            for client, value in run["scores"].items()
+        ]
+        return build_frame(rows, ["method", "seed", "client", "round", score])
+
+    def plot(self, *, ax: Any = None) -> Any:
+        """Draws the mean gain of each method over training alone, with its interval, and returns the matplotlib axes;
+        draws the mean scores where no gain is defined.
+
+        Args:
+            ax: axes to draw into; None makes new ones.
+
+        Raises:
+            UserError: no method has a score.
+        """
+        return plot_comparison(self.results, self.table(), ax)
 
     def report(self, out: str | Path | None = None) -> Path:
         """Writes the comparison's HTML page, as the command `polyfed report` does, and returns its path; raises a
@@ -78,8 +117,14 @@ class Comparison:
         return write_page_of(self.out, out)
 
     @property
+    def answers(self) -> Sequence[str]:
+        """Returns the answers of the comparison as sentences: whom joining helps, as far as the confidence intervals
+        support it, and which methods were left out, failed or could not be judged."""
+        return [*self.results["verdicts"], *describe_omissions(self.results)]
+
+    @property
     def verdicts(self) -> Sequence[str]:
-        """Returns the conclusions of the comparison as sentences, only those that the confidence intervals support."""
+        """Returns the answers without what was left out, failed or could not be judged; a former name of `answers`."""
         return list(self.results["verdicts"])
 
     @property

@@ -57,7 +57,6 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
     """
     results, level = run_group.comparison_results, confidence_level_of(run_group)
     answers, mean_answer = parse_site_answers(results), parse_answer_for_mean_over_sites(results)
-    failures = [f"{label} failed and is not compared: {why}" for label, why in (results.get("failed") or {}).items()]
     mean_text = ""
     if mean_answer is not None:
         separator = " " if mean_answer.kind == "join" else ": "
@@ -68,16 +67,13 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
     figures.append(_html_roc_or_learning_curves(run_group, predictions, level, f"{key}-top"))
     return render_template(
         "decision",
-        warnings=[f"{str(sentence).rstrip('.')}." for sentence in (*(results.get("warnings") or ()), *failures)],
+        warnings=[f"{str(sentence).rstrip('.')}." for sentence in results.get("warnings") or ()],
         answers=answers,
         labels=ANSWER_LABELS,
         groups=_group_by_answer(answers) if len(answers) > _LISTED else [],
         counts=f"{count_with_noun(len(answers), 'site')}: {counts}" if len(answers) > 1 else "",
         mean_text=mean_text,
-        facts=[
-            *(_as_sentence(sentence) for sentence in _simple_model_verdicts(results)),
-            *(f"Left out: {_as_sentence(why)}" for why in (results.get("skipped") or {}).values()),
-        ],
+        facts=[_as_sentence(sentence) for sentence in _simple_model_verdicts(results)],
         covers=results.get("covers") or (),
         methods_table=_html_methods_table(run_group, level),
         figures=figures,

@@ -1,10 +1,15 @@
 """Defines the base class of callbacks, whose methods the training loop calls before, during and after the rounds."""
 
 from abc import ABC
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
 
 from polyfed.core.errors import UserError
+
+RecordFunction = Callable[[Mapping[str, Any]], Any]
+"""A function of a round's record, the object that `metrics.jsonl` gets."""
 
 
 class Callback(ABC):
@@ -18,7 +23,7 @@ class Callback(ABC):
     >>> from polyfed.testing import small_clients
     >>> class TrafficLimit(Callback):
     ...     def on_round(self, record):
-    ...         return record["bytes_up_total"] > 1000
+    ...         return record["bytes_up_total"] < 1000
     >>> run = federate(small_clients(), FedAvg(), rounds=50, workers=0, callbacks=[TrafficLimit()])
     >>> len(run.history), run.stopped_by
     (1, 'TrafficLimit')
@@ -38,11 +43,12 @@ class Callback(ABC):
         return
 
     def on_round(self, record: Mapping[str, Any]) -> bool | None:
-        """Runs when a round is complete, after its evaluation if it has one; a callback returns True here to stop the
+        """Runs when a round is complete, after its evaluation if it has one; a callback returns False here to stop the
         run.
 
         Returns:
-            True to stop the run after this round. (Between real sites the next round has begun by then; it is the last.)
+            False to stop the run after this round; with anything else (None, True) it goes on. (Between real sites the next
+            round has begun by then; it is the last.)
         """
         return None
 
@@ -53,18 +59,57 @@ class Callback(ABC):
         return
 
 
+@final
+class FunctionCallback(Callback):
+    """Calls a user's function with the record of each round; the function returns False to stop the run."""
+
+    def __init__(self, function: RecordFunction) -> None:
+        self._function = function
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the function."""
+        return getattr(self._function, "__name__", type(self._function).__name__)
+
+    def on_round(self, record: Mapping[str, Any]) -> bool | None:
+        """Calls the function with the record of the round, and returns its answer."""
+        answer: bool | None = self._function(record)
+        return answer
+
+
+def name_of_callback(callback: Callback) -> str:
+    """Returns the name by which messages and files call a callback: that of its class, or of the function that was
+    given."""
+    return callback.name if isinstance(callback, FunctionCallback) else type(callback).__name__
+
+
+def asks_to_stop(answer: Any) -> bool:
+    """Returns True if a callback's answer to a round asks for the end of the run: if it is False, Python's or NumPy's.
+
+    >>> asks_to_stop(False), asks_to_stop(None), asks_to_stop(0)
+    (True, False, False)
+    """
+    return isinstance(answer, bool | np.bool_) and not answer
+
+
 def validate_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """Returns the callbacks that a user gave as a tuple; raises a `UserError` unless they are a list of objects whose
-    classes are subclasses of `Callback`.
+    """Returns the callbacks that a user gave as a tuple of `Callback` objects; raises a `UserError` unless they are a
+    list of such objects and functions.
 
     Raises:
-        UserError: it is no list, or an entry is no object of a subclass of `Callback`.
+        UserError: it is no list, or an entry is neither an object of a subclass of `Callback` nor a function.
+
+    >>> [name_of_callback(callback) for callback in validate_callbacks([print])]
+    ['print']
     """
+    rule = "callbacks must be a list of functions of a round's record or polyfed.Callback objects"
     if isinstance(callbacks, str | Mapping) or not isinstance(callbacks, Iterable):
-        raise UserError(f"callbacks must be a list of polyfed.Callback objects, got {callbacks!r}")
-    listed = tuple(callbacks)
-    for callback in listed:
-        if not isinstance(callback, Callback):
-            cure = "a class; give an object of it" if isinstance(callback, type) else "which is no subclass of it"
-            raise UserError(f"callbacks must be a list of polyfed.Callback objects, got {callback!r}, {cure}")
-    return listed
+        cure = f"; give a list: callbacks=[{getattr(callbacks, '__name__', '...')}]" if callable(callbacks) else ""
+        raise UserError(f"{rule}, got {callbacks!r}{cure}")
+    listed = []
+    for callback in callbacks:
+        if isinstance(callback, type) or not (isinstance(callback, Callback) or callable(callback)):
+            cure = "a class; give an object of it" if isinstance(callback, type) else "which is neither"
+            raise UserError(f"{rule}, got {callback!r}, {cure}")
+        listed.append(callback if isinstance(callback, Callback) else FunctionCallback(callback))
+    return tuple(listed)

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from polyfed.core.errors import UserError
-from polyfed.simulation.callbacks.base import Callback
+from polyfed.simulation.callbacks.base import Callback, asks_to_stop, name_of_callback
 from polyfed.simulation.rounds.run_state import RunState
 
 
 @final
 class UserCallbackRunner(Callback):
-    """Calls the user's callbacks at every step of a run, in their order, and stops the run if one of them returns True;
+    """Calls the user's callbacks at every step of a run, in their order, and stops the run if one of them returns False;
     raises a `UserError` if one raises an exception.
 
     Raises:
@@ -31,12 +31,12 @@ class UserCallbackRunner(Callback):
             self._call(callback, "on_aggregated", round_number)
 
     def on_round(self, record: Mapping[str, Any]) -> None:
-        """Calls `on_round` of every user callback with the round's record; if one returns True, stops the run after
-        this round. The first that returns True is recorded as the one that stopped the run.
+        """Calls `on_round` of every user callback with the round's record; if one returns False, stops the run after
+        this round. The first that returns False is recorded as the one that stopped the run.
         """
         for callback in self._callbacks:
-            if self._call(callback, "on_round", record):
-                self._run.request_stop_after_round(type(callback).__name__)
+            if asks_to_stop(self._call(callback, "on_round", record)):
+                self._run.request_stop_after_round(name_of_callback(callback))
 
     def on_end(self) -> None:
         """Shows which callback stopped the run, if one did, and calls `on_end` of every user callback."""
@@ -57,5 +57,5 @@ class UserCallbackRunner(Callback):
                 how = f"polyfed.resume({str(run.directory.path)!r}, callbacks=[...])"
                 remedy = f"{saved}: correct it, and continue with {how}"
             raise UserError(
-                f"the callback {type(callback).__name__} failed in {hook}: {type(error).__name__}: {error}; {remedy}"
+                f"the callback {name_of_callback(callback)} failed in {hook}: {type(error).__name__}: {error}; {remedy}"
             ) from error

@@ -1,13 +1,12 @@
-"""Shows the progress of a run: a bar on a terminal, plain lines elsewhere, or nothing."""
+"""Shows the progress of a run: a bar on a terminal, plain lines elsewhere, a function's answer to it, or nothing."""
 
 import sys
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO, final
 
-from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import default_metric_names
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.simulation.monitoring.update_norms import norms_by_client
@@ -38,6 +37,21 @@ class Progress(ABC):
         """
         return
 
+    def finish_run(self, sentence: str, runs_done: int, total: int) -> None:
+        """Shows that a run of a comparison has finished; by default with `say`.
+
+        Args:
+            sentence: says which run has finished, and how many have.
+            runs_done, total: how many runs have finished, of how many.
+        """
+        self.say(sentence)
+
+    def for_another_process(self) -> "Progress":
+        """Returns the display for a run of a comparison that takes place in a process of its own; by default a silent
+        one.
+        """
+        return SilentProgress()
+
     @abstractmethod
     def stop(self) -> None:
         """Ends the display when the run has ended, with or without an error."""
@@ -54,6 +68,11 @@ def _mean_score(record: Mapping[str, Any]) -> str:
 def _megabytes(record: Mapping[str, Any]) -> str:
     """Formats the bytes sent and received so far in MB (2^20 bytes)."""
     return f"{(record['bytes_down_total'] + record['bytes_up_total']) / 2**20:.1f} MB"
+
+
+def describe_score_and_traffic(record: Mapping[str, Any], separator: str = ", ") -> str:
+    """Returns a round's mean score over clients, if it has one, and the traffic so far, as text."""
+    return separator.join(part for part in (_mean_score(record), _megabytes(record)) if part)
 
 
 @final
@@ -86,6 +105,42 @@ class SilentProgress(Progress):
 
     def stop(self) -> None:
         """Does nothing: this progress display is silent."""
+
+
+@final
+class FunctionProgress(Progress):
+    """Calls a user's function with the record of each round, in place of a display.
+
+    Args:
+        function: gets the round's record, as in `metrics.jsonl`; what it returns is ignored.
+    """
+
+    def __init__(self, function: Callable[[Mapping[str, Any]], Any]) -> None:
+        self._function = function
+
+    def start(self, title: str, rounds: int, rounds_done: int) -> None:
+        """Does nothing: the function gets records only."""
+
+    def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
+        """Does nothing: the function gets records only."""
+
+    def finish_round(self, record: Mapping[str, Any]) -> None:
+        """Calls the function with the record of the round."""
+        self._function(record)
+
+    def say(self, sentence: str) -> None:
+        """Does nothing: the function gets records only."""
+
+    def warn(self, sentence: str) -> None:
+        """Emits a Python warning, since nothing else shows the problem."""
+        warnings.warn(sentence, RuntimeWarning, stacklevel=5)
+
+    def for_another_process(self) -> Progress:
+        """Returns this object: the function is called in the process of the run."""
+        return self
+
+    def stop(self) -> None:
+        """Does nothing: the function gets records only."""
 
 
 @final
@@ -157,7 +212,7 @@ class ProgressBar(Progress):
 
     def finish_round(self, record: Mapping[str, Any]) -> None:
         """Advances the bar by one round, and shows the round's mean score and traffic."""
-        self._summary = "  ".join(part for part in (_mean_score(record), _megabytes(record)) if part)
+        self._summary = describe_score_and_traffic(record, "  ")
         self._bar.update(self._task, completed=record["round"], state=self._summary)
 
     def say(self, sentence: str) -> None:
@@ -183,23 +238,3 @@ def build_terminal_progress(*, quiet: bool = False, lines: bool = True, warns: b
     if sys.stderr.isatty():
         return ProgressBar()
     return LineProgress() if lines else SilentProgress(warns=warns)
-
-
-def resolve_progress(progress: Progress | bool | None, *, quiet: bool = False) -> Progress:
-    """Returns the progress display for the argument `progress` of `federate` or `resume`; raises a `UserError` if it is
-    neither a `Progress`, a bool nor None.
-
-    That is `progress` itself, or a bar on a terminal if it is None or True, or nothing if it is False or `quiet` is
-    True.
-
-    Raises:
-        UserError: `progress` is something else.
-
-    >>> type(resolve_progress(False)).__name__, type(resolve_progress(None, quiet=True)).__name__
-    ('SilentProgress', 'SilentProgress')
-    """
-    if isinstance(progress, Progress):
-        return progress
-    if progress not in (None, True, False):
-        raise UserError(f"progress must be True, False or a Progress, got {progress!r}")
-    return build_terminal_progress(quiet=quiet or progress is False, lines=False, warns=True)

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch import Tensor, nn
 
+from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Architecture
 from polyfed.core.capabilities import BringsNetwork, check_network_has_all_weights, wrap_network_if_method_wraps
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.prediction_inputs import convert_inputs_to_examples_like
-from polyfed.core.io.number_format import count_with_noun
+from polyfed.core.io.number_format import NumberUnit, count_with_noun
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.module_cache import build_module, fill_module, restore_all_but_weights_and_set_eval
@@ -22,6 +23,9 @@ from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.results.cross_site import compute_cross_site
 from polyfed.simulation.results.cross_site_scores import CrossSiteScores
+from polyfed.simulation.results.frames import build_frame, list_scores_by_round
+from polyfed.simulation.results.notebook_html import run_html, unit_of_column
+from polyfed.simulation.results.plots import plot_learning_curves
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.metrics_table import build_metrics_table
@@ -67,6 +71,38 @@ class Run:
             f"Run({type(federation.algorithm).__name__}, {count_with_noun(len(federation.client_registry.ids), 'client')}, "
             f"{count_with_noun(len(self.history), 'round')}, {scored}, out={None if self.out is None else str(self.out)!r})"
         )
+
+    def _repr_html_(self) -> str:
+        return run_html(repr(self), self.table(), self._units)
+
+    @property
+    def _units(self) -> dict[str, NumberUnit]:
+        return {metric.name: metric.unit for metric in self.federation.metrics}
+
+    def to_frame(self) -> Any:
+        """Returns the scores of all rounds as a pandas `DataFrame`; raises a `UserError` if pandas is not installed.
+
+        A row per round and client; columns `round`, `client`, and those of `table`. Rounds without evaluation have no scores.
+
+        Raises:
+            UserError: pandas is not installed.
+        """
+        return build_frame(list_scores_by_round(self.history), ["round", "client", *self._units])
+
+    def plot(self, metric: str | None = None, *, ax: Any = None) -> Any:
+        """Draws each client's score by round, and the mean over clients; returns the matplotlib axes. Raises a
+        `UserError` for an unknown score.
+
+        Args:
+            metric: a column of `table`, such as "accuracy", "val_auc" or "loss"; None is the metric that decides.
+            ax: axes to draw into; None makes new ones.
+
+        Raises:
+            UserError: the run has no such score.
+        """
+        name = self.federation.metrics[0].name if metric is None else metric
+        title = registry_name(self.federation.algorithm)
+        return plot_learning_curves(self.history, name, unit_of_column(name, self._units), title, ax)
 
     def report(self, out: str | Path | None = None) -> Path:
         """Writes the run's HTML page, as the command `polyfed report` does, and returns its path; raises a `UserError`

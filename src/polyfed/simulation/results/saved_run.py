@@ -16,10 +16,14 @@ from polyfed.core.examples.examples import Examples, Normalise
 from polyfed.core.examples.prediction_inputs import convert_inputs_to_examples_like
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import read_file
+from polyfed.core.io.number_format import NumberUnit
 from polyfed.core.io.validation import parse_json
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
+from polyfed.simulation.results.frames import build_frame, list_scores_by_round
+from polyfed.simulation.results.notebook_html import run_html, unit_of_column
+from polyfed.simulation.results.plots import plot_learning_curves
 from polyfed.simulation.storage.configuration import build_method, read_section
 from polyfed.simulation.storage.model_signature import (
     PREPROCESSING_SUFFIX,
@@ -49,6 +53,30 @@ class SavedRun:
 
     def __repr__(self) -> str:
         return f"SavedRun({self.files.describe()}, out={str(self.out)!r})"
+
+    def _repr_html_(self) -> str:
+        evaluated = any(record["summary"] for record in self.history)
+        return run_html(repr(self), self.table() if evaluated else [], self._units)
+
+    @property
+    def _units(self) -> dict[str, NumberUnit]:
+        score = self.files.manifest.get("score")
+        return {str(score["name"]): score.get("unit", "")} if isinstance(score, Mapping) and "name" in score else {}
+
+    def to_frame(self) -> Any:
+        """Returns the scores of all rounds as a pandas `DataFrame`, a row per round and client; raises a
+        `UserError` if pandas is not installed.
+        """
+        return build_frame(list_scores_by_round(self.history), ["round", "client", *self._units])
+
+    def plot(self, metric: str | None = None, *, ax: Any = None) -> Any:
+        """Draws each client's score by round, and the mean over clients, as `Run.plot` does; returns the matplotlib axes.
+
+        Raises:
+            UserError: the run has no such score.
+        """
+        name = (self.files.metric_names or ["loss"])[0] if metric is None else metric
+        return plot_learning_curves(self.history, name, unit_of_column(name, self._units), self.files.method, ax)
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -1,0 +1,69 @@
+"""Shows a comparison in a notebook: its sentences and a table of methods as HTML, and gains as a plot."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from polyfed.core.errors import UserError
+from polyfed.core.io.number_format import format_number
+from polyfed.simulation.results.notebook_html import notebook_html
+from polyfed.simulation.results.plots import plot_intervals
+
+
+def comparison_html(
+    heading: str, sentences: Sequence[str], results: Mapping[str, Any], table: Sequence[Mapping[str, Any]]
+) -> str:
+    """Returns HTML with the warnings and answers of a comparison, and its methods with their mean scores and gains.
+
+    Args:
+        heading: one line about the comparison.
+        sentences: the warnings and answers.
+        results: the content of `comparison.json`.
+        table: a row per method, as `Comparison.table` returns it.
+    """
+    unit = results.get("score_unit", "")
+    rows = [
+        [
+            row["method"],
+            format_number(row["mean"], unit),
+            _format_ends(row["low"], row["high"], unit),
+            format_number(row["gain"], unit, signed=True),
+            _format_ends(row["gain_low"], row["gain_high"], unit, signed=True),
+            format_number(row["worst"], unit),
+            format_number(row["megabytes"]),
+        ]
+        for row in table
+    ]
+    columns = ("method", f"mean {results.get('score_label', 'score')}", "interval", "gain", "interval of the gain",
+               "worst client", "MB")  # fmt: skip
+    return notebook_html(heading, sentences, columns, rows, "method")
+
+
+def plot_comparison(results: Mapping[str, Any], table: Sequence[Mapping[str, Any]], ax: Any = None) -> Any:
+    """Draws the mean gain of each method over training alone with its interval, or the mean scores where no gain is
+    defined; returns the matplotlib axes.
+
+    Args:
+        results: the content of `comparison.json`.
+        table: a row per method, as `Comparison.table` returns it.
+        ax: axes to draw into; None makes new ones.
+
+    Raises:
+        UserError: no method has a score.
+    """
+    unit, label = results.get("score_unit", ""), results.get("score_label", "score")
+    has_gains = any(row["gain"] is not None for row in table)
+    value, low, high = ("gain", "gain_low", "gain_high") if has_gains else ("mean", "low", "high")
+    entries = [
+        (row["method"], row[value], None if row[low] is None else (row[low], row[high]))
+        for row in table
+        if row[value] is not None and not (has_gains and row["method"] == results["reference"])
+    ]
+    if not entries:
+        raise UserError("no method of this comparison has a score that could be drawn")
+    axis = label if unit != "%" else f"{label} (points)" if has_gains else f"{label} (%)"
+    title = "gain over training alone, mean over clients" if has_gains else "mean over clients"
+    return plot_intervals(entries, unit, axis, title, zero=has_gains, ax=ax)
+
+
+def _format_ends(low: float | None, high: float | None, unit: Any, signed: bool = False) -> str:
+    return "–" if low is None else f"{format_number(low, unit, signed)} to {format_number(high, unit, signed)}"

@@ -1,0 +1,76 @@
+"""Writes the warnings of a comparison: what may mislead, what was left out or failed, and what could not be judged."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from polyfed.comparison.budget import Budget
+from polyfed.core.io.number_format import end_with_period, join_with_and
+
+
+def describe_omissions(content: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence for each method that was left out or failed, and for methods of which nobody can say whether they
+    had converged; empty for a forecast, whose own sentences say what is left out.
+
+    Args:
+        content: the results of a comparison, the content of `comparison.json`.
+
+    >>> unjudged = {"converged": None, "sentence": "it was evaluated twice"}
+    >>> for sentence in describe_omissions({"skipped": {"fedmd": "fedmd needs public examples"},
+    ...                                     "failed": {"wild": "it diverged"}, "convergence": {"fedavg": unjudged}}):
+    ...     print(sentence)
+    Left out fedmd: fedmd needs public examples.
+    wild failed and is not compared: it diverged.
+    Convergence not judged for fedavg: it was evaluated twice.
+    """
+    if "plan" in content:
+        return []
+    sentences = [f"Left out {label}: {end_with_period(reason)}" for label, reason in content["skipped"].items()]
+    sentences += [
+        f"{label} failed and is not compared: {end_with_period(reason)}"
+        for label, reason in content.get("failed", {}).items()
+    ]
+    labels_by_reason: dict[str, list[str]] = {}
+    for label, entry in content.get("convergence", {}).items():
+        if entry["converged"] is None:
+            labels_by_reason.setdefault(entry["sentence"], []).append(label)
+    return sentences + [
+        f"Convergence not judged for {join_with_and(labels)}: {end_with_period(reason)}"
+        for reason, labels in labels_by_reason.items()
+    ]
+
+
+def warning_sentences(content: Mapping[str, Any], data_warnings: Sequence[str], budget: Budget) -> list[str]:
+    """Returns the warnings of a comparison, the sentences for the top of its page.
+
+    Args:
+        content: the results, the content of `comparison.json`.
+        data_warnings: texts about the data.
+        budget: by which methods are compared.
+    """
+    sentences = [f"{text[:1].upper()}{text[1:]}." for text in data_warnings]
+    if content["tuning"] is None:
+        sentences.append(
+            "The methods were not tuned (--tune none): a gain may be that of a learning rate that suits one method better."
+        )
+    if len(content["seeds"]) == 2 and not content.get("folds"):
+        sentences.append("Two seeds say little of what another seed would give, so that intervals are many times as wide as "
+                     "with five: give more (--seeds 0,1,2,3,4, or --resplit 5).")  # fmt: skip
+    not_converged = [label for label, entry in content["convergence"].items() if entry["converged"] is False]
+    if not_converged and not budget.is_fixed:
+        helps = {label: content["convergence"][label]["advice"] for label in not_converged}
+        each = (
+            [f"{label}: {words}" for label, words in helps.items()]
+            if len(set(helps.values())) > 1
+            else [helps[not_converged[0]]]
+        )
+        sentences.append(
+            f"Not converged: {', '.join(not_converged)}. No answer is given over or with these methods. What helps: "
+            f"{'; '.join(each)}. Or name a budget (--budget steps) if that is the question."
+        )
+    elif not_converged:
+        sentences.append(f"Not converged within this budget: {', '.join(not_converged)}.")
+    if content["tuning"] is not None and (edge := content["tuning"].get("edge")):
+        sentences.append(
+            f"The best value was at the edge of what was tried: {', '.join(edge)}. Try values beyond (--tune)."
+        )
+    return sentences + describe_omissions(content)
