@@ -279,7 +279,6 @@ OVERLONG = {
     "src/polyfed/algorithms/hypernetworks/pfedla.py": 402,
     "src/polyfed/alignment/cka.py": 405,
     "src/polyfed/cli/commands/options/configuration_parser.py": 403,
-    "src/polyfed/comparison/statistics/mrmc.py": 415,
     "src/polyfed/comparison/verdicts/verdict_sentences.py": 405,
     "src/polyfed/core/task.py": 454,
     "src/polyfed/core/training/cohort.py": 400,

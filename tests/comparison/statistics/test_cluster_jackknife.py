@@ -7,7 +7,8 @@ import torch
 from polyfed.comparison.statistics.cluster_jackknife import group_pseudo_values, number_groups
 from polyfed.comparison.statistics.evidence import Evidence
 from polyfed.comparison.statistics.jackknife import NUM_GROUPS, score_with_pseudo_values
-from polyfed.comparison.statistics.mrmc import mean_gain_with_interval, mean_score_with_interval, score_seeds
+from polyfed.comparison.statistics.mrmc import score_seeds
+from polyfed.comparison.statistics.score_intervals import mean_gain_with_interval, mean_score_with_interval
 from polyfed.comparison.verdicts.answer_basis import count_client_examples, count_examples_behind_answer
 from polyfed.core.algorithm import Client
 from polyfed.core.evaluation.metrics import METRICS

@@ -19,10 +19,9 @@ from polyfed.comparison.statistics.mrmc import (
     estimate_client_means,
     estimate_mean_over_clients,
     estimate_variance_components,
-    mean_gain_with_interval,
-    mean_score_with_interval,
 )
 from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_client_means_over_resplits
+from polyfed.comparison.statistics.score_intervals import mean_gain_with_interval, mean_score_with_interval
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import METRICS, resolve_metrics
 

@@ -28,7 +28,6 @@ from torch import Tensor
 from polyfed.comparison.statistics.cluster_jackknife import Groups, count_groups_of_classes, number_groups
 from polyfed.comparison.statistics.estimate import (
     ALPHA,
-    CONFIDENCE_LEVEL,
     Estimate,
     estimate_from_half_width,
     t_quantile,
@@ -358,58 +357,3 @@ def estimate_gain_over_best_rival(gains_over_each_rival: Sequence[GainOverRival]
         min(single.value for single, _ in gains_over_each_rival), min(single.low for single, _ in gains_over_each_rival),
         min(joint.high for _, joint in gains_over_each_rival), min(above, below),
     )  # fmt: skip
-
-
-@final
-class ValueWithInterval(NamedTuple):
-    """Holds a score, or a difference of scores, and the two ends of its confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-def mean_score_with_interval(
-    metric: Metric,
-    outputs_by_seed: Sequence[Tensor],
-    targets: Tensor,
-    level: float = CONFIDENCE_LEVEL,
-    groups: NDArray[Any] | None = None,
-) -> ValueWithInterval | None:
-    """Returns one method's score on these examples, as a mean over seeds, with the two ends of its confidence interval;
-    None if the score is not defined.
-
-    Args:
-        metric, targets, groups: as for `estimate_variance_components`.
-        outputs_by_seed: one tensor per seed.
-        level: the confidence level.
-
-    Returns:
-        None where the score or its variance is not defined.
-    """
-    return _interval_of_one(estimate_variance_components(metric, outputs_by_seed, None, targets, groups), level)
-
-
-def mean_gain_with_interval(
-    metric: Metric,
-    outputs_by_seed: Sequence[Tensor],
-    rival_outputs_by_seed: Sequence[Tensor],
-    targets: Tensor,
-    level: float = CONFIDENCE_LEVEL,
-    groups: NDArray[Any] | None = None,
-) -> ValueWithInterval | None:
-    """Returns the difference of two methods' scores on the same examples, as a mean over seeds, with the two ends of
-    its confidence interval; None if a score is not defined.
-
-    It is positive where the first method is better than its rival.
-    """
-    return _interval_of_one(
-        estimate_variance_components(metric, outputs_by_seed, rival_outputs_by_seed, targets, groups), level
-    )
-
-
-def _interval_of_one(components: VarianceComponents | None, level: float) -> ValueWithInterval | None:
-    if components is None:
-        return None
-    estimate = estimate_mean_over_clients([components], alpha=(1 - level) * ALPHA / (1 - CONFIDENCE_LEVEL))
-    return ValueWithInterval(estimate.value, estimate.low, estimate.high) if math.isfinite(estimate.low) else None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from polyfed.algorithms import registry_name
-from polyfed.comparison.statistics.mrmc import mean_score_with_interval
+from polyfed.comparison.statistics.score_intervals import mean_score_with_interval
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.comparison.storage.comparison_directory import read_description as read_description_of
 from polyfed.core.algorithm import Algorithm, Architecture

@@ -13,7 +13,7 @@ import torch
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from polyfed.comparison.statistics.mrmc import mean_score_with_interval
+from polyfed.comparison.statistics.score_intervals import mean_score_with_interval
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.core.io.number_format import capitalize_first, count_with_noun, format_count, join_with_and
 from polyfed.report.data.binary_stats import (

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.comparison.statistics.mrmc import mean_gain_with_interval, mean_score_with_interval
+from polyfed.comparison.statistics.score_intervals import mean_gain_with_interval, mean_score_with_interval
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
