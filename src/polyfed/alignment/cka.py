@@ -21,12 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from polyfed.core.errors import UserError
 
-_BLOCK = 256
-"""Rows of an RBF kernel that are in memory at one time: for the paper's 5,000 examples, each step of the computation takes
-5 MB instead of 95."""
-
-_MEDIAN_ROWS = 1024
-"""Most examples from which the median distance is computed; if there are more, evenly spaced ones are taken."""
+_BLOCK = 256  # rows of an RBF kernel in memory at one time: 5 MB instead of 95 a step for the paper's 5,000 examples
+_MEDIAN_ROWS = 1024  # examples from which the median distance is computed at most; of more, evenly spaced ones
 
 
 def linear_kernel(a: Tensor) -> Tensor:
@@ -381,10 +377,8 @@ def _squared_bandwidth(centred: Tensor, sigma: float) -> Tensor:
     """
     if not sigma > 0:
         raise UserError(f"sigma, the fraction of the median distance, must be above 0, got {sigma}")
-    number = len(centred)
-    if number > _MEDIAN_ROWS:
-        places = torch.linspace(0, number - 1, _MEDIAN_ROWS, device=centred.device).long()
-        centred = centred[places]
+    if len(centred) > _MEDIAN_ROWS:
+        centred = centred[torch.linspace(0, len(centred) - 1, _MEDIAN_ROWS, device=centred.device).long()]
     upper = torch.ones(len(centred), len(centred), dtype=torch.bool, device=centred.device).triu(1)
     distances = _squared_distances(centred, centred)[upper]
     median = distances.median()

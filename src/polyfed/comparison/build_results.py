@@ -140,7 +140,7 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
         "class_names": None if inputs.class_names is None else list(inputs.class_names),
         "data": inputs.client_sizes,
     }
-    validated = any(point is not None and _is_chosen(run, inputs) for run, point in chosen.items())
+    validated = any(point is not None and _chosen_round(run, inputs) is not None for run, point in chosen.items())
     kind, has_limit = criteria.budget.kind, criteria.budget.limit is not None
     content["budget"] = {
         "kind": kind,
@@ -213,10 +213,6 @@ def _chosen_round(run: Run, inputs: ResultInputs) -> int | None:
     search_round: int | None = (inputs.description.get("tuning") or {}).get("rounds", {}).get(run[0])
     run_round: int | None = inputs.histories[run][-1].get("best_round") if inputs.histories[run] else None
     return run_round if search_round is None else search_round
-
-
-def _is_chosen(run: Run, inputs: ResultInputs) -> bool:
-    return _chosen_round(run, inputs) is not None
 
 
 def _budget_limit(budget: Budget, curves: Mapping[Run, Sequence[CurvePoint]]) -> float | None:

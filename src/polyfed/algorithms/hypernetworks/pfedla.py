@@ -321,11 +321,8 @@ def retained_layer_mask(weights: Tensor, client_positions: Sequence[int], k: int
 
 
 def weights_with_layers_retained(weights: Tensor, client_positions: Sequence[int], retained_mask: Tensor) -> Tensor:
-    """Returns the mixing weights of all clients' models, changed in the layers that a client retains to 1 for the
-    client's model and 0 for all others.
-
-    θ̄_i is computed with these weights.
-    """
+    """Returns the weights with which θ̄_i is computed: the mixing weights, but in the layers that a client retains 1 for
+    the client's model and 0 for all others."""
     own_only = torch.nn.functional.one_hot(torch.tensor(list(client_positions)), weights.shape[2]).to(weights.dtype)
     return torch.where(retained_mask[:, :, None], own_only[:, None, :], weights)
 
@@ -342,9 +339,8 @@ def iterate_personalised_models(
         ids = [client_info.id for client_info in block]
         rows, alpha = client_positions(server_state, ids), compute_aggregation_weights(server_state, ids, options)
         retained_mask = retained_layer_mask(alpha, rows, k)
-        mixed = mix_models_by_layer(
-            models, weights_with_layers_retained(alpha, rows, retained_mask), server_state["layers"]
-        )
+        weights = weights_with_layers_retained(alpha, rows, retained_mask)
+        mixed = mix_models_by_layer(models, weights, server_state["layers"])
         for client_info, model, retained_row in zip(block, mixed, retained_mask.tolist(), strict=True):
             names_to_send = [
                 name

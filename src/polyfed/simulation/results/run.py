@@ -82,7 +82,8 @@ class Run:
     def to_frame(self) -> Any:
         """Returns the scores of all rounds as a pandas `DataFrame`; raises a `UserError` if pandas is not installed.
 
-        A row per round and client; columns `round`, `client`, and those of `table`. Rounds without evaluation have no scores.
+        A row per round and client; columns: `round`, `client`, and those of `table`. Scores are missing where a round was
+        not evaluated.
 
         Raises:
             UserError: pandas is not installed.
