@@ -33,7 +33,7 @@ _SCALED = ("--scale", "--variant")
 _RUN = ("--out", *_SCALED, "--quiet", "--cross-site", "--logger")
 _COMPARE = (
     "--algorithms", "--seeds", "--same-data", "--resplit", "--folds", "--fold-repeats", "--stop-when-decided", "--plan",
-    "--budget", "--target", "--method-config", "--tune", "--trials", "--no-references", "--parallel", *_RUN,
+    "--budget", "--target", "--method-config", "--tune", "--trials", "--no-references", "--parallel", "--tables", *_RUN,
 )  # fmt: skip
 CONFIGURED = ("run", "compare", "data", "look", "reproduce")
 """Commands that take the options of data, networks, methods and settings, too."""

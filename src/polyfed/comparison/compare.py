@@ -11,10 +11,11 @@ from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.build_results import ResultInputs, build_results
 from polyfed.comparison.final_runs import run_final_methods
 from polyfed.comparison.fold_tests import read_fold_tests
-from polyfed.comparison.forecast import forecast_comparison
+from polyfed.comparison.forecast import count_runs, forecast_comparison
 from polyfed.comparison.method_selection import check_equal_training, select_methods
 from polyfed.comparison.plan import ClientSet, ComparisonPlan, Method
 from polyfed.comparison.references.fit_references import FittedReferences, fit_references
+from polyfed.comparison.runs_display import open_runs_display
 from polyfed.comparison.sequential_looks import run_until_decided
 from polyfed.comparison.storage import comparison_directory
 from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT, SELECTION_RULE, Comparison
@@ -225,11 +226,16 @@ def run_comparison(plan: ComparisonPlan) -> Comparison:
         OSError: a full disk, say; complete runs are kept.
     """
     if plan.out is None or plan.forecast_only:
-        return run_until_decided(plan, _run_comparison)
+        return run_until_decided(plan, _run_with_display)
     with add_resume_hint_if_disk_full(
         f"`polyfed compare {plan.out}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"
     ):
-        return run_until_decided(plan, _run_comparison)
+        return run_until_decided(plan, _run_with_display)
+
+
+def _run_with_display(plan: ComparisonPlan) -> Comparison:
+    with open_runs_display(plan.progress, quiet=plan.quiet) as display:
+        return _run_comparison(dataclasses.replace(plan, display=display))
 
 
 def _run_comparison(plan: ComparisonPlan) -> Comparison:
@@ -247,6 +253,7 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
     methods = {label: plan.methods[label] for label in description["methods"]}
     if plan.forecast_only:
         return forecast_comparison(plan, methods, description["skipped"])
+    plan.display.expect(*count_runs(plan, methods))
     if plan.out is not None:
         comparison_directory.write_description(plan.out, description, plan.criteria)
     try:

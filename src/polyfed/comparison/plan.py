@@ -3,7 +3,6 @@
 import base64
 import dataclasses
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.process_pool import default_parallel_runs, run_in_processes, supports_forked_runs
+from polyfed.comparison.runs_display import RoundCounter, RunsDisplay, SilentRunsDisplay
 from polyfed.comparison.statistics.estimate import ALPHA
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_history_if_finished
 from polyfed.core.algorithm import Algorithm, Client
@@ -24,7 +24,7 @@ from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.data.partitioning.folds import Folds
 from polyfed.simulation.callbacks.base import Callback
 from polyfed.simulation.federate import resume_federation, run_federation
-from polyfed.simulation.monitoring.progress import Progress, build_terminal_progress
+from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
 from polyfed.simulation.settings import Keep, Settings
@@ -86,6 +86,7 @@ class ComparisonPlan:
         forecast_only: whether only a pilot is run.
         with_references: whether simple models and a network on all data pooled are compared with the methods.
         callbacks: the user's callbacks, called in each run that is compared, not in the runs of a search.
+        display: shows how far the runs are.
 
     Raises:
         UserError: no seeds or repeated ones, or a label that cannot be a folder's name.
@@ -114,6 +115,7 @@ class ComparisonPlan:
     with_references: bool = False
     search_budget: Budget = field(default_factory=Budget)
     callbacks: tuple[Callback, ...] = ()
+    display: RunsDisplay = field(default_factory=SilentRunsDisplay)
 
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
@@ -137,6 +139,17 @@ class ComparisonPlan:
             )
         if self.parallel_runs != "auto" and not is_number:
             raise UserError(f"parallel must be 'auto' or a number of runs from 1, got {self.parallel_runs!r}")
+
+    def describe_seed(self, seed: int) -> str:
+        """Returns what a seed stands for: "seed 3", "split 4 of 5", or "fold 4 of 5" with the repeat."""
+        position = self.seeds.index(seed) if seed in self.seeds else None
+        if position is None or (self.folds is None and self.num_resplits is None):
+            return f"seed {seed}"
+        if self.folds is None:
+            return f"split {position + 1} of {len(self.seeds)}"
+        repeat, fold = divmod(position, self.folds.number)
+        repeat_text = f", repeat {repeat + 1}" if self.folds.repeats > 1 else ""
+        return f"fold {fold + 1} of {self.folds.number}{repeat_text}"
 
 
 @final
@@ -223,11 +236,16 @@ def execute_or_load_runs(
     in_this_process = processes == 1
     settings = plan.settings if in_this_process else dataclasses.replace(plan.settings, engine="inprocess", workers=0)
 
+    counts = plan.display.begin(
+        [f"{job.label}, {plan.describe_seed(job.seed)}" for job in missing], len(finished_runs), settings.rounds,
+        of_search=not all(job.keep_predictions for job in run_specs),
+    )  # fmt: skip
+
     def tasks() -> Iterator[tuple[RunSpec, Callable[[], Any]]]:
-        for job in missing:
-            progress = plan.progress or _progress(plan.quiet)
-            if not in_this_process:
-                progress = progress.for_another_process()
+        for position, job in enumerate(missing):
+            progress: Progress = RoundCounter(counts, position, plan.display if in_this_process else None)
+            if plan.progress is not None:
+                progress = plan.progress if in_this_process else plan.progress.for_another_process()
             client_set = plan.build_client_set(job.seed)
             yield job, partial(_run_and_report, job, client_set, settings, plan.metrics, progress, callbacks)
 
@@ -236,17 +254,8 @@ def execute_or_load_runs(
             failed[job] = result
         else:
             finished_runs[job] = FinishedRun(result["history"], job.folder, result["packed"])
-        num_done, how = len(finished_runs) + len(failed), "failed" if job in failed else "done"
-        sentence = f"{job.label}, seed {job.seed}: {how} ({num_done} of {len(run_specs)} runs)"
-        if plan.progress is not None:
-            plan.progress.finish_run(sentence, num_done, len(run_specs))
-        elif not plan.quiet:
-            print(sentence, file=sys.stderr, flush=True)
+        plan.display.finish_run(missing.index(job), failed=job in failed)
     return ExecutedRuns(finished_runs, failed)
-
-
-def _progress(quiet: bool) -> Progress:
-    return build_terminal_progress(quiet=quiet, lines=False)
 
 
 def _num_processes(plan: ComparisonPlan, clients: int) -> int:

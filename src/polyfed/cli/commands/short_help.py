@@ -38,6 +38,7 @@ not decided. With DIR it continues a comparison that was stopped, or reads a fin
   --resplit K          split each client's examples K times: answers per client, better for small data
   --tune FIELDS        none, or what to search; default: each method's learning rate
   --budget BUDGET      best (default), steps, bytes or seconds
+  --tables             print the tables of scores, gains and costs before the answers
   --parallel N         runs at the same time
   -o, --out DIR        directory to create or to continue
   -q, --quiet          print no progress

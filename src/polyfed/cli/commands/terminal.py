@@ -43,9 +43,9 @@ class PlainTable(rich.table.Table):
         super().add_row(*map(literal_rich_text_if_str, cells), **options)
 
 
-def print_line(console: Console, sentence: object) -> None:
-    """Prints a line of text literally; the terminal may wrap it."""
-    console.print(Text(sanitise_for_terminal(sentence)), highlight=False, soft_wrap=True)
+def print_line(console: Console, sentence: object, style: str = "") -> None:
+    """Prints a line of text literally, in a style of the package `rich`; the terminal may wrap it."""
+    console.print(Text(sanitise_for_terminal(sentence), style), highlight=False, soft_wrap=True)
 
 
 def print_json(content: Mapping[str, Any]) -> None:

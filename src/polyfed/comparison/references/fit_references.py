@@ -7,7 +7,6 @@ is therefore compared with them as with training alone: on the same test example
 
 import base64
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,6 +62,7 @@ def fit_references(
     metric, first = plan.metrics[0], plan.seeds[0]
     seed_of = {fingerprint_by_seed[str(seed)]: seed for seed in reversed(plan.seeds)}  # the first seed with these data
     distinct_seeds = [seed for seed in plan.seeds if seed_of[fingerprint_by_seed[str(seed)]] == seed]
+    plan.display.show_stage("simple models of each site, and one network on the data of all sites")
     fitted = _fit_all_seeds(plan, distinct_seeds)
     common_names = [
         name
@@ -122,11 +122,7 @@ def _fit_all_seeds(plan: ComparisonPlan, seeds: Sequence[int]) -> dict[int, dict
     for seed, seed_fit in run_in_processes(tasks(), min(processes, len(seeds))):
         fit_by_seed[seed] = seed_fit
         how_far = f" ({len(fit_by_seed)} of {len(seeds)} splits)" if len(seeds) > 1 else ""
-        sentence = f"simple models of each site alone: done{how_far}"
-        if plan.progress is not None:
-            plan.progress.say(sentence)
-        elif not plan.quiet:
-            print(sentence, file=sys.stderr, flush=True)
+        plan.display.say(f"simple models of each site alone: done{how_far}")
     return {seed: fit_by_seed[seed] for seed in seeds}
 
 

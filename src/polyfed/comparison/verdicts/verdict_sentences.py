@@ -102,18 +102,8 @@ def build_answers(
     for client in content["clients"] if content["same_clients"] else ():
         client_statistics = statistics.get("clients", {}).get(client, {})
         basis = count_examples_behind_answer(content, [client], by_class=by_class)
-        sites.append(
-            _answer_entry(
-                content,
-                client,
-                leader,
-                client_statistics.get("gain"),
-                by_client.get(client),
-                metric,
-                basis,
-                reason_undecided,
-            )
-        )
+        gains = client_statistics.get("gain"), by_client.get(client)
+        sites.append(_answer_entry(content, client, leader, *gains, metric, basis, reason_undecided))
     basis = count_examples_behind_answer(content, content["clients"], by_class=by_class and content["same_clients"])
     return sites, _answer_entry(
         content, None, leader, statistics.get("gain"), mean_gain, metric, basis, reason_undecided
@@ -178,11 +168,17 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
     if row["answer"] == "stay":
         return f"{subject}: stay alone: {leader} is {much} worse than {rival} on new examples {rests}"
     because = f"; {why_not}" if why_not else ""
-    if interval[1] - interval[0] > _WIDE.get("%" if unit == "%" else content["score"], math.inf):
+    if _is_too_wide(interval, content):
         splits = "" if content["same_clients"] and not content["resplit"] else f"{len(content['seeds'])} splits of "
         return f"{subject}: {first}not decided: {splits}{basis}{',' if ',' in basis else ''} cannot answer{because}"
     low, high = (_better_or_worse(end, unit, label) for end in interval)
     return f"{subject}: {first}not decided: {leader} is between {low} and {high} than {rival} {rests}{because}"
+
+
+def _is_too_wide(interval: Sequence[float], content: Mapping[str, Any]) -> bool:
+    """Returns whether an interval of a gain is so wide that its ends say nothing."""
+    score = "%" if content["score_unit"] == "%" else content["score"]
+    return interval[1] - interval[0] > _WIDE.get(score, math.inf)
 
 
 def describe_alternative(name: str, reference: str | None, task: TaskSpec) -> str:
@@ -230,12 +226,9 @@ def _simple_model_sentences(content: Mapping[str, Any]) -> list[str]:
     name = max(with_gain, key=lambda name: with_gain[name]["gain"])
     gain, ends = with_gain[name]["gain"], with_gain[name].get("gain_interval")
     unit, label = content["score_unit"], content["score_label"]
-    rival, network = (
-        describe_alternative(name, None, content["task"]),
-        describe_alternative(content["reference"], content["reference"], content["task"]),
-    )
+    rival, network = describe_alternative(name, None, content["task"]), "training alone"
     estimate = f"(best estimate {_better_or_worse(gain, unit, label)})"
-    if ends is None:
+    if ends is None or _is_too_wide(ends, content):
         return [f"mean over clients: whether {rival} is better than {network} is not decided {estimate}"]
     if ends[0] > 0 or ends[1] < 0:
         side = "better" if ends[0] > 0 else "worse"

@@ -7,7 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO, final
 
-from polyfed.core.evaluation.metrics import default_metric_names
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation.metrics import default_metric_names, metric_by_name
+from polyfed.core.io.number_format import format_number
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.simulation.monitoring.update_norms import norms_by_client
 
@@ -61,8 +63,17 @@ def _mean_score(record: Mapping[str, Any]) -> str:
     """Formats a round's mean score over clients, in the metric that decides; returns "" if the round has no score."""
     for score in [record["score"]] if "score" in record else default_metric_names():
         if score in record.get("summary", {}):
-            return f"{score} {record['summary'][score]['mean']:.3f}"
+            return f"{score} {_format_mean(record['summary'][score]['mean'], score)}"
     return ""
+
+
+def _format_mean(mean: float, score: str) -> str:
+    """Formats a mean score: shares in per cent, others as a number; the user's own metrics too."""
+    try:
+        unit = metric_by_name(score).unit
+    except UserError:
+        unit = ""
+    return format_number(mean, unit)
 
 
 def _megabytes(record: Mapping[str, Any]) -> str:

@@ -40,7 +40,7 @@ from polyfed.simulation.storage.configuration import build_method, describe_meth
 from polyfed.simulation.storage.directory import read_config
 
 _WORDS = {"true": True, "false": False, "null": None}
-_DIRECTORY_OPTIONS = ("budget", "target", "parallel", "quiet", "logger")  # what may be asked of a directory
+_DIRECTORY_OPTIONS = ("budget", "target", "parallel", "quiet", "logger", "tables")  # what may be asked of a directory
 
 
 def run_compare_command(
@@ -81,7 +81,7 @@ def run_compare_command(
     plan = _build_plan(description, methods, seeds, title, out)
     plan = replace(plan, criteria=options.result_criteria(), search_space=search, num_trials=options.trials)
     plan = replace(plan, parallel_runs=options.parallel, quiet=options.quiet, forecast_only=options.plan)
-    _run_plan(plan, console, options.logger)
+    _run_plan(plan, console, options.logger, tables=options.tables)
 
 
 def resume_comparison(
@@ -104,9 +104,9 @@ def resume_comparison(
         *(f"--{name}" for name, value in fixed_options.items() if value not in ((), None) and value is not False),
     ]:
         raise UserError(f"{folder} decides what is compared, so {misplaced[0]} cannot be given; with a directory, "
-                        "polyfed compare takes --budget, --target, --parallel, --logger and --quiet")  # fmt: skip
+                        "polyfed compare takes --budget, --target, --parallel, --logger, --tables and --quiet")  # fmt: skip
     validate_logger_names(options.logger)
-    _run_plan(read_comparison_plan(folder, options), console, options.logger)
+    _run_plan(read_comparison_plan(folder, options), console, options.logger, tables=options.tables)
 
 
 def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPlan:
@@ -139,13 +139,15 @@ def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPla
     return replace(plan, parallel_runs=options.parallel, quiet=options.quiet)
 
 
-def _run_plan(plan: ComparisonPlan, console: Console | None, logger: Sequence[str] = ()) -> None:
+def _run_plan(
+    plan: ComparisonPlan, console: Console | None, logger: Sequence[str] = (), *, tables: bool = False
+) -> None:
     comparison = run_comparison(plan)
     if plan.forecast_only:
         for sentence in comparison.verdicts:
             print_line(console or Console(), sentence)
         return
-    show_comparison(comparison, console or Console())
+    show_comparison(comparison, console or Console(), tables=tables)
     if logger and comparison.out is not None:
         # imported late: most comparisons do without
         from polyfed.report.export.mlflow_models import log_comparison_to_trackers

@@ -45,6 +45,7 @@ class CompareOptions:
         parallel: runs at once.
         quiet: no progress.
         logger: places where the runs are tracked when all are finished.
+        tables: whether scores, gains and costs of the methods are printed, too.
     """
 
     algorithms: tuple[str, ...] = ()
@@ -64,6 +65,7 @@ class CompareOptions:
     parallel: int | Literal["auto"] = "auto"
     quiet: bool = False
     logger: tuple[str, ...] = ()
+    tables: bool = False
 
     def result_criteria(self, stored: ResultCriteria | None = None) -> ResultCriteria:
         """Returns the budget (the rule that selects the round at which each run is compared) and the target score of
@@ -161,6 +163,9 @@ def build_compare_parser() -> CommandParser:
         "results and the networks of the first seed", split_names,
     )  # fmt: skip
     add_scale_and_variant_options(parser)
+    parser.add_flag(
+        "--tables", "print the tables of scores, gains and costs before the answers (polyfed show does so, too)"
+    )
     parser.add_flag("--quiet", "print no progress")
     return parser
 

@@ -1,4 +1,4 @@
-"""Prints the results of a comparison as tables."""
+"""Prints the results of a comparison: tables if they are wanted, and the answers last."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from polyfed.cli.commands.compare.answer_lines import print_answers
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.comparison.storage.comparison_directory import (
     Comparison,
@@ -14,23 +15,32 @@ from polyfed.comparison.tuning.ranking import format_chosen_fields
 from polyfed.core.errors import UserError
 
 
-def show_comparison(comparison: Comparison, console: Console) -> None:
-    """Prints the conclusions of a comparison, each method's scores and costs, and the methods that were left out."""
-    results = comparison.results
+def show_comparison(comparison: Comparison, console: Console, *, tables: bool = False) -> None:
+    """Prints the methods that were left out or failed, and the answers of a comparison.
 
+    Args:
+        comparison: a finished comparison.
+        console: where to print.
+        tables: whether to print each method's scores, gains and costs, what was searched, and what the answers cover.
+    """
+    if tables:
+        _print_tables(comparison, console)
+    for label, reason in comparison.skipped.items():
+        print_line(console, f"left out {label}: {reason}")
+    for label, reason in comparison.failed.items():
+        print_line(console, f"failed {label}: {reason}", style="red")
+    print_answers(comparison.results, comparison.out, console)
+
+
+def _print_tables(comparison: Comparison, console: Console) -> None:
+    results = comparison.results
     participants_text = f"{len(results['clients'])} clients, {_count_with_noun(len(results['seeds']), 'seed')}"
-    for sentence in (*results["warnings"], *comparison.verdicts, *results["covers"]):
-        print_line(console, sentence)
     console.print(
         _scores_table(results, f"{results['score_label']} of {participants_text}; {results['budget']['sentence']}")
     )
     if results["reference"] is not None:
         console.print(_gains_table(results))
     console.print(_costs_table(results))
-    for label, reason in comparison.skipped.items():
-        print_line(console, f"left out {label}: {reason}")
-    for label, reason in comparison.failed.items():
-        print_line(console, f"failed {label}: {reason}")
     if results["tuning"] is not None:
         print_line(console, f"searched {results['tuning']['sentence']}")
         for label, tuning in results["tuning"]["methods"].items():
@@ -43,8 +53,8 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         print_line(console, f"note: {note}")
     for line in _cross_site_lines(comparison):
         print_line(console, line)
-    if comparison.out is not None:
-        print_line(console, f"Everything about this comparison is in {comparison.out}")
+    for sentence in (*comparison.verdicts, *results["covers"]):
+        print_line(console, sentence)
 
 
 def _cross_site_lines(comparison: Comparison) -> list[str]:

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.measure import Measurement
 
+from polyfed.cli.commands.compare.answer_lines import print_answers
 from polyfed.cli.commands.results.method_panels import (
     PanelInputs,
     build_image_panel,
@@ -22,7 +23,7 @@ from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, read_description
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import write_file_atomically
-from polyfed.core.io.number_format import count_with_noun, join_first_and_count_rest
+from polyfed.core.io.number_format import count_with_noun, format_number, join_first_and_count_rest
 from polyfed.core.task import DEFAULT_TASK, get_task
 from polyfed.data.look.look import look_at_sites
 from polyfed.report.data.predictions import read_group_predictions
@@ -69,8 +70,6 @@ def show_report(
     console = console or Console()
     groups, notes = read_run_groups(folders)
     for run_group in groups:
-        for line in _answer_lines(run_group):
-            print_line(console, line)
         console.print(_methods_table(run_group))
         console.print(_clients_table(run_group, console))
     # The page gets fewer clients and layers of each run where many runs have such pictures.
@@ -82,6 +81,9 @@ def show_report(
     ]
     for note in notes:
         print_line(console, note)
+    for run_group in groups:
+        if run_group.comparison_results:
+            print_answers(run_group.comparison_results, None, console)
     names = [folder.resolve().name for folder in folders]
     title = f"polyfed: {join_first_and_count_rest(names, 3)}"
     page = folders[0] / PAGE if out is None else out
@@ -89,7 +91,7 @@ def show_report(
         write_file_atomically(page, render_page(groups, extras, notes, title).encode(), private=out is None)
     except OSError as error:
         raise UserError(f"cannot write the page {page} ({error.strerror}); give another --out FILE.html") from error
-    print_line(console, f"Everything on one page: {page}")
+    print_line(console, f"Everything on one page: {page}", style="cyan")
     return page
 
 
@@ -98,18 +100,12 @@ def write_report_quietly(folder: Path, out: Path | None) -> Path:
     return show_report([folder], Console(quiet=True), out=out)
 
 
-def _answer_lines(run_group: RunGroup) -> list[str]:
-    """Returns the warnings and answers of a finished comparison; none for runs."""
-    results = run_group.comparison_results or {}
-    return [str(sentence) for sentence in (*results.get("warnings", ()), *results.get("verdicts", ()))]
-
-
 def _methods_table(run_group: RunGroup) -> PlainTable:
     """Builds the table with one row per method: its mean over clients and seeds, its worst client, and its traffic."""
     title = f"{run_group.title}: {run_group.score_format.label} on each client's own test examples"
     table = PlainTable(title=title, title_justify="left")
     table.add_column("method")
-    several_seeds = len(run_group.seeds) > 1
+    several_seeds, unit = len(run_group.seeds) > 1, run_group.score_format.unit
     for column in (
         *(["seeds"] if several_seeds else []),
         "round",
@@ -128,8 +124,8 @@ def _methods_table(run_group: RunGroup) -> PlainTable:
             method.label,
             *([str(len(method.runs))] if several_seeds else []),
             "–".join(map(str, dict.fromkeys((rounds[0], rounds[-1])))),
-            _format_score(run_group.mean_score(method)),
-            "–" if worst is None else f"{defined_scores[worst]:.3f} ({worst})",
+            format_number(run_group.mean_score(method), unit),
+            "–" if worst is None else f"{format_number(defined_scores[worst], unit)} ({worst})",
             f"{fmean(run.cost_until_scored_round[0] for run in method.runs):.1f}",
         )
     return table
@@ -173,12 +169,8 @@ def _clients_table_of(run_group: RunGroup, methods: Sequence[MethodRuns]) -> Pla
     for method in methods:
         table.add_column(method.label, justify="right")
     for name in names[:MAX_CLIENTS]:
-        table.add_row(name, *(_format_score(column.get(name)) for column in columns))
+        table.add_row(name, *(format_number(column.get(name), run_group.score_format.unit) for column in columns))
     return table
-
-
-def _format_score(value: float | None) -> str:
-    return "–" if value is None or math.isnan(value) else f"{value:.3f}"
 
 
 # -- beside the scores ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from polyfed.core.errors import UserError
 from polyfed.simulation.storage.directory import BASELINES
 from polyfed.simulation.storage.run_files import RunFiles
 
+_STYLES = {"join ": "bold green", "stay ": "bold magenta", "not decided": "yellow"}
 JSON_FORMAT = 1
 """Sets the number that `--json` writes as `format`; it grows when a field is taken away or changes its meaning."""
 
@@ -79,18 +80,20 @@ def show_directory(folder: Path, *, as_json: bool = False, console: Console | No
         print_json(content)
         return
     console = console or Console()
-    for sentence in (*content["warnings"], *content.get("sentences", ())):
-        print_line(console, sentence)
+    print_line(console, _state_sentence(content), style="bold")
     if content["table"]:
         console.print(_build_table(content))
     for kind in ("left_out", "failed"):
         for label, reason in content.get(kind, {}).items():  # type: ignore[attr-defined]
             print_line(console, f"{kind.replace('_', ' ')} {label}: {reason}")
-    print_line(console, _state_sentence(content))
     for name, path in content["files"].items():
         print_line(console, f"{name}: {path}")
+    for sentence in content["warnings"]:
+        print_line(console, sentence, style="yellow")
+    for sentence in content.get("sentences", ()):
+        print_line(console, sentence, style=_style_of(sentence))
     for command in content["next"]:
-        print_line(console, f"go on: {command}")
+        print_line(console, f"go on: {command}", style="cyan")
 
 
 def _describe_run(folder: Path) -> ShownDirectory:
@@ -137,6 +140,12 @@ def _describe_comparison(folder: Path) -> ShownDirectory:
     content["left_out"], content["failed"] = dict(comparison.skipped), dict(comparison.failed)
     content["next"] = [f"polyfed report {name}"]
     return content
+
+
+def _style_of(sentence: str) -> str:
+    """Returns the colour of a sentence with an answer, by its first words after the client."""
+    answer = sentence.partition(": ")[2]
+    return next((style for words, style in _STYLES.items() if answer.startswith(words)), "")
 
 
 def _present(folder: Path, names: Sequence[str]) -> dict[str, str]:

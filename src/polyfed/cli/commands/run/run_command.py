@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.measure import Measurement
 
 from polyfed.algorithms import registry_name
+from polyfed.cli.commands.compare.answer_lines import print_next_commands
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.capabilities import describe_evaluated_network
@@ -36,6 +37,8 @@ from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.preparation import check_method
 from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
 from polyfed.simulation.storage.directory import BASELINES, check_can_become_run_directory, read_config
+
+_ONE_SEED = "One seed: differences of a few points can be chance."
 
 
 def run_experiment(
@@ -272,6 +275,8 @@ def print_scores_by_client_and_traffic(
     ):
         table = _table_by_method(tables, main, score, when)
     console.print(table)
+    if baseline_names:
+        print_line(console, f"gain: of {main} over {baseline_names[0]}. {_ONE_SEED}")
     for name, run in runs.items():
         record = run.history[-1]
         megabytes_down, megabytes_up = (record[f"bytes_{way}_total"] / 2**20 for way in ("down", "up"))
@@ -285,13 +290,14 @@ def print_scores_by_client_and_traffic(
     if (cross_site := runs[main].cross_site_scores) is not None:
         for line in str(cross_site).splitlines():
             print_line(console, line)
-    print_line(console, f"Everything about this run is in {out}")
     if experiment_data.unseen:
         unseen_text = f"{', '.join(c.id for c in experiment_data.unseen)} took no part"
         if "flha_ghn" in runs:
             folder = out if main == "flha_ghn" else out / BASELINES / "flha_ghn"
             unseen_text += f"; `polyfed warmstart {folder}` gives unseen clients their networks"
         print_line(console, unseen_text)
+    print_line(console, f"Everything about this run is in {out}")
+    print_next_commands(console, Page=["report", str(out)], Decide=["compare", str(out)])
 
 
 def _format_score(value: float | None, metric: Metric) -> str:

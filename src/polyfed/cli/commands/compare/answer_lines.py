@@ -1,0 +1,88 @@
+"""Prints the answers of a comparison in about ten lines: who should join, with what gain, and how to go on."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from polyfed.cli.commands.terminal import PlainTable, print_line
+from polyfed.core.io.terminal_text import sanitise_for_terminal
+
+_WORDS = {"join": "join", "stay": "stay alone", "undecided": "not decided"}
+_STYLES = {"join": "bold green", "stay": "bold magenta", "undecided": "yellow"}
+_MAX_SITES = 8
+
+
+def print_answers(results: Mapping[str, Any], out: Path | None, console: Console) -> None:
+    """Prints the warnings of a finished comparison, then the answer for the mean and for each site, then the commands
+    that show more.
+
+    Args:
+        results: the content of `comparison.json`.
+        out: the comparison's directory; None if it was kept in memory.
+        console: where to print.
+    """
+    for sentence in results["warnings"]:
+        print_line(console, sentence, style="yellow")
+    mean, sites = results.get("mean_answer"), list(results.get("answers") or ())
+    if mean is not None:
+        points = "points of " if results["score_unit"] == "%" else ""
+        level = f"{100 * results['level']:.0f} % interval"
+        print_line(console, f"Gain in {points}{results['score_label']} on new examples, with its {level}", style="bold")
+        ranked = sorted(sites, key=lambda row: (row["answer"] == "undecided", -(row["gain"] or 0.0), row["client"]))
+        table = PlainTable(box=None, pad_edge=False, show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for row in (mean, *ranked[:_MAX_SITES]):
+            name = "mean over clients" if row["client"] is None else row["client"]
+            table.add_row(
+                Text(_WORDS[row["answer"]], _STYLES[row["answer"]]), name, describe_answer(row, results["score_unit"])
+            )
+        console.print(table)
+        if hidden := ranked[_MAX_SITES:]:
+            counts = {word: sum(row["answer"] == word for row in hidden) for word in _WORDS}
+            print_line(
+                console,
+                f"and {', '.join(f'{n} sites: {_WORDS[word]}' for word, n in counts.items() if n)} (polyfed show)",
+            )
+    if out is not None:
+        print_next_commands(console, Page=["report", str(out)], Tables=["show", str(out)])
+
+
+def describe_answer(row: Mapping[str, Any], unit: str) -> str:
+    """Describes an answer's gain in a few words; of one without a usable interval the reason.
+
+    >>> describe_answer({"answer": "join", "method": "fedavg", "gain": 0.041, "interval": [0.01, 0.062],
+    ...                  "over": "local", "sentence": ""}, "%")
+    'fedavg +4.1 [+1.0, +6.2] over local'
+    >>> describe_answer({"answer": "undecided", "method": "fedavg", "gain": None, "interval": None,
+    ...                  "over": "local", "sentence": "north: not decided: no predictions were kept (9 test examples)"}, "%")
+    'no predictions were kept (9 test examples)'
+    """
+    reason = str(row["sentence"]).partition("not decided: ")[2]
+    if row["gain"] is None or row["interval"] is None or ("(best estimate " not in row["sentence"] and reason):
+        return reason
+    low, high = (_format_gain(end, unit) for end in row["interval"])
+    more = row["sentence"].rpartition("); ")
+    doubt = f"; {more[2]}" if row["answer"] == "undecided" and more[1] else ""
+    return f"{row['method']} {_format_gain(row['gain'], unit)} [{low}, {high}] over {row['over']}{doubt}"
+
+
+def _format_gain(value: float, unit: str) -> str:
+    return f"{100 * value + 0.0:+.1f}" if unit == "%" else f"{value + 0.0:+.3f}"
+
+
+def print_next_commands(console: Console, **commands: list[str]) -> None:
+    """Prints the commands with which to go on in one line, each with a word that says what it gives.
+
+    >>> print_next_commands(Console(width=80), Page=["report", "runs/a b"])
+    Page: polyfed report 'runs/a b'
+    """
+    texts = [
+        f"{what}: {shlex.join(['polyfed', *map(sanitise_for_terminal, words)])}" for what, words in commands.items()
+    ]
+    print_line(console, "   ".join(texts), style="cyan")

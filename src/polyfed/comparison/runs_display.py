@@ -1,0 +1,265 @@
+"""Shows how far the runs of a comparison are: a bar with the time left on a terminal, a line for each run elsewhere, or
+nothing.
+
+Runs in processes of their own count their rounds in shared memory, which the bar reads.
+"""
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from contextlib import contextmanager
+from multiprocessing.sharedctypes import RawArray
+from typing import TYPE_CHECKING, Any, final
+
+from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.simulation.monitoring.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_NOT_STARTED = -1
+_SHOWN_RUNS = 4  # runs that are going on and have a line below the bar
+_BAR_WIDTH = 30
+
+
+@final
+class RoundCounter(Progress):
+    """Counts the finished rounds of one run where the comparison's display reads them; shows nothing itself.
+
+    Args:
+        counts: finished rounds of each run, in memory that processes share.
+        position: of the run among them.
+        display: shows what the run says; None in a process of its own, which says nothing.
+    """
+
+    def __init__(self, counts: MutableSequence[int], position: int, display: "RunsDisplay | None" = None) -> None:
+        self._counts, self._position, self._display = counts, position, display
+
+    def start(self, title: str, rounds: int, rounds_done: int) -> None:
+        """Counts the rounds that were done before the run was resumed."""
+        self._counts[self._position] = rounds_done
+
+    def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
+        """Does nothing, since only rounds are counted."""
+
+    def finish_round(self, record: Mapping[str, Any]) -> None:
+        """Counts the round."""
+        self._counts[self._position] = record["round"]
+
+    def say(self, sentence: str) -> None:
+        """Passes the sentence to the comparison's display, if the run is in its process."""
+        if self._display is not None:
+            self._display.say(sentence)
+
+    def stop(self) -> None:
+        """Does nothing: the comparison's display goes on."""
+
+
+class RunsDisplay(ABC):
+    """Counts the runs of a comparison and their rounds; a subclass decides what is shown.
+
+    Runs of the search for hyper-parameters and runs that are compared are announced apart, since a search may be extended.
+    """
+
+    def __init__(self) -> None:
+        self._expected, self._begun = {"search": 0, "compared": 0}, {"search": 0, "compared": 0}
+        self._num_done, self._num_stored, self._rounds, self._start = 0, 0, 1, 0.0
+        self._names: Sequence[str] = ()
+        self._open: set[int] = set()
+        self._counts: MutableSequence[int] = []
+        self._stage = ""
+
+    def expect(self, compared_runs: int, search_runs: int) -> None:
+        """Announces how many runs the comparison has."""
+        self._expected = {"search": search_runs, "compared": compared_runs}
+
+    def begin(self, names: Sequence[str], num_stored: int, rounds: int, *, of_search: bool) -> MutableSequence[int]:
+        """Announces the next runs by name, and returns the memory in which each counts its finished rounds.
+
+        Args:
+            names: of the runs that are trained now.
+            num_stored: number of further runs that were finished before, and are only read.
+            rounds: of each run.
+            of_search: whether the runs belong to the search for hyper-parameters.
+        """
+        kind = "search" if of_search else "compared"
+        self._begun[kind] += len(names) + num_stored
+        self._expected[kind] = max(self._expected[kind], self._begun[kind])
+        self._num_done, self._num_stored = self._num_done + num_stored, self._num_stored + num_stored
+        self._names, self._open, self._rounds = names, set(range(len(names))), rounds
+        self._counts = RawArray("i", [_NOT_STARTED] * len(names))
+        self._start = self._start or time.monotonic()
+        return self._counts
+
+    def finish_run(self, position: int, *, failed: bool) -> None:
+        """Notes that the run at a position among those announced last is finished, or has failed."""
+        self._open.discard(position)
+        self._num_done += 1
+        self.show_finished_run(self._names[position], failed=failed)
+
+    def show_stage(self, text: str) -> None:
+        """Shows what is computed when all runs are finished."""
+        self._stage = text
+
+    @property
+    def num_runs(self) -> int:
+        """Returns the number of runs of the whole comparison, as far as it is known."""
+        return sum(self._expected.values())
+
+    @property
+    def num_done(self) -> int:
+        """Returns the number of runs that are finished or have failed."""
+        return self._num_done
+
+    def share_done(self) -> float:
+        """Returns the share of all rounds to be trained that are done, from 0 to 1."""
+        to_train = (self.num_runs - self._num_stored) * self._rounds
+        return min(1.0, self._rounds_trained() / to_train) if to_train else 1.0
+
+    def seconds_left(self) -> float | None:
+        """Returns the estimated seconds until all runs are finished; None before the first round."""
+        share = self.share_done()
+        return (time.monotonic() - self._start) * (1 - share) / share if self._rounds_trained() else None
+
+    def list_running_runs(self) -> list[str]:
+        """Returns the names of the runs that are going on, each with its round."""
+        return [
+            f"{self._names[k]}: round {min(self._counts[k] + 1, self._rounds)} of {self._rounds}"
+            for k in sorted(self._open)
+            if self._counts[k] != _NOT_STARTED
+        ]
+
+    def _rounds_trained(self) -> int:
+        finished = (self._num_done - self._num_stored) * self._rounds
+        return finished + sum(max(0, self._counts[k]) for k in self._open)
+
+    @abstractmethod
+    def show_finished_run(self, name: str, *, failed: bool) -> None:
+        """Shows that a run is finished."""
+
+    @abstractmethod
+    def say(self, sentence: str) -> None:
+        """Shows a sentence to the user."""
+
+    def close(self) -> None:
+        """Ends the display, with or without an error; by default there is nothing to end."""
+        return
+
+
+@final
+class SilentRunsDisplay(RunsDisplay):
+    """Shows nothing."""
+
+    def show_finished_run(self, name: str, *, failed: bool) -> None:
+        """Does nothing: this display is silent."""
+
+    def say(self, sentence: str) -> None:
+        """Does nothing: this display is silent."""
+
+
+@final
+class RunLines(RunsDisplay):
+    """Prints a line on standard error when a run is finished, suitable for a log file."""
+
+    def show_finished_run(self, name: str, *, failed: bool) -> None:
+        """Prints how many runs are finished, and the time left."""
+        left = format_time_left(self.seconds_left()) if self.num_done < self.num_runs else ""
+        how_far = f"{self.num_done} of {self.num_runs} runs{', ' if left else ''}{left}"
+        self.say(f"{name}: {'failed' if failed else 'done'} ({how_far})")
+
+    def say(self, sentence: str) -> None:
+        """Prints the sentence as a line."""
+        print(sanitise_for_terminal(sentence), file=sys.stderr, flush=True)
+
+
+@final
+class ProgressRunsDisplay(RunsDisplay):
+    """Passes finished runs and sentences to the `Progress` that the user gave, or to that of a notebook."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def show_finished_run(self, name: str, *, failed: bool) -> None:
+        """Passes on which run is finished, and how many are."""
+        sentence = f"{name}: {'failed' if failed else 'done'} ({self.num_done} of {self.num_runs} runs)"
+        self._progress.finish_run(sentence, self.num_done, self.num_runs)
+
+    def say(self, sentence: str) -> None:
+        """Passes the sentence on."""
+        self._progress.say(sentence)
+
+
+@final
+class RunsBar(RunsDisplay):
+    """Shows a bar on the terminal with the runs done and the time left, and below it the runs that are going on."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        super().__init__()
+        self._live = Live(
+            get_renderable=self.render, console=Console(stderr=True), transient=True, refresh_per_second=4
+        )
+        self._live.start()
+
+    def render(self) -> "RenderableType":
+        """Returns what the terminal shows now."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table.grid(padding=(0, 1))
+        parts = (f"{self.num_done} of {self.num_runs} runs", format_time_left(self.seconds_left()))
+        grid.add_row(
+            Text("comparing"), ProgressBar(1.0, self.share_done(), width=_BAR_WIDTH), *(Text(part) for part in parts)
+        )
+        below = [self._stage] if self._stage else self.list_running_runs()[:_SHOWN_RUNS]
+        lines = [
+            Text(f"  {sanitise_for_terminal(line)}", no_wrap=True, overflow="ellipsis", style="dim") for line in below
+        ]
+        return Group(grid, *lines)
+
+    def show_finished_run(self, name: str, *, failed: bool) -> None:
+        """Prints a line above the bar if the run failed; the bar itself shows the others."""
+        if failed:
+            self.say(f"{name}: failed")
+
+    def say(self, sentence: str) -> None:
+        """Prints the sentence above the bar."""
+        self._live.console.print(sanitise_for_terminal(sentence), markup=False, highlight=False)
+
+    def close(self) -> None:
+        """Removes the bar from the terminal."""
+        self._live.stop()
+
+
+def format_time_left(seconds: float | None) -> str:
+    """Formats an estimated time for display; returns "" for None.
+
+    >>> format_time_left(42.0), format_time_left(170.0), format_time_left(8000.0), format_time_left(None)
+    ('42 s left', '3 min left', '2.2 h left', '')
+    """
+    if seconds is None:
+        return ""
+    if seconds < 90:
+        return f"{seconds:.0f} s left"
+    return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
+
+
+@contextmanager
+def open_runs_display(progress: Progress | None = None, *, quiet: bool) -> Iterator[RunsDisplay]:
+    """Yields the display of a comparison: `progress` if it is given, else a bar if standard error is a terminal, lines
+    elsewhere, nothing if `quiet`; ends it afterwards."""
+    display: RunsDisplay
+    if progress is not None:
+        display = ProgressRunsDisplay(progress)
+    else:
+        display = SilentRunsDisplay() if quiet else RunsBar() if sys.stderr.isatty() else RunLines()
+    try:
+        yield display
+    finally:
+        display.close()

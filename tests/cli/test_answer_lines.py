@@ -1,0 +1,93 @@
+"""What `polyfed compare` prints last: warnings, an answer for the mean and each site in colour, and the next commands."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import polyfed as pf
+from polyfed.cli.commands.compare.answer_lines import print_answers
+from polyfed.cli.commands.results.show_command import show_directory
+from polyfed.cli.main import main
+from polyfed.testing import small_clients
+
+WORDS = {"tune": "none", "references": False, "parallel": 1, "quiet": True}
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    out = tmp_path_factory.mktemp("answers") / "c"
+    return pf.compare(small_clients(3), ["fedprox"], rounds=1, seeds=[0], out=out, **WORDS)
+
+
+def answer(client, word, gain, interval):
+    sentence = f"{client}: not decided: fedavg is between (best estimate 1; 9 test examples)" if interval else ""
+    return {"client": client, "answer": word, "method": "fedavg", "gain": gain, "interval": interval, "over": "local",
+            "sentence": sentence if word == "undecided" else ""}  # fmt: skip
+
+
+def results(sites):
+    return {
+        "warnings": ["Look out."], "score_unit": "%", "score_label": "accuracy", "level": 0.95,
+        "mean_answer": answer(None, "join", 0.041, [0.01, 0.06]), "answers": sites,
+    }  # fmt: skip
+
+
+def printed(content, out=Path("runs/a"), **words):
+    console = Console(file=io.StringIO(), width=80, **words)
+    print_answers(content, out, console)
+    return console.file.getvalue()
+
+
+def test_answers_are_ordered_and_the_next_commands_stand_last():
+    sites = [answer("a", "undecided", 0.2, [-0.1, 0.5]), answer("b", "stay", -0.04, [-0.06, -0.02]),
+             answer("c", "join", 0.03, [0.01, 0.05])]  # fmt: skip
+    lines = [line.rstrip() for line in printed(results(sites)).splitlines()]
+    assert lines == [
+        "Look out.",
+        "Gain in points of accuracy on new examples, with its 95 % interval",
+        "join         mean over clients  fedavg +4.1 [+1.0, +6.0] over local",
+        "join         c                  fedavg +3.0 [+1.0, +5.0] over local",
+        "stay alone   b                  fedavg -4.0 [-6.0, -2.0] over local",
+        "not decided  a                  fedavg +20.0 [-10.0, +50.0] over local",
+        "Page: polyfed report runs/a   Tables: polyfed show runs/a",
+    ]
+
+
+def test_many_sites_are_counted():
+    lines = printed(results([answer(f"s{k:02}", "join", 0.01 * k, [0.001, 0.5]) for k in range(30)])).splitlines()
+    assert len(lines) == 13
+    assert lines[-2] == "and 22 sites: join (polyfed show)"
+    assert lines[3].split()[1] == "s29"
+
+
+def test_answers_are_coloured_on_a_terminal_alone():
+    sites = [answer("a", "undecided", 0.2, [-0.1, 0.5]), answer("b", "stay", -0.04, [-0.06, -0.02])]
+    assert "\x1b" not in printed(results(sites))
+    text = printed(results(sites), force_terminal=True, color_system="standard")
+    assert all(f"{code}m{word}" in text for code, word in (("\x1b[1;32", "join"), ("\x1b[1;35", "stay alone")))
+    assert "\x1b[33mnot decided" in text
+
+
+def test_compare_report_and_show_print_the_same_answers(comparison, capsys):
+    lines = printed(comparison.results, comparison.out).splitlines()
+    assert len(lines) <= 12
+    assert main(["report", str(comparison.out)]) == 0
+    report = capsys.readouterr().out.splitlines()
+    assert report[-1].startswith("Everything on one page:")
+    console = Console(file=io.StringIO(), width=80)
+    show_directory(comparison.out, console=console)
+    shown = " ".join(console.file.getvalue().split())
+    for sentence in comparison.verdicts:
+        assert " ".join(sentence.split()) in shown
+    assert shown.rindex("go on: ") > shown.rindex(" ".join(comparison.verdicts[-1].split()))
+    assert any("mean over clients" in line for line in report)
+
+
+def test_report_and_compare_have_one_scale(comparison, capsys):
+    mean = comparison.table()[0]["mean"]
+    assert main(["report", str(comparison.out)]) == 0
+    assert f"{100 * mean:.1f} %" in capsys.readouterr().out
+    assert main(["show", str(comparison.out)]) == 0
+    assert f"{100 * mean:.1f}" in capsys.readouterr().out
