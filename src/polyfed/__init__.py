@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from polyfed.core.evaluation.metric import Metric
     from polyfed.core.examples.examples import Examples
     from polyfed.core.io.trusted_code import trust_code
+    from polyfed.core.privacy.options import Privacy
     from polyfed.report.export.folder import export_model
     from polyfed.report.look import look
     from polyfed.simulation.callbacks.base import Callback
@@ -36,6 +37,7 @@ __all__ = [
     "Examples",
     "Message",
     "Metric",
+    "Privacy",
     "RoundError",
     "Run",
     "ServerContext",
@@ -61,6 +63,7 @@ _HOMES = {
     "Examples": "core.examples.examples",
     "Message": "core.algorithm",
     "Metric": "core.evaluation.metrics",
+    "Privacy": "core.privacy.options",
     "RoundError": "core.errors",
     "Run": "simulation.results.run",
     "ServerContext": "core.algorithm",

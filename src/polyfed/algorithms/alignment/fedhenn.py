@@ -34,7 +34,7 @@ from polyfed.core.nn.module_cache import (
     restore_all_but_weights_and_set_eval,
 )
 from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors
-from polyfed.core.training.loop import fit
+from polyfed.core.training.loop import fit, reply_scalars
 
 # "representations" A_j and "capacities" by client; "forms": shapes and dtypes of architectures; "public", "seed", "holders":
 # see `AlignmentMethod`
@@ -87,6 +87,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         leaderboard={"*": {"eta0": 1.0, "rad_size": 128, "rad_batch": 32, "normalise": True}},
         stacked=True,
     )
+    private_fits: ClassVar[tuple[str, ...]] = ("local_epochs",)
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "public_data"})
     discloses: ClassVar[frozenset[str]] = frozenset({"representations", "weights"})
@@ -303,7 +304,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
             target = AlignmentTarget(matrix, self.sigma if self.kernel == "rbf" else None)
             term = self._alignment_term(model, client, module, target, pool, rows, message.scalars["eta"], seed)
         fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed, penalty=term)
-        scalars = {"train_loss": fit_result.loss, "num_examples": len(client.train)}
+        scalars = reply_scalars(client, fit_result.loss)
         if self.weighting == "capacity" and self.share == "representations":
             scalars["capacity"] = _count_trained_parameters(model)
         state = copy_trained_weights_and_buffers(model)

@@ -32,6 +32,7 @@ class FedAvg(GlobalModelMethod):
         evaluated="the average",
         stacked=True,
     )
+    private_fits: ClassVar[tuple[str, ...]] = ("local_epochs",)
 
     weighted: bool = True
     averaged_over: AveragedOver = "cohort"

@@ -40,6 +40,7 @@ class FedProx(GlobalModelMethod):
         evaluated="the average",
         stacked=True,
     )
+    private_fits: ClassVar[tuple[str, ...]] = ("local_epochs",)
 
     weighted: bool = True
     averaged_over: AveragedOver = "cohort"

@@ -118,6 +118,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         },
         stacked=True,
     )
+    private_fits: ClassVar[tuple[str, ...]] = ("local_epochs", "refine_epochs")
 
     requires: ClassVar[frozenset[str]] = frozenset({"layer_catalogue"})
     groups: ClassVar[tuple[str, ...]] = ("ghn",)

@@ -56,6 +56,7 @@ class HeurPFedLA(LayerAggregationMethod):
         published=frozenset({"model"}),
         stacked=True,
     )
+    private_fits: ClassVar[tuple[str, ...]] = ("local_epochs",)
 
     k: int = 1
 

@@ -165,6 +165,7 @@ class PFedLA(LayerAggregationMethod):
         published=frozenset({"model"}),
         stacked=True,
     )
+    private_fits: ClassVar[tuple[str, ...]] = ("local_epochs",)
 
     # -- client ---------------------------------------------------------------------------------------------------
 

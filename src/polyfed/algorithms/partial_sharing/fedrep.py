@@ -65,6 +65,7 @@ class FedRep(BodyAndHeadMethod):
         small={"local_epochs": 1},
         stacked=True,
     )
+    private_fits: ClassVar[tuple[str, ...]] = ("local_epochs", "body_epochs")
 
     local_epochs: int = 10
     body_epochs: int = 1

@@ -49,6 +49,7 @@ class Ditto(PersonalBesideGlobalMethod):
         evaluated="the personal model; also the global one",
         stacked=True,
     )
+    private_fits: ClassVar[tuple[str, ...]] = ("local_epochs", "personal_epochs")
 
     clients_keep_trained_weights: ClassVar[bool] = True
     lam: float = 1.0

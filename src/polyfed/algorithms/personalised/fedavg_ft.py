@@ -39,6 +39,7 @@ class FedAvgFT(GlobalModelMethod):
         evaluated="the fine-tuned model",
         stacked=True,
     )
+    private_fits: ClassVar[tuple[str, ...]] = ("local_epochs", "finetune_epochs")
 
     weighted: bool = True
     averaged_over: AveragedOver = "cohort"

@@ -15,7 +15,7 @@ from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers
 from polyfed.core.state_dict import StateDict
 from polyfed.core.task import Loss
 from polyfed.core.training.config import LocalTraining
-from polyfed.core.training.loop import fit
+from polyfed.core.training.loop import fit, reply_scalars
 
 ServerState = dict[str, StateDict]
 ClientState = dict[str, StateDict]
@@ -51,6 +51,7 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
         leaderboard={},
         stacked=True,
     )
+    private_fits: ClassVar[tuple[str, ...]] = ("local_epochs",)
 
     requires: ClassVar[frozenset[str]] = frozenset({"model"})
     discloses: ClassVar[frozenset[str]] = frozenset()
@@ -129,6 +130,4 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
         """
         model = self.personal_model(message, client_state, client, seed)
         fit_result = fit(model, client, self.options_for(client.id), lr=message.scalars["lr"], seed=seed)
-        return Message({}, {"train_loss": fit_result.loss, "num_examples": len(client.train)}), {
-            "model": copy_trained_weights_and_buffers(model)
-        }
+        return Message({}, reply_scalars(client, fit_result.loss)), {"model": copy_trained_weights_and_buffers(model)}

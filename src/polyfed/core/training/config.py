@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
@@ -18,6 +18,7 @@ from polyfed.core.io.plain_values import convert_numpy_fields_in_place
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.optimizers import check_optimizer
 from polyfed.core.nn.precision import Precision
+from polyfed.core.privacy.options import Privacy
 from polyfed.core.task import Loss
 from polyfed.core.training.losses import ClassWeights, build_loss
 
@@ -59,10 +60,16 @@ class LocalTraining(ABC):
             examples, which every client must have; None trains on to the end. It never trains longer.
         buffers: "average", "local" or "recompute", see `polyfed.core.nn.buffers`.
         precision: "fp32", or "bf16" for autocast to bfloat16 (weights stay float32).
+        privacy: differentially private training, `polyfed.Privacy(target_epsilon=8.0)`, say; None trains without noise.
 
     Raises:
         UserError: a value outside its range, with the value.
     """
+
+    private_fits: ClassVar[tuple[str, ...]] = ()
+    """The fields with the epochs of each `fit` that a client makes in a round, to train and to be evaluated, where noise on
+    gradients covers all that the method computes from training examples; `local_epochs` first, None means as many. Empty
+    where it is not known to, and `privacy` is refused."""
 
     local_epochs: int = 1
     local_steps: int | None = None
@@ -86,6 +93,7 @@ class LocalTraining(ABC):
     patience: int | None = None
     buffers: BufferPolicy = "average"
     precision: Precision = "fp32"
+    privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
         convert_numpy_fields_in_place(self)
@@ -105,6 +113,12 @@ class LocalTraining(ABC):
         self._require(isinstance(self.sampler, str), "sampler", "'shuffle', 'balanced' or the name of a column")
         self._require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", "positive, or none")
         self._require(0 <= self.label_smoothing < 1, "label_smoothing", "at least 0 and below 1")
+        privacy: Any = self.privacy
+        if isinstance(privacy, Mapping):  # from a file
+            object.__setattr__(self, "privacy", Privacy(**privacy))
+        self._require(
+            self.privacy is None or isinstance(self.privacy, Privacy), "privacy", "a polyfed.Privacy, or none"
+        )
         self._freeze()
         self._require(isinstance(self.optimizer, str), "optimizer", "a name")
         try:
@@ -188,6 +202,29 @@ class LocalTraining(ABC):
         if self.schedule == "cosine":
             return lr * 0.5 * (1 + math.cos(math.pi * past / rounds))
         return lr * (self.decay**past if self.schedule == "exponential" else 1.0)
+
+    def steps_of_fit(self, num_units: int) -> int:
+        """Returns how many optimiser steps one private `fit` takes on this many units."""
+        if self.local_steps is not None:
+            return self.local_steps
+        return self.local_epochs * math.ceil(1 / self.sampling_rate(num_units))
+
+    def sampling_rate(self, num_units: int) -> float:
+        """Returns the probability with which a private step takes a unit: `batch_size` over the number of units."""
+        return min(1.0, (self.batch_size or num_units) / num_units)
+
+    def with_privacy_of_run(self, rounds: int) -> Self:
+        """Returns the method with the epochs and steps that a client takes in a run of this many rounds, in `privacy`."""
+        if self.privacy is None:
+            return self
+        fits = [None, *(getattr(self, name) for name in self.private_fits[1:])]  # None: as local training
+        like_local, epochs = fits.count(None), sum(own for own in fits if own is not None)
+        if self.local_steps is None:
+            epochs += like_local * self.local_epochs
+        privacy = dataclasses.replace(
+            self.privacy, run_epochs=rounds * epochs, run_steps=rounds * like_local * (self.local_steps or 0)
+        )
+        return dataclasses.replace(self, privacy=privacy)
 
     def criterion(self, client: Client) -> Loss:
         """Returns the loss function that training minimises at a client: the client's, or the task's with class weights

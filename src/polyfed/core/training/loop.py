@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import Inputs, first_leaf
 from polyfed.core.nn.grad_mode import grad_enabled
@@ -19,8 +20,9 @@ from polyfed.core.nn.precision import autocast_context
 from polyfed.core.nn.tied_weights import all_names_by_first_name
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
 from polyfed.core.task import DEFAULT_TASK, Task, get_task
-from polyfed.core.training.backends import create_backend, fit_with_cohort
+from polyfed.core.training.backends import TrainingBackend, create_backend, fit_with_cohort
 from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.private_backend import WITHHELD_LOSS, PrivateBackend
 from polyfed.core.vectorized.cohort_batches import CohortBatches, Minibatch
 from polyfed.core.vectorized.deferred_calls import PerClientTerm
 from polyfed.core.vectorized.stacked_module import Stacked
@@ -57,9 +59,9 @@ class FitResult:
 
 def reply_scalars(client: Client, loss: float) -> dict[str, float]:
     """Returns `{"num_examples": ..., "train_loss": ...}`, the scalars of a client's reply; the server weighs the client
-    by the number of training examples.
+    by the number of training examples. Private training reports no loss.
     """
-    return {"num_examples": len(client.train), "train_loss": loss}
+    return {"num_examples": len(client.train)} | ({} if loss == WITHHELD_LOSS else {"train_loss": loss})
 
 
 @grad_enabled()
@@ -125,7 +127,12 @@ def fit(
             cohort_result := fit_with_cohort(model, examples, options, *call_arguments, train_alone=train_alone)
         ) is not None:
             return FitResult(*cohort_result)
-    backend = create_backend(model, examples, options, task, batches_per_step, seed)  # or many at once
+    if options.privacy is not None and not isinstance(examples, CohortBatches):
+        client_loss = examples.loss if isinstance(examples, Client) else None
+        private_data = examples.train if isinstance(examples, Client) else examples
+        backend: TrainingBackend = PrivateBackend(model, private_data, client_loss, options, task, seed)
+    else:
+        backend = create_backend(model, examples, options, task, batches_per_step, seed)  # or many at once
     criterion = backend.criterion(task)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(
@@ -143,6 +150,11 @@ def fit(
         parts = minibatches[k % len(minibatches)]
         rows = sum(len(part.y) for part in parts)
         optimizer.zero_grad()
+        if isinstance(backend, PrivateBackend):
+            if loss is not None:
+                raise UserError(f"{type(options).__name__}: its own loss cannot be trained privately")
+            term = None if penalty is None else partial(backend.compute_penalty_per_client, penalty, parameters)
+            return backend.write_private_gradient(parts[0], criterion, term)
         losses = [backward_pass(part, len(part.y) / rows, with_penalty=not k) for k, part in enumerate(parts)]
         if options.clip_norm is not None:
             backend.clip_gradients(parameters, options.clip_norm)

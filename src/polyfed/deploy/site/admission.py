@@ -64,6 +64,11 @@ def build_allowed_algorithm(
             f"{name} discloses {' and '.join(disclosures)} to the server, which this site does not allow "
             "(allow-disclosure)"
         )
+    if getattr(algorithm, "privacy", None) is not None:
+        raise RefusalError(
+            "differentially private gradients (privacy) are for simulations: the server knows the seed of their noise; give "
+            "this site noise-multiplier and max-epsilon instead"
+        )
     if protection.noise_multiplier and (incompatibility := noise_incompatibility_error(algorithm, secure)):
         raise RefusalError(f"this site adds noise, and {incompatibility}")
     return algorithm

@@ -18,6 +18,7 @@ from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_publ
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.client_list import list_clients
 from polyfed.simulation.checks.fingerprints import data_fingerprint, former_version_error
+from polyfed.simulation.checks.private_training import with_privacy_if_possible
 from polyfed.simulation.engines.devices import check_engine_installed, choose_client_device
 from polyfed.simulation.rounds.federated_preprocessing import with_common_preprocessing
 from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
@@ -84,6 +85,7 @@ def check_and_build_federation(
     if isinstance(algorithm, LocalTraining):
         check_precision(algorithm.precision, device)
         requirements.check_training_options(clients, algorithm)
+    algorithm = with_privacy_if_possible(algorithm, clients, settings.rounds)
     client_by_id = {c.id: c for c in sorted(clients, key=lambda c: c.id)}
     return Federation(client_by_id, algorithm, settings, public_examples, metrics=scores)
 

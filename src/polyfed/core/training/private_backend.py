@@ -1,0 +1,137 @@
+"""Implements the steps of the training loop `fit` for differentially private training of one network."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from polyfed.core.errors import UserError
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import call_network, logits_of
+from polyfed.core.nn.memory_format import to_preferred_memory_format
+from polyfed.core.nn.optimizers import Optimizer
+from polyfed.core.privacy.options import Privacy
+from polyfed.core.privacy.private_gradients import (
+    sum_clipped_gradients_of_examples,
+    sum_clipped_gradients_of_groups,
+)
+from polyfed.core.seeds import derive_seed, torch_generator
+from polyfed.core.task import Loss, Task
+from polyfed.core.training.backends import TrainingBackend
+from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.losses import build_loss
+from polyfed.core.vectorized.cohort_batches import Minibatch
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
+
+WITHHELD_LOSS = -math.inf
+"""The training loss that private training reports: none, since the loss itself would tell of the examples."""
+
+
+def number_of_units(examples: Examples, privacy: Privacy) -> int:
+    """Returns how many units (examples, or groups of them) training protects."""
+    return len(examples) if privacy.unit == "example" else len(np.unique(examples.column(examples.group)))
+
+
+@final
+class PrivateBackend(TrainingBackend):
+    """Trains one network by DP-SGD (Abadi et al. 2016, algorithm 1): each step takes a Poisson sample of the units, sums
+    their clipped gradients, adds Gaussian noise, and divides by the expected number of units in a sample."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        examples: Examples,
+        client_loss: Loss | None,
+        options: LocalTraining,
+        task: Task,
+        seed: int,
+    ) -> None:
+        assert options.privacy is not None
+        if not options.privacy.run_epochs + options.privacy.run_steps:
+            raise UserError(
+                "privacy: the noise depends on the steps of the whole run; give privacy.run_epochs or run_steps"
+            )
+        self.device, self._model, self._examples, self._options = examples.device, model, examples, options
+        self._task, self._client_loss, self._privacy = task, client_loss, options.privacy
+        units = number_of_units(examples, options.privacy)
+        self._rate = options.sampling_rate(units)
+        self._noise_multiplier = options.privacy.noise_for(self._rate)
+        self._expected_units, self._units = self._rate * units, units
+        self._generator = torch_generator(derive_seed(seed, "private training"))
+        self._rows_of_units = None if options.privacy.unit == "example" else _rows_by_group(examples)
+        self._drawn: list[Tensor] = []
+
+    def criterion(self, task: Task) -> Loss:
+        """Returns the client's loss function (outputs, targets) -> mean loss, if it has one; else that of the task."""
+        options = self._options
+        return build_loss(self._examples, task, self._client_loss, options.label_smoothing, options.class_weights)
+
+    def iter_minibatches(self, optimizer: Optimizer) -> Iterator[Sequence[Sequence[Minibatch]]]:
+        """Yields a Poisson sample of the units for each step; of an empty sample one example, whose gradient is not used."""
+        for _ in range(self._options.steps_of_fit(self._units)):
+            chosen = (torch.rand(self._units, generator=self._generator) < self._rate).nonzero().flatten()
+            self._drawn = [unit.unsqueeze(0) for unit in chosen] if self._rows_of_units is None else [
+                self._rows_of_units[int(unit)] for unit in chosen
+            ]  # fmt: skip
+            rows = torch.cat(self._drawn) if self._drawn else torch.zeros(1, dtype=torch.int64)
+            x, y = self._task.trim_minibatch(*self._examples.batch(rows.to(self.device), self._generator))
+            yield [[Minibatch(to_preferred_memory_format(self._model, x), y)]]
+
+    def write_private_gradient(self, batch: Minibatch, criterion: Loss, penalty: Callable[[], Tensor] | None) -> Tensor:
+        """Writes the noisy mean of the sample's clipped gradients, and the penalty's gradient, to the parameters' `grad`;
+        returns a loss of 0.
+
+        A penalty depends on weights and public examples alone, and is neither clipped nor noised.
+        """
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        max_norm = self._privacy.max_grad_norm
+        if not self._drawn:
+            sums = [torch.zeros_like(p) for p in trained]
+        elif self._rows_of_units is None:
+            sums = sum_clipped_gradients_of_examples(self._model, batch.x, batch.y, criterion, max_norm)
+        else:
+            places = torch.split(torch.arange(len(batch.y), device=self.device), [len(rows) for rows in self._drawn])
+            sums = sum_clipped_gradients_of_groups(self._model, batch.x, batch.y, places, criterion, max_norm)
+        scale = self._noise_multiplier * max_norm
+        for parameter, total in zip(trained, sums, strict=True):
+            noise = torch.randn(parameter.shape, generator=self._generator).to(parameter)
+            parameter.grad = (total + scale * noise) / self._expected_units
+        if penalty is not None:
+            torch.autograd.backward(penalty())
+        return torch.zeros((), device=self.device)
+
+    def compute_outputs(self, batch: Minibatch) -> Tensor:
+        """Returns the network's logits for a minibatch, shape (batch, ...)."""
+        return logits_of(call_network(self._model, batch.x))
+
+    def compute_penalty_per_client(
+        self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]
+    ) -> Tensor:
+        """Returns the penalty that the method adds to the client's loss, a scalar tensor."""
+        if not isinstance(term, PerClientTerm):
+            return term()
+        return term(self._model if term.takes_network else parameters)
+
+    def write_direction_to_grad(self, gradient: Any, loss_of: Callable[[int], Tensor]) -> Tensor:
+        """Raises a `UserError`: a method's own direction may depend on examples in ways that noise does not cover."""
+        raise UserError(f"{type(self._options).__name__}: its own direction of a step cannot be trained privately")
+
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
+        """Scales the noisy gradients down in place, so that their global norm is at most `max_norm`."""
+        nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def record_loss(self, loss: Tensor) -> None:
+        """Does nothing, since private training reports no loss."""
+
+    def mean_loss(self) -> float:
+        """Returns `WITHHELD_LOSS`."""
+        return WITHHELD_LOSS
+
+
+def _rows_by_group(examples: Examples) -> list[Tensor]:
+    """Returns for each group the rows that belong to it."""
+    _, inverse = np.unique(examples.column(examples.group), return_inverse=True)
+    return [torch.from_numpy(np.flatnonzero(inverse == group)) for group in range(int(inverse.max()) + 1)]

@@ -1,0 +1,83 @@
+"""Checks that a run can be trained with differential privacy, and computes the ε that each client has spent."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch.nn.modules.batchnorm import _NormBase
+
+from polyfed.algorithms import REGISTRY
+from polyfed.core.algorithm import Algorithm, Client
+from polyfed.core.errors import UserError
+from polyfed.core.nn.module_cache import cached_module
+from polyfed.core.task import has_elementwise_loss
+from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.private_backend import number_of_units
+from polyfed.data.tabular.preprocessing import TablePreprocessor
+
+
+def with_privacy_if_possible(
+    algorithm: Algorithm[Any, Any], clients: Sequence[Client], rounds: int
+) -> Algorithm[Any, Any]:
+    """Returns the method with the number of steps of the run in its `privacy`, or the method itself if it has none; raises a
+    `UserError` if privacy cannot be kept, or its ε cannot be met.
+
+    Raises:
+        UserError: a method, an option, a network or a task that noise on gradients does not cover, or an ε that no noise
+            gives.
+    """
+    if not isinstance(algorithm, LocalTraining) or algorithm.privacy is None:
+        return algorithm
+    name = type(algorithm).__name__
+    if not algorithm.private_fits:
+        able = [n for n, method in REGISTRY.items() if getattr(method, "private_fits", ())]
+        raise UserError(
+            f"{name}: privacy is not known to cover all that this method computes from training examples; methods that it "
+            f"covers: {', '.join(able)}"
+        )
+    refused = {"patience": None, "sampler": "shuffle", "class_weights": None, "accumulate": 1}
+    for field, allowed in refused.items():
+        if (value := getattr(algorithm, field)) != allowed:
+            raise UserError(
+                f"{name}: privacy does not cover {field}={value!r}, which depends on the examples; leave it out"
+            )
+    for client in clients:
+        _check_client(client, algorithm)
+    private = algorithm.with_privacy_of_run(rounds)
+    for client in clients:
+        epsilon_spent(private, client, 1.0)  # raises an error if no noise gives the ε
+    if any(isinstance(client.train.transform, TablePreprocessor) for client in clients):
+        warnings.warn(
+            "privacy: means and spreads of the tables' columns are computed without noise; epsilon does not cover them",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return private
+
+
+def epsilon_spent(algorithm: LocalTraining, client: Client, share_of_run: float) -> float:
+    """Returns the ε of a client's units after a share of the run, from 0 to 1, as if it took part in every round."""
+    assert algorithm.privacy is not None
+    rate = algorithm.sampling_rate(number_of_units(client.train, algorithm.privacy))
+    return algorithm.privacy.epsilon_after(rate, share_of_run)
+
+
+def _check_client(client: Client, algorithm: LocalTraining) -> None:
+    assert algorithm.privacy is not None
+    if not has_elementwise_loss(client.task):
+        raise UserError(
+            f"client {client.id!r}: privacy needs a loss that is a mean over examples, and that of {client.task} is not"
+        )
+    if algorithm.privacy.unit == "group" and client.train.group is None:
+        raise UserError(
+            f"client {client.id!r}: privacy with unit 'group' needs to know which rows belong to one; give group=, or "
+            "unit='example'"
+        )
+    if client.model is None:
+        return
+    for layer_name, layer in cached_module(client.model).module.named_modules():
+        if isinstance(layer, _NormBase) and (layer.track_running_stats or "Batch" in type(layer).__name__):
+            raise UserError(
+                f"client {client.id!r}: {layer_name} ({type(layer).__name__}) mixes the examples of a minibatch, so that no "
+                "example's gradient can be told from the others'; replace it by torch.nn.GroupNorm"
+            )
