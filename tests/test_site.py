@@ -391,6 +391,7 @@ def finish(): print("wandb finished")
         ("index.md", "mean   AUC 0.9"),
         ("tabular.md", "mean   accuracy 0.9"),
         ("metrics.md", ""),
+        ("notebook.md", "mean over clients: "),
         ("callbacks.md", "wandb 20 True True\nwandb finished\nstopped by StopEarly after round "),
     ],
 )

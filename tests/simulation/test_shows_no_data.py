@@ -1,6 +1,7 @@
 """Nothing that is printed of runs, clients and examples holds a value of a client's data."""
 
 import logging
+import shutil
 import traceback
 import warnings
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.data.pool import PooledDataset
+from polyfed.simulation.monitoring.progress import LineProgress
 
 MARK = 73591.25  # stands for a measurement of a patient
 FORMS = ("73591", "7.3591", "7.36e")
@@ -81,3 +83,61 @@ def test_errors_warnings_and_logs_hold_no_data(caplog):
             texts += traceback.format_exception(error)
     texts += [str(warning.message) for warning in caught] + [record.getMessage() for record in caplog.records]
     assert not [text for text in texts if any(form in text for form in FORMS)]
+
+
+class WrongShape(Net):
+    def forward(self, x):
+        return x @ torch.ones(4, 1)
+
+
+class Misused(Net):
+    """Fails in training, by a call of torch that torch itself explains."""
+
+    def forward(self, x):
+        if self.training and len(x) > 2:
+            torch.nn.functional.cross_entropy(self.layer(x), torch.full((len(x),), -3))
+        return self.layer(x / MARK)
+
+
+def classes(n=12, **words):
+    return pf.Examples(torch.full((n, 3), MARK), torch.arange(n) % 2, **words)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", [{"workers": 0}, {"workers": 2, "engine": "pool"}], ids=str)
+def test_nothing_that_a_failing_run_prints_logs_or_raises_holds_data(tmp_path, capsys, caplog, monkeypatch, engine):
+    """Shape errors, wrong targets, NaN and failures in a worker, with progress in lines and everything logged."""
+    monkeypatch.setattr(logging.getLogger("polyfed"), "propagate", True)  # whatever a test of deployments has set up
+    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "polyfed.simulation")
+    good = client("south")
+    nan = torch.full((2, 3), MARK).index_fill(1, torch.tensor([1]), float("nan"))
+    actions = (
+        lambda: run([client(model=WrongShape), good]),
+        lambda: run([client(model=Misused), good]),
+        lambda: run([client(model=lambda: nn.Linear(3, 2)), good]),
+        lambda: pf.Client("north", Net, (nan, torch.full((2, 1), MARK)), marked(), task="regression"),
+        lambda: pf.Client("north", Net, marked(), marked(), task="classification"),
+        lambda: pf.Client("north", Net, (torch.full((2, 3), MARK), [f"x{MARK}", None]), classes()),
+        lambda: pf.Client("north", Net, [(torch.full((3,), MARK), "a"), (torch.full((2,), MARK), "b")], classes()),
+        lambda: pf.Client("north", Net, (torch.full((2, 3), MARK), torch.tensor([MARK, MARK])), classes()),
+        lambda: run([pf.Client("north", lambda: nn.Linear(3, 1), classes(), classes())]),
+    )
+
+    def run(clients):
+        method = pf.algorithms.FedAvg(lr=1e-9)
+        return pf.federate(clients, method, rounds=1, progress=LineProgress(), out=tmp_path / "run", **engine)
+
+    texts = []
+    for action in actions:
+        with pytest.raises((pf.UserError, pf.ClientError, pf.RoundError)) as caught:
+            action()
+        texts += traceback.format_exception(caught.value)
+        texts += [getattr(caught.value, "trace", "")]
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    finished = run([pf.Client(name, lambda: nn.Linear(3, 2), classes(), classes(6)) for name in "ab"])
+    print(finished, finished.table(), pf.load(tmp_path / "run"))
+    texts += [finished._repr_html_(), pf.load(tmp_path / "run")._repr_html_(), *map(str, finished.history)]
+    texts += [*capsys.readouterr(), *(record.getMessage() for record in caplog.records)]
+    assert not [text for text in texts if any(form in text for form in FORMS)]
+    assert any("round 1 of 1" in record.getMessage() for record in caplog.records)

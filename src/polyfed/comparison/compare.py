@@ -13,7 +13,7 @@ from polyfed.comparison.final_runs import run_final_methods
 from polyfed.comparison.fold_tests import read_fold_tests
 from polyfed.comparison.forecast import count_runs, forecast_comparison
 from polyfed.comparison.method_selection import check_equal_training, select_methods
-from polyfed.comparison.plan import ClientSet, ComparisonPlan, Method
+from polyfed.comparison.plan import ClientSet, ComparisonPlan, Method, log_warnings
 from polyfed.comparison.references.fit_references import FittedReferences, fit_references
 from polyfed.comparison.runs_display import open_runs_display
 from polyfed.comparison.sequential_looks import run_until_decided
@@ -38,7 +38,7 @@ from polyfed.data.partitioning.group_split import group_numbers
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.simulation.callbacks.base import Callback, RecordFunction, validate_callbacks
 from polyfed.simulation.checks import requirements
-from polyfed.simulation.checks.client_list import list_clients
+from polyfed.simulation.checks.client_list import class_names_of, list_clients
 from polyfed.simulation.checks.data_leakage import limit_leak_warnings
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint as first_weights_of
@@ -111,7 +111,7 @@ def compare(
         clients: who takes part, as for `federate`.
         algorithms: a method or its name, several of them as a list, or either by label.
         rounds, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every, checkpoint_every,
-            on_error, min_replies, compress, compress_down, cross_site: of each run (`polyfed.simulation.settings`).
+            on_error, min_replies, compress, compress_down, cross_site: of each run, as for `federate`.
         secure: whether the server sees nothing but the sum of a round's replies. Methods that need each reply by itself are
             left out; `local` sends none, and stays.
         seeds: one run of each method per seed (or how many: 3 is 0, 1, 2); default 0 to 4, or one for each dealing of
@@ -186,7 +186,7 @@ def compare(
     pool = None if public is None else as_examples(public, "public", labelled=False)
     clients_by_seed = redraw_clients(client_list, resplit, fold_design, seeds) or [tuple(client_list)] * len(seeds)
     client_sets = {
-        seed: ClientSet(tuple(sets), apply_common_preprocessing_to_public(pool, sets))
+        seed: ClientSet(tuple(sets), apply_common_preprocessing_to_public(pool, sets), class_names_of(client_list))
         for seed, sets in zip(seeds, clients_by_seed, strict=True)
     }
     is_single = isinstance(metrics, str | Metric) or callable(metrics)
@@ -304,6 +304,7 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
         plan.alpha,
     )
     content = build_results(inputs, plan.criteria)
+    log_warnings(content["warnings"])
     if plan.out is not None:
         comparison_directory.write_comparison_results(plan.out, content)
     return Comparison(content, plan.out)

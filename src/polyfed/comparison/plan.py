@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from polyfed.simulation.settings import Keep, Settings
 from polyfed.simulation.storage import predictions
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 
+_LOG = logging.getLogger("polyfed.comparison")
 Method = Algorithm[Any, Any]
 EQUAL_FIELDS = ("local_epochs", "local_steps", "batch_size")
 """Fields that are the same in every method for an equal number of local steps."""
@@ -202,6 +204,12 @@ class FinishedRun:
             return None
 
 
+def log_warnings(sentences: Sequence[str]) -> None:
+    """Logs the warnings of a comparison that has ended."""
+    for sentence in sentences:
+        _LOG.warning("%s", sentence)
+
+
 @final
 class ExecutedRuns(NamedTuple):
     """Holds the training runs of a comparison that have finished, and the errors of those that failed."""
@@ -254,6 +262,7 @@ def execute_or_load_runs(
             failed[job] = result
         else:
             finished_runs[job] = FinishedRun(result["history"], job.folder, result["packed"])
+        _LOG.info("%s, seed %s: %s", job.label, job.seed, "failed" if job in failed else "done")
         plan.display.finish_run(missing.index(job), failed=job in failed)
     return ExecutedRuns(finished_runs, failed)
 

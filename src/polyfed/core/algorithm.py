@@ -47,6 +47,7 @@ from polyfed.core.declared_words import check_declared_words_are_known
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.text_labels import share_classes
 from polyfed.core.io.former_fields import OTHER_NAMES
 from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
@@ -97,9 +98,9 @@ class Client:
         model: builds its own network, without arguments (a class, a function, a `ModelSpec`); None for the methods that
             bring their own network. Give clients of one architecture the same callable: it is built once. Parameters with
             `requires_grad=False` are neither sent nor kept: it must give them the same values each time.
-        train, test, val, global_test: (x, y) tensors, a torch `Dataset`, a Hugging Face dataset, or `Examples`; see
-            `polyfed.data.as_examples` for types and images. `test` follows the client's own distribution,
-            `global_test` is the common one; `val` chooses the best round.
+        train, test, val, global_test: (x, y) tensors, a torch `Dataset` or `DataLoader`, a Hugging Face dataset, or
+            `Examples`; see `polyfed.data.as_examples` for types, images and labels that are texts. `test` follows the
+            client's own distribution, `global_test` is the common one; `val` chooses the best round.
         task: the name of a task of `polyfed.tasks`, or an object, also of the user's own class on `Task`:
             "classification" (labels integers (n,)), "multilabel" (0 or 1, (n, labels)), "regression" (numbers
             (n, outputs); (n,) is kept as (n, 1), for a network with outputs (batch, 1)), "survival" (time and event,
@@ -134,8 +135,13 @@ class Client:
         if not isinstance(id, str) or not id:
             raise UserError(f"a client's id must be a string that is not empty, got {id!r}")
         if model is not None and (isinstance(model, nn.Module) or not callable(model)):
+            cure = "write model=lambda: MyNet() instead of model=MyNet()"
+            if hasattr(model, "train_dataset"):  # of transformers or the like
+                cure = (
+                    "of a trainer give the network and the data: model=lambda: copy.deepcopy(trainer.model), train=..."
+                )
             raise UserError(f"client {id!r}: model must be a callable that builds a network, got {type(model).__name__}; "
-                            "write model=lambda: MyNet() instead of model=MyNet()")  # fmt: skip
+                            f"{cure}")  # fmt: skip
         try:
             task = get_task(task)
         except UserError as error:
@@ -144,9 +150,19 @@ class Client:
             raise UserError(f"client {id!r}: loss must be a function of outputs and targets, got {type(loss).__name__}")
         id = str.__str__(id)  # numpy's strings, say, are printed otherwise and seed other random numbers
         sources = {"train": train, "test": test, "val": val, "global_test": global_test}
-        for name, source in sources.items():
+        parts = {
+            name: as_examples(source, f"client {id!r}: {name}", labelled=not task.makes_targets)
+            for name, source in sources.items()
+            if source is not None
+        }
+        for name, part in parts.items():
+            if part.classes is not None and not task.one_class_per_example:
+                raise UserError(f"client {id!r}: {name} labels are texts, and the task is {task}; give numbers, or task="
+                                "'classification'")  # fmt: skip
+        sets = share_classes({f"client {id!r}: {name}": part for name, part in parts.items()})
+        for name in sources:
             owner = f"client {id!r}: {name}"
-            examples = None if source is None else as_examples(source, owner, labelled=not task.makes_targets)
+            examples: Examples | None = sets.get(owner)
             if examples is None and name in ("train", "test"):
                 raise UserError(f"client {id!r}: {name} examples are missing")
             if examples is not None:

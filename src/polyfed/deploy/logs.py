@@ -6,7 +6,8 @@ import logging
 def send_logs_to_stderr() -> None:
     """Makes polyfed's loggers write to stderr, where Flower's log lines appear too."""
     logger = logging.getLogger("polyfed")
-    if not logger.handlers:
+    if all(isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+        logging.getLogger("polyfed.simulation").setLevel(logging.CRITICAL)  # the server prints each round itself
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("polyfed: %(message)s"))
         logger.addHandler(handler)

@@ -10,6 +10,7 @@ from polyfed.data.clients import ClientData
 from polyfed.data.look.look import Look, look_at_sites
 from polyfed.data.table import ClientTables
 from polyfed.report.page.look import write_look_page
+from polyfed.simulation.checks.client_list import class_names_of, list_clients
 from polyfed.simulation.rounds.federated_look import look_between_sites
 
 
@@ -52,6 +53,12 @@ def look(
             raise UserError(f"between sites look takes clients (pf.Client), got {type(odd[0]).__name__}")
         seen = look_between_sites([c for c in client_list if isinstance(c, Client)], seed=seed, secure=secure)
     else:
+        if not isinstance(clients, ClientTables):
+            clients = list(clients)
+            whole_clients = [client for client in clients if isinstance(client, Client)]
+            if clients and len(whole_clients) == len(clients):
+                shared = list_clients(whole_clients)  # whose labels have common numbers, where they were texts
+                clients, class_names = [*shared], class_names or class_names_of(shared) or ()
         seen = look_at_sites(clients, class_names)
     if out is not None:
         write_look_page(seen, expand_user_path(out, "out"))

@@ -84,18 +84,42 @@ def federate(
     Args:
         clients: the participants, each with its own data and network.
         algorithm: the method, or its name in the registry for its default hyper-parameters.
-        rounds, seed, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every,
-            checkpoint_every, on_error, min_replies, keep, compress, compress_down, secure, cross_site: see
-            `polyfed.simulation.settings.Settings`.
+        rounds: communication rounds.
+        seed: every random choice of the run derives from it.
+        clients_per_round: clients that take part in a round: a fraction in (0, 1] (at least one client), or a whole
+            number of clients. Note that 1.0 means all clients, and 1 means one client.
+        engine: "auto", "inprocess", "pool", "cohort" for many clients at once, or "ray" for a cluster (pip install
+            'polyfed[ray]'); "auto" never takes Ray, and takes a cohort if a measurement shows that it is faster.
+        workers: processes of the pool or of Ray, or "auto" for one per core (of the cluster, with Ray); 0 runs in this
+            process. Results do not depend on it, with "cohort" up to rounding.
+        ray_address: "local" starts a Ray on this machine for the run, "auto" joins the cluster that runs here (or at the
+            environment's RAY_ADDRESS), HOST:PORT joins that one. A Ray that the process has joined already is used.
+        gpus_per_worker: GPUs of each of Ray's workers; a fraction shares a GPU, and 0 computes on CPUs.
+        device: "auto", "cpu", "cuda", "cuda:N" or "mps"; for Ray's workers `gpus_per_worker` decides.
+        evaluate_every: rounds between evaluations of all clients' personal models; the last round is always evaluated.
+        checkpoint_every: rounds between checkpoints; the last round always has one.
+        on_error: "raise" ends the run at a client's failure, "skip" records it and continues without that client.
+        min_replies: a round with fewer valid replies ends the run.
+        keep: the round whose models and predictions are kept: "last"; "best", by the mean score on the clients' validation
+            examples; "loss", the lowest loss on all validation examples together; or the number of a round.
+        compress: compression of the clients' replies: "none", "int8" (one byte a number) or "topk:SHARE" (only that share
+            of the entries of each tensor, those that changed most); see `polyfed.core.messages.compressors`.
+        compress_down: compression of the server's messages: "none" or "int8".
+        secure: the server half of the method sees only the sum of a round's replies, in fixed point
+            (`polyfed.core.messages.fixed_point`). Real sites mask their replies, so that only the sum can be seen; a
+            simulation computes the same sum without encryption.
+        cross_site: whether every client's model is scored on every other client's test examples at the end
+            (`polyfed.simulation.results.cross_site`); in simulations alone, since models travel.
         metrics: scores to compute at evaluation: names such as "auc", functions `f(outputs, targets) -> float` and
             `polyfed.Metric` objects; the first decides which round is the best. None takes the task's own.
         public: unlabelled examples that belong to no client, for the methods that need them; inputs alone will do.
         out: a new run directory (metrics, checkpoints, models, predictions); None writes nothing.
         config: further content of `config.yaml`, for runs that are described by a file.
         facts: further content of `manifest.json`.
-        callbacks: objects of `polyfed.Callback`, called with each round's record; they may stop the run.
-        progress, quiet: the progress display: None or True shows a bar on a terminal and nothing elsewhere,
-            `progress=False` and `quiet=True` show nothing; or a `Progress`.
+        callbacks: functions, called with each round's record, and objects of `polyfed.Callback`. One that returns False
+            stops the run after the round, and it can be resumed.
+        progress, quiet: the progress display: None or True shows a bar on a terminal and in a notebook and nothing
+            elsewhere, `progress=False` and `quiet=True` show nothing; or a function of each round's record, or a `Progress`.
 
     Raises:
         UserError: an argument does not fit, and nothing has been computed; or a callback failed, and the rounds before

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
 import polyfed as pf
 from polyfed.core.errors import UserError
@@ -154,6 +154,8 @@ def test_pandas_frames_and_series():
     both = as_examples(({"table": frame[["a"]], "pixels": PIXELS}, frame["y"].astype("Int64")))
     assert both.x["table"].tolist() == [[1], [2], [3], [4]]
     assert as_examples(frame[["a"]], labelled=False).x.shape == (4, 1)
+    sexes = as_examples((frame[["a"]], frame["sex"]))
+    assert (sexes.labels.tolist(), sexes.classes) == ([0, 1, 0, 1], ("f", "m"))
     for given, sentence in (
         (
             frame,
@@ -164,7 +166,6 @@ def test_pandas_frames_and_series():
             (frame[["a", "sex"]], frame["y"]),
             "train inputs: column 'sex' of the pandas DataFrame holds str, not numbers",
         ),
-        ((frame[["a"]], frame["sex"]), "train labels: column 'sex' of the pandas Series holds str, not numbers"),
     ):
         with pytest.raises(pf.UserError, match=sentence):
             pf.Client("north", None, given, given)
@@ -211,20 +212,37 @@ def test_several_labels_are_floats_whatever_type_they_had():
         pf.Client("c", None, (x, torch.ones(10).long()), (x, x), task="multilabel")
 
 
-def test_texts_as_labels_name_numpy_unique():
+def test_texts_as_labels_are_numbered_by_their_alphabet():
     x, texts = torch.randn(10, 3), ["no", "yes"] * 5
-    for labels in (texts, np.array(texts), np.array(texts, object), tuple(texts)):
-        with pytest.raises(
-            UserError, match=r"client 'c': train labels are texts; .*numpy.unique\(labels, return_inverse=True\)"
-        ):
-            pf.Client("c", None, (x, labels), (x, labels))
+    forms = (texts, np.array(texts), np.array(texts, object), tuple(texts), pd.Series(texts, index=range(5, 15)),
+             pd.Series(texts, dtype="category"))  # fmt: skip
+    for labels in forms:
+        client = pf.Client("c", None, (x, labels), (x[:2], ["yes", "perhaps"]))
+        assert client.train.classes == client.test.classes == ("no", "perhaps", "yes")
+        assert client.train.labels.tolist() == [0, 2] * 5
+        assert client.test.labels.tolist() == [2, 1]
+        assert torch.equal(client.train.x, x)
     rows = [(torch.ones(3), text) for text in texts]
-    with pytest.raises(UserError, match=r"client 'c': train labels are texts"):
-        pf.Client("c", None, rows, rows)
-    for labels in (pd.Series(texts), pd.Series(texts, dtype="category")):
-        with pytest.raises(UserError, match=r"train labels: the pandas Series holds .*numpy.unique\(values") as told:
-            pf.Client("c", None, (x, labels), (x, labels))
-        assert "None" not in str(told.value)
+    for source in (rows, [{"x": torch.ones(3), "label": text} for text in texts]):
+        assert pf.Client("c", None, source, source).train.classes == ("no", "yes")
+
+
+def test_labels_that_cannot_be_numbered_are_refused():
+    x, texts = torch.randn(10, 3), ["no", "yes"] * 5
+    for labels, sentence in (
+        ([*texts[:9], None], r"client 'c': train labels are texts, but not in row 10 \(missing, or of another type\)"),
+        (pd.Series([float("nan"), *texts[1:]]), "train labels are texts, but not in row 1 "),
+        (
+            [[text, text] for text in texts],
+            r"train labels are texts of shape \(10, 2\); give one label for each example",
+        ),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            pf.Client("c", None, (x, labels), (x, texts))
+    with pytest.raises(UserError, match="the labels of client 'c': train are texts, those of client 'c': test numbers"):
+        pf.Client("c", None, (x, texts), (x, [0, 1] * 5))
+    with pytest.raises(UserError, match=r"client 'c': train labels are texts, and the task is regression"):
+        pf.Client("c", None, (x, texts), (x, texts), task="regression")
     dates = pd.Series(pd.date_range("2020", periods=10))
     with pytest.raises(UserError, match="client 'c': train labels: the pandas Series holds datetime64") as told:
         pf.Client("c", None, (x, dates), (x, dates))
@@ -235,14 +253,31 @@ def test_texts_as_labels_name_numpy_unique():
         pf.Client("c", None, ([["a"]] * 10, [0, 1] * 5), (x, [0, 1] * 5))
 
 
-def test_a_loader_is_refused_with_the_name_of_its_data_set():
+def test_of_a_loader_the_data_set_is_taken_and_a_sentence_says_so():
     x, y = torch.randn(10, 3), torch.arange(10) % 2
-    loader = DataLoader(TensorDataset(x, y), batch_size=4)
-    with pytest.raises(
-        UserError, match=r"client 'c': train: a DataLoader is read batch by batch.*give its data set, loader.dataset"
+    for options in ({"batch_size": 4}, {"batch_size": 4, "shuffle": True, "drop_last": True}, {"batch_size": None}):
+        with pytest.warns(UserWarning, match="of a DataLoader its data set is taken.*batch_size=") as told:
+            client = pf.Client("c", None, DataLoader(TensorDataset(x, y), **options), (x, y))
+        assert len(told) == 1
+        assert told[0].filename == __file__
+        assert torch.equal(client.train.x, x)
+        assert torch.equal(client.train.labels, y)
+    with pytest.warns(UserWarning, match="and its collate_fn"):
+        padded = pf.Client("c", None, DataLoader(TensorDataset(x, y), collate_fn=lambda items: (x + 1, y)), (x, y))
+    assert torch.equal(padded.train.x, x + 1)
+
+
+def test_a_loader_that_chooses_among_its_examples_is_refused():
+    rows = TensorDataset(torch.randn(10, 3), torch.arange(10) % 2)
+    for options in (
+        {"sampler": SubsetRandomSampler([0, 1])},
+        {"sampler": RandomSampler(rows, num_samples=5)},
+        {"batch_sampler": [[0, 1], [2]]},
     ):
-        pf.Client("c", None, loader, (x, y))
-    assert len(pf.Client("c", None, loader.dataset, (x, y)).train) == 10
+        with pytest.raises(
+            UserError, match=r"client 'c': train: the DataLoader chooses.*Subset\(loader.dataset, indices"
+        ):
+            pf.Client("c", None, DataLoader(rows, **options), rows)
 
 
 def test_inputs_and_labels_of_other_length_are_refused_with_client_and_set():

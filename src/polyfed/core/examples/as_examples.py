@@ -16,17 +16,19 @@ from polyfed.core.examples.pytree import (
     row_access_obstacle,
     tree_map,
 )
+from polyfed.core.examples.text_labels import NumberedLabels
 
 
 def as_examples(
     source: Any, name: str = "examples", *, labelled: bool = True, collate: Collate | None = None
 ) -> Examples:
     """Converts a user's arrays, tensors, data sets or frames to `Examples`; raises a `UserError` if the type is
-    unknown, labels are no numbers, or a value is not finite.
+    unknown, labels are neither numbers nor texts, or a value is not finite.
 
     Takes `Examples`, which are returned unchanged; a pair (x, y) of tensors or arrays, or of a pandas frame of numbers and a
-    series; a torch `Dataset` of (input, label) pairs, or of mappings with a label; a Hugging Face dataset with a column
-    `label`.
+    series; a torch `Dataset` of (input, label) pairs, or of mappings with a label; a torch `DataLoader`, whose data set and
+    collate_fn are taken; a Hugging Face dataset with a column `label`. Labels that are texts are numbered by their
+    alphabetical order (`Examples.classes` has their names).
 
     Inputs may have any structure: in a pair (x, y), x may be a tuple or dict of tensors or arrays, nested at will, and so
     may an input of a `Dataset`. All columns of numbers of a Hugging Face dataset are inputs: a single one as a tensor,
@@ -44,7 +46,8 @@ def as_examples(
             of a `DataLoader` and the data collators of `transformers` do; for items that must be padded, for example.
 
     Raises:
-        UserError: none of the above, labels that are no numbers, or inputs or targets that are NaN or infinite.
+        UserError: none of the above, labels that are neither numbers nor texts, or inputs or targets that are NaN or
+            infinite.
 
     >>> len(as_examples(([[1.0], [2.0]], [0, 1])))
     2
@@ -68,8 +71,11 @@ def as_examples(
     return examples
 
 
-def _examples_with_channels(name: str, x: Inputs, y: Tensor, columns: Mapping[str, Any] | None) -> Examples:
+def _examples_with_channels(
+    name: str, x: Inputs, labels: NumberedLabels, columns: Mapping[str, Any] | None
+) -> Examples:
     """Builds examples whose uint8 images have a channel axis and are scaled to 0..1 when a batch is taken."""
+    y = labels.numbers
     if error := _length_error(x, y):
         raise UserError(f"{name}: {error}")
 
@@ -83,4 +89,4 @@ def _examples_with_channels(name: str, x: Inputs, y: Tensor, columns: Mapping[st
         if part.dtype == torch.uint8 and part.dim() > 3
     }
     transform = None if not scaled else scaled[""] if isinstance(x, Tensor) else PartwiseTransform(scaled)
-    return Examples(x, y, transform=transform, columns=columns)
+    return Examples(x, y, transform=transform, columns=columns, classes=labels.classes)

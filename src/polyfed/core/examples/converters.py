@@ -7,13 +7,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from polyfed.core.errors import UserError
+from polyfed.core.examples.loaders import read_data_loader
 from polyfed.core.examples.pytree import Inputs, check_and_convert_inputs, first_leaf, row_access_obstacle
+from polyfed.core.examples.text_labels import NumberedLabels, holds_texts, number_text_labels
 
 Collate = Callable[[list[Any]], Any]
-ExamplesParts = tuple[Inputs, Tensor, dict[str, Any] | None]  # inputs, labels, and columns that no network gets
+ExamplesParts = tuple[Inputs, NumberedLabels, dict[str, Any] | None]  # inputs, labels, and columns that no network gets
 
 _LABELS = ("label", "labels", "fine_label", "y")
 _TABLE = "pf.data.split_table makes clients of a frame with texts, dates or missing values"
@@ -26,6 +28,9 @@ def read_inputs_and_labels(source: Any, name: str, labelled: bool, collate: Coll
     Raises:
         UserError: it cannot be read.
     """
+    if isinstance(source, DataLoader):
+        source, own_collate = read_data_loader(source, name)
+        collate = own_collate if collate is None else collate
     is_list = hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, Mapping | str)
     if isinstance(source, IterableDataset | Iterator):
         raise UserError(
@@ -37,7 +42,8 @@ def read_inputs_and_labels(source: Any, name: str, labelled: bool, collate: Coll
     if not labelled and (isinstance(source, Tensor | np.ndarray | Mapping) or hasattr(source, "iloc")):
         x = convert_inputs_to_tensors(source, f"{name} inputs")
         first_part = first_leaf(x)
-        return x, torch.zeros(first_part.shape[:1], dtype=torch.int64, device=first_part.device), None
+        zeros = torch.zeros(first_part.shape[:1], dtype=torch.int64, device=first_part.device)
+        return x, NumberedLabels(zeros, None), None
     if hasattr(source, "column_names") and hasattr(source, "with_format"):
         return _from_hugging_face(source, name)
     if hasattr(source, "iloc"):  # pandas, without an import of it
@@ -58,6 +64,11 @@ def read_inputs_and_labels(source: Any, name: str, labelled: bool, collate: Coll
         raise UserError(
             f"{name}: a {type(source).__name__} is read batch by batch, and the client draws its own batches; give its data "
             "set, loader.dataset (with a collate_fn of yours as_examples(loader.dataset, collate=...))"
+        )
+    if hasattr(source, "train_dataloader"):
+        raise UserError(
+            f"{name}: a {type(source).__name__} holds several sets; give one of them, such as "
+            "module.train_dataloader().dataset"
         )
     raise UserError(
         f"{name}: cannot read examples from {type(source).__name__}; give {'' if labelled else 'a tensor of inputs, '}"
@@ -259,7 +270,7 @@ def to_number_tensor(value: Any, name: str) -> Tensor:
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        remedy = f"; they hold texts: make numbers of them before; {_TABLE}" if _holds_texts(value) else ""
+        remedy = f"; they hold texts: make numbers of them before; {_TABLE}" if holds_texts(value) else ""
         raise UserError(f"{name}: cannot be read as one tensor of numbers ({error}){remedy}") from error
     return tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor
 
@@ -289,28 +300,13 @@ def _numbers_of_frame(value: Any, name: str) -> Any:
     return np.array(numbers, np.float64 if numbers.dtype.kind == "O" else None)  # a copy that can be written to
 
 
-def _convert_labels(value: Any, name: str) -> Tensor:
-    if not hasattr(value, "iloc") and _holds_texts(value):
-        raise UserError(
-            f"{name} labels are texts; number them, once for all clients, so that a number means the same class everywhere: "
-            "names, numbers = numpy.unique(labels, return_inverse=True)"
-        )
+def _convert_labels(value: Any, name: str) -> NumberedLabels:
+    if holds_texts(value):
+        return number_text_labels(value, name)
     tensor = to_number_tensor(value, f"{name} labels")
     if tensor.is_complex():
         raise UserError(f"{name} labels are complex numbers ({tensor.dtype}); give whole or real numbers")
-    if tensor.is_floating_point():
-        return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)  # given as a tensor of float64
-    return (
-        tensor.to(torch.int64) if tensor.dim() == 1 else tensor
-    )  # several labels become floats when their task is known
-
-
-def _holds_texts(value: Any) -> bool:
-    """Returns whether an array, frame, series or nested list holds strings."""
-    if isinstance(value, str | bytes):
-        return True
-    if hasattr(value, "iloc"):
-        value = value.to_numpy()
-    if isinstance(value, np.ndarray):
-        return value.dtype.kind in "USO" and any(isinstance(item, str | bytes) for item in value.flat)
-    return isinstance(value, tuple | list) and any(map(_holds_texts, value))
+    if tensor.is_floating_point():  # float64 if given as such a tensor
+        return NumberedLabels(tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32), None)
+    # several labels become floats when their task is known
+    return NumberedLabels(tensor.to(torch.int64) if tensor.dim() == 1 else tensor, None)

@@ -108,6 +108,7 @@ class Examples:
             stay in memory: predictions are stored with anonymous numbers. None if each example is a unit.
         time: when each example was measured: numbers or dates, one per example of the store, or the name of a column.
             None if there is no order. Examples with a time are not split again at random.
+        classes: the names of the classes that `y` numbers, where labels were texts; else None.
 
     After construction, `group` and `time` are names of columns ("group" and "time" if arrays were given).
 
@@ -134,6 +135,7 @@ class Examples:
     columns: Mapping[str, Any] | None = None
     group: Any = None
     time: Any = None
+    classes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.x, Tensor):

@@ -88,13 +88,18 @@ def call_client_factory(client_factory: Callable[[], Client], site: str) -> Clie
     no `Client`, or one whose id is not the site's.
 
     Raises:
-        UserError: it returns no client, or one with another id than the site.
+        UserError: it returns no client, one with another id than the site, or one whose labels are texts.
     """
     client = client_factory()
     if not isinstance(client, Client):
         raise UserError(f"client() of site.py must return a polyfed.Client, got {type(client).__name__}")
     if client.id != site:
         raise UserError(f"client() of site.py returns the client {client.id!r}, but this site is {site!r}")
+    if client.train.classes is not None:
+        raise UserError(
+            "the labels of this site's client are texts, which each site would number by its own classes; number them in "
+            "site.py as all sites do: [CLASSES.index(label) for label in labels]"
+        )
     return client
 
 

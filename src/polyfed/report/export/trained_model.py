@@ -129,7 +129,7 @@ def trained_model_of_run(run: Run, client: str) -> TrainedModel:
         build_model_signature(owner),
         preprocessor,
         description,
-        _class_names(preprocessor, manifest),
+        owner.train.classes or _class_names(preprocessor, manifest),
         _table_options(run.out),
         algorithm,
         run.kept_checkpoint.round,

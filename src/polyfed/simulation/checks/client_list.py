@@ -1,19 +1,25 @@
 """Converts the clients that a caller passes in any iterable to a list."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
+from polyfed.core.examples.text_labels import share_classes
+
+_SETS = ("train", "test", "val", "global_test")
 
 
 def list_clients(clients: Any) -> list[Client]:
     """Returns the clients as a list, from any iterable of them (list, generator, `dict.values()`, array of objects);
     raises a `UserError` if it is empty or holds anything else.
 
+    Where labels were given as texts, they are numbered by the classes of all clients together.
+
     Raises:
         UserError: one client, a mapping, something that cannot be iterated, an empty iterable, or one that holds anything
-            else.
+            else; or labels of some clients are texts, of others numbers.
 
     >>> from polyfed.testing import small_clients
     >>> [client.id for client in list_clients(client for client in small_clients(2))]
@@ -33,4 +39,28 @@ def list_clients(clients: Any) -> list[Client]:
     for client in listed:
         if not isinstance(client, Client):
             raise UserError(f"clients must be polyfed.Client objects, got {type(client).__name__}")
-    return listed
+    return _share_classes_of_clients(listed)
+
+
+def class_names_of(clients: Sequence[Client]) -> tuple[str, ...] | None:
+    """Returns the names of the classes where labels were given as texts; None if they were numbers."""
+    return clients[0].train.classes
+
+
+def _share_classes_of_clients(clients: list[Client]) -> list[Client]:
+    """Returns clients whose labels are numbered by the classes of all of them, where labels were given as texts."""
+    if len({client.train.classes for client in clients}) == 1:
+        return clients
+    sets = {
+        f"client {client.id!r}: {name}": examples
+        for client in clients
+        for name in _SETS
+        if (examples := getattr(client, name)) is not None
+    }
+    shared = share_classes(sets)
+
+    def renumber(client: Client) -> Client:
+        sets: dict[str, Any] = {name: shared.get(f"client {client.id!r}: {name}") for name in _SETS}
+        return replace(client, **sets)
+
+    return [renumber(client) for client in clients]

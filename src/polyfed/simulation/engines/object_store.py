@@ -83,8 +83,8 @@ class _StoredParts(NamedTuple):
         return self.form.build_inputs(lambda shape, dtype: load(next(remaining)))
 
 
-# x, y and index, each as `FlatTensor` or a reference; transform, augment, columns, group, time
-_StoredSet = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
+# x, y and index, each as `FlatTensor` or a reference; transform, augment, columns, group, time, classes
+_StoredSet = tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any]
 
 
 @final
@@ -156,6 +156,7 @@ def store_clients(clients: Sequence[Client], put: Callable[[FlatTensor], Any]) -
                 s.columns,
                 s.group,
                 s.time,
+                s.classes,
             )
             for s in (client.train, client.test, client.val, client.global_test)
         )

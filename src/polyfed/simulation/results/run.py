@@ -18,6 +18,7 @@ from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.module_cache import build_module, fill_module, restore_all_but_weights_and_set_eval
 from polyfed.data.tabular.preprocessing import TablePreprocessor
+from polyfed.simulation.checks.client_list import class_names_of
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
@@ -82,8 +83,7 @@ class Run:
     def to_frame(self) -> Any:
         """Returns the scores of all rounds as a pandas `DataFrame`; raises a `UserError` if pandas is not installed.
 
-        A row per round and client; columns: `round`, `client`, and those of `table`. Scores are missing where a round was
-        not evaluated.
+        A row per round and client; columns `round`, `client`, and those of `table`. Without evaluation, scores are missing.
 
         Raises:
             UserError: pandas is not installed.
@@ -116,6 +116,12 @@ class Run:
             UserError: the run was kept in memory, or the page cannot be written.
         """
         return write_page_of(self.out, out)
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Returns the names of the classes, in the order of the networks' outputs, where labels were given as texts;
+        None if they were numbers."""
+        return class_names_of(list(self.federation.clients.values())) if self.federation.clients else None
 
     @property
     def kept_checkpoint(self) -> Checkpoint:

@@ -16,7 +16,7 @@ from polyfed.core.nn.precision import check_precision
 from polyfed.core.training.config import LocalTraining
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.simulation.checks import requirements
-from polyfed.simulation.checks.client_list import list_clients
+from polyfed.simulation.checks.client_list import class_names_of, list_clients
 from polyfed.simulation.checks.fingerprints import data_fingerprint, former_version_error
 from polyfed.simulation.checks.private_training import with_privacy_if_possible
 from polyfed.simulation.engines.devices import check_engine_installed, choose_client_device
@@ -123,7 +123,9 @@ def create_run_directory(
         **describe_method_and_settings(federation.algorithm, federation.settings),
     }
     evaluated = describe_evaluated_network(federation.algorithm)
+    class_names = class_names_of(list(federation.clients.values())) if federation.clients else None
     manifest = {
+        **({} if class_names is None else {"class_names": list(class_names)}),
         **facts,
         "seed": federation.settings.seed,
         "data_fingerprint": _data_fingerprint(federation),

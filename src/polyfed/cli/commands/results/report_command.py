@@ -36,6 +36,7 @@ from polyfed.report.page.page import render_page
 from polyfed.report.page.sections import PageExtras
 from polyfed.simulation.experiment import Participants
 from polyfed.simulation.results.cross_site_scores import average_cross_site, read_cross_site
+from polyfed.simulation.storage.directory import read_manifest
 
 PAGE = "report.html"
 MAX_CLIENTS = 12  # clients on the terminal; on the page, panels of one kind of all runs together
@@ -199,7 +200,10 @@ def _page_extras(run_group: RunGroup, key: str, max_panels: int, console: Consol
     if run_group.comparison_results:
         return replace(_comparison_class_counts(run_group, method_views), panels=extra_panels)
     if participants is None:
-        return PageExtras(class_note=reason, method_views=method_views, panels=extra_panels)
+        names = (
+            () if not runs else [str(name) for name in read_manifest(runs[0].folder or Path()).get("class_names") or ()]
+        )
+        return PageExtras(class_names=names, class_note=reason, method_views=method_views, panels=extra_panels)
     if not participants.classes:
         note = "Examples with several labels are not counted by class."
         return PageExtras(class_note=note, method_views=method_views, panels=extra_panels)

@@ -1,0 +1,97 @@
+"""Numbers labels that are texts, so that a number means the same class in every set and at every client."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.core.errors import UserError
+from polyfed.core.examples.examples import Examples
+from polyfed.core.io.number_format import format_row_numbers
+
+
+class NumberedLabels(NamedTuple):
+    """Holds labels as a tensor of numbers, and the names of the classes if the labels were texts; else None."""
+
+    numbers: Tensor
+    classes: tuple[str, ...] | None
+
+
+def holds_texts(value: Any) -> bool:
+    """Returns whether an array, frame, series or nested list holds strings.
+
+    >>> holds_texts(["no", "yes"]), holds_texts([0, 1])
+    (True, False)
+    """
+    if isinstance(value, str | bytes):
+        return True
+    if hasattr(value, "iloc"):
+        value = value.to_numpy()
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "USO" and any(isinstance(item, str | bytes) for item in value.flat)
+    return isinstance(value, tuple | list) and any(map(holds_texts, value))
+
+
+def number_text_labels(labels: Any, name: str) -> NumberedLabels:
+    """Numbers labels that are texts by their alphabetical order, and returns the numbers and the names; raises a
+    `UserError` if a label is missing or no text.
+
+    Args:
+        labels: an array, list or pandas series of texts, shape (n,).
+        name: whose labels they are, for errors.
+
+    Raises:
+        UserError: a label is missing or no text, or the labels have several columns.
+
+    >>> number_text_labels(["well", "ill", "well"], "train")
+    NumberedLabels(numbers=tensor([1, 0, 1]), classes=('ill', 'well'))
+    """
+    texts = np.asarray(labels, dtype=object)
+    if texts.ndim != 1:
+        raise UserError(f"{name} labels are texts of shape {texts.shape}; give one label for each example, or numbers")
+    odd = [row for row, text in enumerate(texts) if not isinstance(text, str)]
+    if odd:
+        raise UserError(
+            f"{name} labels are texts, but not in {format_row_numbers(odd)} (missing, or of another type); give each "
+            "example a label, or leave it out"
+        )
+    classes, numbers = np.unique(texts.astype(str), return_inverse=True)
+    return NumberedLabels(torch.from_numpy(numbers.astype(np.int64)), tuple(map(str, classes)))
+
+
+def share_classes(sets: Mapping[str, Examples]) -> dict[str, Examples]:
+    """Returns sets of examples whose labels are numbered by the classes of all sets together, in alphabetical order; the
+    same objects if they are so already, or have no texts as labels.
+
+    Args:
+        sets: by the name that an error shows, such as "client 'north': train".
+
+    Raises:
+        UserError: some sets have texts as labels and others numbers.
+
+    >>> x = torch.zeros(2, 1)
+    >>> sets = {name: Examples(x, torch.tensor([0, 1]), classes=names)
+    ...         for name, names in {"a": ("ill", "well"), "b": ("dead", "well")}.items()}
+    >>> [(part.classes, part.labels.tolist()) for part in share_classes(sets).values()]
+    [(('dead', 'ill', 'well'), [1, 2]), (('dead', 'ill', 'well'), [0, 2])]
+    """
+    named = {name: part for name, part in sets.items() if part.classes is not None}
+    if not named:
+        return dict(sets)
+    if len(named) < len(sets):
+        other = next(name for name in sets if name not in named)
+        raise UserError(
+            f"the labels of {next(iter(named))} are texts, those of {other} numbers; give texts everywhere, or numbers"
+        )
+    classes = tuple(sorted({text for part in sets.values() for text in part.classes or ()}))
+    return {name: _renumber(part, classes) for name, part in sets.items()}
+
+
+def _renumber(examples: Examples, classes: Sequence[str]) -> Examples:
+    if examples.classes == classes:
+        return examples
+    numbers = torch.tensor([classes.index(text) for text in examples.classes or ()], device=examples.y.device)
+    return replace(examples, y=numbers[examples.y], classes=tuple(classes))
