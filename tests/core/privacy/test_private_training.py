@@ -232,6 +232,17 @@ def test_an_epsilon_that_cannot_be_met_and_units_that_are_not_known_are_refused(
         )
 
 
+def test_a_configuration_names_options_of_privacy(tmp_path, capsys):
+    from polyfed.cli.main import main
+
+    words = ["run", "heart", "--rounds", "1", "--baselines", "[]", "--out", str(tmp_path / "r"), "--quiet"]
+    assert main([*words, "--algorithm.privacy.targetepsilon", "8"]) == 2
+    assert "unknown option 'targetepsilon'; did you mean 'target_epsilon'" in capsys.readouterr().err
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert main([*words, "--algorithm.privacy.target_epsilon", "8"]) == 0
+
+
 def test_a_survival_loss_is_refused():
     x, y = torch.randn(12, 3), torch.stack([torch.arange(12) + 1.0, torch.ones(12)], 1)
     client = pf.Client("a", lambda: nn.Linear(3, 1), (x[:8], y[:8]), (x[8:], y[8:]), task="survival")

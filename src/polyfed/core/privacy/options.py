@@ -1,11 +1,12 @@
 """Defines the options of differentially private training, and how much noise they take."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Literal, final
+from typing import Any, Literal, Self, final
 
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.privacy.sampled_gaussian import epsilon_of_steps, noise_multiplier_for_epsilon
 
 
@@ -58,6 +59,19 @@ class Privacy:
             raise UserError(f"privacy: delta must be above 0 and below 1, got {self.delta!r}")
         if self.unit not in ("example", "group"):
             raise UserError(f"privacy: unit must be 'example' or 'group', got {self.unit!r}")
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> Self:
+        """Builds the options from `{name: value}`, as a configuration file has them; raises a `UserError` for an unknown
+        name.
+
+        Raises:
+            UserError: an unknown name, or what the class refuses.
+        """
+        names = [field.name for field in fields(cls)]
+        if unknown := sorted(options.keys() - set(names)):
+            raise UserError(f"privacy: unknown option {unknown[0]!r}; {did_you_mean(unknown[0], names)}")
+        return cls(**options)
 
     def steps_of_run(self, sampling_rate: float) -> int:
         """Returns the optimiser steps that a client takes in the whole run, if a step takes each unit with this

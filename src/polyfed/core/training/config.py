@@ -115,7 +115,7 @@ class LocalTraining(ABC):
         self._require(0 <= self.label_smoothing < 1, "label_smoothing", "at least 0 and below 1")
         privacy: Any = self.privacy
         if isinstance(privacy, Mapping):  # from a file
-            object.__setattr__(self, "privacy", Privacy(**privacy))
+            object.__setattr__(self, "privacy", Privacy.from_mapping(privacy))
         self._require(
             self.privacy is None or isinstance(self.privacy, Privacy), "privacy", "a polyfed.Privacy, or none"
         )
@@ -218,7 +218,7 @@ class LocalTraining(ABC):
         if self.privacy is None:
             return self
         fits = [None, *(getattr(self, name) for name in self.private_fits[1:])]  # None: as local training
-        like_local, epochs = fits.count(None), sum(own for own in fits if own is not None)
+        like_local, epochs = fits.count(None), sum(number for number in fits if number is not None)
         if self.local_steps is None:
             epochs += like_local * self.local_epochs
         privacy = dataclasses.replace(

@@ -19,7 +19,7 @@ from docstring_parser import parse as parse_docstring
 
 from polyfed.cli.commands.argv import bracket_metrics, has_help_flag, list_user_code_and_ray_address, option_name
 from polyfed.cli.commands.options.option_hints import find_leaf, promote_baseline
-from polyfed.cli.commands.options.option_types import describe_type
+from polyfed.cli.commands.options.option_types import describe_type, type_on_command_line
 from polyfed.cli.commands.options.site_options import (
     find_last_option_value,
     networks_by_site,
@@ -83,8 +83,8 @@ def options_of(choice: Callable[..., Any], section: str) -> list[Option]:
     prefix = f"{section}." if section else ""
     return [
         Option(
-            prefix + p.name, hints.get(p.name, Any), None if p.default is p.empty else p.default, p.default is p.empty,
-            docs.get(p.name, "").replace("%", "%%"),
+            prefix + p.name, type_on_command_line(hints.get(p.name, Any)),
+            None if p.default is p.empty else p.default, p.default is p.empty, docs.get(p.name, "").replace("%", "%%"),
         )
         for p in inspect.signature(choice).parameters.values()
         if p.name not in _FROM_DATA and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)

@@ -1,5 +1,6 @@
 """Describes in words which values an option accepts, for error messages."""
 
+import inspect
 from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -12,6 +13,19 @@ _LISTS: Mapping[Any, str] = {
     str | dict[str, Any]: "[local, {name: fedprox, mu: 0.1}]",
     tuple[int, ...]: "[[0, 1], [2, 3]]",
 }
+
+
+def type_on_command_line(value_type: Any) -> Any:
+    """Returns the type that the command line reads for a field: a mapping of fields where the field holds an object of
+    options, such as `Privacy`; else the field's own type.
+
+    >>> from polyfed.core.privacy.options import Privacy
+    >>> type_on_command_line(Privacy | None), type_on_command_line(int | None)
+    (collections.abc.Mapping[str, typing.Any] | None, int | None)
+    """
+    parts = get_args(value_type) if get_origin(value_type) in (Union, UnionType) else ()
+    holds_options = any(inspect.isclass(part) and part.__module__.startswith("polyfed.") for part in parts)
+    return Mapping[str, Any] | None if holds_options else value_type
 
 
 def describe_type(value_type: Any) -> str:
