@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import re
 import shlex
 import socket
@@ -15,10 +14,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from polyfed.cli.main import main
 from polyfed.deploy.doctor.folders import _parse_options, read_systemd_unit_if_exists
 from polyfed.deploy.doctor.network import check_tls_server_and_clock
 from polyfed.deploy.doctor.site_config import parse_node_config
-from polyfed.deploy.flower.supernode import SiteProcess
 from polyfed.deploy.trial.local_trial import flower_environment
 from polyfed.deploy.trial.project import create_project
 
@@ -179,6 +178,9 @@ def test_services_are_closed(project):
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
         assert service["user"] == "10001:10001"
+        assert re.fullmatch(r"\d+g", service["mem_limit"])
+        assert service["pids_limit"] > 0
+        assert service["logging"]["options"].keys() == {"max-size", "max-file"}
         assert all(volume.endswith(":ro") or volume.startswith(f"{name}-state:") for volume in service["volumes"])
         assert not {"environment", "privileged", "network_mode", "secrets"} & set(service)
     assert content["services"]["server"]["ports"] == ["127.0.0.1:8000:8000"]
@@ -202,20 +204,13 @@ def test_health_of_a_server_is_whether_its_port_answers(project):
             assert done.returncode == status, done.stderr
 
 
-def test_health_of_a_site_is_whether_its_process_is_there(project):
-    """Of a name of the test's own, since this machine may have others."""
-    assert "polyfed.deploy.worker" in SiteProcess()._command
-    code = health(project, "site").replace("polyfed.deploy.worker", name := f"of.a.test.{os.getpid()}")
-    words = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()", name, "7"]
-    look = [sys.executable, "-S", "-c", "import sys; exec(sys.stdin.read())"]
-    for there, status in ((True, 0), (False, 1)):
-        process = subprocess.Popen(words, stdin=subprocess.PIPE) if there else None
-        try:
-            done = subprocess.run(look, input=code.encode(), capture_output=True, check=False)
-        finally:
-            if process is not None:
-                process.communicate()
-        assert done.returncode == status, done.stderr
+def test_health_of_a_site_is_whether_it_reaches_the_server(project):
+    """What the container asks is a command of polyfed, of the folder for states that compose.yaml gives to the site."""
+    asked = json.loads(dict(instructions(text_of(project, "site")))["HEALTHCHECK"].partition("CMD ")[2])
+    services = yaml.safe_load((project.path / "containers" / "compose.yaml").read_text())["services"]
+    state = parse_node_config(_parse_options(services["site"]["command"])["--node-config"])["state-dir"]
+    assert asked == ["polyfed", "flower", "health", state]
+    assert main(asked[1:]) == 2, "no site was started here"
 
 
 @pytest.mark.slow

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from sklearn.datasets import load_digits
 
 import polyfed as pf
-from polyfed.algorithms import FedHeNN, PFedLA
+from polyfed.algorithms import FML, PFedLA
 from polyfed.core.errors import RoundError
 from polyfed.deploy.trial import local_trial as trials
 from polyfed.deploy.trial.project import Project, create_project, write_site_key_pair, write_trial_certificates
@@ -61,6 +60,8 @@ def port():
 def small(tmp_path):
     """A project of the library's small clients; a file slow-NAME in its folder makes a site wait before it works."""
     project = create_project(tmp_path / "federation", ["client-0", "client-1"])
+    configuration = project.app_folder / "pyproject.toml"
+    configuration.write_text(configuration.read_text().replace("secure = true", "secure = false"))
     project.site_file.write_text(SMALL_SITE % (project.path, project.path))
     (project.path / "server" / "server.py").write_text("from polyfed.testing import SmallNet as model\n")
     return project
@@ -121,21 +122,28 @@ def same_models(project, out, run):
 
 
 def test_a_project_as_it_is_written_learns_and_gives_the_bits_of_a_simulation(tmp_path, port):
-    """`polyfed flower init`, `up`, `run` and `status`, each as users call them; two sites with different networks."""
+    """`polyfed flower init`, `up`, `run`, `status` and `health`, each as README of the project has them; two sites with
+    different networks, and secure sums, for which nobody has to consent."""
     folder = tmp_path / "federation"
     assert command("init", str(folder), "--sites", "north,south").returncode == 0
     program = [str(Path(sys.executable).parent / "polyfed"), "flower", "up", str(folder), "--port", str(port)]
-    words = [*program, "--node-config", DISCLOSE + "allow-disclosure=true"]
+    words = [*program, "--node-config", DISCLOSE.strip()]  # numbers, to compare them with a simulation
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as up:
         try:
             assert "SuperNodes of north, south run" in up.stderr.readline()
-            done = command("run", str(folder), "--allow-disclosure", "--set", "rounds=3")
+            done = command("run", str(folder), "--set", "rounds=3")
             assert done.returncode == 0, done.stderr[-3000:]
             assert "north" in done.stdout
             told = command("status", str(folder))
             assert told.returncode == 0
             assert len(re.findall(r" online ", told.stdout)) == 2
             assert "round 3 of 3" in told.stdout
+            told = command("health", str(folder))
+            assert told.returncode == 0, told.stdout
+            assert (
+                len(re.findall(r"^ok +(?:north|south): waits for a task; .* answered \d+ s ago$", told.stdout, re.M))
+                == 2
+            )
             again = command("up", str(folder), "--port", str(port))
             assert (again.returncode, "is running" in again.stderr) == (2, True)
         finally:
@@ -143,11 +151,10 @@ def test_a_project_as_it_is_written_learns_and_gives_the_bits_of_a_simulation(tm
             assert up.wait(60) == 130
     assert not [n for n in range(port, port + 3) if trials._is_port_open(n)], "a process still listens"
     clients = _clients_of(Project(folder), ["north", "south"])
-    method = FedHeNN(eta0=1.0, rad_size=128, rad_batch=32, normalise=True, lr=0.05, local_epochs=2, batch_size=16)
-    public = torch.tensor(load_digits().images[400:] / 16.0, dtype=torch.float32).unsqueeze(1)
-    run = pf.federate(clients, method, rounds=3, workers=0, public=public)
+    run = pf.federate(clients, FML(lr=0.05, local_epochs=2, batch_size=16), rounds=3, workers=0, secure=True)
     found = read_metrics(folder / "runs" / "run-1" / "metrics.jsonl")
-    assert without_durations(found) == without_durations(run.history)
+    for key in ("summary", "bytes_up_total", "failures"):  # a secure sum tells no loss of the training
+        assert [record[key] for record in found] == [record[key] for record in run.history]
     same_models(Project(folder), folder / "runs" / "run-1", run)
 
 

@@ -206,10 +206,10 @@ def test_a_trial_starts_supernodes_that_both_kinds_understand(started):
     for site in ("north", "south"):
         command, own = found[site]
         assert command[:4] == [sys.executable, "-P", "-m", "polyfed.deploy.supernode"]
-        ours, strange = supernode._build_parser().parse_known_args(command[4:])
+        ours, strange = supernode.build_supernode_parser().parse_known_args(command[4:])
         assert not strange
         assert theirs.parse_args(command[4:]).node_config == ours.node_config
-        config = json.loads(supernode._node_config_json(ours.node_config, import_private_flower_functions()["words"]))
+        config = json.loads(supernode.node_config_as_json(ours.node_config, import_private_flower_functions()["words"]))
         assert (config["client-id"], config["disclose"], own["POLYFED_SITE"]) == (site, "accuracy", site)
         assert config["state-dir"] == str(project.path / "trial" / "sites" / site)
         assert Path(own["POLYFED_AFTER"]).exists(), "it may connect now"
@@ -312,13 +312,16 @@ def test_units_start_what_flower_understands(units, tmp_path, monkeypatch):
     words = units["supernode"][2]
     assert words[:4] == ["/opt/polyfed/bin/python", "-P", "-m", "polyfed.deploy.supernode"]
     theirs = importlib.import_module("flwr.supernode.cli.flower_supernode")._parse_args_run_supernode()
-    ours, strange = supernode._build_parser().parse_known_args(words[4:])
+    ours, strange = supernode.build_supernode_parser().parse_known_args(words[4:])
     assert not strange
     for parsed in (ours, theirs.parse_args(words[4:])):  # which takes over where Flower has changed
         assert str(parsed.auth_supernode_private_key) == "/etc/polyfed/site.key"
         assert not parsed.insecure
-    config = json.loads(supernode._node_config_json(ours.node_config, import_private_flower_functions()["words"]))
-    assert config == {"client-id": "north", "site": "/etc/polyfed/site.py", "state-dir": "/var/lib/polyfed/state"}
+    config = json.loads(supernode.node_config_as_json(ours.node_config, import_private_flower_functions()["words"]))
+    assert config == {
+        "client-id": "north", "site": "/etc/polyfed/site.py", "state-dir": "/var/lib/polyfed/state", "secure": True,
+        "key": "/etc/polyfed/site.key", "peers": "/etc/polyfed/keys",
+    }  # fmt: skip
 
 
 @pytest.mark.skipif(not Path("/usr/bin/systemd-analyze").exists(), reason="no systemd")

@@ -159,6 +159,8 @@ class Federation:
         self.project, self.out = folder / "federation", folder / "server" / "runs" / "run"
         self._at_server("polyfed", "flower", "init", str(self.project), "--sites", ",".join(here.NAMES))
         (self.project / "server" / "server.py").write_text("from netns_code import Net as model\n")
+        app = self.project / "app" / "pyproject.toml"
+        app.write_text(app.read_text().replace("secure = true", "secure = false"))
         self._certificates(made)
         self._start_server()
         for name in self.sites:
@@ -221,7 +223,7 @@ class Federation:
         changes = {
             "federation.example.org:443": self.address,
             'client-id="north"': f'client-id="{name}"',
-            "/state\"'": f"/state\" {more}'",
+            f'secure=true key="{site.etc}/site.key" peers="{site.etc}/keys"': more,
         }
         site.serve(self.project / "site" / "supernode.service", changes)
         site.start()

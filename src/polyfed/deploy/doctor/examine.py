@@ -1,6 +1,5 @@
 """Selects and runs the checks for a project, a trial, a server or a site, by its folder."""
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from polyfed.deploy.doctor.machine import (
     check_state_folder,
     check_systemd_program,
     finding_if_unreadable,
+    is_process_alive,
 )
 from polyfed.deploy.doctor.network import (
     check_port_free,
@@ -131,7 +131,7 @@ def _check_site_keys(folder: Path, names: list[str]) -> Findings:
 
 def _check_running_trial(folder: Path, authority: Path, running: Mapping[str, Any], names: list[str]) -> Findings:
     """Checks the processes, sites and server of a trial that is running or was killed."""
-    ended_names = sorted(name for name, number in running["processes"].items() if not _is_alive(number))
+    ended_names = sorted(name for name, number in running["processes"].items() if not is_process_alive(number))
     if ended_names == sorted(running["processes"]):
         yield problem_finding("trial", f"it was killed: none of its processes runs; delete {folder / 'trial.json'}")
         return
@@ -151,16 +151,6 @@ def _check_running_trial(folder: Path, authority: Path, running: Mapping[str, An
         )
     yield from check_tls_server_and_clock("server", "127.0.0.1", running["port"], authority)
     yield from check_control_token_file("token", folder / "control.token")
-
-
-def _is_alive(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
 
 
 # -- a server ------------------------------------------------------------------------------------------------------------

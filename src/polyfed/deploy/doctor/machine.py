@@ -117,6 +117,17 @@ def _describe_user() -> str:
         return "this user"
 
 
+def is_process_alive(process_id: int) -> bool:
+    """Returns whether a process with this id runs on this machine."""
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
 def check_systemd_program(component: str, program: Path) -> Findings:
     """Yields findings on the program that a systemd unit starts: whether it exists, is executable, and belongs to this
     Python installation.

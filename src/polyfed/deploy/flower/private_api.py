@@ -65,6 +65,42 @@ def import_private_flower_functions() -> Mapping[str, Any]:
     return internals
 
 
+def import_superlink_parts() -> tuple[Any, Any]:
+    """Imports the two modules of Flower's SuperLink in which polyfed replaces a function: the one that loads the plugin of
+    the control interface, and the one that authenticates SuperNodes.
+
+    Raises:
+        UnsupportedFlowerError: Flower no longer calls these functions there, so that replacing them would have no effect.
+    """
+    modules = []
+    for module_name, attribute in (
+        ("flwr.superlink.cli.flower_superlink", "load_control_authn_plugin"),
+        ("flwr.superlink.routers.fleet.node_auth", "authenticate_node"),
+    ):
+        try:
+            # By name, since a package may have a function of the same name as its module.
+            module: Any = importlib.import_module(module_name)
+        except ImportError as error:
+            raise UnsupportedFlowerError(f"Flower {version('flwr')} has no {module_name}") from error
+        if not hasattr(module, attribute) or not _is_global_used(module, attribute):
+            raise UnsupportedFlowerError(f"Flower {version('flwr')} does not call {attribute} in {module_name}")
+        modules.append(module)
+    return modules[0], modules[1]
+
+
+def _is_global_used(module: Any, name: str) -> bool:
+    """Returns whether a function or method of a module looks up a global name."""
+    members = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+    members += [method for value in members if inspect.isclass(value) for method in vars(value).values()]
+    codes = [value.__code__ for value in members if inspect.isfunction(value)]
+    while codes:
+        code = codes.pop()
+        if name in code.co_names:
+            return True
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    return False
+
+
 def try_to_shorten_reply_polling() -> bool:
     """Tries to make Flower, in this process, request the missing part of a reply again after 0.05 s instead of 1 s;
     returns True if the installed Flower allows this.

@@ -24,6 +24,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, final
 
@@ -42,7 +43,12 @@ from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import read_text_file
-from polyfed.deploy.flower.private_api import try_to_keep_messages_in_memory
+from polyfed.deploy.flower.private_api import (
+    SUPPORTED_VERSIONS,
+    UnsupportedFlowerError,
+    import_superlink_parts,
+    try_to_keep_messages_in_memory,
+)
 
 _LOG = logging.getLogger("polyfed.link")
 _MIN_TOKEN_LENGTH = 32
@@ -211,6 +217,15 @@ def start_superlink_or_log_in(arguments: list[str]) -> None:
         save_control_token_for_flwr(options["--login"], token)
         register_site_keys(dict(word.split("=", 1) for word in arguments if word != "--register"))
         return
+    try:
+        superlink_parts = import_superlink_parts()
+    except UnsupportedFlowerError as error:
+        raise UserError(
+            f"the control interface cannot be closed by a token ({error}), and whoever reaches an open one can run code "
+            "here and at the sites; pip install 'flwr>=1.41,<1.43', which were tried"
+        ) from error
+    if not SUPPORTED_VERSIONS.match(installed := version("flwr")):
+        print(f"polyfed: warning: Flower {installed} has not been tried with this polyfed", file=sys.stderr)
     if "--messages-on-disk" in arguments:
         arguments.remove("--messages-on-disk")
     elif not try_to_keep_messages_in_memory():
@@ -218,10 +233,8 @@ def start_superlink_or_log_in(arguments: list[str]) -> None:
             "polyfed: warning: this version of Flower holds messages in its database, which costs seconds",
             file=sys.stderr,
         )
-    # Imported by name, since the package has a function of the same name as the module.
-    superlink: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
+    superlink, node_auth = superlink_parts
     superlink.load_control_authn_plugin = lambda: TokenPlugin(token)
-    node_auth: Any = importlib.import_module("flwr.superlink.routers.fleet.node_auth")
     node_auth.authenticate_node = wrap_to_log_refusals(node_auth.authenticate_node)
     sys.argv[1:] = arguments
     superlink.flower_superlink()

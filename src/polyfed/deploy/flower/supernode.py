@@ -12,7 +12,6 @@ differ, or on Windows, or with options that only Flower's SuperNode has, or with
 environment, Flower's own SuperNode is started instead, with a warning; POLYFED_SITE_PROCESS=only forbids that.
 """
 
-import argparse
 import contextlib
 import json
 import logging
@@ -24,15 +23,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, final
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import read_file
 from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.deploy.contact import ContactRecorder
 from polyfed.deploy.flower.polling import PollingSchedule
 from polyfed.deploy.flower.private_api import CONNECTION_PARTS, UnsupportedFlowerError, import_private_flower_functions
+from polyfed.deploy.flower.supernode_options import (
+    build_supernode_parser,
+    node_config_as_json,
+    read_key_pair,
+    read_root_certificates,
+)
 from polyfed.deploy.logs import send_logs_to_stderr
 from polyfed.deploy.protocol.framing import Frame, FrameError, receive_frame, send_frame
 
@@ -152,14 +157,20 @@ class MessageLoop:
         private_flower_functions: Flower's private parts (`import_private_flower_functions`).
         connection: the parts of a connection to the SuperLink.
         site: the site's process.
+        contact: records that the server was reached; None records nothing.
     """
 
     def __init__(
-        self, private_flower_functions: Mapping[str, Any], connection: Sequence[Any], site: SiteProcess
+        self,
+        private_flower_functions: Mapping[str, Any],
+        connection: Sequence[Any],
+        site: SiteProcess,
+        contact: ContactRecorder | None = None,
     ) -> None:
         if len(connection) != CONNECTION_PARTS:
             raise UnsupportedFlowerError(f"a connection of Flower has {len(connection)} parts")
         self._flower, self._site = private_flower_functions, site
+        self._contact = contact or ContactRecorder({}, "", None)
         _, self._receive, self._send, _, _, self._pull, self._push, self._confirm = connection
 
     def answer_messages_forever(self, schedule: PollingSchedule) -> NoReturn:
@@ -168,11 +179,15 @@ class MessageLoop:
         """
         while True:
             time.sleep(schedule.seconds_until_poll())
-            if (received := self._receive()) is None:
+            received = self._receive()
+            self._contact.record_answer()
+            if received is None:
                 schedule.record_empty_poll()
             else:
                 schedule.record_arrival_time()
+                self._contact.record_task(begins=True)
                 self.answer_message_or_log_error(*received)
+                self._contact.record_task(begins=False)
                 schedule.start_new_wait()
 
     def answer_message_or_log_error(self, message: Any, object_tree: Any) -> None:
@@ -240,74 +255,6 @@ class MessageLoop:
 _ERROR_RAISED, _ERROR_CRASHED = 2, 8  # Flower's error codes
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    """Builds the parser of the options that this SuperNode shares with Flower's own; it ignores --host and --port."""
-    parser = argparse.ArgumentParser(prog="python -m polyfed.deploy.supernode", allow_abbrev=False)
-    parser.add_argument("--superlink", required=True, metavar="HOST:PORT")
-    parser.add_argument("--root-certificates", type=Path, metavar="FILE")
-    parser.add_argument("--insecure", action="store_true")
-    parser.add_argument("--auth-supernode-private-key", type=Path, metavar="FILE")
-    parser.add_argument("--node-config", default="")
-    parser.add_argument("--max-retries", type=int)
-    parser.add_argument("--max-wait-time", type=float)
-    for unused in ("--host", "--port"):
-        parser.add_argument(unused, help="only for Flower's own SuperNode: this one listens on no port")
-    return parser
-
-
-def _node_config_json(text: str, parse_words: Callable[[list[str] | None], Mapping[str, Any]]) -> str:
-    """Parses the node configuration as Flower does, and returns it as a JSON text.
-
-    Args:
-        text: key=value pairs, or the name of a TOML file, as Flower takes them.
-        parse_words: Flower's parser.
-
-    Raises:
-        UserError: the configuration cannot be read.
-    """
-    try:
-        return json.dumps(dict(parse_words([text] if text else None)))
-    except Exception as error:  # errors of click, of TOML and of files
-        raise UserError(f"--node-config cannot be read: {getattr(error, 'message', error)}") from error
-
-
-def _read_key_pair(file: Path | None) -> Any:
-    """Reads the site's private key and returns it with its public key; None if no file is given.
-
-    Raises:
-        UserError: the key cannot be read.
-    """
-    if file is None:
-        return None
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-
-    try:
-        key = load_ssh_private_key(read_file(file.expanduser()), None)
-    except (OSError, ValueError, UnsupportedAlgorithm) as error:
-        raise UserError(f"--auth-supernode-private-key: {file} cannot be read ({error})") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise UserError(
-            f"--auth-supernode-private-key: {file} is no key of an elliptic curve; ssh-keygen -t ecdsa -b 384"
-        )
-    return key, key.public_key()
-
-
-def _read_root_certificates(file: Path | None, insecure: bool) -> bytes | None:
-    """Reads the certificates of trusted authorities; None, without a file, means the operating system's.
-
-    Raises:
-        UserError: the certificates cannot be read.
-    """
-    if file is not None and insecure:
-        raise UserError("--root-certificates and --insecure exclude each other")
-    try:
-        return None if file is None else read_file(file.expanduser())
-    except OSError as error:
-        raise UserError(f"--root-certificates: {file} cannot be read ({error.strerror})") from error
-
-
 def _exec_flower_supernode(arguments: Sequence[str], reason: str) -> NoReturn:
     """Replaces this process by Flower's own SuperNode, and prints a warning with the reason."""
     _wait_for_trial()
@@ -353,7 +300,7 @@ def run_supernode(arguments: list[str]) -> None:
     Raises:
         UserError: a file or the node configuration cannot be read.
     """
-    options, unknown = _build_parser().parse_known_args(arguments)
+    options, unknown = build_supernode_parser().parse_known_args(arguments)
     if os.name == "nt":
         _exec_flower_supernode(arguments, "it needs a system of the kind of Unix")
     if os.environ.get("POLYFED_SITE_PROCESS") == "off":
@@ -371,17 +318,19 @@ def run_supernode(arguments: list[str]) -> None:
             site.stop_and_get_exit_status()
             _exec_flower_supernode(arguments, str(error))
         send_logs_to_stderr()
-        site.send_and_keep_node_config(_node_config_json(options.node_config, flower["words"]))
+        node_config = node_config_as_json(options.node_config, flower["words"])
+        site.send_and_keep_node_config(node_config)
         authority, key = (
-            _read_root_certificates(options.root_certificates, options.insecure),
-            _read_key_pair(options.auth_supernode_private_key),
+            read_root_certificates(options.root_certificates, options.insecure),
+            read_key_pair(options.auth_supernode_private_key),
         )
+        contact = ContactRecorder(json.loads(node_config), options.superlink, options.root_certificates)
         _wait_for_trial()
         with flower["connect"](
             options.superlink, options.insecure, authority, key, options.max_retries, options.max_wait_time
         ) as connection:
             _LOG.info("connected with %s as node %s", options.superlink, connection[0])
-            MessageLoop(flower, connection, site).answer_messages_forever(PollingSchedule())
+            MessageLoop(flower, connection, site, contact).answer_messages_forever(PollingSchedule())
         raise SystemExit(1)  # Flower's client has logged why it gave up
     finally:
         site.stop_and_get_exit_status()

@@ -28,9 +28,9 @@ USER 10001:10001
 WORKDIR /var/lib/polyfed
 VOLUME ["/etc/polyfed", "/var/lib/polyfed"]
 STOPSIGNAL SIGTERM
-# Checks that the site's process runs.
-HEALTHCHECK --interval=30s --timeout=5s --start-period=60s --retries=3 \
-  CMD ["python", "-c", "import glob, os, sys; sys.exit(not any(b'polyfed.deploy.worker\\0' in open(f, 'rb').read() for f in glob.glob('/proc/[0-9]*/cmdline') if os.path.exists(f)))"]
+# Whether the site reaches the server, by what its SuperNode records in the folder for states.
+HEALTHCHECK --interval=60s --timeout=20s --start-period=90s --retries=3 \
+  CMD ["polyfed", "flower", "health", "/var/lib/polyfed/state"]
 # After these the container is given --superlink HOST:PORT and --node-config '...' (compose.yaml).
 ENTRYPOINT ["python", "-P", "-m", "polyfed.deploy.supernode", "--root-certificates", "/etc/polyfed/ca.crt", \
   "--auth-supernode-private-key", "/etc/polyfed/site.key"]

@@ -21,7 +21,7 @@ from typing import IO, Any, TypedDict, cast, final
 from polyfed.core.errors import RoundError, UserError
 from polyfed.core.io.atomic_files import read_file
 from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.deploy.trial.project import Project, make_private_folder, write_site_key_pair
+from polyfed.deploy.trial.project import Project, make_private_folder, write_site_key_pair, write_trial_certificates
 from polyfed.simulation.storage.directory import write_file_atomically
 
 _SUPERLINK_MODULE, _SUPERNODE_MODULE = "polyfed.deploy.link", "polyfed.deploy.supernode"
@@ -176,6 +176,8 @@ def start_trial(
     folder, certificates = trial_folder_of(project), project.certificates_folder
     for private_folder in (folder, folder / "sites", folder / "homes", certificates):
         make_private_folder(private_folder)
+    if not (certificates / "ca.crt").exists():  # deleted to renew them
+        write_trial_certificates(certificates)
     local_trial = LocalTrial(project, port, tuple(sites))
     with ExitStack() as stack:
         stack.callback(local_trial.stop_all_processes)

@@ -73,6 +73,13 @@ class Project:
             raise UserError(f"{file} lacks the table [tool.flwr.app.config]")
         return table
 
+    def resolve_paths(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a flat configuration whose relative paths (`file`, `algorithm.catalogue`) start from the project's folder
+        and are absolute.
+        """
+        paths = {key: config[key] for key in ("file", "algorithm.catalogue") if config.get(key)}
+        return {**config, **{key: str(self.path / expand_user_path(str(path), key)) for key, path in paths.items()}}
+
     def read_site_names(self) -> list[str]:
         """Returns the names of the sites that the configuration lists."""
         return parse_site_names_or_count(str(self.read_server_configuration().get("sites", "")))
@@ -110,10 +117,12 @@ def create_project(path: str | Path, sites: Sequence[str]) -> Project:
     folder = expand_user_path(path, "the project").resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty; choose another folder")
-    substitutions = {"sites": ",".join(sites), "first": sites[0], "catalogue": str(folder / "server" / "catalogue.yaml"),
-             "here": str(folder / "server" / "server.py")}  # fmt: skip
+    shown_folder = folder.name if SITE_NAME_PATTERN.fullmatch(folder.name) else "DIR"
+    substitutions = {"sites": ",".join(sites), "first": sites[0], "count": len(sites), "folder": shown_folder}
     layout = {
         "README.md": "README.md",
+        "OPERATIONS.md": "OPERATIONS.md",
+        "gitignore.txt": ".gitignore",
         "app_pyproject.toml.txt": "app/pyproject.toml",
         "site.py.txt": "site/site.py",
         "supernode.service": "site/supernode.service",

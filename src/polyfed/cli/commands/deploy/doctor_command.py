@@ -153,7 +153,7 @@ def _method_findings(fields: Mapping[str, Any], values: Mapping[str, Any], file:
             yield problem_finding(
                 "configuration", f"{file}: {name} has no field {field!r}; {did_you_mean(field, field_names)}"
             )
-    needs = method.requires
+    needs, project_folder = method.requires, file.parent.parent  # from which relative paths start
     needed_functions = dict(entry for word, entry in _FUNCTIONS.items() if word in needs)
     if needed_functions and not values.get("file"):
         yield problem_finding(
@@ -165,10 +165,12 @@ def _method_findings(fields: Mapping[str, Any], values: Mapping[str, Any], file:
     elif values.get("file"):
         from polyfed.deploy.doctor.site_config import check_file_defines_functions
 
-        yield from check_file_defines_functions("server.py", Path(str(values["file"])), needed_functions)
+        yield from check_file_defines_functions(
+            "server.py", project_folder / Path(str(values["file"])).expanduser(), needed_functions
+        )
     if "layer_catalogue" in needs:
         catalogue = fields.get("catalogue")
-        if not catalogue or not Path(str(catalogue)).is_file():
+        if not catalogue or not (project_folder / Path(str(catalogue)).expanduser()).is_file():
             yield problem_finding(
                 "configuration",
                 f"{file}: {name} needs a catalogue of layer types, and {str(catalogue)!r} is no file; "

@@ -122,7 +122,7 @@ def submit_run_and_follow_log(
     if changed.get("algorithm.name", config.get("algorithm.name")) != config.get("algorithm.name"):
         # Another method begins with its own defaults.
         config = {key: value for key, value in config.items() if not key.startswith("algorithm.")}
-    config |= changed
+    config = project.resolve_paths(config | changed)
     target = (resume or out or _next_run_folder(project)).resolve()
     config |= {"out": str(target), "resume": resume is not None}
     if allow_disclosure:
