@@ -26,7 +26,7 @@ def parse_and_run_flower_command(argv: list[str]) -> None:
         return
     options, (directory,) = parser.parse_options_and_words(words, "one folder")
     folder = expand_user_path(directory, "the project")
-    from polyfed.cli.commands.deploy import doctor_command, flower_command
+    from polyfed.cli.commands.deploy import doctor_command, flower_command, health_command
 
     if action == "init":
         flower_command.write_flower_project(folder, options.sites or "4")
@@ -37,6 +37,8 @@ def parse_and_run_flower_command(argv: list[str]) -> None:
     elif action == "doctor":
         port = options.port or _PORT
         doctor_command.check_folder_and_print_findings(folder, port, options.address, as_json=options.json)
+    elif action == "health":
+        health_command.check_health_and_print_findings(folder)
     elif action == "status":
         flower_command.show_deployment_status(folder, options.connection or _CONNECTION, as_json=options.json)
     else:
@@ -51,7 +53,7 @@ def parse_and_run_flower_command(argv: list[str]) -> None:
 
 
 def _print_overview() -> None:
-    print("usage: polyfed flower init|up|run|status|doctor DIR [OPTIONS]   (polyfed flower COMMAND --help says more)\n")
+    print("usage: polyfed flower init|up|run|status|doctor|health DIR [OPTIONS]   (polyfed flower COMMAND --help: more)\n")
     print("Deploys a federation to real sites over Flower (docs/deploy.md); pip install 'polyfed[flower]'.\n")
     for name, build in _PARSERS.items():
         print(f"  {name:8}{build().description}")
@@ -118,7 +120,16 @@ def _build_doctor_parser() -> CommandParser:
     return parser
 
 
+def _build_health_parser() -> CommandParser:
+    return CommandParser(
+        "polyfed flower health DIR",
+        "Says whether a site reaches the server, or a server answers; exits with status 1 if not. DIR is a state-dir, the "
+        "folder of a site or a server with its unit, or a project whose trial runs.",
+        "example: polyfed flower health /etc/polyfed",
+    )
+
+
 _PARSERS: Mapping[str, Callable[[], CommandParser]] = {
     "init": _build_init_parser, "up": _build_up_parser, "run": _build_run_parser, "status": _build_status_parser,
-    "doctor": _build_doctor_parser,
+    "doctor": _build_doctor_parser, "health": _build_health_parser,
 }  # fmt: skip
