@@ -53,7 +53,9 @@ def parse_and_run_flower_command(argv: list[str]) -> None:
 
 
 def _print_overview() -> None:
-    print("usage: polyfed flower init|up|run|status|doctor|health DIR [OPTIONS]   (polyfed flower COMMAND --help: more)\n")
+    print(
+        "usage: polyfed flower init|up|run|status|doctor|health DIR [OPTIONS]   (polyfed flower COMMAND --help: more)\n"
+    )
     print("Deploys a federation to real sites over Flower (docs/deploy.md); pip install 'polyfed[flower]'.\n")
     for name, build in _PARSERS.items():
         print(f"  {name:8}{build().description}")
