@@ -109,7 +109,7 @@ def compare(
 
     Args:
         clients: who takes part, as for `federate`.
-        algorithms: a method or its name, several of them as a list, or either by label.
+        algorithms, methods (its former name): a method or its name, several of them as a list, or either by label.
         rounds, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every, checkpoint_every,
             on_error, min_replies, compress, compress_down, cross_site: of each run, as for `federate`.
         secure: whether the server sees nothing but the sum of a round's replies. Methods that need each reply by itself are
@@ -147,9 +147,8 @@ def compare(
         title: for headings.
         callbacks: as for `federate`, called in each run that is compared (not in those of the search), also in processes of
             their own; they may stop a run.
-        progress, quiet: as for `federate`. A `Progress` gets the rounds of runs in this process, and a sentence for each run
-            that has finished; a function gets the record of each round, also in processes of their own.
-        methods: a former name of `algorithms`.
+        progress, quiet: as for `federate`. A `Progress` gets rounds of runs in this process, and a sentence for each finished
+            run; a function gets each round's record.
 
     Raises:
         UserError: methods with unequal local training, clients that no method but `local` suits, or what `federate` refuses;
@@ -157,13 +156,12 @@ def compare(
         ClientError, RoundError: every method that federates failed, the first as this error says.
 
     >>> from polyfed.testing import small_clients
-    >>> words = {"tune": "none", "references": False, "parallel": 1, "quiet": True}
-    >>> found = compare(small_clients(2), ["fedprox"], rounds=1, seeds=[0], **words)
+    >>> found = compare(small_clients(2), ["fedprox"], rounds=1, seeds=[0], tune="none", references=False, quiet=True)
     >>> [row["method"] for row in found.table()]
     ['local', 'fedavg', 'fedavg_ft', 'fedprox']
     """
     if algorithms is not None and methods is not None:
-        raise UserError("methods is a former name of algorithms; give the methods to compare as one of the two")
+        raise UserError("methods is a former name of algorithms; give one of the two")
     display = resolve_own_progress(progress, quiet=quiet)
     client_list = list_clients(clients)
     seeds, resplit, target = numpy_to_python(seeds), numpy_to_python(resplit), numpy_to_python(target)
@@ -227,9 +225,8 @@ def run_comparison(plan: ComparisonPlan) -> Comparison:
     """
     if plan.out is None or plan.forecast_only:
         return run_until_decided(plan, _run_with_display)
-    with add_resume_hint_if_disk_full(
-        f"`polyfed compare {plan.out}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"
-    ):
+    again = f"`polyfed compare {plan.out}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"
+    with add_resume_hint_if_disk_full(again):
         return run_until_decided(plan, _run_with_display)
 
 

@@ -7,7 +7,6 @@ from numbers import Real
 from typing import Any, Literal, Self, final
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.privacy.sampled_gaussian import epsilon_of_steps, noise_multiplier_for_epsilon
 
 
 @final
@@ -87,6 +86,8 @@ class Privacy:
         >>> round(Privacy(target_epsilon=8.0, run_epochs=10).noise_for(0.1), 2)
         1.0
         """
+        from polyfed.core.privacy.sampled_gaussian import noise_multiplier_for_epsilon  # late: numpy and scipy
+
         if self.noise_multiplier is not None:
             return self.noise_multiplier
         assert self.target_epsilon is not None
@@ -95,6 +96,8 @@ class Privacy:
 
     def epsilon_after(self, sampling_rate: float, share_of_run: float) -> float:
         """Returns ε after a share of the run's optimiser steps, from 0 to 1."""
+        from polyfed.core.privacy.sampled_gaussian import epsilon_of_steps  # late: numpy and scipy
+
         steps = math.ceil(share_of_run * self.steps_of_run(sampling_rate))
         return epsilon_of_steps(sampling_rate, self.noise_for(sampling_rate), steps, self.delta)
 

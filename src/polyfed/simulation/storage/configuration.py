@@ -13,6 +13,7 @@ from polyfed.core.evaluation.metrics import metric_path_or_name as written_metri
 from polyfed.core.io.former_fields import rename_former_fields
 from polyfed.core.io.trusted_code import import_trusted_dataclass, recorded_import_path
 from polyfed.core.io.validation import build_dataclass, validation_error
+from polyfed.core.privacy.options import Privacy
 from polyfed.core.task import Task, TaskSpec
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.directory import to_plain_values
@@ -29,6 +30,8 @@ def describe_method_and_settings(algorithm: Algorithm[Any, Any], settings: Setti
 
 def _describe_method(algorithm: Algorithm[Any, Any]) -> dict[str, Any]:
     fields = {f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)}  # type: ignore[arg-type]
+    if isinstance(privacy := fields.get("privacy"), Privacy):
+        fields["privacy"] = dataclasses.asdict(privacy)
     return {
         "name": recorded_import_path(type(algorithm)) or registry_name(algorithm),
         **to_plain_values(fields, registry_name(algorithm)),

@@ -1,6 +1,5 @@
 """Manages the run directory: configuration, manifest, metrics of each round, checkpoints and final models."""
 
-import dataclasses
 import io
 import json
 import os
@@ -23,7 +22,6 @@ from polyfed.core.io.atomic_files import (
 )
 from polyfed.core.io.atomic_files import write_file_atomically as write_file_atomically  # deployments take it from here
 from polyfed.core.io.validation import parse_json, parse_yaml, validation_error
-from polyfed.core.privacy.options import Privacy
 from polyfed.simulation.storage.integrity import RunningHash, hash_settings_that_affect_results, read_newest_binding
 from polyfed.simulation.storage.integrity import describe_changed_files as changes_of
 from polyfed.simulation.storage.paths import safe_file_name
@@ -235,8 +233,6 @@ def to_plain_values(value: Any, name: str) -> Any:
 
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, Privacy):
-        value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
         return {k if type(k) in _PLAIN else str(k): to_plain_values(item, f"{name}.{k}") for k, item in value.items()}
     if isinstance(value, list | tuple):
