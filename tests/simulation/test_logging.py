@@ -40,7 +40,7 @@ def test_a_comparison_logs_its_runs_and_warnings(caplog):
                        parallel=1, quiet=True)  # fmt: skip
     records = [record for record in caplog.records if record.name == "polyfed.comparison"]
     assert [r.getMessage() for r in records if r.levelno == logging.WARNING] == list(found.results["warnings"])
-    assert "fedprox, seed 0: done (4 of 4 runs)" in [record.getMessage() for record in records]
+    assert any(record.getMessage().startswith("fedprox, seed 0: done") for record in records)
 
 
 def test_nothing_is_printed_unless_asked_and_a_deployment_asks(monkeypatch):
