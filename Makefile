@@ -4,9 +4,9 @@ BIN := .venv/bin
 CORE := .venv/.core
 DEV := .venv/.dev
 
-.PHONY: demo test test-slow check lint types docs clean
+.PHONY: demo test test-slow check lint types docs pictures clean
 
-demo: $(CORE)  ## the quickstart: real handwritten digits, eight clients, four networks, offline
+demo: $(CORE)  ## the quickstart: four real hospitals, 920 patients, different networks, offline
 	$(BIN)/polyfed run
 
 # What is imported is compiled once, not in each process that a test starts, whatever the caller's environment says.
@@ -32,6 +32,9 @@ types: $(DEV)
 
 docs: $(DEV)  ## the documentation site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+pictures: $(DEV)  ## printed output and pictures of README, landing page and tutorial, from one run (apt-get install chromium chromium-driver)
+	$(BIN)/python docs/make_story.py
 
 # All cores compile, and no tests of other packages: half a minute less than if pip does it. Some packages hold files that
 # this Python cannot read.

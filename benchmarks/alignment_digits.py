@@ -1,8 +1,8 @@
-"""Whether FedHeNN's lead over training alone in README's quick start holds for other sites.
+"""Whether FedHeNN's lead over training alone at four sites with few digits holds for other sites.
 
     python benchmarks/alignment_digits.py [--deals 12] [--first 100] [--runs runs/alignment_digits]
 
-Each deal gives the four sites of the quick start, with its networks, other digits to train on and to test on, and other
+Each deal gives the four sites, with their networks, other digits to train on and to test on, and other
 public ones. Both methods have the rate, and are compared at the round, that was best on validation examples
 (`pf.compare`), with one seed a deal. Student's t interval over the deals covers other sites that are dealt from these
 1,797 digits. Prints it and writes benchmarks/results/alignment_digits.json. A deal that is finished is not repeated.
@@ -30,7 +30,7 @@ SITES = {
 
 
 def dealt(deal):
-    """The sites of a deal, and public digits of nobody. Deal 0 is the quick start's."""
+    """The sites of a deal, and public digits of nobody. Deal 0 is the first that was tried."""
     images, digits = load_digits(return_X_y=True)
     rows = iter(np.random.default_rng(deal).permutation(len(digits)))
 

@@ -2,10 +2,10 @@
 
     python benchmarks/compression.py --out benchmarks/results/compression.json
 
-The quickstart's federation (`polyfed run`): 8 clients with 40 of scikit-learn's handwritten digits each, in unequal
+The federation of `polyfed run digits`: 8 clients with 40 of scikit-learn's handwritten digits each, in unequal
 mixtures, its local training and its 20 rounds. FedAvg and pFedLA need one architecture, flha_arch1; FLHA-GHN has the
-quickstart's four. Accuracy is the mean over clients, on their own test digits. The seed draws first weights and batches;
-clients are those of the quickstart. Each way of compressing is beside the run of the same seed without. Megabytes are 2^20
+recipe's four. Accuracy is the mean over clients, on their own test digits. The seed draws first weights and batches;
+clients are those of the recipe. Each way of compressing is beside the run of the same seed without. Megabytes are 2^20
 bytes, for all clients together.
 """
 
@@ -31,8 +31,8 @@ WAYS = {
 
 
 def experiment_of(models):
-    """The quickstart with other networks."""
-    config = recipes.load_recipe_configuration("quickstart")
+    """The recipe `digits` with other networks."""
+    config = recipes.load_recipe_configuration("digits")
     config.pop("description")
     config["model"] = models or config["model"]
     return build_experiment(configuration_parser.parse_configuration([], config, "polyfed run"))

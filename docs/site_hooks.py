@@ -62,6 +62,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Takes out the marks of a page, turns its links, prepares its equations, and weighs it for the search."""
     uri = page.file.src_uri
     page.meta.setdefault("search", {})["boost"] = search_boost(uri, page)
+    if uri == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
     base = "benchmarks" if uri == BENCHMARKS else posixpath.dirname(posixpath.join("docs", uri))
     known = {file.src_uri for file in files}
     text = four_spaces(

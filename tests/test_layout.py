@@ -297,7 +297,7 @@ def test_files_are_short():
     assert [file for file in OVERLONG if lengths[file] < 400] == [], "no longer overlong"
 
 
-QUICKSTART = """
+DIGITS = """
 import sys
 import polyfed
 heavy = set({heavy!r})
@@ -305,13 +305,13 @@ assert not heavy & set(sys.modules), ("import polyfed", heavy & set(sys.modules)
 from polyfed.cli.commands.options import configuration_parser, recipes
 from polyfed.cli.commands.run import run_command
 from polyfed.simulation import experiment
-config = recipes.load_recipe_configuration("quickstart")
+config = recipes.load_recipe_configuration("digits")
 config.pop("description")
-quickstart = experiment.build_experiment(configuration_parser.parse_configuration([], config, "polyfed run"))
-found = experiment.load_participants(quickstart)
-run_command._check_methods_and_models(quickstart, found)
+digits = experiment.build_experiment(configuration_parser.parse_configuration([], config, "polyfed run"))
+found = experiment.load_participants(digits)
+run_command._check_methods_and_models(digits, found)
 assert len(found.clients) == 8
-assert not heavy & set(sys.modules), ("quickstart", heavy & set(sys.modules))
+assert not heavy & set(sys.modules), ("digits", heavy & set(sys.modules))
 from polyfed.testing import small_clients
 polyfed.federate(small_clients(), polyfed.algorithms.FedAvg(), rounds=1, workers=0)
 assert not heavy & set(sys.modules), ("a round", heavy & set(sys.modules))
@@ -319,9 +319,9 @@ assert not heavy & set(sys.modules), ("a round", heavy & set(sys.modules))
 
 
 @pytest.mark.slow
-def test_nothing_heavy_is_imported_for_the_quickstart():
+def test_nothing_heavy_is_imported_for_the_recipe_of_digits():
     """Each of these costs up to seconds; whoever needs one imports it where it is used."""
-    code = QUICKSTART.format(heavy=HEAVY)
+    code = DIGITS.format(heavy=HEAVY)
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -82,7 +82,7 @@ QUICK = [  # words, exit status, and what is said
     ("reproduce fedhenn", 0, "table1"),
     ("run --help", 0, "polyfed run heart"),
     ("run --help-all", 0, "--algorithm.momentum"),
-    ("run quickstart --help-all", 0, "--algorithm.catalogue"),
+    ("run digits --algorithm flha_ghn --help-all", 0, "--algorithm.catalogue"),
     ("run --print_config", 0, "partition:"),
     ("compare --help", 0, "--algorithms NAMES"),
     ("compare --help-all", 0, "--algorithm.momentum"),

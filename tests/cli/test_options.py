@@ -126,10 +126,11 @@ def test_a_field_without_its_section_gets_the_right_hint(words, hint):
 
 
 def test_a_baseline_of_a_recipe_can_be_the_method_of_the_run():
-    recipe = load_recipe_configuration("quickstart")
+    recipe = load_recipe_configuration("digits")
     recipe.pop("description")
-    config = configuration_parser.parse_configuration(["--algorithm", "fedhenn"], recipe, "polyfed run")
-    assert (config["algorithm"]["name"], config["algorithm"]["eta0"]) == ("fedhenn", 1.0)
+    recipe["baselines"] = ["local", {"name": "flha_ghn", "batch_size": 8}]
+    config = configuration_parser.parse_configuration(["--algorithm", "flha_ghn"], recipe, "polyfed run")
+    assert (config["algorithm"]["name"], config["algorithm"]["batch_size"]) == ("flha_ghn", 8)
     assert build_experiment(config).baselines.keys() == {"local"}
 
 

@@ -145,10 +145,9 @@ def compare(
         references: puts scores of simple models and of all data pooled next to the methods
             (`polyfed.comparison.references.reference_models`).
         title: for headings.
-        callbacks: as for `federate`, called in each run that is compared (not in those of the search), also in processes of
-            their own; they may stop a run.
-        progress, quiet: as for `federate`. A `Progress` gets rounds of runs in this process, and a sentence for each finished
-            run; a function gets each round's record.
+        callbacks: as for `federate`, called in each run that is compared, not in those of the search.
+        progress, quiet: as for `federate`. A `Progress` gets rounds of runs in this process, and a sentence for each
+            finished run; a function gets each round's record.
 
     Raises:
         UserError: methods with unequal local training, clients that no method but `local` suits, or what `federate` refuses;
@@ -205,8 +204,7 @@ def compare(
         metrics=metric_list,
         num_resplits=resplit,
         folds=fold_design,
-        stop_when_decided=stop_when_decided,
-        forecast_only=plan_only,
+        stop_when_decided=stop_when_decided, forecast_only=plan_only,
         with_references=references,
         callbacks=validate_callbacks(callbacks),
     )

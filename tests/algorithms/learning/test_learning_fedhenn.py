@@ -48,7 +48,7 @@ def test_aligned_networks_learn_more_than_alone():
 
 @pytest.mark.slow
 def test_batch_norm_does_not_undo_the_alignment():
-    """With running statistics in the term, networks with BatchNorm fell from 0.8 to 0.4 (quickstart)."""
+    """With running statistics in the term, networks with BatchNorm fell from 0.8 to 0.4 (recipe `digits`)."""
     networks = [("flha_small", {"width": 8})]
     clients, public = digits(PARTITIONS["dirichlet"](alpha=1.0), 3, 60, networks)
 

@@ -46,8 +46,8 @@ def check(name, seeds):
             assert all(len(client.train) and len(client.test) for client in rows), (scale, variant, seed)
 
 
-def test_the_quickstart_runs_with_every_seed():
-    check("quickstart", range(40))
+def test_the_digits_run_with_every_seed():
+    check("digits", range(40))
 
 
 @pytest.mark.thorough

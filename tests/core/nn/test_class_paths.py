@@ -40,7 +40,7 @@ NETWORKS = {
     "unet": ("061d1b6670909bc3", 1234.585),
     "unet3d": ("2bdd9304e5879a7b", 1952.377),
 }
-QUICKSTART = {
+DIGITS = {
     ("05611137159301a1", 5273.22),
     ("2f4d2a226de9de8e", 2559.45),
     ("e85d80344a5eeae8", 1730.04),
@@ -66,13 +66,13 @@ def test_fingerprint_and_first_weights_stay(name):
     assert size_of_first_weights(factory) == pytest.approx(size, rel=1e-5)
 
 
-def test_the_quickstart_s_clients_start_as_they_did():
-    experiment = build_experiment(recipes.read_recipe("quickstart").configuration(None, None))
+def test_the_clients_of_the_recipe_digits_start_as_they_did():
+    experiment = build_experiment(recipes.read_recipe("digits").configuration(None, None))
     starts = {
         (cached_module(c.model).architecture, round(size_of_first_weights(c.model), 2))
         for c in load_participants(experiment).clients
     }
-    assert starts == QUICKSTART
+    assert starts == DIGITS
 
 
 def classes_of_layers():

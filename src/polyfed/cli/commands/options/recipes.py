@@ -41,7 +41,7 @@ class Recipe:
             it says of one variant only. The default is "cpu", or the first if there is no such scale.
 
     >>> read_recipe("quickstart").configuration()["algorithm"]["name"]
-    'flha_ghn'
+    'fml'
     """
 
     name: str
