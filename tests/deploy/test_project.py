@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from polyfed.cli.commands.deploy.doctor_command import check_server_configuration
+from polyfed.cli.commands.deploy.flower_command import _last_round_table
 from polyfed.cli.main import main
 from polyfed.deploy.trial import local_trial as trials
 from polyfed.deploy.trial.project import create_project
@@ -119,6 +120,13 @@ def test_the_first_run_needs_nobody_s_consent(project):
     assert config["secure"] is True
     assert config["allow-disclosure"] is False
     assert "--allow-disclosure" not in re.findall(r"```.*?```", (project.path / "README.md").read_text(), re.DOTALL)[0]
+
+
+def test_a_table_without_scores_says_why(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"sites": ["north"]}')
+    for scores, why in (({}, True), ({"accuracy": 0.5}, False)):
+        record = {"round": 3, "clients": {"north": {"bytes_up": 1, **scores}}}
+        assert ("sites disclose no scores" in _last_round_table(tmp_path, [record]).title) is why
 
 
 def test_a_trial_makes_its_certificates_anew_when_they_were_deleted(project, monkeypatch):

@@ -212,7 +212,12 @@ def _last_round_table(out: Path, records: Sequence[Mapping[str, Any]]) -> PlainT
     names = sorted(
         {name for values in last["clients"].values() for name in values} - {"bytes_down", "bytes_up", "seconds"}
     )
-    table = PlainTable(title=f"round {last['round']}", title_justify="left", box=None, pad_edge=False)
+    hint = (
+        ""
+        if names
+        else "; sites disclose no scores (--node-config 'disclose=\"accuracy\"'); each has its metrics.jsonl"
+    )
+    table = PlainTable(title=f"round {last['round']}{hint}", title_justify="left", box=None, pad_edge=False)
     for column in ("site", *names, "MB down", "MB up"):
         table.add_column(column, justify="left" if column == "site" else "right")
     for site in sites:
