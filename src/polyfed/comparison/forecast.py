@@ -154,7 +154,11 @@ def _sentences(forecast: Mapping[str, Any], metric: Metric, num_methods: int) ->
     minutes = forecast["minutes"]
     duration = "less than a minute" if minutes < 1 else f"about {math.ceil(minutes)} minutes"
     searched = f", and {forecast['search_runs']} or more to search hyper-parameters" if forecast["search_runs"] else ""
-    sentences = [f"{num_methods} methods: {forecast['runs']} runs{searched}: {duration} (as fast as the pilot was)"]
+    sentences = [
+        f"{num_methods} methods: {forecast['runs']} runs{searched}: {duration}, roughly (if all runs take as long as the "
+        f"pilot's, of {' and '.join(forecast['pilot'])}; methods with larger messages take longer, and simple models and "
+        "intervals come on top)"
+    ]
     if not forecast["designs"]:
         return [*sentences, "the pilot gave no interval, so that nothing is known of the gains that can be decided"]
     for name, entry in forecast["designs"].items():

@@ -64,6 +64,9 @@ class Task(ABC):
     has_output_at_each_place: ClassVar[bool] = False
     """Whether a network has outputs at each place of its input, such as each pixel; networks that methods bring have not."""
 
+    loss_may_vanish: ClassVar[bool] = False
+    """Whether the loss of a minibatch can be 0 whatever the network predicts, so that no method may divide by it."""
+
     output_axis: ClassVar[int] = 1
     """The axis of a network's outputs that counts classes, labels or targets; the batch is axis 0."""
 
@@ -356,11 +359,7 @@ class Task(ABC):
         return None
 
     def count_names(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Returns the names of the entries of `class_counts`; by default the names of the outputs.
-
-        Args:
-            names: of classes, labels or targets.
-        """
+        """Returns the names of the entries of `class_counts`; by default `names`, those of classes, labels or targets."""
         return tuple(names)
 
     def rarest_class(self, targets: Tensor) -> tuple[int, int] | None:

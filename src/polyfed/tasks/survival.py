@@ -59,6 +59,7 @@ class Survival(Task):
     rarest_limits_score: ClassVar[bool] = True
     limiting_examples: ClassVar[str] = "events among the test examples"
     counts_each_example_once: ClassVar[bool] = True
+    loss_may_vanish: ClassVar[bool] = True
     counts_title: ClassVar[str] = "and events"
     target_columns: ClassVar[tuple[str, ...]] = ("time", "event")
     outputs_meaning: ClassVar[str] = (

@@ -1,5 +1,7 @@
 """FedMD and FedDF, in which networks learn their mean outputs on public examples: identities, rounds in plain torch."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -205,3 +207,23 @@ def test_distillation_brings_the_outputs_of_both_architectures_together():
 def test_fields_are_checked(method, fields, message):
     with pytest.raises(pf.UserError, match=message):
         method(**fields)
+
+
+def test_public_rows_of_a_table_may_lack_values_where_the_clients_rows_do():
+    values = [1.0, None, 3.0, 2.0, 4.0, 1.5] * 8
+    rows = {
+        "age": values,
+        "crp": [2.0, 3.0, 1.0] * 16,
+        "only_b": [1.0, 2.0] * 12 + [None, 1.0] * 12,
+        "ill": [0, 1] * 24,
+        "site": ["a"] * 24 + ["b"] * 24,
+    }
+    sites = pf.data.split_table(rows, "ill", "site", preprocess="federated", public_fraction=0.2)
+    clients = sites.build_clients(lambda: nn.Linear(sites.num_features, 2))
+    words = {"rounds": 1, "public": sites.public, "progress": False}
+    assert pf.federate(clients, FedMD(lr=0.01, pool_once=False), **words).history
+    with pytest.raises(pf.UserError, match=r"FedMD: public examples lack values.*set pool_once to false"):
+        pf.federate(clients, "fedmd", **words)
+    far = dataclasses.replace(sites.public, x=sites.public.x + 1e6)
+    with pytest.raises(pf.ClientError, match="the public examples go from"):
+        pf.federate(clients, FedMD(lr=0.01, pool_once=False), **{**words, "public": far})

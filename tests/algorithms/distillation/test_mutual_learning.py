@@ -220,3 +220,24 @@ def test_a_common_network_that_does_not_suit_is_named():
     for field in ("alpha", "beta"):
         with pytest.raises(pf.UserError, match=f"{field} must be between 0 and 1, got 1.5"):
             FML(**{field: 1.5})
+
+
+@pytest.mark.parametrize("method", [FML(), FedKD()], ids=["fml", "fedkd"])
+def test_a_common_network_without_outputs_at_each_pixel_is_refused_before_round_1(method):
+    x, y = torch.zeros(4, 1, 8, 8), torch.zeros(4, 8, 8, dtype=torch.int64)
+    y[:, :4] = 1
+    unet = ModelSpec("unet", {"width": 2, "depth": 1}, (1, 8, 8), 2)
+    clients = [pf.Client("east", unet, (x, y), (x, y), task="segmentation")]
+    with pytest.raises(
+        pf.UserError, match=r"outputs of shape \(2,\) for an example, the network of 'east' \(2, 8, 8\)"
+    ):
+        pf.federate(clients, method, rounds=1)
+
+
+def test_fedkd_refuses_a_loss_that_may_be_0_before_round_1():
+    patients = torch.eye(4), torch.tensor([[1.0, 1], [2, 0], [3, 0], [4, 0]])
+    clients = [pf.Client("east", lambda: nn.Linear(4, 1), patients, patients, task="survival")]
+    with pytest.raises(pf.UserError, match="set batch_size to 0, so that a minibatch is all of a client"):
+        pf.federate(clients, FedKD(batch_size=2), rounds=1, progress=False)
+    run = pf.federate(clients, FedKD(batch_size=0, lr=0.01), rounds=1, progress=False)
+    assert run.history[0]["clients"]["east"]["c_index"] is not None

@@ -40,9 +40,17 @@ class PublicDataMethod(LocalTraining, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def _stored_public_tensors(self, server: ServerContext) -> dict[str, Tensor]:
-        """Returns the public examples as stored tensors, before the transform that prepares them for networks."""
+        """Returns the public examples as stored tensors, before the transform that prepares them for networks; raises a
+        `UserError` if clients are to keep them and values are missing, which no private state may hold.
+        """
         assert server.public is not None  # `requires` names "public_data"
-        return {name: part.cpu() for name, part in flatten_inputs(server.public.raw_inputs).items()}
+        stored = {name: part.cpu() for name, part in flatten_inputs(server.public.raw_inputs).items()}
+        if self.pool_once and any(part.is_floating_point() and bool(part.isnan().any()) for part in stored.values()):
+            raise UserError(
+                f"{type(self).__name__}: public examples lack values, and clients cannot keep such from round to round; "
+                "set pool_once to false, so that they are sent in each round"
+            )
+        return stored
 
     def _pool_group(self, server_state: Mapping[str, Any], client_id: str) -> dict[str, StateDict]:
         """Returns the message group "public" with all public examples, or no group for a client that already has them."""
@@ -115,6 +123,10 @@ def convert_public_examples_to_client_form(parts: StateDict, client: Client) -> 
 def _validate_range(x: Tensor, client_inputs: Tensor, client: Client) -> None:
     if not x.is_floating_point() or not client_inputs.is_floating_point():
         return
+    if getattr(client.train.transform, "is_rowwise", False):  # a table's, which fills in missing values
+        x, client_inputs = x[~x.isnan()], client_inputs[~client_inputs.isnan()]
+        if not x.numel() or not client_inputs.numel():
+            return
     low, high = (float(end) for end in torch.aminmax(client_inputs))
     margin = _RANGE_FACTOR * max(high - low, 1.0)
     least, most = (float(end) for end in torch.aminmax(x))

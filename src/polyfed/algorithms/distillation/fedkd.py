@@ -145,6 +145,14 @@ class FedKD(MutualLearningMethod):
 
     # -- client ---------------------------------------------------------------------------------------------------
 
+    def validate_network(self, client: Client) -> None:
+        """Raises an error unless the shared network accepts the client's data, and the quotient has a divisor in every
+        minibatch.
+        """
+        super().validate_network(client)
+        if self.distil and self.batch_size:
+            self._check_loss_never_vanishes(client)
+
     def client_init(self, client: Client, seed: int) -> ClientState:
         """Returns the client's private state before round 1: its network, and the matrix that converts representations
         of the shared network to representations of the client's network.

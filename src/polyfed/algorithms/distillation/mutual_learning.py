@@ -139,6 +139,15 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         """
         self.client_init(client, 0)
 
+    def _check_loss_never_vanishes(self, client: Client) -> None:
+        """Raises a `UserError` if the loss of a minibatch of the client can be 0 whatever its network predicts, for a
+        method that divides by it."""
+        if client.task.loss_may_vanish:
+            raise UserError(
+                f"{type(self).__name__} divides by the loss of a minibatch, which is 0 in the task {client.task} without an "
+                "event; set batch_size to 0, so that a minibatch is all of a client, or choose another method, such as fml"
+            )
+
     def auxiliary_network(self, client: Client) -> Architecture:
         """Returns a factory that builds the shared network for the client's input shape and number of outputs."""
         return client_with_shared_network(self._shared_options, self.client_init(client, 0), client)[1]

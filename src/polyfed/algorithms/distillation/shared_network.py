@@ -96,19 +96,20 @@ def infer_shared_network_sizes(
         method, field: names of the method and of its field in error messages.
 
     Raises:
-        UserError: the shared network fails on the client's inputs, or has another number of outputs.
+        UserError: the shared network fails on the client's inputs, or its outputs have another shape.
     """
     assert client.model is not None
     device, axis = client.train.device, client.task.output_axis
     example, x = client.train.head(), client.train.first_input
-    outputs = predict(fill_module(cached_module(client.model, device).module, weights), example).shape[axis]
+    own_shape = predict(fill_module(cached_module(client.model, device).module, weights), example).shape
+    outputs = own_shape[axis]
     form = {"input_shape": list(input_spec_of(x).shape), "outputs": outputs}
     if not isinstance(x, Tensor) and ":" not in network_options["name"]:  # polyfed's networks take one tensor
         form |= {"input_shape": [sum(part[0].numel() for _, part in named_leaves(x))], "side_by_side": True}
     _, factory = client_with_shared_network(network_options, form, client)
     network, name = cached_module(factory, device).module, f"{method}: the {field} {factory.network.name!r}"
     try:
-        shared_outputs = predict(network, example).shape[axis]
+        shared_shape = predict(network, example).shape
     except Exception as error:  # a network may raise anything on inputs that it does not take
         input_description = (
             f"shape {tuple(x.shape)} ({x.dtype})" if isinstance(x, Tensor) else f"several parts ({input_spec_of(x)})"
@@ -118,8 +119,14 @@ def infer_shared_network_sizes(
         raise UserError(
             f"{name} fails on inputs of {input_description}: {type(error).__name__}: {error}; give another, {suggestion}"
         ) from error
-    if shared_outputs != outputs:
+    if len(shared_shape) == len(own_shape) == 2 and shared_shape != own_shape:
         raise UserError(
-            f"{name} has {shared_outputs} outputs, the network of {client.id!r} {outputs}; give another, {field}=..."
+            f"{name} has {shared_shape[axis]} outputs, the network of {client.id!r} {outputs}; give another, {field}=..."
+        )
+    if shared_shape[1:] != own_shape[1:]:
+        suggestion = "as {name: unet} for segmentations, {name: lstm_tagger, vocabulary: 5000} for tokens"
+        raise UserError(
+            f"{name} has outputs of shape {tuple(shared_shape[1:])} for an example, the network of {client.id!r} "
+            f"{tuple(own_shape[1:])}, which the task {client.task} needs; give another, {field}=..., {suggestion}"
         )
     return form

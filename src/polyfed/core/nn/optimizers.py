@@ -79,9 +79,11 @@ class SGD:
             parameters, grads = _parameters_and_gradients(group)
             momenta = [group.state.get(p, [None])[0] for p in parameters]
             sparse = any(slope.is_sparse for slope in grads)
+            plain = False if grads and grads[0].is_cpu else None  # what torch finds out for the CPU, at each step
             sgd.sgd(
-                list(parameters), grads, momenta, sparse, lr=group.lr, momentum=self.momentum, nesterov=self.nesterov,
-                weight_decay=self.weight_decay, dampening=0.0, maximize=False,
+                list(parameters), grads, momenta, sparse, foreach=plain, fused=plain, lr=group.lr,
+                momentum=self.momentum, nesterov=self.nesterov, weight_decay=self.weight_decay, dampening=0.0,
+                maximize=False,
             )  # fmt: skip
             if self.momentum:
                 group.state.update({p: [momentum] for p, momentum in zip(parameters, momenta, strict=True)})

@@ -184,7 +184,8 @@ def _deal_rows(
     if empty := sorted(set(range(num_folds)) - set(fold_of_unit.tolist())):
         what = "examples" if pool.group is None else f"groups of column {pool.group!r}"
         raise UserError(
-            f"client {client!r} has {len(units)} {what}, and none for {len(empty)} of {num_folds} folds; give fewer folds"
+            f"client {client!r} has {len(units)} {what}, and none for {len(empty)} of {num_folds} folds; give fewer folds, "
+            "or leave the client out"
         )
     fold: NDArray[np.int64] = fold_of_unit[unit_of_row]
     return fold

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +171,16 @@ def _build_plan(
     check_redrawing(resplit, folds, seeds)
     is_redrawn = resplit is not None or folds is not None
 
-    def clients_of_seed(seed: int) -> ClientSet:
-        data_seed = seeds[0] if description["same_data"] or is_redrawn else seed
+    @cache
+    def load_and_deal(data_seed: int) -> tuple[Any, Any]:  # once where the same data are dealt again for each run
         experiment_data = load_participants(build_experiment({**config, "seed": data_seed}))
         check_networks_run(experiment_data.clients, experiment_data.pool.num_outputs)
-        if redrawn := redraw_clients(experiment_data.clients, resplit, folds, seeds):
+        return experiment_data, redraw_clients(experiment_data.clients, resplit, folds, seeds)
+
+    def clients_of_seed(seed: int) -> ClientSet:
+        data_seed = seeds[0] if description["same_data"] or is_redrawn else seed
+        experiment_data, redrawn = (load_and_deal if is_redrawn else load_and_deal.__wrapped__)(data_seed)
+        if redrawn:
             seed_clients = redrawn[seeds.index(seed)]
             experiment_data = replace(
                 experiment_data,

@@ -1,0 +1,120 @@
+"""Real sites, answered with intervals: docs/multicentre.md.
+
+    python benchmarks/multicentre.py list
+    python benchmarks/multicentre.py run [--only heart,brca] [--data FOLDER] [--work DIR]     all without --only
+    python benchmarks/multicentre.py page                                docs/multicentre.md, from the results
+
+A federation is one call of `pf.compare` with `folds=5`: every example of a site is tested once per repeat, learning rates of
+all methods are searched on validation examples, and simple models of each site alone are compared too. Runs are in --work
+(runs/multicentre); what is finished is not repeated, and what was stopped goes on. Results are in
+benchmarks/results/multicentre, one file a federation. `multicentre_sites.py` builds the federations, and docs/multicentre.md
+says where their data are from.
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import multicentre_page
+import torch
+from multicentre_sites import FEDERATIONS
+
+import polyfed as pf
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "multicentre"
+FOLDS = 5
+
+
+def rounded(value):
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(one) for one in value]
+    return round(value, 5) if isinstance(value, float) else value
+
+
+def scores(one):
+    """A method's or a simple model's scores: mean and gain over training alone, at each site too."""
+    statistics = one.get("statistics", one)
+    sites = statistics.get("clients", {})
+    means = one.get("scores") or {site: numbers["mean"] for site, numbers in sites.items()}
+    return {
+        **{key: statistics.get(key) for key in ("mean", "interval", "gain", "gain_interval")},
+        "sites": {
+            site: {"mean": mean, **{k: sites[site].get(k) for k in ("gain", "gain_interval", "verdict") if site in sites}}
+            for site, mean in means.items()
+        },
+    }  # fmt: skip
+
+
+def condensed(found, federation):
+    """What the page needs of a comparison."""
+    same = (
+        "task", "score", "score_label", "score_unit", "higher_is_better", "rounds", "seeds", "folds", "fold_repeats",
+        "best", "left_out", "skipped", "failed", "answers", "mean_answer", "site_model", "verdicts", "warnings", "notes",
+        "convergence",
+    )  # fmt: skip
+    return {
+        **{key: found[key] for key in same},
+        "tuning": {key: found["tuning"].get(key) for key in ("sentence", "edge")},
+        "without": federation.left_out,
+        "sites": {
+            client.id: {"examples": sum(len(part) for part in (client.train, client.val or (), client.test)),
+                        "model": str(getattr(client.model, "arguments", {}))}
+            for client in federation.clients
+        },
+        "methods": {
+            label: {"fields": {k: v for k, v in one["fields"].items() if k in ("lr", "by_client")}, **scores(one)}
+            for label, one in found["methods"].items()
+        },
+        "references": {label: scores(one) for label, one in found["references"].items()},
+    }  # fmt: skip
+
+
+def run(name, data, work):
+    torch.set_num_threads(1)
+    federation = FEDERATIONS[name](data)
+    out, began = work / name, sum(os.times()[:4])
+    load, start = os.getloadavg()[0], time.time()
+    found = pf.compare(
+        federation.clients, federation.methods, folds=FOLDS, parallel=1, engine="inprocess", quiet=True, out=out,
+        title=name, **federation.settings,
+    ).results  # fmt: skip
+    minutes = (sum(os.times()[:4]) - began) / 60
+    spent = out / "minutes.json"  # of calls that were stopped and went on, together
+    earlier = json.loads(spent.read_text()) if spent.exists() else 0.0
+    content = {
+        "federation": name,
+        "minutes": round(minutes + earlier, 1),
+        "load": round(load, 1),
+        **condensed(found, federation),
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(
+        json.dumps(rounded(content), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    print(f"{name}: {minutes:.1f} minutes of a core, {(time.time() - start) / 60:.1f} in all", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("list", "run", "page"))
+    parser.add_argument("--only", default=",".join(FEDERATIONS), help="federations, with commas between")
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--work", type=Path, default=Path("runs/multicentre"))
+    asked = parser.parse_args()
+    if asked.what == "page":
+        multicentre_page.write(RESULTS, HERE.parent / "docs")
+        return
+    names = asked.only.split(",")
+    if strange := set(names) - set(FEDERATIONS):
+        parser.error(f"no {', '.join(sorted(strange))} there; there are {', '.join(FEDERATIONS)}")
+    for name in names:
+        print(name) if asked.what == "list" else run(name, asked.data, asked.work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""docs/multicentre.md, from benchmarks/results/multicentre. `multicentre.py page` calls it.
+
+No number of polyfed and no answer is written by hand: they are those of `comparison.json`. Published numbers are in
+`multicentre_published.py`.
+"""
+
+import json
+import re
+from statistics import median
+
+import multicentre_published as published
+
+ANSWERS = {"join": "join", "stay": "stay alone", "undecided": "not decided"}
+FEW_SITES = 8
+HEAD = """# Real sites, answered with intervals
+
+Would these sites gain by training together? Here are the answers of `polyfed compare` for federations that exist, and for some that
+are made, each marked so. `python benchmarks/multicentre.py run --only NAME --data FOLDER` measures one again,
+`python benchmarks/multicentre.py page` writes this page from [the results](../benchmarks/results/multicentre/).
+
+How it was measured:
+
+- `pf.compare(..., folds=5)`: every example of a site is [tested once](intervals.md) in each repeat of the folds. All methods share folds, seeds, first
+  weights, local epochs and batches; the learning rate of each is searched in the same way, `local`'s for each site.
+- An answer is about the best federated method against **the best that a site has alone**: its own network, or a simple model without one (logistic regression,
+  Cox regression with a ridge penalty, ridge regression, gradient boosting). Better is positive. Intervals hold together in 95 of 100 comparisons.
+- Sites with different networks are federations of their own: `flha_ghn` and `fedhenn` take them, the methods for one architecture do not. Where FedHeNN needs public
+  examples, 5 % of the rows (10 % of the images) are no site's there, and a table's scale is that of all sites.
+- The whole had a budget of 90 minutes of one core, decided beforehand, so that networks are small, rounds 15 to 30, and the search is of the learning rate alone. "Not decided" says
+  nothing against a method at other sizes.
+
+Data: UCI Heart Disease (Janosi, Steinbrunn, Pfisterer, Detrano 1988; CC BY 4.0) ships with polyfed. TCGA-BRCA is read as `owkin/FLamby` publishes it (`brca.csv`,
+`centers.csv`, `train_test_split.csv`; open-access clinical data of TCGA), `Exam.csv` and `Hsb82.csv` as `vincentarelbundock/Rdatasets` does (R package mlmRev), Parkinson Telemonitoring
+(Tsanas, Little, McSharry, Ramig 2009, CC BY 4.0) as UCI does, with commas, and tweets as Sentiment140 without names of users. `multicentre_sites.py` says under which names.
+"""  # noqa: E501
+SECTIONS = {
+    "heart": ("Heart disease, four hospitals",
+              "920 patients, raw: 12 measures (without `ca`, which two hospitals hardly have), a network of 16 hidden "
+              "units."),
+    "heart-flamby": ("Heart disease as FLamby prepares it",
+                     "740 patients with complete rows, ten measures, logistic regression as the network, accuracy decides."),
+    "heart-networks": ("Heart disease, four different networks", "Logistic regression, 16, 32, and 16 and 8 hidden units."),
+    "brca": ("TCGA-BRCA, six regions, survival",
+             "1,088 patients with breast cancer, a linear Cox network; the risk sets are all of a region's patients."),
+    "brca-networks": ("TCGA-BRCA, six regions, four networks", "The four networks above in turn, as Cox networks."),
+    "parkinson": ("Parkinson, 42 patients",
+                  "About 140 recordings of each patient; **the six clinics are made**, of seven patients. `motor_UPDRS` in "
+                  "standard deviations. Rows of a patient stay together and count as one: intervals are over patients."),
+    "parkinson-networks": ("Parkinson, four networks", "The same clinics, with the four networks above in turn."),
+    "exam": ("65 schools of London", "`normexam` of pupils, in standard deviations, from six features; 8 hidden units."),
+    "exam-networks": ("65 schools of London, four networks", "The same schools, with the four networks above in turn."),
+    "hsb": ("160 high schools", "Mathematics of pupils, in standard deviations; 8 hidden units."),
+    "tweets": ("Tweets",
+               "The sample names no users, so **the six sites are made**: Dirichlet 1.0 over the classes, 1,000 training "
+               "tweets each, a small LSTM."),
+    "segmentation": ("Segmentation, four scanners",
+                     "**Made images** of blobs, 32 × 32 pixels, at four sites whose scanners differ in contrast and "
+                     "blur, among others; one U-Net of width 6."),
+    "segmentation-networks": ("Segmentation, U-Nets of four widths", "The same made images, widths 4, 6, 8 and 4."),
+}  # fmt: skip
+
+
+def number(value, unit, signed=False):
+    if value is None:
+        return "–"
+    text = f"{100 * value:{'+' if signed else ''}.1f}" if unit == "%" else f"{value:{'+' if signed else ''}.3f}"
+    return text.replace("-", "−")
+
+
+def with_interval(value, interval, unit, signed=False):
+    if value is None:
+        return "–"
+    if interval is None:
+        return number(value, unit, signed)
+    low, high = (number(end, unit, signed) for end in interval)
+    return f"{number(value, unit, signed)} ({low} to {high})"
+
+
+def slug(title):
+    """The anchor of a heading."""
+    return re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+
+
+def read(folder):
+    files = {name: folder / f"{name}.json" for name in SECTIONS}
+    return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()}
+
+
+def alone(found):
+    """The best that the sites have alone, in the mean: its label and its mean."""
+    rivals = {
+        "local": found["methods"]["local"],
+        **{k: v for k, v in found["references"].items() if v["gain"] is not None},
+    }
+    sign = 1 if found["higher_is_better"] else -1
+    return max(
+        ((label, one["mean"]) for label, one in rivals.items() if one["mean"] is not None),
+        key=lambda pair: sign * pair[1],
+    )
+
+
+def overview(results):
+    titles = ("federation", "sites", "examples", "decides", "best alone", "best federated", "gain (95 %)", "answer")
+    lines = [f"| {' | '.join(titles)} |", "|---|---|---|---|---|---|---|---|"]
+    for name, found in results.items():
+        mean, unit, (label, best) = found["mean_answer"], found["score_unit"], alone(found)
+        method = mean["method"]
+        title, examples = SECTIONS[name][0], sum(site["examples"] for site in found["sites"].values())
+        lines.append(
+            f"| [{title}](#{slug(title)}) | {len(found['sites'])} | {examples:,} | {found['score_label']} "
+            f"| `{label}` {number(best, unit)} | `{method}` {number(found['methods'][method]['mean'], unit)} "
+            f"| {with_interval(mean['gain'], mean['interval'], unit, True)} | {ANSWERS[mean['answer']]} |"
+        )
+    return "\n".join(lines)
+
+
+def counted(answers):
+    counts = {kind: sum(one["answer"] == kind for one in answers) for kind in ANSWERS}
+    return ", ".join(f"{n} {ANSWERS[kind]}" for kind, n in counts.items() if n)
+
+
+def methods_table(found):
+    unit = found["score_unit"]
+    lines = [
+        f"| method | {found['score_label']}, mean over sites (95 %) | gain over `local` (95 %) | sites better, worse |",
+        "|---|---|---|---|",
+    ]
+    sign = -1 if found["higher_is_better"] else 1
+    ranked = sorted(found["methods"].items(), key=lambda pair: sign * pair[1]["mean"])
+    simple = sorted(found["references"].items(), key=lambda pair: sign * (pair[1]["mean"] or 0))
+    for label, one in [*ranked, *simple]:
+        verdicts = [site.get("verdict") for site in one["sites"].values()]
+        sites = (
+            f"{sum(v in ('join', 'better') for v in verdicts)}, {sum(v in ('stay', 'worse') for v in verdicts)}"
+            if label in found["methods"] and label != "local"
+            else ""
+        )
+        kind = (
+            f"`{label}`"
+            if label in found["methods"]
+            else f"{label.replace('_', ' ')}, {'pooled data' if label.startswith('pooled') else 'alone'}"
+        )
+        gain = "" if label == "local" else with_interval(one["gain"], one["gain_interval"], unit, True)
+        lines.append(f"| {kind} | {with_interval(one['mean'], one['interval'], unit)} | {gain} | {sites} |")
+    return "\n".join(lines)
+
+
+def sites_table(found):
+    unit, answers = found["score_unit"], found["answers"]
+    if len(answers) > FEW_SITES:
+        gains = [one["gain"] for one in answers if one["gain"] is not None]
+        least, middle, most = (number(of(gains), unit, True) for of in (min, median, max))
+        text = (
+            f"{len(answers)} sites: {counted(answers)}. The sites' best estimates go from {least} to {most}, half of them "
+            f"are above {middle}."
+        )
+        decided = [one for one in answers if one["answer"] != "undecided"]
+        text += "".join(f"\n- {one['sentence']}" for one in decided[:20])
+        model = found["site_model"]
+        if model and model["gain"] is not None:
+            text += (
+                f"\n\nWith sites as the unit (a random-effects model, gain over {model['over'].replace('_', ' ')}): mean "
+                f"{with_interval(model['gain'], model['interval'], unit, True)}, standard deviation of the sites' gains "
+                f"{number(model['deviation'], unit)}."
+            )
+        return text
+    lines = ["| site | examples | answer | best method | over | gain (95 %) |", "|---|---|---|---|---|---|"]
+    for one in answers:
+        over = "" if one["over"] is None else one["over"].replace("_", " ")
+        method = "" if one["method"] is None else f"`{one['method']}`"
+        basis = one["basis"].replace(" test examples", "")
+        gain = with_interval(one["gain"], one["interval"], unit, True)
+        lines.append(f"| {one['client']} | {basis} | {ANSWERS[one['answer']]} | {method} | {over} | {gain} |")
+    return "\n".join(lines)
+
+
+def section(name, found):
+    title, text = SECTIONS[name]
+    repeats = found["fold_repeats"] or 1
+    runs = f"{found['folds']} folds" + (f" × {repeats} repeats" if repeats > 1 else "")
+    parts = [
+        f"## {title}",
+        f"{text} {runs}, {found['rounds']} rounds, {found['minutes']:g} minutes of a core.",
+        methods_table(found),
+    ]
+    parts += ["\n".join(f"- {sentence}" for sentence in found["verdicts"] if sentence.startswith("mean over"))]
+    parts += [sites_table(found)]
+    notes = [f"- Left out: {what}: {why}." for what, why in found["without"].items()]
+    reasons = {}
+    for label, why in found["skipped"].items():
+        reasons.setdefault(why.partition(" ")[2].partition(", but")[0], []).append(f"`{label}`")
+    notes += [
+        f"- Not compared: {', '.join(labels)} {why.replace('needs', 'need') if len(labels) > 1 else why}."
+        for why, labels in reasons.items()
+    ]
+    notes += [f"- Failed: `{label}`: {why}" for label, why in found["failed"].items()]
+    slow = [f"`{label}`" for label, one in found["convergence"].items() if one["converged"] is False]
+    notes += [f"- Still learning after the last round: {', '.join(slow)}."] if slow else []
+    parts += ["\n".join(notes)] if notes else []
+    parts += [published.TABLES[name]] if name in published.TABLES else []
+    return "\n\n".join(parts)
+
+
+def summary(results):
+    groups = {
+        kind: [name for name, found in results.items() if found["mean_answer"]["answer"] == kind] for kind in ANSWERS
+    }
+    sites = [one for found in results.values() for one in found["answers"]]
+    ahead = [name for name, found in results.items() if alone(found)[0] != "local"]
+    text = [
+        f"Of {len(results)} federations the mean over sites says "
+        + ", ".join(f"*{ANSWERS[kind]}* in {len(names)}" for kind, names in groups.items() if names)
+        + f". Of {len(sites)} answers for a site, {counted(sites)}."
+    ]
+    text.append(
+        f"A simple model without a network is the best that sites have alone in {len(ahead)} of {len(results)} (best "
+        "estimates): whoever compares networks with networks only does not see it."
+    )
+    return "\n\n".join(text)
+
+
+def missing(results):
+    left = [f"`{name}`" for name in SECTIONS if name not in results]
+    return f"**Not measured**, since the budget was spent: {', '.join(left)}. The script has them." if left else ""
+
+
+def write(folder, docs):
+    results = read(folder)
+    minutes = sum(found["minutes"] for found in results.values())
+    spent = f"These {len(results)} took {minutes:.0f} minutes of a core of a busy machine."
+    parts = [HEAD.rstrip(), "## All answers", summary(results), overview(results), spent, missing(results)]
+    parts += [section(name, found) for name, found in results.items()]
+    (docs / "multicentre.md").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
