@@ -84,11 +84,12 @@ def run(name, data, work):
         title=name, **federation.settings,
     ).results  # fmt: skip
     minutes = (sum(os.times()[:4]) - began) / 60
-    spent = out / "minutes.json"  # of calls that were stopped and went on, together
-    earlier = json.loads(spent.read_text()) if spent.exists() else 0.0
+    spent = out / "minutes.json"  # of all calls that came to an end, together
+    minutes += json.loads(spent.read_text()) if spent.exists() else 0.0
+    spent.write_text(json.dumps(minutes))
     content = {
         "federation": name,
-        "minutes": round(minutes + earlier, 1),
+        "minutes": round(minutes, 1),
         "load": round(load, 1),
         **condensed(found, federation),
     }

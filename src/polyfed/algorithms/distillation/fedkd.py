@@ -145,13 +145,10 @@ class FedKD(MutualLearningMethod):
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def validate_network(self, client: Client) -> None:
-        """Raises an error unless the shared network accepts the client's data, and the quotient has a divisor in every
-        minibatch.
-        """
-        super().validate_network(client)
-        if self.distil and self.batch_size:
-            self._check_loss_never_vanishes(client)
+    @property
+    def _divides_by_loss(self) -> bool:
+        """Whether the loss of a minibatch is a divisor: the quotient's, which all of a client's examples always have."""
+        return bool(self.distil and self.batch_size)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """Returns the client's private state before round 1: its network, and the matrix that converts representations

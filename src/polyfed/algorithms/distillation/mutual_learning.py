@@ -133,16 +133,17 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
 
     # -- client ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _divides_by_loss(self) -> bool:
+        """Whether the method divides by the loss of a minibatch; False by default."""
+        return False
+
     def validate_network(self, client: Client) -> None:
-        """Raises an error unless the shared network accepts the client's data; it tries this by creating the client's
-        private state.
+        """Raises an error unless the shared network accepts the client's data (this is tried by creating the client's
+        private state), and the loss of a minibatch can be a divisor if the method divides by it.
         """
         self.client_init(client, 0)
-
-    def _check_loss_never_vanishes(self, client: Client) -> None:
-        """Raises a `UserError` if the loss of a minibatch of the client can be 0 whatever its network predicts, for a
-        method that divides by it."""
-        if client.task.loss_may_vanish:
+        if self._divides_by_loss and client.task.loss_may_vanish:
             raise UserError(
                 f"{type(self).__name__} divides by the loss of a minibatch, which is 0 in the task {client.task} without an "
                 "event; set batch_size to 0, so that a minibatch is all of a client, or choose another method, such as fml"
