@@ -47,6 +47,8 @@ def sites():
 
 def both(name, folder):
     return tuple((place / name).read_text(encoding="utf-8") for place in (ROOT / "docs", folder))
+
+
 def pages(name, docs):
     """The page of this name and those of its folder, by their path."""
     files = [docs / f"{name}.md", *sorted((docs / name).glob("*.md"))]

@@ -51,7 +51,8 @@ def configuration(method, **words):
     fields = describe_method_and_settings(method, Settings(rounds=1))["algorithm"]
     told = {f"algorithm.{name}": "null" if value is None else value for name, value in fields.items()}
     told = {name: str(value) if isinstance(value, list | dict) else value for name, value in told.items()}
-    return {"rounds": 3, "seed": 3, "on-error": "raise", "allow-disclosure": True, **told, **words}
+    plain = {"max-update-norm": "off"}  # a simulation has no bound either
+    return {"rounds": 3, "seed": 3, "on-error": "raise", "allow-disclosure": True, **plain, **told, **words}
 
 
 @dataclass

@@ -42,6 +42,7 @@ from polyfed.simulation.checks.client_list import class_names_of, list_clients
 from polyfed.simulation.checks.data_leakage import limit_leak_warnings
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint as first_weights_of
+from polyfed.simulation.checks.robustness import check_robust_rule
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.monitoring.progress_argument import resolve_own_progress
 from polyfed.simulation.rounds.federated_preprocessing import check_enough_values
@@ -204,7 +205,8 @@ def compare(
         metrics=metric_list,
         num_resplits=resplit,
         folds=fold_design,
-        stop_when_decided=stop_when_decided, forecast_only=plan_only,
+        stop_when_decided=stop_when_decided,
+        forecast_only=plan_only,
         with_references=references,
         callbacks=validate_callbacks(callbacks),
     )
@@ -392,6 +394,7 @@ def _reason_unsuited(client_set: ClientSet, method: Method, settings: Settings) 
         check_method(client_set.clients, method, client_set.public)
         if settings.secure and not isinstance(method, Local):
             check_secure_support(method, settings.cohort_size(len(client_set.clients)))
+        check_robust_rule(method, settings.cohort_size(len(client_set.clients)))
         clients = {c.id: c for c in sorted(client_set.clients, key=lambda c: c.id)}
         Federation(clients, method, settings, client_set.public).initial_checkpoint()
     except UserError as reason:

@@ -1,6 +1,6 @@
 """Provides the base classes of methods whose server averages the clients' replies, such as FedAvg."""
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.reply_sum import PlainReplySum, ReplySum
+from polyfed.algorithms.base.robust_sum import build_robust_sum, robust_error
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.messages.lora import AdapterMode, factorise_mean_adapters
@@ -20,6 +21,8 @@ from polyfed.core.nn.buffers import (
     tensors_to_send,
 )
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
+from polyfed.core.robust.parse import parse_robust_rule
+from polyfed.core.robust.rule import RobustRule
 from polyfed.core.state_dict import (
     IncompatibleTensorsError,
     StateDict,
@@ -52,6 +55,9 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         weighted: weighs clients by their number of training examples; False counts every client the same.
         adapters: what becomes of low-rank adapters whose ranks differ between clients: "zero_pad", "svd" or "stack", see
             `polyfed.core.messages.lora`; None is for one rank (polyfed's choice).
+        robust: the rule that takes the place of the mean, so that a few wrong replies cannot ruin it: "clip" (or "clip:5",
+            "clip:3x"), "median", "trimmed_mean:0.2", "krum:1", "multi_krum:1", "geometric_median"; or an object such as
+            `Krum(liars=1)`. See `polyfed.core.robust`; None takes the mean (polyfed's choice).
 
     >>> from typing import final
     >>> @final
@@ -71,9 +77,16 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     """Says whether a client keeps weights trained in a round, which must then fit the server's model of later rounds."""
     weighted: bool = True
     adapters: AdapterMode | None = None
+    robust: str | RobustRule | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.robust is not None:
+            rule = parse_robust_rule(self.robust)
+            object.__setattr__(self, "robust", None if rule is None else str(rule))
+            replaces_mean = type(self).aggregate is Averaging.aggregate
+            if rule is not None and (flaw := robust_error(rule, self, replaces_mean=replaces_mean)):
+                raise UserError(f"{type(self).__name__}: robust={self.robust!r} is not possible: {flaw}")
         if self.adapters is not None:
             self._require(self.adapters in get_args(AdapterMode), "adapters", "'zero_pad', 'svd', 'stack', or none")
             averages_one_model = "one_architecture" in self.requires and self.aggregates_by_sum
@@ -134,41 +147,56 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
 
         θ ← Σ_i (n_i/n) θ_i, or (1/m) Σ_i θ_i unweighted.
 
-        A run has added each reply on arrival, by `add_reply`, and passes their sum as `replies`.
+        With `robust`, another rule takes the place of the mean. A run has added each reply on arrival, by `add_reply`,
+        and passes their sum as `replies`.
         """
-        total = replies if isinstance(replies, ReplySum) else self.sum_replies(replies)
-        mean = factorise_mean_adapters(self, total.mean())
+        total = replies if isinstance(replies, ReplySum) else self.sum_replies(replies, server_state)
+        try:
+            mean = factorise_mean_adapters(self, total.mean())
+        except IncompatibleTensorsError as error:  # of replies that a robust rule has held until now
+            raise self.make_incompatible_replies_error(error) from error
         new_state = self.server_step(server_state, mean, total.client_ids)
-        return new_state if self.aggregates_by_sum else self.update_state_from_single_replies(new_state, total)
+        new_state = new_state if self.aggregates_by_sum else self.update_state_from_single_replies(new_state, total)
+        return {**new_state, **entries} if (entries := total.server_state_entries) else new_state
 
-    def sum_replies(self, replies: Mapping[str, Message]) -> ReplySum:
+    def sum_replies(self, replies: Mapping[str, Message], server_state: ServerState | None = None) -> ReplySum:
         """Adds up all replies of a round in the order of client ids, each weighted by its number of examples, and
-        returns the sum."""
+        returns the sum; a robust rule also needs the server state before the round."""
         num_examples = {i: replies[i].scalars["num_examples"] if self.weighted else 1.0 for i in sorted(replies)}
-        total = self.empty_reply_sum(num_examples)
+        total = self.empty_reply_sum(num_examples, server_state)
         for i in sorted(replies):
-            self.add_reply(total, i, replies[i])
+            message = None if self.robust is None else self.dispatch(server_state or {}, ClientInfo(i))
+            self.add_reply(total, i, replies[i], message)
         return total
 
-    def empty_reply_sum(self, expected: Mapping[str, float] | None) -> ReplySum:
+    def empty_reply_sum(
+        self, expected: Mapping[str, float] | None, server_state: ServerState | None = None
+    ) -> ReplySum:
         """Returns a new `ReplySum`, to which no reply has been added yet.
 
-        `expected` maps client ids to numbers of examples; it is None if they are unknown.
+        `expected` maps client ids to numbers of examples; it is None if they are unknown. A robust rule may read
+        `server_state`, the state before the round.
         """
-        keeps_replies = not self.aggregates_by_sum
-        return PlainReplySum(self.groups, weighted=self.weighted, expected=expected, keeps_replies=keeps_replies)
+        total = PlainReplySum(
+            self.groups, weighted=self.weighted, expected=expected, keeps_replies=not self.aggregates_by_sum
+        )
+        rule = parse_robust_rule(self.robust)
+        if rule is None:
+            return total
+        return build_robust_sum(rule, self, total, server_state or {}, is_weighted=self.weighted)
 
-    def add_reply(self, total: ReplySum, client_id: str, reply: Message) -> None:
+    def add_reply(self, total: ReplySum, client_id: str, reply: Message, message: Message | None = None) -> None:
         """Adds one client's reply, weighted by its number of examples, to the sum of the round's replies; raises a
         `UserError` if its tensors differ in name or shape from the first reply's.
 
-        A run calls this for each reply as soon as it has come, in the order of ids.
+        A run calls this for each reply as soon as it has come, in the order of ids. `message` is the server's message
+        that the reply answers, which a robust rule needs.
 
         Raises:
             UserError: the reply's tensors differ in name or shape from those of the first reply.
         """
         try:
-            total.add(client_id, reply)
+            total.add(client_id, reply, message)
         except IncompatibleTensorsError as error:
             raise self.make_incompatible_replies_error(error) from error
 
@@ -324,53 +352,6 @@ class GlobalModelMethod(Averaging, ABC):
         from the result."""
         if "cohort" in message.tensors:
             yield "cohort", self.personal_model(_with_cohort_model(message), client_state, client, seed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerUpdateMethod(Averaging, ABC):
-    """Averages the clients' parameters, and then lets the server compute a step from the mean; subclasses define this
-    step in `server_update`.
-
-    Buffers that are sent are only averaged, since a step along their changes could make a running variance negative. So
-    the server keeps them apart, as "buffers".
-    """
-
-    def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the initial parameters and, apart from them, the buffers that are
-        sent."""
-        assert server.model is not None  # `requires` names "one_architecture"
-        model, names = super().server_init(server)["model"], cached_module(server.model).buffers
-        return {
-            "model": {name: tensor for name, tensor in model.items() if name not in names},
-            "buffers": {name: tensor for name, tensor in model.items() if name in names},
-        }
-
-    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client: the global parameters, the buffers, and the learning rate of the round."""
-        return Message(
-            {"model": {**server_state["model"], **server_state["buffers"]}},
-            {"lr": self.lr_at(client_info.round, client_info.rounds)},
-        )
-
-    def server_step(
-        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
-    ) -> ServerState:
-        """Returns the next server state: parameters as updated by `server_update`, and buffers replaced by the clients'
-        mean."""
-        model = mean["model"]
-        parameters = {name: model[name] for name in server_state["model"]}
-        buffers = {name: model[name] for name in server_state["buffers"]}
-        return {**self.server_update(server_state, {**mean, "model": parameters}, client_ids), "buffers": buffers}
-
-    @abstractmethod
-    def server_update(
-        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
-    ) -> ServerState:
-        """Returns the next server state, computed from the mean of the clients' parameters; its arguments are those of
-        `server_step`.
-
-        The group "model" of the mean contains no buffers.
-        """
 
 
 def interpolate(start: Tensor, end: Tensor, share_of_end: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -37,10 +37,27 @@ class ReplySum(Mapping[str, Message], ABC):
     def client_ids(self) -> Sequence[str]:
         """Returns, sorted, the ids of the clients whose replies were added."""
 
+    @property
+    def server_state_entries(self) -> Mapping[str, Any]:
+        """Returns what the server state must remember of this round's sum, by key; empty if nothing."""
+        return {}
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """Returns what a robust rule did with the replies, for the record of the round; empty without a rule.
+
+        It is complete once `mean` was taken.
+        """
+        return {}
+
     @abstractmethod
-    def add(self, client_id: str, reply: Message) -> None:
+    def add(self, client_id: str, reply: Message, message: Message | None = None) -> None:
         """Adds one client's reply to the sum; raises a `ValueError` if its tensors differ in name or shape from those
         of the first reply.
+
+        Args:
+            client_id, reply: of the client.
+            message: the server's message that it answers; only a robust rule reads it.
 
         Raises:
             ValueError: the reply's tensors differ in name or shape from those of the first reply.
@@ -74,22 +91,32 @@ class PlainReplySum(ReplySum):
         """Returns, sorted, the ids of the clients whose replies were added."""
         return self._mean.client_ids
 
-    def add(self, client_id: str, reply: Message) -> None:
+    def add(self, client_id: str, reply: Message, message: Message | None = None) -> None:
         """Adds one client's reply, multiplied by its number of examples; raises an `IncompatibleTensorsError` if its
         tensors differ in name or shape from those of the first reply.
 
         Raises:
             IncompatibleTensorsError: the reply's tensors differ in name or shape from those of the first reply.
         """
-        tensors = {f"{g}/{n}": t for g in self._groups for n, t in reply.tensors.get(g, {}).items()}
+        tensors = flatten_groups(reply, self._groups)
         self._mean.add(client_id, tensors, reply.scalars["num_examples"] if self._weighted else 1.0)
         if self._keeps_replies:
             self._kept[client_id] = reply
 
     def mean(self) -> dict[str, dict[str, Tensor]]:
         """Returns the mean of the replies, weighted by numbers of examples, as `{group: {tensor name: tensor}}`."""
-        mean: dict[str, dict[str, Tensor]] = {group: {} for group in self._groups}
-        for key, tensor in self._mean.mean().items():
-            group, _, name = key.partition("/")
-            mean[group][name] = tensor
-        return mean
+        return split_into_groups(self._mean.mean(), self._groups)
+
+
+def flatten_groups(reply: Message, groups: Sequence[str]) -> dict[str, Tensor]:
+    """Returns the tensors of some groups of a reply in one state dict, under the names GROUP/NAME."""
+    return {f"{g}/{n}": t for g in groups for n, t in reply.tensors.get(g, {}).items()}
+
+
+def split_into_groups(tensors: StateDict, groups: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    """Returns the tensors of a state dict from `flatten_groups` by group and name."""
+    tree: dict[str, dict[str, Tensor]] = {group: {} for group in groups}
+    for key, tensor in tensors.items():
+        group, _, name = key.partition("/")
+        tree[group][name] = tensor
+    return tree

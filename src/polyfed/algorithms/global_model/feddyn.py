@@ -9,8 +9,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.base.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply_and_client_state
+from polyfed.algorithms.base.averaging import ClientState, ServerState, build_reply_and_client_state
 from polyfed.algorithms.base.regularizers import ProximalTerm, clone_trained_parameters, linear_loss_term
+from polyfed.algorithms.base.server_update import ServerUpdateMethod
 from polyfed.core.algorithm import Client, Message, ServerContext
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model

@@ -9,7 +9,8 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.base.averaging import ServerState, ServerUpdateMethod
+from polyfed.algorithms.base.averaging import ServerState
+from polyfed.algorithms.base.server_update import ServerUpdateMethod
 from polyfed.core.algorithm import ServerContext
 from polyfed.core.method_card import MethodCard
 from polyfed.core.state_dict import StateDict

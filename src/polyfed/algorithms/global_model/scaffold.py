@@ -11,11 +11,11 @@ import torch
 from polyfed.algorithms.base.averaging import (
     ClientState,
     ServerState,
-    ServerUpdateMethod,
     build_reply_and_client_state,
     interpolate,
 )
 from polyfed.algorithms.base.regularizers import linear_loss_term
+from polyfed.algorithms.base.server_update import ServerUpdateMethod
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model

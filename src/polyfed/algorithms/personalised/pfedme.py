@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import (
     ClientState,
     ServerState,
-    ServerUpdateMethod,
     build_reply_and_client_state,
     interpolate,
 )
+from polyfed.algorithms.base.server_update import ServerUpdateMethod
 from polyfed.algorithms.personalised.parameters import assign_parameters, copy_trained_parameters_to_cpu
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.errors import UserError

@@ -16,8 +16,11 @@ ScoreFunction = Callable[[Tensor, Tensor], float]
 Unit = Literal["%", ""]
 _RESERVED_PREFIXES = ("val_", "global_", "loss")  # the names of other columns begin with these
 _RESERVED_NAMES = frozenset(
-    {"client", "num_examples", "train_loss", "seconds", "bytes_down", "bytes_up", "update_norm", "mean"}
-)
+    {
+        "client", "num_examples", "train_loss", "train_loss_change", "seconds", "bytes_down", "bytes_up", "update_norm",
+        "update_cosine", "mean",
+    }
+)  # fmt: skip
 
 
 @final

@@ -97,6 +97,11 @@ def noise_incompatibility_error(algorithm: Algorithm[Any, Any], secure_sums: boo
     'fedkd shows the shapes of what it sends, which depend on the data and which noise does not hide'
     """
     name, reason = registry_name(algorithm), _uncovered_disclosure(algorithm, secure_sums)
+    if secure_sums and (rule := getattr(algorithm, "robust", None)) is not None:
+        return (
+            f"robust={rule!r} would limit its noise too: the server knows no single part of a secure sum; run "
+            "without robust and max-update-norm, since this site limits its update by clip-norm"
+        )
     if reason is not None:
         return f"{name} {reason}; methods that can run with noise: {', '.join(_methods_compatible_with_noise(secure_sums))}"
     if algorithm.scalars_needed:

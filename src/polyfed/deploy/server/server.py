@@ -29,6 +29,7 @@ from polyfed.deploy.protocol.handshake import (
 )
 from polyfed.deploy.protocol.table_summary import describe_table_difference
 from polyfed.deploy.protocol.wire import DATA_SPEC_REQUIREMENTS, PROTOCOL, compression_head_fields
+from polyfed.deploy.server.update_bound import MaxUpdateNorm, parse_max_update_norm
 from polyfed.simulation.engines.base import ClientTask, Engine
 from polyfed.simulation.federate import run_remaining_rounds
 from polyfed.simulation.monitoring.progress import Progress
@@ -59,6 +60,8 @@ class Deployment:
         round_seconds: seconds that it waits for the replies of an exchange; later ones are discarded. In this time a site
             evaluates the previous round and trains.
         max_megabytes: the largest reply that the server accepts.
+        max_update_norm: the bound on the norm of a site's update, above which it is scaled down: a number; "auto", a
+            multiple of the running median of the norms (`polyfed.deploy.server.update_bound`); or "off".
         file: a Python file on the server, with `model()` (the common network, for methods that need one architecture),
             `architectures()` (a list of factories, for methods that need them all) and `public()` (unlabelled examples);
             None if the method needs none of these.
@@ -77,6 +80,7 @@ class Deployment:
     join_seconds: float = 300.0
     round_seconds: float = 3600.0
     max_megabytes: float = 1024.0
+    max_update_norm: MaxUpdateNorm = "auto"
     file: Path | None = None
     secure_threshold: int | None = None
     look: bool = False
@@ -86,6 +90,7 @@ class Deployment:
             raise UserError(f"sites must name at least one site, each once, got {', '.join(self.sites) or 'none'!r}")
         if not isinstance(self.look, bool):
             raise UserError(f"look must be true or false, got {self.look!r}")
+        object.__setattr__(self, "max_update_norm", parse_max_update_norm(self.max_update_norm))
         for name in ("join_seconds", "round_seconds", "max_megabytes"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):

@@ -1,6 +1,7 @@
 """Builds the server of a deployment from its configuration or, for a resumed run, from its run directory."""
 
 import dataclasses
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,10 +20,14 @@ from polyfed.core.io.validation import parse_yaml
 from polyfed.core.messages.lora import architecture_key_ignoring_averaged_ranks
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.deploy.server.server import Deployment, DeploymentServer
+from polyfed.deploy.server.update_bound import bound_updates
+from polyfed.simulation.checks.robustness import check_robust_rule
 from polyfed.simulation.rounds.secure_aggregation import check_secure_support, effective_disclosures
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import restore_settings_and_method
 from polyfed.simulation.storage.directory import RunDirectory, read_config
+
+_LOG = logging.getLogger("polyfed.server")
 
 
 def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
@@ -86,6 +91,9 @@ def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
     if unknown := [name for name in names if not is_built_in_metric(name)]:
         raise UserError(f"metrics has {unknown[0]!r}, which sites do not know; {did_you_mean(unknown[0], METRICS)}")
     settings = Settings(**{"on_error": "skip", **setting_values, "metrics": names})
+    bounded = bound_updates(algorithm, deployment.max_update_norm, secure=settings.secure)
+    algorithm = bounded.algorithm
+    _LOG.info("%s", bounded.sentence)
     return _check_and_build_server(deployment, algorithm, settings, secrets.token_hex(8))
 
 
@@ -123,6 +131,8 @@ def _configure_resumed_server(deployment: Deployment) -> DeploymentServer:
     file = deployment.file or (Path(saved_deployment["file"]) if saved_deployment.get("file") else None)
     saved_limits = {name: saved_deployment[name] for name in ("join_seconds", "round_seconds", "max_megabytes")}
     saved_limits["secure_threshold"] = saved_deployment.get("secure_threshold")
+    # A run that began without a bound goes on without; its method says so in any case.
+    saved_limits["max_update_norm"] = saved_deployment.get("max_update_norm", "off")
     server = _check_and_build_server(
         dataclasses.replace(deployment, file=file, **saved_limits),
         algorithm,
@@ -144,6 +154,7 @@ def _check_and_build_server(
     parties = settings.cohort_size(len(deployment.sites))
     if settings.secure:
         check_secure_support(algorithm, parties)
+    check_robust_rule(algorithm, parties)
     if settings.secure and not parties // 2 < (deployment.secure_threshold or parties) <= parties:
         raise UserError(
             f"secure-threshold must be above half of the {parties} sites of a round, and at most {parties}, got "

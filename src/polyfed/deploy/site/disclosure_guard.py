@@ -163,4 +163,5 @@ class DisclosureGuard:
         )
         if wrong := first_non_finite_tensor(body):
             raise UserError(f"{wrong} of its reply has NaN or infinite values, which a sum cannot take")
-        return participation.mask_encoded_reply(encode_reply_in_fixed_point(body, algorithm, participation.max_sites))
+        encoded = encode_reply_in_fixed_point(body, algorithm, participation.max_sites, received_message)
+        return participation.mask_encoded_reply(encoded)

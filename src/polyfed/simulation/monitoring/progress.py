@@ -11,6 +11,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import default_metric_names, metric_by_name
 from polyfed.core.io.number_format import format_number
 from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.simulation.monitoring.update_directions import update_bound_sentences
 from polyfed.simulation.monitoring.update_norms import norms_by_client
 
 
@@ -186,6 +187,8 @@ class LineProgress(Progress):
         if self._norms and (norm_by_client := norms_by_client(record)):
             listed = ", ".join(f"{client} {norm:.4g}" for client, norm in sorted(norm_by_client.items()))
             self.say(f"round {record['round']}: norms of updates: {listed}")
+        for sentence in update_bound_sentences(record) if self._norms else ():
+            self.say(f"round {record['round']}: {sentence}")
 
     def say(self, sentence: str) -> None:
         """Prints the sentence as a line."""

@@ -2,18 +2,27 @@
 
 The norm of a reply is Euclidean, over its floating-point tensors. A group that the message has under the same name
 counts by its change; any other group (class means, outputs on public examples, updates) counts as it is. A large norm
-is a sign of a single update that outweighs all others, by mistake or on purpose; nothing is limited here.
+is a sign of a single update that outweighs all others, by mistake or on purpose; nothing is limited here (`robust=` does).
 """
 
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from polyfed.core.algorithm import Message
+from polyfed.simulation.monitoring.update_directions import (
+    COSINE,
+    LOSS_CHANGE,
+    UpdateSketch,
+    cosines_to_mean,
+    describe_departing_clients,
+    loss_change,
+    sketch_update,
+)
 
 NORM = "update_norm"  # in the client rows of `metrics.jsonl`
 OUTLIER_FACTOR = 10.0  # times the median of the others, from which on a norm stands out
@@ -37,15 +46,53 @@ def update_norm(reply: Message, message: Message, differences: Iterable[str] = (
     >>> update_norm(Message({"classes": {"sums": w}}), Message()), update_norm(Message(), Message())
     (3.0, None)
     """
-    difference_groups, squares = frozenset(differences), list[float]()
+    return measure_update(reply, message, differences).norm
+
+
+class MeasuredUpdate(NamedTuple):
+    """Holds the norm of a client's update and a sketch of its direction; both are None for a reply without
+    floating-point tensors."""
+
+    norm: float | None
+    sketch: UpdateSketch | None
+
+
+def measure_update(reply: Message, message: Message, differences: Iterable[str] = ()) -> MeasuredUpdate:
+    """Returns the norm of a client's update, as `update_norm` does, and a sketch of its direction."""
+    difference_groups, changes = frozenset(differences), list[Tensor]()
     for group, tree in reply.tensors.items():
         received = {} if group in difference_groups else message.tensors.get(group, {})
-        for name, tensor in tree.items():
-            if tensor.is_floating_point():
-                change = _change(tensor.detach(), received.get(name))
-                squares.append(float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2)
+        changes += [
+            _change(tensor.detach(), received.get(name)) for name, tensor in tree.items() if tensor.is_floating_point()
+        ]
+    squares = [float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2 for change in changes]
     norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.inf
-    return norm if squares and math.isfinite(norm) else None
+    if not squares or not math.isfinite(norm):
+        return MeasuredUpdate(None, None)
+    return MeasuredUpdate(norm, sketch_update(changes))
+
+
+def describe_measures(
+    measures: Mapping[str, MeasuredUpdate],
+    scalars_by_client: Mapping[str, Mapping[str, float]],
+    earlier_records: Sequence[Mapping[str, Any]],
+) -> dict[str, dict[str, float]]:
+    """Returns the fields of the client rows of `metrics.jsonl` that say how each client changed the model: the norm of
+    its update, its cosine to the mean, and the change of its training loss.
+
+    Args:
+        measures: of the round's replies.
+        scalars_by_client: the scalars of the replies, of which the training loss is read.
+        earlier_records: the records of the rounds before.
+    """
+    cosines = cosines_to_mean({i: measured.sketch for i, measured in measures.items() if measured.sketch is not None})
+    rows = {}
+    for i, measured in measures.items():
+        loss = scalars_by_client.get(i, {}).get("train_loss")
+        change = None if loss is None else loss_change(i, loss, earlier_records)
+        values = {NORM: measured.norm, COSINE: cosines.get(i), LOSS_CHANGE: change}
+        rows[i] = {name: value for name, value in values.items() if value is not None}
+    return rows
 
 
 def _change(sent: Tensor, received: Tensor | None) -> Tensor:
@@ -85,16 +132,18 @@ def norms_by_client(record: Mapping[str, Any]) -> dict[str, float]:
     return {client: row[NORM] for client, row in record["clients"].items() if isinstance(row.get(NORM), int | float)}
 
 
-def describe_round_warnings(record: Mapping[str, Any]) -> list[str]:
-    """Returns a list of sentences, one for each problem of a round: losses that are not finite, and updates with an
-    unusually large norm.
+def describe_round_warnings(record: Mapping[str, Any], earlier_records: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    """Returns a list of sentences, one for each problem of a round: losses that are not finite, updates with an unusually
+    large norm, and clients that otherwise depart from the others.
 
     >>> rows = {"a": {"loss": None, "update_norm": 1.0}, "b": {"loss": 0.5, "update_norm": 40.0}}
     >>> describe_round_warnings({"round": 2, "clients": rows})
     ["round 2: the test loss of 'a' is not finite", "round 2: the update of 'b' has a norm of 40, 40 times the median of the
     others"]
     """
-    return [*_loss_warnings(record), *_norm_warnings(record)]
+    return [
+        *_loss_warnings(record), *_norm_warnings(record), *describe_departing_clients(record, earlier_records)
+    ]  # fmt: skip
 
 
 def describe_diverged_losses(records: Sequence[Mapping[str, Any]]) -> str:

@@ -49,6 +49,9 @@ class ReplyAggregator:
     ) -> None:
         self._algorithm, self._state = algorithm, state
         self._remaining_ids, self._replies = deque(sorted(client_ids)), dict[str, Message]()
+        self._messages = dict[str, Message]()  # that waiting replies answer, where a robust rule needs them
+        self._is_robust = getattr(algorithm, "robust", None) is not None
+        self._report: Mapping[str, Any] = {}
         self._missing_ids: set[str] = set()
         self._cohort_ids = frozenset(client_ids)
         self._sum: ReplySum | None = None
@@ -58,14 +61,21 @@ class ReplyAggregator:
         elif uses_default_mean(algorithm) and algorithm.reply_spec_is_known(state):
             has_all_counts = not algorithm.weighted or all(i in num_examples for i in client_ids)
             expected = {i: float(num_examples.get(i, 1)) for i in self._remaining_ids} if has_all_counts else None
-            self._sum = algorithm.empty_reply_sum(expected)
+            self._sum = algorithm.empty_reply_sum(expected, state)
 
-    def add_reply(self, client: str, reply: Message) -> None:
-        """Adds a client's reply to the round; discards the reply of a client outside the round's sample (such clients
-        train too with `everyone_trains`).
+    @property
+    def robust_report(self) -> Mapping[str, Any]:
+        """Returns what a robust rule did with the replies, after `aggregate`; empty without a rule."""
+        return self._report if self._sum is None else self._sum.report
+
+    def add_reply(self, client: str, reply: Message, message: Message | None = None) -> None:
+        """Adds a client's reply to `message` to the round; discards the reply of a client outside the round's sample
+        (such clients train too with `everyone_trains`).
         """
         if client in self._cohort_ids:
             self._replies[client] = reply
+            if message is not None and self._is_robust:
+                self._messages[client] = message
             self._sum_waiting_replies()
 
     def mark_client_missing(self, client: str) -> None:
@@ -83,7 +93,8 @@ class ReplyAggregator:
             client = self._remaining_ids.popleft()
             if client in self._replies:
                 assert uses_default_mean(self._algorithm)
-                self._algorithm.add_reply(self._sum, client, self._replies.pop(client))
+                message = self._messages.pop(client, None)
+                self._algorithm.add_reply(self._sum, client, self._replies.pop(client), message)
         self.seconds += time.perf_counter() - started
 
     def aggregate(self, server: ServerContext, *, leave_out_bad_replies: bool) -> AggregatedReplies:
@@ -128,10 +139,21 @@ class ReplyAggregator:
         self, replies: Mapping[str, Message], server: ServerContext
     ) -> tuple[Any, str | None, Exception | None]:
         try:
-            next_state = self._algorithm.aggregate(self._state, replies, server)
+            summed = self._sum_for_robust_rule(replies)
+            next_state = self._algorithm.aggregate(self._state, summed, server)
+            self._report = summed.report if isinstance(summed, ReplySum) else {}
         except Exception as error:  # whatever a method raises for numbers that it cannot work with
             return None, f"{type(error).__name__}: {error}", error
         return next_state, _nonfinite_error(next_state, self._state), None
+
+    def _sum_for_robust_rule(self, replies: Mapping[str, Message]) -> Mapping[str, Message]:
+        """Returns the replies, in a sum if a robust rule takes the place of the mean, which needs the messages too."""
+        if not (self._is_robust and uses_default_mean(self._algorithm)):
+            return replies
+        total = self._algorithm.empty_reply_sum(None, self._state)
+        for client in sorted(replies):
+            self._algorithm.add_reply(total, client, replies[client], self._messages.get(client))
+        return total
 
     def _find_bad_replies(self, replies: Mapping[str, Message], server: ServerContext) -> dict[str, str]:
         """Finds the replies that make the server's state invalid: client id -> reason. Those are replies that do so by

@@ -19,6 +19,7 @@ from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.client_list import class_names_of, list_clients
 from polyfed.simulation.checks.fingerprints import data_fingerprint, former_version_error
 from polyfed.simulation.checks.private_training import with_privacy_if_possible
+from polyfed.simulation.checks.robustness import check_robust_rule
 from polyfed.simulation.engines.devices import check_engine_installed, choose_client_device
 from polyfed.simulation.rounds.federated_preprocessing import with_common_preprocessing
 from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
@@ -80,6 +81,7 @@ def check_and_build_federation(
     cohort_size = settings.cohort_size(len(clients))
     if settings.secure:
         check_secure_support(algorithm, cohort_size)
+    check_robust_rule(algorithm, cohort_size)
     check_engine_installed(settings.engine)
     device = choose_client_device(settings)
     if isinstance(algorithm, LocalTraining):

@@ -25,6 +25,9 @@ from polyfed.core.messages.fixed_point import (
     to_fixed_point,
 )
 from polyfed.core.messages.lora import adapter_averaging_mode
+from polyfed.core.robust.clip import Clip
+from polyfed.core.robust.fixed_point_clip import clip_fixed_point_words, limit_mean_update
+from polyfed.core.robust.parse import parse_robust_rule
 from polyfed.core.state_dict import StateDict, spec_mismatch
 
 
@@ -83,13 +86,41 @@ def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> No
             f"secure=True gives the server nothing but the sum of a round's replies, and {registry_name(algorithm)} needs "
             f"each reply by itself, or none; methods whose server half is a mean: {', '.join(base)}"
         )
+    check_secure_rule(algorithm)
     if cohort_size < 2:
         raise UserError(
             f"secure=True hides a client among those of its round, and a round has {cohort_size}; raise clients_per_round"
         )
 
 
-def encode_reply_in_fixed_point(reply: Message, algorithm: Algorithm[Any, Any], cohort_size: int) -> Message:
+def check_secure_rule(algorithm: Algorithm[Any, Any]) -> None:
+    """Raises a `UserError` if a method's robust rule needs single replies, which secure sums hide.
+
+    Raises:
+        UserError: the rule compares replies, or its bound follows the norms of single updates.
+    """
+    rule = parse_robust_rule(getattr(algorithm, "robust", None))
+    cure = "give a number, robust='clip:C': then each site limits its own update before it masks it"
+    if isinstance(rule, Clip) and rule.times_median is not None:
+        raise UserError(
+            f"secure=True hides the norms of single updates, and robust='{rule}' limits them to a multiple of their "
+            f"median; {cure}"
+        )
+    if rule is not None and not isinstance(rule, Clip):
+        raise UserError(
+            f"secure=True hides single replies, and robust='{rule}' compares them; {cure}, or leave one of them out"
+        )
+
+
+def max_norm_of_secure_rule(algorithm: Algorithm[Any, Any]) -> float | None:
+    """Returns the bound on the norm of an update that a method's sites keep in a secure sum; None without one."""
+    rule = parse_robust_rule(getattr(algorithm, "robust", None))
+    return rule.max_norm if isinstance(rule, Clip) else None
+
+
+def encode_reply_in_fixed_point(
+    reply: Message, algorithm: Algorithm[Any, Any], cohort_size: int, received: Message | None = None
+) -> Message:
     """Encodes a client's reply in fixed point, as this client's part of a secure sum; a real site does the same before
     it masks the numbers.
 
@@ -98,14 +129,27 @@ def encode_reply_in_fixed_point(reply: Message, algorithm: Algorithm[Any, Any], 
             weights.
         algorithm: the method.
         cohort_size: the number of clients in a round.
+        received: the message that the reply answers, from which a bound on the update (`robust="clip:C"`) counts.
 
     Raises:
         UserError: a value is too large for fixed point.
     """
     assert uses_default_mean(algorithm)
-    weight = reply.scalars["num_examples"] if algorithm.weighted else 1
+    weight: Any = reply.scalars["num_examples"] if algorithm.weighted else 1  # whole: the encoding checks it
     groups = {group: reply.tensors[group] for group in algorithm.groups if group in reply.tensors}
-    return build_sum_message(to_fixed_point(groups, weight, cohort_size), SumLayout.from_tensor_groups(groups))  # type: ignore[arg-type]  # whole: encode checks
+    max_norm = max_norm_of_secure_rule(algorithm)
+    if max_norm is None:
+        words = to_fixed_point(groups, weight, cohort_size)
+    else:
+        words = clip_fixed_point_words(
+            groups,
+            received or Message(),
+            weight,
+            cohort_size,
+            max_norm,
+            algorithm._differences,
+        )
+    return build_sum_message(words, SumLayout.from_tensor_groups(groups))
 
 
 def sum_part_error(
@@ -146,13 +190,25 @@ class SecureSum(ReplySum):
         self._method, self._ids = method, list[str]()
         self._layout: SumLayout | None = None
         self._total: FixedPointWords = np.zeros(0, dtype=np.uint64)
+        self._max_norm = max_norm_of_secure_rule(method)
+        self._messages: list[Message] = []
+        self._norm: float | None = None
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """Returns the bound on updates that each site keeps, and the norm of the update of their mean; empty without a
+        bound.
+        """
+        if self._max_norm is None:
+            return {}
+        return {"rule": str(self._method.robust), "bound": self._max_norm, "norm_of_mean": self._norm}
 
     @property
     def client_ids(self) -> Sequence[str]:
         """Returns, in ascending order, the ids of the clients whose replies were added."""
         return sorted(self._ids)
 
-    def add(self, client_id: str, reply: Message) -> None:
+    def add(self, client_id: str, reply: Message, message: Message | None = None) -> None:
         """Adds a client's reply, encoded by `encode_reply_in_fixed_point`; raises a `UserError` if its layout differs
         from that of the first reply.
 
@@ -170,9 +226,28 @@ class SecureSum(ReplySum):
         else:
             self._total += words
         self._ids.append(client_id)
+        if self._max_norm is not None and message is not None:
+            self._messages.append(message)
 
     def mean(self) -> Mapping[str, StateDict]:
-        """Returns the weighted mean of the replies, as `{group: {tensor name: tensor}}`."""
+        """Returns the weighted mean of the replies, as `{group: {tensor name: tensor}}`, with its update within the
+        bound that each site keeps.
+        """
         assert self._layout is not None
         mean, _ = mean_from_fixed_point(self._total, self._layout)
+        if self._max_norm is not None and self._received_the_same():
+            limited = limit_mean_update(mean, self._messages[0], self._max_norm, self._method._differences)
+            mean, self._norm = dict(limited.mean), limited.norm  # type: ignore[arg-type]
         return {group: mean.get(group, {}) for group in self._method.groups}
+
+    def _received_the_same(self) -> bool:
+        """Returns whether all clients of the sum received the same tensors, so that its mean has one update."""
+        if not self._messages:
+            return False
+        first = self._messages[0].tensors
+        return all(
+            message.tensors.get(group, {}).get(name) is tensor
+            for message in self._messages[1:]
+            for group in self._method.groups
+            for name, tensor in first.get(group, {}).items()
+        )

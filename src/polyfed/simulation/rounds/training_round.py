@@ -25,7 +25,12 @@ from polyfed.core.training.config import LocalTraining
 from polyfed.simulation.checks.private_training import epsilon_spent
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase, TaskResult
 from polyfed.simulation.monitoring.progress import Progress
-from polyfed.simulation.monitoring.update_norms import NORM, describe_round_warnings, update_norm
+from polyfed.simulation.monitoring.update_norms import (
+    MeasuredUpdate,
+    describe_measures,
+    describe_round_warnings,
+    measure_update,
+)
 from polyfed.simulation.rounds.aggregator import ReplyAggregator
 from polyfed.simulation.rounds.federation import Federation, mean_train_loss
 from polyfed.simulation.rounds.secure_aggregation import encode_reply_in_fixed_point, sum_part_error
@@ -45,7 +50,7 @@ class PhaseResults:
         results: the accepted results, by client.
         bytes_down, bytes_up: the sizes of messages and replies, by client.
         scalars: the scalars of the replies, by client.
-        norms: the norms of the updates in the replies, by client.
+        measures: norm and direction of the update in each reply, by client.
         failures: an entry of the record for each failure.
         seconds_dispatch: time in which the server made messages.
         seconds_clients: time in which clients worked.
@@ -56,7 +61,7 @@ class PhaseResults:
     bytes_down: dict[str, int] = field(default_factory=dict)
     bytes_up: dict[str, int] = field(default_factory=dict)
     scalars: dict[str, Mapping[str, float]] = field(default_factory=dict)
-    norms: dict[str, float] = field(default_factory=dict)
+    measures: dict[str, MeasuredUpdate] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
     seconds_dispatch: float = 0.0
     seconds_clients: float = 0.0
@@ -134,12 +139,12 @@ def run_phase(
 
 def _validate_reply(
     federation: Federation, result: TaskResult, checkpoint: Checkpoint
-) -> tuple[Any, Any, float | None]:
+) -> tuple[Any, Any, MeasuredUpdate]:
     """Decodes a client's reply and checks it; raises a `ValueError` if it is not valid.
 
     Returns:
-        The reply as the server half of the method takes it; the reply as it travelled; and the norm of its update, None
-        for a part of a secure sum, which alone means nothing.
+        The reply as the server half of the method takes it; the reply as it travelled; and the measures of its update,
+        which are None for a part of a secure sum: alone it means nothing.
 
     Raises:
         ValueError: the reply cannot be accepted; the reason is half a sentence.
@@ -148,7 +153,7 @@ def _validate_reply(
     if result.masked:
         if reply is not None and (flaw := sum_part_error(reply, federation.algorithm, checkpoint.state, task.message)):
             raise ValueError(flaw)
-        return reply, reply, None  # no reply of a site that is in no sum of this round
+        return reply, reply, MeasuredUpdate(None, None)  # no reply of a site that is in no sum of this round
     decoded = federation.decode_reply_for_server(reply, task.message)
     if flaw := federation.reply_error(decoded, checkpoint.state, task.message, task.client):
         raise ValueError(flaw)
@@ -159,11 +164,11 @@ def _validate_reply(
             if adapter_averaging_mode(federation.algorithm) is None
             else federation.decompress_reply(reply, task.message)
         )
-        return decoded, reply, update_norm(uncompressed, task.message, federation.algorithm._differences)
+        return decoded, reply, measure_update(uncompressed, task.message, federation.algorithm._differences)
     part = encode_reply_in_fixed_point(
-        decoded, federation.algorithm, federation.cohort_size
+        decoded, federation.algorithm, federation.cohort_size, task.message
     )  # as a site does before it masks
-    return part, part, None
+    return part, part, MeasuredUpdate(None, None)
 
 
 def _record_result(
@@ -175,10 +180,11 @@ def _record_result(
     aggregator: ReplyAggregator | None,
 ) -> None:
     """Adds a client's result to the accepted results or to the failures of the phase."""
-    task, failure, reply, transmitted, norm = result.task, result.failure, result.reply, result.reply, None
+    task, failure, reply, transmitted = result.task, result.failure, result.reply, result.reply
+    measured = MeasuredUpdate(None, None)
     if failure is None and task.phase == "local":
         try:
-            reply, transmitted, norm = _validate_reply(federation, result, checkpoint)
+            reply, transmitted, measured = _validate_reply(federation, result, checkpoint)
         except ValueError as flaw:
             failure = ClientError(task.round, task.client, "reply", str(flaw))
     for incident_text in result.incidents:
@@ -188,8 +194,8 @@ def _record_result(
     if failure is None:
         if transmitted is not None and reply is not None and aggregator is not None:
             phase_results.bytes_up[task.client], phase_results.scalars[task.client] = transmitted.nbytes, reply.scalars
-            phase_results.norms |= {} if norm is None else {task.client: norm}
-            aggregator.add_reply(task.client, reply)
+            phase_results.measures[task.client] = measured
+            aggregator.add_reply(task.client, reply, task.message)
             result = replace(result, reply=None)
         # Without the message: with it, those of all blocks would stay until the end of the phase.
         phase_results.results[task.client] = replace(
@@ -283,11 +289,12 @@ def train_and_aggregate_round(
         "seconds": round(clock() - started, 4),
         "seconds_clients": round(training.seconds_clients - aggregator.seconds, 4),
         "seconds_server": round(seconds_server, 4),
-        **_describe_training(training, reply_ids, history[-1] if history else {}),
+        **_describe_training(training, reply_ids, history),
         **_describe_privacy(federation, number),
         "summary": {},
         "failures": training.failures,
         "replied": sorted(reply_ids),
+        **({"robust": dict(aggregator.robust_report)} if aggregator.robust_report else {}),
         "score": federation.metrics[0].name,
     }
     states = {**previous.client_states, **{i: result.client_state for i, result in training.results.items()}}
@@ -304,15 +311,16 @@ def _describe_privacy(federation: Federation, round_number: int) -> dict[str, An
 
 
 def _describe_training(
-    training: PhaseResults, reply_ids: Sequence[str], previous_record: Mapping[str, Any]
+    training: PhaseResults, reply_ids: Sequence[str], history: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the training part of a round's record: losses and bytes, in all and by client."""
+    """Returns the training part of a round's record: losses, bytes and measures of updates, in all and by client."""
+    previous_record = history[-1] if history else {}
+    measures = describe_measures(training.measures, training.scalars, history)
     rows: dict[str, dict[str, Any]] = {i: {"bytes_down": size} for i, size in training.bytes_down.items()}
     for i, result in training.results.items():
         scalars = training.scalars.get(i, {})
         loss = {"train_loss": scalars["train_loss"]} if "train_loss" in scalars else {}
-        norm = {NORM: training.norms[i]} if i in training.norms else {}
-        rows[i] |= {"seconds": round(result.seconds, 4), **loss, **norm}
+        rows[i] |= {"seconds": round(result.seconds, 4), **loss, **measures.get(i, {})}
     for i in reply_ids:
         rows[i]["bytes_up"] = training.bytes_up[i]
     bytes_down, bytes_up = (sum(row.get(f"bytes_{way}", 0) for row in rows.values()) for way in ("down", "up"))
@@ -368,7 +376,7 @@ def complete_record(
     if federation.settings.keep == "loss" and history:  # all but the best were worse
         earlier_records = [history[history[-1]["best_round"] - 1]] if history[-1]["best_round"] else []
     best = federation.best_round([*earlier_records, full_record])
-    completed = {**full_record, "warnings": describe_round_warnings(full_record), "best_round": best}
+    completed = {**full_record, "warnings": describe_round_warnings(full_record, history), "best_round": best}
     return CompletedRecord(completed, outputs)
 
 

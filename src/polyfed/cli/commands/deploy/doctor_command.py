@@ -84,6 +84,14 @@ def check_server_configuration(config: Mapping[str, Any], file: Path) -> Finding
         yield ok_finding("configuration", f"{file} can be read")
 
 
+def _is_update_bound(value: Any) -> bool:
+    """Returns whether a value is a bound on updates: "auto", "off" or a positive number, also as a text."""
+    try:
+        return value in ("auto", "off") or (not isinstance(value, bool) and 0 < float(value) < float("inf"))
+    except (TypeError, ValueError):
+        return False
+
+
 def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[Finding]:
     fields = {
         f.name.replace("_", "-"): f
@@ -100,6 +108,10 @@ def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[F
         value = values.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             yield problem_finding("configuration", f"{file}: {key} must be positive, got {value!r}")
+    if not _is_update_bound(bound := values.get("max-update-norm", "auto")):
+        yield problem_finding(
+            "configuration", f"{file}: max-update-norm must be auto, a positive number, or off, got {bound!r}"
+        )
     for key in ("allow-disclosure", "resume", "look"):
         if not isinstance(values.get(key, False), bool):
             yield problem_finding("configuration", f"{file}: {key} must be true or false, got {values[key]!r}")

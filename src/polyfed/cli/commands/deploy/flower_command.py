@@ -298,6 +298,8 @@ def show_newest_run(runs_folder: Path, console: Console) -> None:
 
     The norm of each update is printed where the server sees single updates.
     """
+    from polyfed.simulation.monitoring.update_directions import update_bound_sentences  # which imports torch
+
     newest = _read_newest_run(runs_folder)
     if newest is None:
         return
@@ -310,4 +312,6 @@ def show_newest_run(runs_folder: Path, console: Console) -> None:
         print(sanitise_for_terminal(f"  warning: {sentence}"))
     if config.get("secure") is True:
         print("  secure sums hide the norms of single updates")
+    for sentence in update_bound_sentences(records[-1]):
+        print(sanitise_for_terminal(f"  {sentence}"))
     console.print(_last_round_table(out, records))

@@ -29,7 +29,7 @@ from polyfed.data.look.look import look_at_sites
 from polyfed.report.data.predictions import read_group_predictions
 from polyfed.report.data.run_groups import MethodRuns, RunGroup, read_run_groups
 from polyfed.report.data.run_records import RunRecord
-from polyfed.report.page import update_norms
+from polyfed.report.page import update_directions, update_norms
 from polyfed.report.page.cross_site import CROSS_SITE_HEADING, html_cross_site
 from polyfed.report.page.look import LOOK_HEADING, html_look
 from polyfed.report.page.page import render_page
@@ -188,7 +188,10 @@ def _page_extras(run_group: RunGroup, key: str, max_panels: int, console: Consol
             continue
         panel_name = f"{method.label}, seed {run.seed}" if len(method.runs) > 1 else method.label
         panel_key = f"{key}-{position}"
-        panels = {update_norms.NORMS_HEADING: update_norms.html_update_norms(run, panel_key)}
+        panels = {
+            update_norms.NORMS_HEADING: update_norms.html_update_norms(run, panel_key),
+            update_directions.DIRECTIONS_HEADING: update_directions.html_update_directions(run, panel_key),
+        }
         inputs = PanelInputs(run, participants, panel_key, max_panels, console)
         panels |= build_method_panels_and_print_results(inputs)
         panels |= build_image_panel(inputs, reason) if show_images else {}

@@ -1,0 +1,141 @@
+"""Limits the norm of a client's update before it enters the mean."""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from polyfed.core.algorithm import Message
+from polyfed.core.errors import UserError
+from polyfed.core.robust.rule import RobustRule
+
+ROUNDS_REMEMBERED = 5
+"""The number of rounds whose medians make the running median."""
+
+
+@final
+@dataclass(frozen=True)
+class Clip(RobustRule):
+    """Scales an update whose norm is above a bound C down to the bound, and averages as always.
+
+    U_i ← U_i · min(1, C/‖U_i‖) with U_i = θ_i − θ (Sun, Kairouz, Suresh and McMahan, "Can You Really Backdoor Federated
+    Learning?", 2019, section 4, "norm thresholding"). C is a number, or a multiple of the running median of the norms
+    (polyfed's choice): the median over the last five rounds of the lower median of each round's norms; in round 1 that of
+    the round itself. Clients keep the weights of the method. A median of 0 limits nothing.
+
+    Args:
+        max_norm: C; None takes the median.
+        times_median: C in running medians; None if `max_norm` is given.
+
+    >>> str(Clip()), str(Clip(max_norm=5.0)), Clip().bound([1.0, 4.0, 2.0])
+    ('clip:3.0x', 'clip:5.0', 6.0)
+    """
+
+    max_norm: float | None = None
+    times_median: float | None = None
+    word: ClassVar[str] = "clip"
+    is_weighted: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.max_norm is None and self.times_median is None:
+            object.__setattr__(self, "times_median", 3.0)
+        if self.max_norm is not None and self.times_median is not None:
+            raise UserError("robust='clip' takes max_norm or times_median, not both")
+        bound = self.max_norm if self.times_median is None else self.times_median
+        is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+        if not (is_number and bound is not None and bound > 0):
+            raise UserError(
+                f"robust='clip:C' limits the norm of an update to C, which must be positive, got {bound!r}; a bound of 0 "
+                "would let no client change anything"
+            )
+
+    def __str__(self) -> str:
+        if self.times_median is not None:
+            return f"{self.word}:{float(self.times_median)!r}x"
+        return f"{self.word}:{float(self.max_norm or 0)!r}"
+
+    def bound(self, recent_medians: Sequence[float]) -> float | None:
+        """Returns C for a round; None if it depends on norms and none are known yet.
+
+        Args:
+            recent_medians: the lower median of the norms of each of the last rounds.
+        """
+        if self.times_median is None:
+            return self.max_norm
+        if not recent_medians:
+            return None
+        median = statistics.median_low(recent_medians)
+        return self.times_median * median if median > 0 else math.inf
+
+
+class ClippedUpdate(NamedTuple):
+    """Holds an update's norm, the factor by which it was scaled (1 if it was within the bound), and the reply with it."""
+
+    norm: float
+    factor: float
+    reply: Message
+
+
+def update_changes(
+    reply: Message, received: Message, groups: Iterable[str], differences: frozenset[str] = frozenset()
+) -> dict[tuple[str, str], Tensor]:
+    """Returns the change in each floating-point tensor of a reply, in float64, by group and name.
+
+    A tensor that the server has not sent, or not in this form, counts as a change from zero.
+
+    Args:
+        reply, received: a client's reply, and the message that it answers.
+        groups: the groups of the reply that count.
+        differences: groups that hold changes already.
+    """
+    changes = {}
+    for group in groups:
+        sent = {} if group in differences else received.tensors.get(group, {})
+        for name, tensor in reply.tensors.get(group, {}).items():
+            if tensor.is_floating_point():
+                change, before = tensor.detach().to(torch.float64), sent.get(name)
+                has_form = before is not None and before.shape == tensor.shape
+                changes[group, name] = change - before.to(change) if before is not None and has_form else change
+    return changes
+
+
+def euclidean_norm(changes: Mapping[tuple[str, str], Tensor]) -> float:
+    """Returns the Euclidean norm of all tensors together.
+
+    >>> euclidean_norm({("model", "w"): torch.tensor([3.0]), ("model", "b"): torch.tensor([4.0])})
+    5.0
+    """
+    return math.sqrt(math.fsum(float(torch.linalg.vector_norm(change)) ** 2 for change in changes.values()))
+
+
+def clip_update(
+    reply: Message,
+    received: Message,
+    groups: Iterable[str],
+    bound: float | None,
+    differences: frozenset[str] = frozenset(),
+) -> ClippedUpdate:
+    """Scales a client's update down to a bound on its norm; a reply within the bound is returned as it came.
+
+    Whole numbers, such as counters of BatchNorm, do not count and stay.
+
+    Args:
+        reply, received, groups, differences: as in `update_changes`.
+        bound: C; None only measures.
+    """
+    changes = update_changes(reply, received, groups, differences)
+    norm = euclidean_norm(changes)
+    if bound is None or norm <= bound:
+        return ClippedUpdate(norm, 1.0, reply)
+    factor = bound / norm
+    tensors = {group: dict(tree) for group, tree in reply.tensors.items()}
+    for (group, name), change in changes.items():
+        tensor = reply.tensors[group][name]
+        # what was received, in float64, plus the smaller change
+        start = tensor.detach().to(torch.float64) - change
+        tensors[group][name] = (start + change * factor).to(tensor.dtype)
+    return ClippedUpdate(norm, factor, Message(tensors, reply.scalars))

@@ -1,0 +1,220 @@
+"""Measures in which direction each client changes the model, and describes clients that depart from the others.
+
+The cosine of a client is that between its update and the mean of all updates of the round, each scaled down to the median
+norm, so that a single huge update does not decide what the mean is. It is near 1 where clients agree, about 1/√n where n
+clients change unrelated things, and negative where one pulls against the rest.
+
+Updates are let go once they are summed, so of each only a sketch stays: of up to 4,096 numbers the update itself; of more,
+s·X, where the rows of X are the update in pieces of 4,096 and s are fixed random signs, which keeps inner products on
+average (a random projection). The error of a cosine is then about 0.02.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+COSINE = "update_cosine"
+"""The field of the client rows of `metrics.jsonl` with the cosine of a client's update to the mean."""
+LOSS_CHANGE = "train_loss_change"
+"""The field of the client rows with the training loss minus that of the round in which the client last took part."""
+SKETCH_SIZE = 4096
+_AGAINST, _AGREE = -0.1, 0.2  # a client's cosine, and the median of the others', from which on it pulls against them
+_IDLE = 0.01  # times the median norm of the others, below which a client has hardly trained
+_ROSE, _ABOVE = 1.5, 2.0  # a loss that rose by this factor, and is above that of the others by this one
+_FEWEST = 3  # clients among which one can depart from the others
+
+
+@final
+@dataclass(frozen=True)
+class UpdateSketch:
+    """Holds a client's update in few numbers, with the forms of its tensors: only sketches of the same forms compare."""
+
+    forms: tuple[tuple[int, ...], ...]
+    numbers: Tensor
+
+
+@lru_cache(maxsize=4)
+def _random_signs(count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(48)
+    return torch.randint(0, 2, (count,), generator=generator).float() * 2 - 1
+
+
+def sketch_update(changes: Sequence[Tensor]) -> UpdateSketch:
+    """Returns the sketch of an update, which is given as the change in each tensor, always in the same order.
+
+    >>> sketch_update([torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])]).numbers
+    tensor([1., 2., 3.])
+    """
+    forms = tuple(tuple(change.shape) for change in changes)
+    total = sum(change.numel() for change in changes)
+    flat = [change.detach().reshape(-1).to("cpu", torch.float32) for change in changes]
+    if total <= SKETCH_SIZE:
+        return UpdateSketch(forms, torch.cat(flat) if flat else torch.zeros(0))
+    # A power of two, so that models of about one size share their signs.
+    signs = _random_signs(2 ** math.ceil(math.log2(total // SKETCH_SIZE + 2)))
+    numbers, position = torch.zeros(SKETCH_SIZE), 0
+    for values in flat:
+        row, column = divmod(position, SKETCH_SIZE)
+        position += len(values)
+        if column:  # the rest of a piece that an earlier tensor began
+            begun, values = values[: SKETCH_SIZE - column], values[SKETCH_SIZE - column :]
+            numbers[column : column + len(begun)].add_(begun, alpha=float(signs[row]))
+            row += 1
+        rows = len(values) // SKETCH_SIZE
+        if rows:
+            numbers += signs[row : row + rows] @ values[: rows * SKETCH_SIZE].view(rows, SKETCH_SIZE)
+        if len(rest := values[rows * SKETCH_SIZE :]):
+            numbers[: len(rest)].add_(rest, alpha=float(signs[row + rows]))
+    return UpdateSketch(forms, numbers)
+
+
+def cosines_to_mean(sketches: Mapping[str, UpdateSketch]) -> dict[str, float]:
+    """Returns each client's cosine to the mean of the updates, each scaled down to the median norm; of clients with
+    networks of the most frequent form.
+
+    Empty for fewer than two clients, and for updates of zero.
+
+    >>> one, other = (sketch_update([torch.tensor(v)]) for v in ([1.0, 0.0], [0.0, 1.0]))
+    >>> cosines_to_mean({"a": one, "b": other, "c": one})
+    {'a': 0.8944, 'b': 0.4472, 'c': 0.8944}
+    """
+    ids_by_form: dict[object, list[str]] = {}
+    for client in sorted(sketches):
+        ids_by_form.setdefault(sketches[client].forms, []).append(client)
+    ids = max(ids_by_form.values(), key=len, default=[])
+    if len(ids) < 2 or not len(sketches[ids[0]].numbers):
+        return {}
+    rows = torch.stack([sketches[client].numbers for client in ids]).to(torch.float64)
+    norms = rows.norm(dim=1)
+    median = statistics.median_low(norms.tolist())
+    limited = rows * torch.where(norms > median, median / norms, 1.0)[:, None]
+    mean = limited.mean(dim=0)
+    lengths = norms * mean.norm()
+    cosines = (rows @ mean) / lengths
+    return {client: round(float(c), 4) for client, c in zip(ids, cosines, strict=True) if math.isfinite(float(c))}
+
+
+def loss_change(client: str, loss: float, earlier_records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Returns by how much a client's training loss has changed since the last round in which it took part; None if there
+    is none.
+
+    >>> loss_change("a", 0.5, [{"clients": {"a": {"train_loss": 0.75}}}, {"clients": {"b": {}}}])
+    -0.25
+    """
+    for record in reversed(earlier_records):
+        before = record["clients"].get(client, {}).get("train_loss")
+        if isinstance(before, int | float) and math.isfinite(before):
+            return float(loss) - float(before) if math.isfinite(loss) else None
+    return None
+
+
+def describe_departing_clients(
+    record: Mapping[str, Any], earlier_records: Sequence[Mapping[str, Any]] = ()
+) -> list[str]:
+    """Returns a sentence for each client that departs from the others in a way that somebody can look into.
+
+    - It pulls against the others, in this round and in the one before in which it took part.
+    - It sends back almost what it has received.
+    - Its training loss rises, far above that of the others, while theirs does not.
+
+    And one sentence if the mean of a secure sum is beyond the bound that every site keeps.
+
+    >>> rows = {"a": {"update_norm": 1.0}, "b": {"update_norm": 1.1}, "c": {"update_norm": 0.001}}
+    >>> describe_departing_clients({"round": 2, "clients": rows})
+    ["round 2: 'c' sends back almost what it has received (norm 0.001, the others' median 1.1): does its training run, and
+    has it its examples?"]
+    """
+    rows, number = record["clients"], record["round"]
+    return [
+        *_opposed(rows, number, earlier_records),
+        *_idle(rows, number),
+        *_rising_losses(rows, number, earlier_records),
+        *_broken_bound(record.get("robust", {}), number),
+    ]
+
+
+def _medians_of_others(rows: Mapping[str, Mapping[str, Any]], field: str) -> dict[str, tuple[float, float]]:
+    """Returns each client's value of a field, and the upper median of the other clients' values; empty for few clients.
+
+    The upper one, since of two others one may lie.
+    """
+    values = {i: float(row[field]) for i, row in rows.items() if isinstance(row.get(field), int | float)}
+    values = {i: value for i, value in values.items() if math.isfinite(value)}
+    if len(values) < _FEWEST:
+        return {}
+    return {i: (value, statistics.median_high(v for j, v in values.items() if j != i)) for i, value in values.items()}
+
+
+def _opposed(
+    rows: Mapping[str, Mapping[str, Any]], number: int, earlier_records: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    sentences = []
+    for client, (cosine, others) in _medians_of_others(rows, COSINE).items():
+        if cosine > _AGAINST or others < _AGREE:
+            continue
+        rows_before = (r["clients"].get(client, {}) for r in reversed(earlier_records))
+        if next((row[COSINE] for row in rows_before if COSINE in row), 1.0) <= _AGAINST:
+            sentences.append(
+                f"round {number}: the update of {client!r} pulls against the others (cosine {cosine:.2f}, their median "
+                f"{others:.2f}): are its labels, its preprocessing and its loss those that all agreed on?"
+            )
+    return sentences
+
+
+def _idle(rows: Mapping[str, Mapping[str, Any]], number: int) -> list[str]:
+    return [
+        f"round {number}: {client!r} sends back almost what it has received (norm {norm:.3g}, the others' median "
+        f"{others:.3g}): does its training run, and has it its examples?"
+        for client, (norm, others) in _medians_of_others(rows, "update_norm").items()
+        if norm < _IDLE * others
+    ]
+
+
+def _rising_losses(
+    rows: Mapping[str, Mapping[str, Any]], number: int, earlier_records: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    changes, sentences = _medians_of_others(rows, LOSS_CHANGE), []
+    for client, (loss, others) in _medians_of_others(rows, "train_loss").items():
+        change, others_change = changes.get(client, (0.0, 0.0))
+        stands_out = change > 0 and others_change <= 0 and loss > _ROSE * (loss - change) and loss > _ABOVE * others
+        first = next((r["clients"][client]["train_loss"] for r in earlier_records
+                      if isinstance(r["clients"].get(client, {}).get("train_loss"), float)), 0.0)  # fmt: skip
+        # A loss that has almost vanished may double and mean nothing.
+        if stands_out and loss > first / 2:
+            sentences.append(
+                f"round {number}: the training loss of {client!r} rose from {loss - change:.3g} to {loss:.3g}, and the "
+                f"others' did not (median {others:.3g}): has its data changed, or are labels swapped?"
+            )
+    return sentences
+
+
+def _broken_bound(report: Mapping[str, Any], number: int) -> list[str]:
+    norm, bound = report.get("norm_of_mean"), report.get("bound")
+    if norm is None or bound is None or not norm > bound * 1.001:
+        return []
+    return [
+        f"round {number}: the mean of the secure sum has an update of norm {norm:.4g}, and every site limits its own to "
+        f"{bound:.4g}: one of them does not, and nobody can see which. The mean was scaled to the bound; ask the sites for "
+        "their versions and logs"
+    ]
+
+
+def update_bound_sentences(record: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence about the bound on updates in a round, with the clients whose updates were scaled down to it;
+    none without a bound.
+
+    >>> update_bound_sentences({"round": 3, "robust": {"rule": "clip:3.0x", "bound": 2.0, "scaled": {"b": 0.01}}})
+    ['the bound on updates was 2; scaled down to it: b (times 0.01)']
+    """
+    report = record.get("robust", {})
+    bound, scaled = report.get("bound"), report.get("scaled", {})
+    if not isinstance(bound, int | float):
+        return []
+    listed = ", ".join(f"{client} (times {factor:.2g})" for client, factor in sorted(scaled.items()))
+    return [f"the bound on updates was {bound:.4g}" + (f"; scaled down to it: {listed}" if listed else "")]

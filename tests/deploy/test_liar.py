@@ -1,0 +1,168 @@
+"""A site that lies among three: it is named, and moves the model by no more than the bound that a deployment has."""
+
+import dataclasses
+import io
+import re
+import statistics
+
+import pytest
+
+from polyfed.algorithms import FedAMP, FedAvg, HeteroFL
+from polyfed.core.algorithm import Message
+from polyfed.core.errors import UserError
+from polyfed.deploy.server.server import Deployment
+from polyfed.deploy.server.server_config import build_or_restore_server
+from polyfed.deploy.server.update_bound import bound_updates
+from polyfed.deploy.trial import local_trial as trials
+from polyfed.deploy.trial.project import create_project
+from polyfed.simulation.engines.inprocess import InProcessEngine
+from polyfed.simulation.monitoring.progress import LineProgress
+from polyfed.simulation.storage.directory import read_config, read_metrics
+
+from .test_loopback import DISCLOSE, command, port  # noqa: F401
+
+LIAR = "client-2"
+honest = InProcessEngine.run
+
+
+def forge(reply, received):
+    """−20 times the change that was trained."""
+    model = {
+        name: received[name] - 20 * (tensor - received[name]) if tensor.is_floating_point() else tensor
+        for name, tensor in reply.tensors["model"].items()
+    }
+    return Message({"model": model}, reply.scalars)
+
+
+def lies(engine, tasks):
+    for result in honest(engine, tasks):
+        if result.task.client == LIAR and result.reply is not None:
+            result = dataclasses.replace(result, reply=forge(result.reply, result.task.message.tensors["model"]))
+        yield result
+
+
+def honest_accuracy(run):
+    return statistics.fmean(row["accuracy"] for i, row in run.history[-1]["clients"].items() if i != LIAR)
+
+
+def test_a_liar_among_three_sites_is_bounded_and_named(run, tmp_path, monkeypatch):
+    stream, method = io.StringIO(), FedAvg(lr=0.05)
+    plain = run(method=method, rounds=4, out="plain")
+    monkeypatch.setattr(InProcessEngine, "run", lies)
+    words = {"max-update-norm": "auto", "progress": LineProgress(stream, norms=True)}
+    bounded = run(method=method, rounds=4, out="bounded", **words)
+    free = run(method=method, rounds=4, out="free")
+    assert read_config(tmp_path / "bounded")["algorithm"]["robust"] == "clip:3.0x"
+    for record in bounded.history:
+        norms = {i: row["update_norm"] for i, row in record["clients"].items()}
+        assert set(record["robust"]["scaled"]) == {LIAR}
+        assert record["robust"]["scaled"][LIAR] * norms[LIAR] == pytest.approx(record["robust"]["bound"], rel=1e-3)
+    assert any(f"{LIAR!r} pulls against the others" in s for record in bounded.history for s in record["warnings"])
+    named = [s for record in bounded.history for s in record["warnings"]]
+    assert named
+    assert all(LIAR in sentence for sentence in named if "no client" not in sentence)
+    assert "scaled down to it: client-2 (times " in stream.getvalue()
+    assert all("robust" not in record for record in free.history)
+    assert honest_accuracy(free) <= honest_accuracy(bounded) <= honest_accuracy(plain) + 0.15
+
+
+def test_the_default_changes_no_bit_where_nobody_lies(run):
+    """3 times the median is above what honest sites send here."""
+    bounded = run(method=FedAvg(lr=0.05), out="bounded", **{"max-update-norm": "auto"})
+    free = run(method=FedAvg(lr=0.05), out="free")
+    assert all(record["robust"]["scaled"] == {} for record in bounded.history)
+    for ours, theirs in zip(bounded.history, free.history, strict=True):
+        assert ours["summary"] == theirs["summary"]
+        assert [row["update_norm"] for row in ours["clients"].values()] == [
+            row["update_norm"] for row in theirs["clients"].values()
+        ]
+
+
+WORDS = {"sites": "a,b,c", "out": "run", "algorithm.name": "local"}
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "none", True, "nan"])
+def test_a_bound_that_is_none_is_refused(value):
+    with pytest.raises(UserError, match="max-update-norm must be auto, a positive number, or off, got"):
+        build_or_restore_server({**WORDS, "max-update-norm": value})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "setting", "secure", "rule", "words"),
+    [
+        (FedAvg(), "auto", False, "clip:3.0x", "limited to 3 times the running median of their norms"),
+        (FedAvg(), 2.5, False, "clip:2.5", "limited to a norm of 2.5"),
+        (FedAvg(), 2.5, True, "clip:2.5", "limited to a norm of 2.5"),
+        (FedAvg(), "auto", True, None, "secure sums hide the norms .* with max-update-norm = C"),
+        (FedAvg(), "off", False, None, "max-update-norm is off, so one site can outweigh all others"),
+        (FedAvg(robust="median"), "auto", False, "median", "combined by robust = 'median'"),
+        (FedAvg(adapters="svd"), "auto", False, None, "adapters of several ranks"),
+        (HeteroFL(), "auto", False, None, "heterofl's server does more with replies"),
+    ],
+)
+def test_what_bound_a_deployment_has_is_said(algorithm, setting, secure, rule, words):
+    bounded = bound_updates(algorithm, setting, secure=secure)
+    assert bounded.algorithm.robust == rule
+    assert re.search(words, bounded.sentence)
+
+
+def test_a_number_where_no_bound_can_be_is_refused():
+    with pytest.raises(UserError, match="is not possible: fedamp's server does more"):
+        bound_updates(FedAMP(), 1.0, secure=False)
+    with pytest.raises(UserError, match="are two rules; leave one of them out"):
+        bound_updates(FedAvg(robust="median"), 1.0, secure=False)
+
+
+def test_fewer_sites_than_krum_needs_are_refused_before_anything_starts(tmp_path):
+    assert Deployment(sites=("a",), out=tmp_path).max_update_norm == "auto"
+    with pytest.raises(UserError, match=r"robust='krum:1' is not possible: .* 2f \+ 3 = 5"):
+        build_or_restore_server(
+            {**WORDS, "algorithm.name": "fedavg", "algorithm.robust": "krum", "allow-disclosure": True}
+        )
+
+
+SITE = """
+import os
+from polyfed.core.algorithm import Message
+from polyfed.deploy.site.disclosure_guard import DisclosureGuard
+from polyfed.testing import small_clients
+
+NAME = os.environ["POLYFED_SITE"]
+protect = DisclosureGuard.clip_noise_and_compress_reply
+
+def forge(guard, reply, received, *more):
+    start = received.tensors["model"]
+    model = {
+        name: start[name] - 20 * (tensor - start[name]) if tensor.is_floating_point() else tensor
+        for name, tensor in reply.tensors["model"].items()
+    }
+    return protect(guard, Message({"model": model}, reply.scalars), received, *more)
+
+if NAME == "client-2":
+    DisclosureGuard.clip_noise_and_compress_reply = forge
+
+def client():
+    return {c.id: c for c in small_clients(3)}[NAME]
+"""
+
+
+@pytest.mark.slow
+def test_a_liar_among_three_sites_of_their_own_processes(tmp_path, port):  # noqa: F811
+    """Real SuperNodes: the log, the records and `polyfed flower status` name the liar and its factor."""
+    project = create_project(tmp_path / "federation", ["client-0", "client-1", LIAR])
+    project.site_file.write_text(SITE)
+    (project.path / "server" / "server.py").write_text("from polyfed.testing import SmallNet as model\n")
+    server = project.path / "server" / "server.py"
+    settings = ['algorithm.name="fedavg"', "algorithm.lr=0.05", "rounds=4", f'file="{server}"']
+    with trials.start_trial(project, project.read_site_names(), port, DISCLOSE + "allow-disclosure=true"):
+        out = project.path / "runs" / "run-1"
+        done = command(
+            "run", str(project.path), "--allow-disclosure", "--out", str(out), *(f"--set={s}" for s in settings)
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        status = command("status", str(project.path)).stdout
+    records = read_metrics(out / "metrics.jsonl")
+    assert all(set(record["robust"]["scaled"]) == {LIAR} for record in records)
+    assert any(f"{LIAR!r} pulls against the others" in s for record in records for s in record["warnings"])
+    assert "scaled down to it: client-2 (times " in status
+    assert "updates are limited to 3 times the running median of their norms (max-update-norm)" in done.stderr
