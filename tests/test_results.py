@@ -38,13 +38,6 @@ def board():
     return leaderboard_page
 
 
-@pytest.fixture
-def sites():
-    import multicentre_page
-
-    return multicentre_page
-
-
 def both(name, folder):
     return tuple((place / name).read_text(encoding="utf-8") for place in (ROOT / "docs", folder))
 
@@ -166,22 +159,6 @@ def test_the_leaderboard_is_made_of_the_measurements(board, tmp_path):
     board.write(ROOT / "benchmarks" / "results" / "leaderboard", tmp_path)
     made = pages("leaderboard", tmp_path)
     assert pages("leaderboard", ROOT / "docs") == made, "run python benchmarks/leaderboard.py page"
-
-
-def test_the_page_of_real_sites_is_made_of_the_measurements(sites, tmp_path):
-    sites.write(ROOT / "benchmarks" / "results" / "multicentre", tmp_path)
-    ours, made = both("multicentre.md", tmp_path)
-    assert ours == made, "run python benchmarks/multicentre.py page"
-
-
-def test_an_answer_on_real_sites_is_that_of_the_comparison(sites):
-    found = sites.read(ROOT / "benchmarks" / "results" / "multicentre")
-    for name, one in found.items():
-        low, high = one["mean_answer"]["interval"]
-        assert one["mean_answer"]["answer"] != "join" or low > 0, name
-        assert one["mean_answer"]["answer"] != "stay" or high < 0, name
-    assert sites.with_interval(-0.0789, [-0.133, 0.0251], "", True) == "−0.079 (−0.133 to +0.025)"
-    assert sites.with_interval(0.25, None, "%") == "25.0"
 
 
 def test_a_sentence_that_its_intervals_do_not_carry_is_not_written(board, monkeypatch):

@@ -143,16 +143,13 @@ def compare(
             `polyfed.comparison.tuning.hyperparameter_search`.
         trials: runs a method has in that search, by Optuna (extra `tune`); None tries every combination of the values.
         parallel: runs at once, each in a process of its own; "auto" is one per core where a round has few clients.
-        references: puts scores of simple models and of all data pooled next to the methods
-            (`polyfed.comparison.references.reference_models`).
+        references: puts scores of simple models and of all data pooled (`polyfed.comparison.references`) next to methods.
         title: for headings.
         callbacks: as for `federate`, called in each run that is compared, not in those of the search.
-        progress, quiet: as for `federate`. A `Progress` gets rounds of runs in this process, and a sentence for each
-            finished run; a function gets each round's record.
+        progress, quiet: as for `federate`; a `Progress` gets a sentence for each finished run as well.
 
     Raises:
-        UserError: methods with unequal local training, clients that no method but `local` suits, or what `federate` refuses;
-            nothing has been computed.
+        UserError: what `federate` refuses, methods with unequal local training, or clients that suit `local` alone.
         ClientError, RoundError: every method that federates failed, the first as this error says.
 
     >>> from polyfed.testing import small_clients

@@ -1,7 +1,7 @@
 """Checks that a run can be trained with differential privacy, and computes the ε that each client has spent."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.nn.modules.batchnorm import _NormBase
@@ -60,6 +60,13 @@ def epsilon_spent(algorithm: LocalTraining, client: Client, share_of_run: float)
     assert algorithm.privacy is not None
     rate = algorithm.sampling_rate(number_of_units(client.train, algorithm.privacy))
     return algorithm.privacy.epsilon_after(rate, share_of_run)
+
+
+def describe_epsilon(algorithm: Algorithm[Any, Any], clients: Iterable[Client], share_of_run: float) -> dict[str, Any]:
+    """Returns `{"epsilon": {client: ε}}` after a share of the run, for a round's record; empty without privacy."""
+    if not isinstance(algorithm, LocalTraining) or algorithm.privacy is None:
+        return {}
+    return {"epsilon": {client.id: round(epsilon_spent(algorithm, client, share_of_run), 4) for client in clients}}
 
 
 def _check_client(client: Client, algorithm: LocalTraining) -> None:

@@ -21,8 +21,7 @@ from polyfed.core.evaluation.evaluate import summarise_clients
 from polyfed.core.messages.contiguous import as_contiguous
 from polyfed.core.messages.lora import adapter_averaging_mode
 from polyfed.core.serialization import check_serializable
-from polyfed.core.training.config import LocalTraining
-from polyfed.simulation.checks.private_training import epsilon_spent
+from polyfed.simulation.checks.private_training import describe_epsilon
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase, TaskResult
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.monitoring.update_norms import (
@@ -290,7 +289,7 @@ def train_and_aggregate_round(
         "seconds_clients": round(training.seconds_clients - aggregator.seconds, 4),
         "seconds_server": round(seconds_server, 4),
         **_describe_training(training, reply_ids, history),
-        **_describe_privacy(federation, number),
+        **describe_epsilon(algorithm, federation.clients.values(), number / settings.rounds),
         "summary": {},
         "failures": training.failures,
         "replied": sorted(reply_ids),
@@ -299,15 +298,6 @@ def train_and_aggregate_round(
     }
     states = {**previous.client_states, **{i: result.client_state for i, result in training.results.items()}}
     return Checkpoint(number, state, states, record)
-
-
-def _describe_privacy(federation: Federation, round_number: int) -> dict[str, Any]:
-    """Returns `{"epsilon": {client: ε}}` after a round, as if each client had taken part in all; empty without privacy."""
-    algorithm = federation.algorithm
-    if not isinstance(algorithm, LocalTraining) or algorithm.privacy is None:
-        return {}
-    share = round_number / federation.settings.rounds
-    return {"epsilon": {i: round(epsilon_spent(algorithm, c, share), 4) for i, c in federation.clients.items()}}
 
 
 def _describe_training(
