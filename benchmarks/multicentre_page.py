@@ -48,7 +48,7 @@ SECTIONS = {
                   "About 140 recordings of each patient; **the six clinics are made**, of seven patients. `motor_UPDRS` in "
                   "standard deviations. Rows of a patient stay together and count as one: intervals are over patients."),
     "parkinson-networks": ("Parkinson, four networks", "The same clinics, with the four networks above in turn."),
-    "exam": ("65 schools of London", "`normexam` of pupils, in standard deviations, from six features; 8 hidden units."),
+    "exam": ("65 schools of London", "`normexam` of pupils, in standard deviations, from four columns; 8 hidden units."),
     "exam-networks": ("65 schools of London, four networks", "The same schools, with the four networks above in turn."),
     "hsb": ("160 high schools", "Mathematics of pupils, in standard deviations; 8 hidden units."),
     "tweets": ("Tweets",
@@ -132,7 +132,7 @@ def methods_table(found):
     for label, one in [*ranked, *simple]:
         verdicts = [site.get("verdict") for site in one["sites"].values()]
         sites = (
-            f"{sum(v in ('join', 'better') for v in verdicts)}, {sum(v in ('stay', 'worse') for v in verdicts)}"
+            f"{verdicts.count('gains')}, {verdicts.count('loses')}"
             if label in found["methods"] and label != "local"
             else ""
         )
@@ -220,15 +220,40 @@ def summary(results):
     return "\n\n".join(text)
 
 
+def decided(results):
+    """A line for each method whose gain over training alone is decided in the mean of a federation."""
+    lines = []
+    for name, found in results.items():
+        for label, one in found["methods"].items():
+            if (
+                label != "local"
+                and one["gain_interval"]
+                and not one["gain_interval"][0] <= 0 <= one["gain_interval"][1]
+            ):
+                gain = with_interval(one["gain"], one["gain_interval"], found["score_unit"], True)
+                lines.append(f"- {SECTIONS[name][0]}: `{label}` {gain} of {found['score_label']}")
+    if not lines:
+        return "No method's gain over `local` is decided in the mean of any federation."
+    return "\n".join(["Decided in the mean, over `local` alone (a network of the same form):", "", *lines])
+
+
 def missing(results):
     left = [f"`{name}`" for name in SECTIONS if name not in results]
-    return f"**Not measured**, since the budget was spent: {', '.join(left)}. The script has them." if left else ""
+    return f"**Not measured yet**: {', '.join(left)}. The script has them." if left else ""
 
 
 def write(folder, docs):
     results = read(folder)
     minutes = sum(found["minutes"] for found in results.values())
     spent = f"These {len(results)} took {minutes:.0f} minutes of a core of a busy machine."
-    parts = [HEAD.rstrip(), "## All answers", summary(results), overview(results), spent, missing(results)]
+    parts = [
+        HEAD.rstrip(),
+        "## All answers",
+        summary(results),
+        overview(results),
+        decided(results),
+        spent,
+        missing(results),
+    ]
     parts += [section(name, found) for name, found in results.items()]
     (docs / "multicentre.md").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")

@@ -5,9 +5,11 @@ import re
 
 import pytest
 
+from polyfed.cli.commands.compare import compare_command
 from polyfed.cli.commands.compare.compare_options import parse_compare_options
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
+from polyfed.simulation.experiment import load_participants
 
 SMALL = [
     "--data.clients", "3", "--data.examples_per_client", "20", "--rounds", "2", "--model", "mlp",
@@ -154,6 +156,19 @@ def test_one_dealing_for_all_seeds(polyfed):
         "gains", "loses", "undecided",
     }  # fmt: skip
     assert re.search(r"not decided +mean over clients +90 test examples cannot answer", out)
+
+
+def test_folds_read_and_deal_the_data_once(polyfed, monkeypatch):
+    loaded = []
+
+    def load(experiment):
+        loaded.append(experiment)
+        return load_participants(experiment)
+
+    monkeypatch.setattr(compare_command, "load_participants", load)
+    words = ["fedavg_digits", *SMALL, *PLAIN, "--rounds", "1", "--folds", "2", "--out", "a"]
+    assert polyfed("compare", *words)[0] == 0
+    assert len(loaded) == 1
 
 
 @pytest.mark.thorough

@@ -32,7 +32,8 @@ from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import is_built_in_metric
 
-_AT_MOST_ONE = frozenset({"auc", "c_index", "uno_c_index"})  # scores between 0 and 1 that are not shown in per cent
+_AT_MOST_ONE = frozenset({"auc", "c_index", "uno_c_index", "dice", "iou", "entity_f1"})
+"""Scores between 0 and 1 that are not shown in per cent."""
 ScoresByMethod = Mapping[str, Mapping[int, Mapping[str, float | None]]]  # method -> seed -> client -> score
 
 
