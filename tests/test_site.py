@@ -116,7 +116,7 @@ def test_a_page_that_is_not_filled_is_found(blocks):
     empty = "a\n<!-- defaults local -->\n<!-- end -->\nb\n"
     assert blocks.filled(empty) != empty
     assert blocks.filled(blocks.filled(empty)) == blocks.filled(empty)
-    assert blocks.without_marks(blocks.filled(empty)).endswith("`precision`.\n\nb\n")
+    assert blocks.without_marks(blocks.filled(empty)).endswith("`privacy`.\n\nb\n")
 
 
 @pytest.mark.parametrize("name", REGISTRY)

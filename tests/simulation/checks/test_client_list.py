@@ -106,6 +106,6 @@ def test_progress_is_said_in_the_same_words_by_both():
     assert resolve_progress(silent, quiet=True) is silent
     assert isinstance(resolve_progress(False), SilentProgress)
     assert isinstance(resolve_progress(True, quiet=True), SilentProgress)
-    with pytest.raises(pf.UserError, match="progress must be True, False, a Progress or a function of .* got 'bar'"):
+    with pytest.raises(pf.UserError, match=r"progress must be True, False, a Progress or a function of .* got 'bar'"):
         resolve_progress("bar")
     pf.federate(CLIENTS, "fedavg", rounds=1, workers=0, quiet=True)
