@@ -77,7 +77,7 @@ QUICK = [  # words, exit status, and what is said
     ("list models --json", 0, '"name": "mlp"'),
     ("show --help", 0, "polyfed show DIR"),
     ("show x", 2, "x holds neither a run (config.yaml) nor a comparison (comparison.yaml)"),
-    ("list algorithms data", 0, "one_architecture"),
+    ("list algorithms data", 0, "methods for one architecture"),
     ("list models recipes", 0, "what the scales reduce against the paper"),
     ("reproduce fedhenn", 0, "table1"),
     ("run --help", 0, "polyfed run heart"),
@@ -106,6 +106,28 @@ QUICK = [  # words, exit status, and what is said
     ("reproduce fedhenn tabel1", 2, "no table or figure 'tabel1'; did you mean table1"),
     ("reproduce fedhenn table1 --roundz 3", 2, "unknown option --roundz; did you mean --rounds?"),
     ("flower stats x", 2, "did you mean status?"),
+    ("report nosuch", 2, "nosuch is not a run directory: it has no config.yaml (nor comparison.yaml"),
+    ("resume nosuch", 2, "nosuch is not a run directory: it has no config.yaml"),
+    ("warmstart nosuch", 2, "nosuch is not a run directory: it has no config.yaml"),
+    ("predict nosuch rows.csv", 2, "cannot read nosuch"),
+    ("export nosuch --client a --out b", 2, "nosuch has no models"),
+    ("graph nosuch --input 3,8,8", 2, "there is no model 'nosuch'; the nearest are"),
+    ("run --rounds 0", 2, "--rounds must be a whole number of at least 1, got 0"),
+    ("run --clients_per_round 0", 2, "--clients-per-round must be a fraction above 0"),
+    ("run quickstart --out full", 2, "the run directory full is not empty"),
+    ("run --logger wandb", 2, "cannot track with 'wandb'"),
+    ("run --data table --data.site s --data.target t", 2, "give --data.path with a CSV or Parquet file"),
+    ("run bad.yaml", 2, "bad.yaml, line 2: rounds must be a whole number, got 'ten'"),
+    ("compare --algorithms nosuch", 2, "unknown algorithm 'nosuch'; the nearest are"),
+    ("compare --algorithms fedprox,fedprox", 2, "--algorithms has 'fedprox' twice"),
+    ("compare --rounds 0", 2, "--rounds must be a whole number of at least 1"),
+    ("compare --budget x", 2, "unknown budget 'x'"),
+    ("compare --tune lr", 2, "--tune takes 'grid'"),
+    ("compare --trials 3", 2, "--trials 3 searches nothing"),
+    ("compare --parallel 0", 2, "--parallel must be auto or a number of runs from 1, got 0"),
+    ("compare --resplit 2 --folds 2", 2, "give one of them"),
+    ("compare --out full", 2, "full is not empty and holds no comparison"),
+    ("compare --logger wandb", 2, "cannot track with 'wandb'"),
     ("help run", 0, "polyfed run heart"),
     ("version", 0, "polyfed "),
     ("completion bash", 0, "complete -o default -F _polyfed polyfed"),
@@ -127,7 +149,11 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     lines = json.dumps([words.split() for words, _, _ in QUICK])
-    where = {"cwd": tmp_path_factory.mktemp("quick"), "env": {**os.environ, "COLUMNS": "200"}}
+    here = tmp_path_factory.mktemp("quick")
+    (here / "full").mkdir()
+    (here / "full" / "notes.txt").write_text("kept")
+    (here / "bad.yaml").write_text("seed: 1\nrounds: ten\n")
+    where = {"cwd": here, "env": {**os.environ, "COLUMNS": "200"}}
     command = [sys.executable, "-W", "error", "-c", PLAY, lines]
     done = subprocess.run(command, capture_output=True, text=True, check=False, **where)
     assert done.returncode == 0, done.stderr

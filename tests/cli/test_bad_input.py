@@ -50,7 +50,7 @@ def refused(here, capsys):
 
 
 UNKNOWN = {
-    "bogus": "unknown command 'bogus'; Choices: compare, completion, data, export, flower, graph, help, list, look, "
+    "bogus": "unknown command 'bogus'; choices: compare, completion, data, export, flower, graph, help, list, look, "
     "predict, report, reproduce, resume, run, show, version, warmstart",
     "rn": "unknown command 'rn'; did you mean run?",
     "run quickstrt": "there is no recipe or file 'quickstrt'; did you mean quickstart?",
@@ -66,7 +66,7 @@ UNKNOWN = {
     "run --algorithm.mu 1": "fedavg has no 'mu', but fedprox, moon have: give --algorithm fedprox",
     "run --data.path x": "digits has no 'path', but fashion_mnist, ",
     "run --rund 3": "unknown option --rund; did you mean --rounds?",
-    "run --nothing.like 3": "unknown option --nothing.like; Choices: --algorithm,",
+    "run --nothing.like 3": "unknown option --nothing.like; choices: --algorithm,",
     "run --model mlp,cnn_small --model.hidden [3]": "a mixture of networks takes its fields from a YAML file",
     "run --data.shifts [{rotatoin:\t3}]": "a shift has no 'rotatoin'; did you mean rotation?",
     "list modles": "cannot list 'modles'; did you mean models?",
@@ -104,7 +104,7 @@ OUT_OF_RANGE = {
     "run --rounds 0": "rounds must be a whole number of at least 1, got 0",
     "run --rounds -3": "rounds must be a whole number of at least 1, got -3",
     "run --clients_per_round 0": "must be a fraction above 0 and at most 1.0, or a number of clients from 1, got 0",
-    "run --clients_per_round 1.5": "clients_per_round must be a fraction above 0",
+    "run --clients_per_round 1.5": "--clients-per-round must be a fraction above 0",
     "run --clients_per_round 50": "clients_per_round=50 asks for more clients than the 10 there are",
     "run --min_replies 11": "min_replies=11 is more than the 10 clients of a round",
     "run --compress zip": "unknown compression 'zip'",
@@ -163,10 +163,10 @@ def test_refused(refused, command, sentence):
 
 
 YAML = {
-    "algoritm: fedavg": "unknown key algoritm; did you mean algorithm?",
+    "seed: 1\nalgoritm: fedavg": "bad.yaml, line 2: unknown key algoritm; did you mean algorithm?",
     "algorithm: {name: fedavg, lrr: 1}": "unknown key algorithm.lrr; fedavg has no 'lrr': did you mean lr?",
     "algorithm: {name: fedavg, mu: 1}": "fedavg has no 'mu', but fedprox, moon have: give algorithm: {name: fedprox}",
-    "rounds: two": "--rounds must be a whole number, got 'two'",
+    "rounds: two": "bad.yaml, line 1: rounds must be a whole number, got 'two'",
     "data: 3": "data must be a name, or a mapping with a name, got 3",
     "data: {name: digitz}": "unknown data 'digitz'; did you mean digits?",
     "model: [mlp, {hidden: [3]}]": "each entry of `model` is a name or a mapping with a name",

@@ -62,7 +62,20 @@ def test_a_symbol_or_a_number_may_begin_the_next_sentence():
     assert first_docstring_sentence(thing) == "The first of class C."
 
 
+def test_methods_are_grouped_sorted_and_readable_at_80_columns():
+    lines = [line.rstrip() for line in printed("algorithms").splitlines()]
+    assert max(map(len, lines)) <= 80
+    titles = [line for line in lines if line.startswith("methods ")]
+    assert len(titles) == 3
+    names = [line.split()[0] for line in lines if line and line not in titles and not line.startswith(" ")]
+    assert sorted(names) == sorted(REGISTRY)
+    assert len(lines) < 2.5 * len(REGISTRY)
+    first = names[: names.index("scaffold") + 1]
+    assert first == sorted(first)
+    assert not re.search(r"[a-z]_[a-z]", re.sub(r"^\S+", "", "\n".join(lines), flags=re.MULTILINE))
+
+
 def test_details_have_what_the_overview_leaves_out():
-    assert "one_architecture" in printed("algorithms")
+    assert "discloses architecture, weights" in printed("algorithms")
     assert "what the scales reduce against the paper" in printed("recipes", width=200)
     assert "what the scales reduce" not in printed()

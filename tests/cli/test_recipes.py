@@ -224,7 +224,7 @@ def test_refused(polyfed, command, sentence):
     {
         "variants: [few]": r"bad\.yaml: variants must be a mapping from names to settings, got \['few'\]",
         "variants: {few: 3}": r"bad\.yaml: variants\.few must be a mapping of settings, got 3",
-        "scales: {small: {rounds: 1}}": "unknown scale 'small'; Choices: cpu, paper, smoke",
+        "scales: {small: {rounds: 1}}": "unknown scale 'small'; choices: cpu, paper, smoke",
         "variants: {few: }\nscales: {cpu: {variants: {fw: }}}": "scale cpu speaks of a variant 'fw'; did you mean few",
         "scales: {cpu: {variants: 3}}": r"scales\.cpu\.variants must be a mapping",
     }.items(),
@@ -277,7 +277,7 @@ def test_the_configuration_says_only_what_was_given_and_gives_it_again(polyfed):
         ),
         ("[{name: fedprox, mu: x}]", "baseline fedprox: --algorithm.mu must be a number, got 'x'"),
         ("[{name: fedprox, mu: -1}]", "FedProx: mu must be at least 0, got -1.0"),
-        ("[3]", "unknown algorithm '[3]'; Choices: "),
+        ("[3]", "unknown algorithm '[3]'; choices: "),
         ("local", "--baselines must be a list such as [local, {name: fedprox, mu: 0.1}], got 'local'"),
     ],
 )

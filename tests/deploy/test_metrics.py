@@ -107,7 +107,7 @@ def test_predictions_stay_at_the_site(tmp_path, run, nodes):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ({"metrics": "cost"}, "metrics has 'cost', which sites do not know; Choices: accuracy, auc"),
+        ({"metrics": "cost"}, "metrics has 'cost', which sites do not know; choices: accuracy, auc"),
         ({"metrics": "r2"}, "r2 is no metric of a task of classification"),
         ({"keep": "best"}, "keep = 'best' is not possible between sites"),
     ],

@@ -29,7 +29,7 @@ def test_shapes_and_fan_in():
 @pytest.mark.parametrize(
     ("fields", "part"),
     [
-        (("convolution", 1, 1), "did you mean|Choices"),
+        (("convolution", 1, 1), "did you mean|hoices"),
         (("linear", 0, 3), "at least 1"),
         (("linear", 2, True), "at least 1"),
         (("conv2d", 2, 3), "2 entries in kernel"),

@@ -36,7 +36,7 @@ def test_workers(value):
 def test_names():
     with pytest.raises(UserError, match="unknown engine 'pol'; did you mean pool"):
         Settings(engine="pol")
-    with pytest.raises(UserError, match="unknown on_error 'ignore'; Choices: raise, skip"):
+    with pytest.raises(UserError, match="unknown on_error 'ignore'; choices: raise, skip"):
         Settings(on_error="ignore")
     with pytest.raises(UserError, match="engine='pool' needs at least one worker"):
         Settings(engine="pool", workers=0)

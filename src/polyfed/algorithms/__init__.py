@@ -105,7 +105,7 @@ def get(name: str) -> type[Algorithm[Any, Any]]:
     0.1
     """
     if name not in REGISTRY:
-        raise UserError(f"unknown algorithm {name!r}; {did_you_mean(name, REGISTRY)}")
+        raise UserError(f"unknown algorithm {name!r}; {did_you_mean(name, REGISTRY, 'polyfed list algorithms')}")
     return REGISTRY[name]
 
 

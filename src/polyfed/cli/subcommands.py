@@ -16,9 +16,11 @@ from polyfed.cli.commands.argv import (
     split_names,
 )
 from polyfed.cli.commands.short_help import COMPARE_HELP, RUN_HELP, asks_for_short_help, expand_help_all
+from polyfed.comparison.storage.comparison_directory import check_can_hold_comparison
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.simulation.storage.directory import check_can_become_run_directory
 from polyfed.simulation.storage.paths import choose_run_directory
 
 
@@ -27,7 +29,8 @@ def run(argv: list[str]) -> None:
     if asks_for_short_help(argv):
         print(RUN_HELP, end="")
         return
-    from polyfed.cli.commands.options import configuration_parser, recipes
+    from polyfed.cli.commands.options import configuration_parser, early_checks, recipes
+    from polyfed.cli.commands.options.option_hints import describe_promotion
 
     argv = expand_help_all(argv)
     parser = CommandParser(
@@ -51,22 +54,29 @@ def run(argv: list[str]) -> None:
     if has_help_flag(argv):
         parser.print_help()
         print("  --loss MODULE:NAME  your own loss, a function of outputs and targets\n")
-    recipe, config, note = recipes.pop_recipe(words, options.scale, options.variant)
+    recipe, recipe_config, note = recipes.pop_recipe(words, options.scale, options.variant)
     words += ["--cross_site", "true"] if options.cross_site else []
-    config = configuration_parser.parse_configuration(words, config, "polyfed run")
+    with early_checks.name_file_in_errors(recipe, words):
+        config = configuration_parser.parse_configuration(words, recipe_config, "polyfed run")
+        early_checks.check_settings(config, words)
+    logger = [name.strip() for name in (options.logger or "").split(",")] if options.logger is not None else []
+    early_checks.check_logger_names(logger)
+    out = expand_optional_path(options.out, "--out")
+    if out is not None:
+        check_can_become_run_directory(out)
     from polyfed.cli.commands.run import run_command
     from polyfed.simulation.experiment import build_experiment
-    from polyfed.simulation.monitoring.trackers import validate_logger_names
 
     experiment = build_experiment(config)
-    if note and not options.quiet:
-        print(sanitise_for_terminal(note), file=sys.stderr)
+    for sentence in filter(None, (note, describe_promotion(recipe_config, config))):
+        if not options.quiet:
+            print(sanitise_for_terminal(sentence), file=sys.stderr)
     title = Path(recipe).stem if recipe else type(experiment.algorithm).__name__.lower()
     run_command.run_experiment(
         experiment,
-        expand_optional_path(options.out, "--out") or choose_run_directory(title),
+        out or choose_run_directory(title),
         quiet=options.quiet,
-        logger=validate_logger_names(options.logger or ()),
+        logger=logger,
     )
 
 
@@ -81,7 +91,7 @@ def compare(argv: list[str]) -> None:
         is_comparison_folder,
         parse_compare_options,
     )
-    from polyfed.cli.commands.options import configuration_parser, recipes
+    from polyfed.cli.commands.options import configuration_parser, early_checks, recipes
 
     if has_help_flag(argv):
         build_compare_parser().print_help()
@@ -96,16 +106,22 @@ def compare(argv: list[str]) -> None:
     if any(option_name(word) == "--seed" for word in words):
         raise UserError("polyfed compare takes no --seed; give --seeds, one or several")
     words += ["--cross_site", "true"] if others.cross_site else []
-    config = configuration_parser.parse_configuration(words, config, "polyfed compare")
+    with early_checks.name_file_in_errors(recipe, words):
+        config = configuration_parser.parse_configuration(words, config, "polyfed compare")
+        early_checks.check_settings(config, words)
+    early_checks.check_logger_names(compare_options.logger)
+    if compare_options.method_config is None:  # which may name labels
+        early_checks.check_algorithm_names(compare_options.algorithms)
+    out = expand_optional_path(others.out, "--out")
+    if out is not None:
+        check_can_hold_comparison(out)
     from polyfed.cli.commands.compare import compare_command
 
     if note and not compare_options.quiet:
         print(sanitise_for_terminal(note), file=sys.stderr)
     folder = f"compare-{Path(recipe).stem if recipe else config['algorithm']['name']}"
     title = Path(recipe).stem if recipe else Path(str(config["data"].get("path") or config["data"]["name"])).stem
-    compare_command.run_compare_command(
-        config, compare_options, title, expand_optional_path(others.out, "--out") or choose_run_directory(folder)
-    )
+    compare_command.run_compare_command(config, compare_options, title, out or choose_run_directory(folder))
 
 
 def resume(argv: list[str]) -> None:
@@ -130,9 +146,13 @@ def resume(argv: list[str]) -> None:
             expand_user_path(directory, "the folder"), CompareOptions(quiet=options.quiet)
         )
         return
+    from polyfed.cli.commands.options.early_checks import check_run_directory
+
+    folder = expand_user_path(directory, "the run directory")
+    check_run_directory(folder)
     from polyfed.cli.commands.run import run_command
 
-    run_command.resume_experiment(expand_user_path(directory, "the run directory"), quiet=options.quiet)
+    run_command.resume_experiment(folder, quiet=options.quiet)
 
 
 def warmstart(argv: list[str]) -> None:
@@ -141,6 +161,7 @@ def warmstart(argv: list[str]) -> None:
     """
     from polyfed.cli.commands.compare.compare_options import is_warmstart_key
     from polyfed.cli.commands.options import configuration_parser
+    from polyfed.cli.commands.options.early_checks import check_run_directory
 
     parser = CommandParser(
         "polyfed warmstart DIR [OPTIONS]",
@@ -184,6 +205,7 @@ def warmstart(argv: list[str]) -> None:
         raise UserError(
             f"unknown option {option_name(f'--{unknown[0]}')}; {did_you_mean(f'--{unknown[0]}', known_options)}"
         )
+    check_run_directory(folder)
     from polyfed.cli.commands.run import warmstart_command
 
     warmstart_options = warmstart_command.WarmStartOptions(
@@ -225,10 +247,15 @@ def report(argv: list[str]) -> None:
     if not directories or any(word.startswith("-") for word in directories):
         raise UserError("polyfed report takes run directories, for instance polyfed report runs/a runs/b")
     column_names = [name for names in options.subgroup for name in names if name]
+    from polyfed.cli.commands.options.early_checks import check_run_directory
+
+    folders = [expand_user_path(word, "the run directory") for word in directories]
+    for folder in folders:
+        check_run_directory(folder, or_comparison=True)
     from polyfed.cli.commands.results import report_command
 
     report_command.show_report(
-        [expand_user_path(word, "the run directory") for word in directories],
+        folders,
         out=expand_optional_path(options.out, "--out"),
         subgroups=list(dict.fromkeys(column_names)),
         show_images=options.images,

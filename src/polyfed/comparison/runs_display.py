@@ -87,8 +87,10 @@ class RunsDisplay(ABC):
         self._begun[kind] += len(names) + num_stored
         self._expected[kind] = max(self._expected[kind], self._begun[kind])
         self._num_done, self._num_stored = self._num_done + num_stored, self._num_stored + num_stored
-        self._names, self._open, self._rounds = names, set(range(len(names))), rounds
+        self._open = set()  # last what the bar's thread follows to the others
+        self._names, self._rounds = names, rounds
         self._counts = RawArray("i", [_NOT_STARTED] * len(names))
+        self._open = set(range(len(names)))
         self._start = self._start or time.monotonic()
         return self._counts
 
@@ -126,13 +128,13 @@ class RunsDisplay(ABC):
         """Returns the names of the runs that are going on, each with its round."""
         return [
             f"{self._names[k]}: round {min(self._counts[k] + 1, self._rounds)} of {self._rounds}"
-            for k in sorted(self._open)
+            for k in sorted(self._open.copy())
             if self._counts[k] != _NOT_STARTED
         ]
 
     def _rounds_trained(self) -> int:
         finished = (self._num_done - self._num_stored) * self._rounds
-        return finished + sum(max(0, self._counts[k]) for k in self._open)
+        return finished + sum(max(0, self._counts[k]) for k in self._open.copy())
 
     @abstractmethod
     def show_finished_run(self, name: str, *, failed: bool) -> None:

@@ -58,15 +58,29 @@ def check_extra_installed(package: str, extra: str, feature: str, alternative: s
         raise UserError(f"{feature} needs the package {package}, which is not installed: {remedy}")
 
 
-def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Returns the second half of an error message: it suggests the choices closest to the misspelt `name`, and lists
-    all choices.
+_FEW_CHOICES = 12
 
+
+def did_you_mean(name: str, choices: Iterable[str], listing: str = "") -> str:
+    """Returns the second half of an error message: it suggests the choices closest to the misspelt `name`, and lists
+    all choices, or, if there are many, names the command that does.
+
+    Args:
+        name: what was given.
+        choices: what is there.
+        listing: a command that lists the choices.
 
     >>> did_you_mean("fedprx", ["fedavg", "fedprox"])
     'did you mean fedprox? Choices: fedavg, fedprox'
+    >>> did_you_mean("fedprx", ["fedavg", "fedprox", *map(str, range(20))], "polyfed list algorithms")
+    'did you mean fedprox? All 22: polyfed list algorithms'
     """
     choices = sorted(choices)
+    if listing and len(choices) > _FEW_CHOICES:
+        close = difflib.get_close_matches(name.lower(), choices, n=3, cutoff=0.6)
+        nearest = difflib.get_close_matches(name.lower(), choices, n=3, cutoff=0.0)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"the nearest are {', '.join(nearest)}."
+        return f"{hint} All {len(choices)}: {listing}"
     close = difflib.get_close_matches(name.lower(), choices, n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{hint}Choices: {', '.join(choices)}"
+    return f"{hint or ''}{'C' if hint else 'c'}hoices: {', '.join(choices)}"

@@ -79,7 +79,8 @@ def build(
         return call_factory(model, import_trusted_callable(model), tuple(input_shape), num_classes, arguments)
     if model not in MODELS:
         raise UserError(
-            f"there is no model {model!r}; {did_you_mean(model, MODELS)}. A network of your own is given as module:factory"
+            f"there is no model {model!r}; {did_you_mean(model, MODELS, 'polyfed list models')}. "
+            "A network of your own is given as module:factory"
         )
     argument_text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     description = f"model {model}({argument_text[:200]}) on inputs {tuple(input_shape)} with {num_classes} outputs"
@@ -119,7 +120,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if ":" not in self.name and self.name not in MODELS:
             raise UserError(
-                f"there is no model {self.name!r}; {did_you_mean(self.name, MODELS)}. "
+                f"there is no model {self.name!r}; {did_you_mean(self.name, MODELS, 'polyfed list models')}. "
                 f"A network of your own is given as module:factory"
             )
         if clash := sorted({"model", "input_shape", "num_classes"} & set(self.arguments)):

@@ -59,7 +59,7 @@ def cells(path):
             "there is no paper 'fedhen'; did you mean fedhenn or fedpnas? Choices: fedhenn, fedpnas, flha",
         ),
         (["fedhenn", "tabel2"], "fedhenn has no table or figure 'tabel2'; did you mean table2"),
-        (["fedhenn", "9"], "fedhenn has no table or figure '9'; Choices: effects, fig1, fig3, table1, table2, table3"),
+        (["fedhenn", "9"], "fedhenn has no table or figure '9'; choices: effects, fig1, fig3, table1, table2, table3"),
         (["fedhenn", "1", "--scale", "smok"], "unknown scale 'smok'; did you mean smoke? Choices: cpu, paper, smoke"),
         (["fedhenn", "1", "--variant", "cifar10-100-3"], "has no variant 'cifar10-100-3'; did you mean cifar10-100-"),
         (["fedhenn", "1", "--seeds", "0,x"], "--seeds must be different whole numbers with commas between, e.g."),

@@ -301,7 +301,7 @@ def test_several_labels_per_example_work_where_classes_do_not_matter():
         (lambda: DominantClasses(share=1.0), r"between 0 and 1 \(exclusive\), got 1.0"),
         (lambda: Shards(k=-1), "got -1"),
         (lambda: QuantitySkew(alpha=float("nan")), "alpha"),
-        (lambda: Natural(order="smallest"), "Natural: unknown order 'smallest'; Choices: all"),
+        (lambda: Natural(order="smallest"), "Natural: unknown order 'smallest'; choices: all"),
     ],
 )
 def test_fields_are_checked(make, message):

@@ -359,7 +359,7 @@ def test_the_words_of_a_server_are_those_that_it_knows(tmp_path):
 
     with pytest.raises(UserError) as told:
         build_or_restore_server({"sites": "a", "out": "x", "xyzzy": 1})
-    known = set(str(told.value).partition("Choices: ")[2].split(", "))
+    known = set(str(told.value).partition("hoices: ")[2].split(", "))
     assert set(SETTINGS_KEYS) < known
     file = write(tmp_path, server_py="def model(): ...") / "server.py"
     given = {key: "x" for key in known if key not in {*SETTINGS_KEYS, "algorithm.name", "sites"}}

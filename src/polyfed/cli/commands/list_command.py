@@ -161,22 +161,42 @@ def _build_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
 
 
 def _algorithm_tables() -> list[PlainTable]:
-    return [
-        _build_table(
-            title,
-            ("name", "requires", "discloses", ""),
-            [
-                [
-                    name,
-                    ", ".join(sorted(method.requires - {"model"})) or "any architectures",
-                    ", ".join(sorted(method.discloses)) or "nothing",
-                    first_docstring_sentence(method),
-                ]
-                for name, method in methods.items()
-            ],
-        )
-        for title, methods in _methods_by_family().items()
-    ]
+    """Returns a table for each group of methods by the networks that clients bring; each method has its summary, and
+    below it what it requires and discloses."""
+    groups: dict[str, dict[str, Any]] = {title: {} for title in _GROUPS.values()}
+    for family, methods in _methods_by_family().items():
+        for name, method in methods.items():
+            key = "nas" if family.endswith("nas") else "one" if "one_architecture" in method.requires else "any"
+            groups[_GROUPS[key]][name] = method
+    tables = []
+    for title, methods in groups.items():
+        table = PlainTable(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for name in sorted(methods):
+            method = methods[name]
+            table.add_row(name, method.card.summary)
+            table.add_row("", _needs_and_discloses(method), style="dim")
+        tables.append(table)
+    return tables
+
+
+_GROUPS = {
+    "one": "methods for one architecture",
+    "any": "methods for different architectures (and for one)",
+    "nas": "methods that search for an architecture",
+}
+
+
+def _needs_and_discloses(method: Any) -> str:
+    """Describes in words what a method requires of the clients, and what it discloses to the server."""
+    needs = sorted(word for word in method.requires - {"model", "one_architecture"})
+    parts = [f"needs {_join_words(needs)}"] if needs else []
+    return "; ".join([*parts, f"discloses {_join_words(sorted(method.discloses)) or 'nothing'}"])
+
+
+def _join_words(words: Sequence[str]) -> str:
+    return ", ".join(word.replace("_", " ") for word in words)
 
 
 def _data_tables() -> list[PlainTable]:

@@ -271,10 +271,22 @@ def write_description(folder: Path, description: Mapping[str, Any], criteria: Re
             raise UserError(
                 f"{folder} holds a comparison of something else: {differs}; choose another --out, or ask for what it holds"
             )
-    elif any(not entry.name.startswith(".partial-") for entry in folder.iterdir()):
-        raise UserError(f"{folder} is not empty and holds no comparison; choose another --out")
+    check_can_hold_comparison(folder)
     content["reading"] = {"budget": str(criteria.budget), "target": criteria.target}
     write_file_atomically(folder / DESCRIPTION, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
+
+
+def check_can_hold_comparison(folder: Path) -> None:
+    """Raises a `UserError` if a folder holds something that is no comparison; creates nothing.
+
+    Raises:
+        UserError: it does, or is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; choose another --out")
+    is_comparison = (folder / DESCRIPTION).exists()
+    if not is_comparison and folder.exists() and any(not e.name.startswith(".partial-") for e in folder.iterdir()):
+        raise UserError(f"{folder} is not empty and holds no comparison; choose another --out")
 
 
 def load_history_if_finished(

@@ -223,11 +223,6 @@ def _methods_by_label(experiment: Experiment, options: CompareOptions) -> dict[s
         raise UserError(
             f"{options.method_config} has {unknown[0]!r}, which is not compared; {did_you_mean(unknown[0], labels)}"
         )
-    if duplicates := [label for label in options.algorithms if options.algorithms.count(label) > 1]:
-        raise UserError(
-            f"--algorithms has {duplicates[0]!r} twice; two kinds of one method need labels of their own in a file: "
-            f"--method-config, with {{name: {duplicates[0]}, ...}} below each"
-        )
     # A label becomes the name of a folder, and ":" is none's.
     method_by_label = {
         label.replace(":", "."): _build_method(

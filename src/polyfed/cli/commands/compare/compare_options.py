@@ -17,6 +17,7 @@ from polyfed.cli.commands.options.recipes import add_scale_and_variant_options
 from polyfed.cli.static_registry import read_value_or_outline_without_import
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
+from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.trusted_code import trust_code
 
@@ -46,6 +47,9 @@ class CompareOptions:
         quiet: no progress.
         logger: places where the runs are tracked when all are finished.
         tables: whether scores, gains and costs of the methods are printed, too.
+
+    Raises:
+        UserError: a value out of range, or two options that exclude each other.
     """
 
     algorithms: tuple[str, ...] = ()
@@ -66,6 +70,23 @@ class CompareOptions:
     quiet: bool = False
     logger: tuple[str, ...] = ()
     tables: bool = False
+
+    def __post_init__(self) -> None:
+        self.result_criteria()
+        if self.parallel != "auto" and self.parallel < 1:
+            raise UserError(f"--parallel must be auto or a number of runs from 1, got {self.parallel}")
+        if self.resplit is not None and self.folds is not None:
+            raise UserError("--folds and --resplit both deal training and test examples; give one of them (--folds tests "
+                            "every example once)")  # fmt: skip
+        if self.trials is not None and self.tune in (None, "none"):
+            raise UserError(f"--trials {self.trials} searches nothing without fields and their values or ranges; give them, "
+                            "too: --tune lr=0.001..0.3")  # fmt: skip
+        if self.tune not in (None, "none", "grid", "grid,...") and any("=" not in p for p in str(self.tune).split(";")):
+            raise UserError("--tune takes 'grid', or each field with its values or range, such as "
+                            f"'lr=0.001..0.3;mu=0.1,1', got {self.tune!r}")  # fmt: skip
+        if duplicates := [label for label in self.algorithms if self.algorithms.count(label) > 1]:
+            raise UserError(f"--algorithms has {duplicates[0]!r} twice; two kinds of one method need labels of their own in "
+                            f"a file: --method-config, with {{name: {duplicates[0]}, ...}} below each")  # fmt: skip
 
     def result_criteria(self, stored: ResultCriteria | None = None) -> ResultCriteria:
         """Returns the budget (the rule that selects the round at which each run is compared) and the target score of

@@ -38,6 +38,7 @@ _REGISTRIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "data": SOURCES, "data.partition": PARTITIONS, "model": MODELS, "algorithm": ALGORITHMS,
 }  # fmt: skip
 _KIND_OF_SECTION = {"data": "source", "data.partition": "partition", "model": "network", "algorithm": "method"}
+_LISTED = dict(zip(_REGISTRIES, map("polyfed list {}".format, ("data", "data", "models", "algorithms")), strict=True))
 _FROM_DATA = frozenset({"input_shape", "num_classes"})  # arguments of a network that the data decide
 _EXTRA_OPTIONS: Mapping[str, tuple[Any, Any, str]] = {  # keys that belong to no class: type, default, help
     "data.shifts": (list[dict[str, float]], [], "shift of each client in turn, e.g. [{rotation: 0}, {rotation: 90}]"),
@@ -210,9 +211,8 @@ def _parse_values(
             raise UserError(f"unknown option {_unknown_key_message(key, option_by_key, '--')}")
     from jsonargparse import ArgumentError, ArgumentParser  # which takes as long as all before
 
-    parser = ArgumentParser(prog=program, usage=SUPPRESS, exit_on_error=False,
-                            description="Options of the choices made; choose others (--model NAME ...) to see "
-                            "theirs. --print-config shows the resulting file.")  # fmt: skip
+    about = "Options of the choices made; choose others (--model NAME ...) to see theirs; --print-config shows all."
+    parser = ArgumentParser(prog=program, usage=SUPPRESS, exit_on_error=False, description=about)
     is_help = has_help_flag(argv)
     given_keys = {word.partition("=")[0].removeprefix("--").rstrip("+") for word in argv if word.startswith("--")}
     given_keys |= config_values.keys() | {key.rpartition(".")[0] for key in given_keys}  # an entry gives its mapping
@@ -346,7 +346,7 @@ def _validate_choice(section: str, name: Any) -> str:
     """Returns the name of a choice if there is such a choice, and raises a `UserError` otherwise."""
     for part in str(name).split(",") if section == "model" else [str(name)]:
         if part not in _REGISTRIES[section] and ":" not in part:
-            raise UserError(f"unknown {section} {part!r}; {did_you_mean(part, _REGISTRIES[section])}")
+            raise UserError(f"unknown {section} {part!r}; {did_you_mean(part, _REGISTRIES[section], _LISTED[section])}")
     return str(name)
 
 

@@ -34,6 +34,22 @@ def find_leaf(
     return None
 
 
+def describe_promotion(recipe_config: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Returns a note if the method of a run was a baseline of its recipe, and is no longer one; else "".
+
+    >>> describe_promotion({"baselines": ["local", {"name": "fedprox"}]},
+    ...                    {"algorithm": {"name": "fedprox"}, "baselines": ["local"]})
+    'fedprox is the method of this run, and so no baseline'
+    """
+    before, now = (_baseline_names(part.get("baselines") or ()) for part in (recipe_config, config))
+    name = config["algorithm"]["name"]
+    return f"{name} is the method of this run, and so no baseline" if name in before and name not in now else ""
+
+
+def _baseline_names(baselines: Iterable[Any]) -> list[Any]:
+    return [entry.get("name") if isinstance(entry, Mapping) else entry for entry in baselines]
+
+
 def promote_baseline(config_values: Mapping[str, Any], algorithm: str | None, argv: Sequence[str]) -> dict[str, Any]:
     """Returns the changes to a configuration whose baseline `algorithm` becomes the method of the run.
 
@@ -47,7 +63,7 @@ def promote_baseline(config_values: Mapping[str, Any], algorithm: str | None, ar
     is_given = any(word.partition("=")[0].rstrip("+") == "--baselines" for word in argv)
     if algorithm in (None, config_values.get("algorithm.name")) or is_given or not isinstance(baselines, list):
         return {}
-    names = [entry.get("name") if isinstance(entry, Mapping) else entry for entry in baselines]
+    names = _baseline_names(baselines)
     if names.count(algorithm) != 1:
         return {}
     entry = baselines[names.index(algorithm)]

@@ -18,6 +18,7 @@ from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.simulation.storage.directory import read_config
 
 RECIPE_FOLDER = Path(__file__).parents[2] / "recipes"
+_LISTING = "polyfed list recipes"
 SCALES = ("paper", "cpu", "smoke")
 _TABLE = "--data table --data.path {} --data.target COLUMN --data.site COLUMN"
 _AS_DATA = dict.fromkeys((".csv", ".tsv", ".parquet", ".pq"), _TABLE) | {".npz": "--data npz --data.path {}"}
@@ -155,7 +156,9 @@ def read_recipe(name_or_path: str) -> Recipe:
             f"{name_or_path} is no recipe or config.yaml; if it holds data, give {data_options.format(name_or_path)}"
         )
     if not name_or_path.strip():
-        raise UserError(f"there is no recipe or file {name_or_path!r}; {did_you_mean(name_or_path, recipe_paths)}")
+        raise UserError(
+            f"there is no recipe or file {name_or_path!r}; {did_you_mean(name_or_path, recipe_paths, _LISTING)}"
+        )
     place = expand_user_path(name_or_path, "the recipe or file")
     if place.is_dir() and not (place / "config.yaml").exists():
         data_hint = (
@@ -169,7 +172,9 @@ def read_recipe(name_or_path: str) -> Recipe:
         config = read_config(place)
         _require_data_section(place, config)
         return _parse_recipe(name_or_path, config)
-    raise UserError(f"there is no recipe or file {name_or_path!r}; {did_you_mean(name_or_path, recipe_paths)}")
+    raise UserError(
+        f"there is no recipe or file {name_or_path!r}; {did_you_mean(name_or_path, recipe_paths, _LISTING)}"
+    )
 
 
 def _require_data_section(path: Path, config: Mapping[str, Any]) -> None:

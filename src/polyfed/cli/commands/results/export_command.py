@@ -2,6 +2,7 @@
 
 from polyfed.cli.commands.argv import CommandParser, has_help_flag
 from polyfed.core.errors import UserError
+from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.trusted_code import import_trusted_callable, trust_code
 
 
@@ -31,6 +32,8 @@ def export_command(argv: list[str]) -> None:
         "MODULE:FACTORY",
         "builds the network where DIR does not name it: for clients made in Python, or a site",
     )
+    from polyfed.cli.commands.options.early_checks import check_has_models
+
     if has_help_flag(argv):
         parser.print_help()
         return
@@ -38,6 +41,7 @@ def export_command(argv: list[str]) -> None:
     if (options.out is None) == (options.to is None):
         raise UserError(f"polyfed export needs {'a' if options.out is None else 'one'} folder to create: --out FOLDER")
     target = options.to if options.out is None else options.out
+    check_has_models(expand_user_path(run, "the run directory"))
     from polyfed.report.export.folder import export_model
 
     if options.model is not None:

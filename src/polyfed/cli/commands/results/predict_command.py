@@ -45,6 +45,10 @@ def predict_file(
     """
     if out is not None and out.exists():
         raise UserError(f"{out} exists; choose another --out")
+    if not any((folder / name).exists() for name in ("signature.json", "config.yaml")):
+        raise UserError(
+            f"cannot read {folder}: it is neither a run directory (config.yaml) nor a folder of polyfed export"
+        )
     # imported late, as torch is
     import pyarrow
     import pyarrow.csv

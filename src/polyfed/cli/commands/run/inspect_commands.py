@@ -17,7 +17,7 @@ from polyfed.core.io.trusted_code import trust_code
 
 def data_command(argv: list[str]) -> None:
     """Parses the command line of `polyfed data`, and shows each client's number of examples per class."""
-    from polyfed.cli.commands.options import configuration_parser, recipes
+    from polyfed.cli.commands.options import configuration_parser, early_checks, recipes
 
     parser = CommandParser(
         "polyfed data [RECIPE|config.yaml] [OPTIONS]",
@@ -33,7 +33,8 @@ def data_command(argv: list[str]) -> None:
         return
     options, words = parser.parse_declared_options(argv)
     recipe = recipes.pop_recipe(words, options.scale, options.variant)
-    config = configuration_parser.parse_configuration(words, recipe.configuration, "polyfed data")
+    with early_checks.name_file_in_errors(recipe.name, words):
+        config = configuration_parser.parse_configuration(words, recipe.configuration, "polyfed data")
     from polyfed.cli.commands.run import class_counts_table
     from polyfed.simulation.experiment import build_experiment
 
@@ -86,6 +87,9 @@ def graph_command(argv: list[str]) -> None:
     )
     if len(sizes[1]) != 1:
         raise UserError(f"--classes must be one whole number of at least 1, got {options.classes!r}")
+    from polyfed.cli.commands.options.early_checks import check_model_name
+
+    check_model_name(words[0])
     from polyfed.algorithms.hypernetworks.flha_ghn import FLHAGHN, GraphForm
     from polyfed.cli.commands.run import layer_graph
     from polyfed.models import ModelSpec

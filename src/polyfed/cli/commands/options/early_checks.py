@@ -1,0 +1,123 @@
+"""Refuses what a command line gets wrong before torch is imported, which takes seconds.
+
+Nothing here replaces the checks of the library: it only asks some of them earlier.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from polyfed.cli.commands.argv import option_name
+from polyfed.cli.static_registry import ALGORITHMS, MODELS, StaticRegistry
+from polyfed.comparison.storage.comparison_directory import DESCRIPTION
+from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
+from polyfed.simulation.settings import Settings
+
+_LOGGERS = StaticRegistry("polyfed.simulation.monitoring.trackers", "LOGGERS")
+_KEY = re.compile(r"(?:unknown key |--)([\w.-]+)")
+
+
+def check_settings(config: Mapping[str, Any], words: Sequence[str] = ()) -> None:
+    """Raises a `UserError` if the fields of `Settings` in a configuration are out of range; names the option if the
+    command line has it.
+
+    A table without a path is refused, too.
+
+    Args:
+        config: a complete configuration.
+        words: the options of the command line.
+
+    Raises:
+        UserError: a value out of range, or a table without a path.
+    """
+    data = config.get("data")
+    if isinstance(data, Mapping) and data.get("name") == "table" and not data.get("path"):
+        raise UserError("give --data.path with a CSV or Parquet file that has one row per example")
+    names = [field.name for field in fields(Settings)]
+    values = {name: config[name] for name in names if name in config and not name.startswith("compress")}
+    try:
+        Settings(**{**values, "metrics": tuple(values.get("metrics") or ())})
+    except UserError as error:
+        name, space, rest = str(error).partition(" ")
+        option = option_name(f"--{name}")
+        given = name in names and option in map(option_name, words)
+        raise UserError(f"{option}{space}{rest}" if given else str(error)) from error
+
+
+def check_logger_names(names: Sequence[str]) -> None:
+    """Raises a `UserError` if a tracking service is unknown or its package is not installed."""
+    for name in names:
+        if name not in _LOGGERS:
+            raise UserError(f"cannot track with {name!r}; {did_you_mean(name, _LOGGERS)}")
+        check_extra_installed(name, "tracking", f"--logger {name}")
+
+
+def check_algorithm_names(names: Sequence[str]) -> None:
+    """Raises a `UserError` if a name is no method of polyfed and not MODULE:NAME."""
+    for name in names:
+        if name not in ALGORITHMS and ":" not in name:
+            raise UserError(f"unknown algorithm {name!r}; {did_you_mean(name, ALGORITHMS, 'polyfed list algorithms')}")
+
+
+def check_model_name(name: str) -> None:
+    """Raises a `UserError` if a name is no network of polyfed and not MODULE:FACTORY."""
+    if name not in MODELS and ":" not in name:
+        raise UserError(f"there is no model {name!r}; {did_you_mean(name, MODELS, 'polyfed list models')}. A network of "
+                        "your own is given as module:factory")  # fmt: skip
+
+
+def check_run_directory(folder: Path, *, or_comparison: bool = False) -> None:
+    """Raises a `UserError` unless a folder is a run directory, or a comparison's where that is taken, too."""
+    if or_comparison and (folder / DESCRIPTION).exists():
+        return
+    if not (folder / "config.yaml").exists():
+        more = f" (nor {DESCRIPTION}, of a comparison)" if or_comparison else ""
+        raise UserError(f"{folder} is not a run directory: it has no config.yaml{more}")
+
+
+def check_has_models(folder: Path) -> None:
+    """Raises a `UserError` if a folder has no trained networks."""
+    if not (folder / "models").is_dir() and not (folder / "config.yaml").exists():
+        raise UserError(f"{folder} has no models; give the directory of a run that has ended")
+
+
+@contextmanager
+def name_file_in_errors(name_or_path: str | None, words: Sequence[str]) -> Iterator[None]:
+    """Adds the file and the line to an error about a key of a configuration file that the command line does not have.
+
+    Args:
+        name_or_path: the recipe or file; nothing is added for recipes that polyfed ships, and for None.
+        words: the options of the command line.
+    """
+    try:
+        yield
+    except UserError as error:
+        found = _KEY.match(str(error))
+        path = None if name_or_path is None else Path(name_or_path).expanduser()
+        path = path / "config.yaml" if path is not None and path.is_dir() else path
+        key = found[1].replace("-", "_") if found else ""
+        given = {option_name(word).removeprefix("--").replace("-", "_") for word in words}
+        if not found or path is None or not path.is_file() or key in given:
+            raise
+        line = _find_line(path, key.split("."))
+        place = f"{path}, line {line}" if line else str(path)
+        raise UserError(f"{place}: {str(error).replace(f'--{found[1]}', key, 1)}") from error
+
+
+def _find_line(path: Path, keys: Sequence[str]) -> int | None:
+    """Returns the line of a nested key in a YAML file, counted from 1; of the nearest key above it if it is deeper; None
+    if the first is missing."""
+    node: Any = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    line = None
+    for key in keys:
+        entries = node.value if isinstance(node, yaml.MappingNode) else ()
+        pair = next(((k, value) for k, value in entries if k.value == key), None)
+        if pair is None:
+            return line
+        line, node = pair[0].start_mark.line + 1, pair[1]
+    return line
