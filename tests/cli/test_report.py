@@ -39,7 +39,7 @@ def test_operations_of_a_search_and_a_baseline(polyfed):
     assert status == 0
     assert all(path.read_bytes() == content for path, content in before.items())
     page = (polyfed.here / "a" / "report.html").read_text(encoding="utf-8")
-    section = page[page.index("Whom the federated gradient works against") :]
+    section = page[page.index("Conflicts with the federated gradient") :]
     assert re.search(r"[012] of 2 clients have a gradient that contradicts the federated one", section)
     assert "Not shown" not in page
     firsts = re.findall(r"^│ ([\w-]+)", out, re.MULTILINE)

@@ -110,3 +110,62 @@ def test_a_site_and_a_method_can_be_chosen(opened):
     assert [one.text.split(":")[0] for one in legend] == ["fedrep", "local"]
     method.select_by_visible_text("fedavg")
     site.select_by_visible_text("All sites")
+
+
+def test_a_table_is_sorted_and_copied(opened):
+    from selenium.webdriver.common.by import By
+
+    table = opened.find_element(By.CSS_SELECTOR, "table.answers")
+
+    def column(k):
+        cells = "return [...arguments[0].tBodies[0].rows].map((r) => r.cells[arguments[1]].innerText.trim())"
+        return opened.execute_script(cells, table, k)
+
+    names = column(1)
+    button = table.find_elements(By.CSS_SELECTOR, "button.sort")[-1]  # test examples
+    opened.execute_script("arguments[0].click()", button)
+    assert [int(n) for n in column(5)] == sorted(SITES.values(), reverse=True)
+    assert column(1) != names
+    assert button.find_element(By.XPATH, "..").get_attribute("aria-sort") == "descending"
+    opened.execute_script("arguments[0].click()", button)
+    assert [int(n) for n in column(5)] == sorted(SITES.values())
+    opened.execute_script(
+        "navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }"
+    )
+    opened.execute_script("document.querySelector('.answers').closest('.wide').nextElementSibling.click()")
+    copied = opened.execute_script("return window.copied").splitlines()
+    assert copied[0] == "answer,site,gain,95 % interval,test examples"
+    assert len(copied) == 1 + len(SITES)
+    opened.execute_script("arguments[0].click()", table.find_elements(By.CSS_SELECTOR, "button.sort")[1])
+    opened.execute_script("arguments[0].click()", table.find_elements(By.CSS_SELECTOR, "button.sort")[1])
+    assert column(1) == names
+
+
+def test_the_sentence_of_a_site_is_there_for_readers_and_on_request(opened):
+    from selenium.webdriver.common.by import By
+
+    say = opened.find_element(By.CSS_SELECTOR, ".answers .say")
+    assert say.get_attribute("textContent").startswith("words of site-")
+    assert say.size["width"] <= 1
+    button = next(b for b in opened.find_elements(By.CSS_SELECTOR, "button.csv") if b.text == "Show the sentences")
+    opened.execute_script("arguments[0].click()", button)
+    assert say.size["width"] > 50
+    opened.execute_script("arguments[0].click()", button)
+    assert say.size["width"] <= 1
+
+
+def test_rows_are_cards_on_a_phone(page):
+    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        assert page.execute_script("return document.documentElement.scrollWidth") <= 390
+        cut = (
+            "return [...document.querySelectorAll('.wide')]"
+            ".filter((b) => b.checkVisibility() && b.scrollWidth > b.clientWidth + 1).length"
+        )
+        assert page.execute_script(cut) == 0
+        label = "return getComputedStyle(document.querySelector('.answers td[data-l]'), '::before').content"
+        assert page.execute_script(label) == '"gain"'
+    finally:
+        size |= {"width": 1280, "mobile": False}
+        page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)

@@ -138,7 +138,7 @@ def test_what_the_disk_refuses_loses_no_page(weighed, tmp_path, monkeypatch):
         return (tmp_path / "page.html").read_text(encoding="utf-8")
 
     before = sorted(weighed.rglob("*"))
-    assert "Who aggregates from whom" in (page := written())
+    assert "Aggregation weights: who aggregates from whom" in (page := written())
     assert "Not shown" not in page
     assert sorted(weighed.rglob("*")) == before, "a report only reads"
     monkeypatch.setattr(method_views, "read_aggregation_weights", refuse)

@@ -39,7 +39,7 @@ def test_a_variable_that_is_missing_is_an_error():
 
 def test_json_for_the_script_cannot_end_it_and_keeps_its_order():
     page = render_template(
-        "page", title="t", heading="h", style="", notes=[], groups=[], versions={"polyfed": "1", "torch": "2"},
+        "page", title="t", heading="h", style="", notes=[], groups=[], origins=[], versions={"polyfed": "1", "torch": "2"},
         curves={"z": "</script>", "a": 1}, scripts="",
     )  # fmt: skip
     assert '{"z":"\\u003c/script\\u003e","a":1}' in page

@@ -45,13 +45,13 @@ def html_confusion_tables_at_threshold(
         negatives = performance["n"] - performance["yes"]
         rows = [
             [
-                f"is {positive_name}",
+                f"actual {positive_name}",
                 format_count(hits),
                 format_count(performance["yes"] - hits),
                 format_count(performance["yes"]),
             ],
             [
-                f"is {negative_label}",
+                f"actual {negative_label}",
                 format_count(false_alarms),
                 format_count(negatives - false_alarms),
                 format_count(negatives),
@@ -62,15 +62,15 @@ def html_confusion_tables_at_threshold(
         sensitivity_specificity_and_predictive_values(performance, threshold_index) for performance, _ in performances
     ]
     texts = (
-        f"sensitivity: of those that are {positive_name}, called so",
-        f"specificity: of those that are {negative_label}, called so",
-        f"positive predictive value: of those called {positive_name}, are so",
-        f"negative predictive value: of those called {negative_label}, are so",
+        f"sensitivity: of the actual {positive_name}, predicted so",
+        f"specificity: of the actual {negative_label}, predicted so",
+        f"positive predictive value: of the predicted {positive_name}, actually so",
+        f"negative predictive value: of the predicted {negative_label}, actually so",
     )
     return render_template(
         "confusion",
         counts=counts,
-        columns=["", f"called {positive_name}", f"called {negative_label}", "all"],
+        columns=["", f"predicted {positive_name}", f"predicted {negative_label}", "all"],
         names=[name for _, name in performances],
         share_rows=[
             [
@@ -130,7 +130,5 @@ def html_confusion_matrix(matrix: Sequence[Sequence[float]], method: str, class_
         percents = [round(100 * value / total) if total else 0 for value in row]
         rows.append({"cells": list(zip(map(format_count, row), percents, strict=True)), "total": format_count(total)})
     correct, examples = sum(row[k] for k, row in enumerate(matrix)), sum(map(sum, matrix))
-    description = (
-        f"{method}: {format_count(correct)} of {format_count(examples)} test examples are called what they are"
-    )
+    description = f"{method}: {format_count(correct)} of {format_count(examples)} test examples are predicted correctly"
     return render_template("confusion_matrix", description=description, names=class_names, rows=rows)

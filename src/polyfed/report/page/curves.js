@@ -66,7 +66,7 @@
       }
       box.querySelector(`[data-legend=${of}]`).replaceChildren(...texts.map(([number, text]) => make("span", {}, swatch(number), text)));
       const numbers = box.querySelector(`[data-numbers=${of}]`);
-      for (const old of numbers.querySelectorAll(".caption, .wide")) old.remove();
+      for (const old of numbers.querySelectorAll(".caption, .wide, .csv")) old.remove();
       numbers.append(...shown);
     };
     const interval = `${+(100 * told.level).toPrecision(6)} % interval`;
@@ -118,16 +118,16 @@
       const yes = told.classes[at("class")], other = told.others || `not ${yes}`;
       const each = found.map(({ one, name }) => {
         const hits = one.hits[k], alarms = one.alarms[k], no = one.n - one.yes;
-        return make("div", {}, ...table(`${name}: test examples`, ["", `called ${yes}`, `called ${other}`, "all"], [
-          [`is ${yes}`, bold(amount(hits)), amount(one.yes - hits), amount(one.yes)],
-          [`is ${other}`, amount(alarms), bold(amount(no - alarms)), amount(no)]]));
+        return make("div", {}, ...table(`${name}: test examples`, ["", `predicted ${yes}`, `predicted ${other}`, "all"], [
+          [`actual ${yes}`, bold(amount(hits)), amount(one.yes - hits), amount(one.yes)],
+          [`actual ${other}`, amount(alarms), bold(amount(no - alarms)), amount(no)]]));
       });
       const measures = found.map(({ one }) => {
         const hits = one.hits[k], alarms = one.alarms[k], no = one.n - one.yes, right = no - alarms;
         return [[hits, one.yes], [right, no], [hits, hits + alarms], [right, right + one.yes - hits]];
       });
-      const texts = [`sensitivity: of those that are ${yes}, called so`, `specificity: of those that are ${other}, called so`,
-        `positive predictive value: of those called ${yes}, are so`, `negative predictive value: of those called ${other}, are so`];
+      const texts = [`sensitivity: of the actual ${yes}, predicted so`, `specificity: of the actual ${other}, predicted so`,
+        `positive predictive value: of the predicted ${yes}, actually so`, `negative predictive value: of the predicted ${other}, actually so`];
       const rows = texts.map((text, j) => [text, ...measures.map((one, m) => share(...one[j], found[m].one.units))]);
       return [make("div", { class: "sideways" }, ...each),
         ...table("Shares at this threshold", ["", ...found.map(({ name }) => name)], rows)];
@@ -137,15 +137,15 @@
       const counts = told.matrices[at("site")][m];
       const rows = counts.map((row, k) => {
         const whole = row.reduce((a, b) => a + b, 0);
-        return [`is ${told.names[k]}`, ...row.map((value, j) => {
+        return [`actual ${told.names[k]}`, ...row.map((value, j) => {
           const cell = j === k ? bold(amount(value)) : make("td", {}, amount(value));
           cell.style.setProperty("--share", `${whole ? Math.round((100 * value) / whole) : 0}%`);
           return cell;
         }), amount(whole)];
       });
       const right = counts.reduce((sum, row, k) => sum + row[k], 0), all = counts.flat().reduce((a, b) => a + b, 0);
-      return table(`${name}: ${amount(right)} of ${amount(all)} test examples are called what they are`,
-        ["", ...told.names.map((one) => `called ${one}`), "all"], rows, "matrix");
+      return table(`${name}: ${amount(right)} of ${amount(all)} test examples are predicted correctly`,
+        ["", ...told.names.map((one) => `predicted ${one}`), "all"], rows, "matrix");
     };
 
     const show = () => {
@@ -161,6 +161,7 @@
       const output = box.querySelector("output");
       if (output) output.textContent = `${k + 1} %`;
       for (const one of box.querySelectorAll("[data-named]")) one.textContent = told.classes[at("class")];
+      document.dispatchEvent(new Event("drawn"));
     };
     for (const control of box.querySelectorAll("[data-pick]")) for (const kind of ["input", "change"]) control.addEventListener(kind, show);
     show(); // what the browser kept over a reload

@@ -1,9 +1,7 @@
 """Renders the top of a comparison's page: the advice to each site, what it rests on, and what it does not cover."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from markupsafe import Markup
@@ -20,9 +18,10 @@ from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import ScoreFormat
+from polyfed.report.page.answer_table import gain_axis, html_answer_table
 from polyfed.report.page.caterpillar_plot import svg_caterpillar_plot
-from polyfed.report.page.elements import html_figure, html_legend, html_table, render_template
-from polyfed.report.page.forest_plot import MAX_ROWS, ForestRow, IntervalMark, svg_forest_plot
+from polyfed.report.page.elements import html_figure, html_legend, render_template
+from polyfed.report.page.forest_plot import IntervalMark
 from polyfed.report.page.performance import (
     NO_VERDICT,
     binary_performance,
@@ -34,7 +33,11 @@ from polyfed.report.page.performance import (
 from polyfed.report.page.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
 
 _COUNTED: Mapping[AnswerKind, str] = {"join": "should join", "stay": "should stay alone", "undecided": "not decided"}
-_LISTED = 30  # sites up to which each has a sentence; more are grouped by their answer
+_LISTED = 30  # sites up to which one table has all; more are grouped by their answer
+_POOLED_NOTE = (
+    "The last column draws each gain towards the mean, the more the less its own examples say; such intervals hold on "
+    "average over sites, and give no answer."
+)
 
 
 def confidence_level_of(run_group: RunGroup) -> float:
@@ -52,8 +55,8 @@ def is_comparison_with_answers(run_group: RunGroup) -> bool:
 
 
 def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | None, key: str) -> Markup:
-    """Renders the top section of a comparison's page: warnings, the advice to each site and for the mean, limits, a
-    table of methods, and two figures.
+    """Renders the top section of a comparison's page: warnings, the advice to each site and for the mean, a table of
+    methods, figures, and limits.
     """
     results, level = run_group.comparison_results, confidence_level_of(run_group)
     answers, mean_answer = parse_site_answers(results), parse_answer_for_mean_over_sites(results)
@@ -61,17 +64,18 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
     if mean_answer is not None:
         separator = " " if mean_answer.kind == "join" else ": "
         mean_text = f"{ANSWER_LABELS[mean_answer.kind]}{separator}{mean_answer.sentence_without_answer()}"
-    counted = Counter(answer.kind for answer in answers)
-    counts = "; ".join(f"{counted[kind]} {kind_text}" for kind, kind_text in _COUNTED.items() if counted[kind])
-    figures = [_html_gains_figure(answers, run_group, level, f"{key}-forest")] if answers else []
+    is_long, axis = len(answers) > _LISTED, gain_axis(answers)
+    figures = [_html_caterpillar_figure(answers, run_group, level, f"{key}-forest")] if is_long else []
     figures.append(_html_roc_or_learning_curves(run_group, predictions, level, f"{key}-top"))
     return render_template(
         "decision",
         warnings=[f"{str(sentence).rstrip('.')}." for sentence in results.get("warnings") or ()],
-        answers=answers,
-        labels=ANSWER_LABELS,
-        groups=_group_by_answer(answers) if len(answers) > _LISTED else [],
-        counts=f"{count_with_noun(len(answers), 'site')}: {counts}" if len(answers) > 1 else "",
+        answer_table=html_answer_table(answers, run_group, axis, level) if answers and not is_long else "",
+        groups=[
+            (heading, join_names(members), html_answer_table(members, run_group, axis, level))
+            for heading, members in (_group_by_answer(answers) if is_long else [])
+        ],
+        pooled_note=_POOLED_NOTE if results.get("site_model") and answers else "",
         mean_text=mean_text,
         facts=[_as_sentence(sentence) for sentence in _simple_model_verdicts(results)],
         covers=results.get("covers") or (),
@@ -80,12 +84,18 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
     )
 
 
-def _group_by_answer(answers: Sequence[SiteAnswer]) -> list[tuple[AnswerKind, str, list[SiteAnswer]]]:
-    """Returns the answers of many sites by kind, each kind with its heading."""
+def join_names(answers: Sequence[SiteAnswer]) -> str:
+    """Returns the names of sites as text, with commas between them."""
+    return ", ".join(answer.client or "" for answer in answers)
+
+
+def _group_by_answer(answers: Sequence[SiteAnswer]) -> list[tuple[str, list[SiteAnswer]]]:
+    """Returns the answers of many sites by kind, the largest gain first, with a heading for each kind."""
     groups = []
     for kind, kind_text in _COUNTED.items():
         if members := [answer for answer in answers if answer.kind == kind]:
-            groups.append((kind, f"{count_with_noun(len(members), 'site')} {kind_text}", members))
+            members.sort(key=lambda answer: -math.inf if answer.gain is None else answer.gain, reverse=True)
+            groups.append((f"{count_with_noun(len(members), 'site')} {kind_text}", members))
     return groups
 
 
@@ -173,58 +183,31 @@ def _format_gain_interval(ends: Sequence[float] | None, score_format: ScoreForma
     return "–" if ends is None else " to ".join(map(score_format.format_signed, ends))
 
 
-def _html_gains_figure(answers: Sequence[SiteAnswer], run_group: RunGroup, level: float, key: str) -> Markup:
+def _html_caterpillar_figure(answers: Sequence[SiteAnswer], run_group: RunGroup, level: float, key: str) -> Markup:
+    """Draws the gains of many sites, sorted; the tables of the answers hold the numbers."""
     score_format = run_group.score_format
-    rows = [
-        ForestRow(
-            answer.client or "",
-            (
-                IntervalMark(
-                    ANSWER_LABELS[answer.kind],
-                    math.nan if answer.gain is None else answer.gain,
-                    *(answer.interval or (math.nan, math.nan)),
-                    answer.kind,
-                ),
-            ),
+    marks = [
+        IntervalMark(
+            f"{answer.client}, {ANSWER_LABELS[answer.kind]}",
+            math.nan if answer.gain is None else answer.gain,
+            *(answer.interval or (math.nan, math.nan)),
+            answer.kind,
         )
         for answer in answers
     ]
     axis_unit = f"points of {score_format.label}" if score_format.unit == "%" else score_format.label
-    title, x_label = "Gain of each site by joining", f"gain, {axis_unit} (above 0 joining is better)"
-    if len(rows) > MAX_ROWS:
-        marks = [replace(mark, label=f"{row.label}, {mark.label}") for row in rows for mark in row.marks]
-        chart = svg_caterpillar_plot(marks, key=key, title=title, x_label=x_label, unit=score_format.unit)
-    else:
-        chart = svg_forest_plot(
-            rows, key=key, title=title, x_label=x_label, unit=score_format.unit, signed=True, show_zero=True
-        )
-    drawn = " All sites, from the largest gain to the smallest." if len(rows) > MAX_ROWS else ""
+    chart = svg_caterpillar_plot(
+        marks,
+        key=key,
+        title="Gain of each site by joining",
+        x_label=f"gain, {axis_unit} (above 0 joining is better)",
+        unit=score_format.unit,
+    )
     caption = (
         f"Gain of each site by joining, over the best that it has alone, with {100 * level:g} % intervals. Full circles: "
-        f"join; squares: stay alone; hollow circles: not decided.{drawn}"
+        "join; squares: stay alone; hollow circles: not decided. All sites, from the largest gain to the smallest."
     )
-    cells = [
-        [
-            answer.client or "",
-            ANSWER_LABELS[answer.kind],
-            answer.method or "–",
-            "–" if answer.gain is None else score_format.format_signed(answer.gain),
-            _format_gain_interval(answer.interval, score_format),
-            answer.compared_with.replace("_", " ") or "–",
-            answer.basis or ("–" if answer.test_examples is None else str(answer.test_examples)),
-        ]
-        for answer in answers
-    ]
-    columns = ["site", "answer", "method", "gain", f"{100 * level:g} % interval", "over", "rests on"]
-    if model := run_group.comparison_results.get("site_model"):
-        columns.append(f"over {str(model['over']).replace('_', ' ')}, sites pooled partially")
-        for row in cells:
-            row.append(_format_gain_interval((model["clients"].get(row[0]) or {}).get("interval"), score_format))
-        caption += (
-            " The last column of the table draws each gain towards the mean, the more the less its own examples say; such "
-            "intervals hold on average over sites, and give no answer."
-        )
-    return html_figure(chart, caption, html_table("Gain of each site", columns, cells))
+    return html_figure(chart, caption)
 
 
 def _html_roc_or_learning_curves(

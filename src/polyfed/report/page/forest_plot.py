@@ -58,7 +58,6 @@ def svg_forest_plot(
     x_label: str,
     unit: NumberUnit = "",
     signed: bool = False,
-    show_zero: bool = False,
 ) -> Markup:
     """Draws a forest plot as SVG, one row per label; leaves out marks whose value is NaN.
 
@@ -68,13 +67,12 @@ def svg_forest_plot(
         title, x_label: texts.
         unit: of the values.
         signed: whether they are differences.
-        show_zero: whether 0 has a line and lies in the chart.
     """
     shown = [rows[k] for k in _evenly_spaced(len(rows), MAX_ROWS)]
     marks = [mark for row in shown for mark in row.marks if math.isfinite(mark.value)]
     if not marks:
         return svg_empty_chart(key, title, "nothing is known of any of them")
-    ends = [v for m in marks for v in (m.value, m.low, m.high) if math.isfinite(v)] + ([0.0] if show_zero else [])
+    ends = [v for m in marks for v in (m.value, m.low, m.high) if math.isfinite(v)]
     low, high = min(ends), max(ends)
     margin = (high - low) * 0.04 or (0.01 if unit == "%" else 0.05)
     low, high = low - margin, high + margin
@@ -94,8 +92,6 @@ def svg_forest_plot(
             parts.append(f'<path class="grid" d="M{px(tick):.1f} {top}V{height - bottom}"/>')
             parts.append(svg_text(px(tick), height - bottom + 15, format_axis_tick(tick, unit, signed), "middle"))
     parts.append(svg_text((left + CHART_WIDTH - right) / 2, height - 8, x_label, "middle"))
-    if show_zero:
-        parts.append(f'<path class="axis" d="M{px(0):.1f} {top}V{height - bottom}"/>')
     for k, row in enumerate(shown):
         middle = top + (k + 0.5) * step
         parts.append(svg_text(left - 8, middle + 4, labels[k], "end"))

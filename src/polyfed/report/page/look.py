@@ -186,8 +186,9 @@ def write_look_page(look: Look, path: Path) -> None:
         UserError: the file cannot be written.
     """
     package_files = files("polyfed.report.page")
-    style, script = (
-        Markup(package_files.joinpath(name).read_text(encoding="utf-8")) for name in ("page.css", "page.js")
+    style, script, tables = (
+        Markup(package_files.joinpath(name).read_text(encoding="utf-8"))
+        for name in ("page.css", "page.js", "tables.js")
     )
     page = render_template(
         "page",
@@ -196,9 +197,10 @@ def write_look_page(look: Look, path: Path) -> None:
         style=style,
         notes=[],
         groups=[html_look(look, "look")],
+        origins=[],
         versions=package_versions(),
         curves={},
-        scripts=script,
+        scripts=Markup("{}\n{}").format(script, tables),
     )
     try:
         write_file_atomically(path, page.encode(), private=False)

@@ -31,6 +31,14 @@
     show();
   }
 
+  for (const table of document.querySelectorAll(".answers")) {
+    const button = Object.assign(document.createElement("button"), { type: "button", className: "csv", textContent: "Show the sentences" });
+    button.addEventListener("click", () => {
+      button.textContent = table.classList.toggle("told") ? "Hide the sentences" : "Show the sentences";
+    });
+    table.closest(".wide").after(button);
+  }
+
   // -- values
   const hide = () => {
     tip.style.visibility = "hidden";
@@ -108,7 +116,7 @@
   for (const kind of ["pointerover", "pointerdown"]) {
     document.addEventListener(kind, (event) => {
       const mark = event.target.closest?.("[data-t]");
-      if (mark) tell(mark.dataset.t, event.clientX, event.clientY);
+      if (mark) tell(mark.dataset.t || mark.querySelector(".say").textContent, event.clientX, event.clientY);
       else if (!event.target.closest?.("[data-box]")) hide();
     });
   }

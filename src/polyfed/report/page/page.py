@@ -6,11 +6,13 @@ from typing import Any
 
 from markupsafe import Markup
 
-from polyfed.core.io.number_format import capitalize_first, count_with_noun, join_with_and
+from polyfed.core.io.number_format import capitalize_first, count_with_noun, join_first_and_count_rest, join_with_and
+from polyfed.report.data.provenance import Provenance, read_provenance
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.page import sentences, subgroups
 from polyfed.report.page.decision import confidence_level_of, html_advice_section, is_comparison_with_answers
 from polyfed.report.page.elements import html_bullet_list, html_dropdown_panels, html_paragraph, render_template
+from polyfed.report.page.header_card import html_header_card
 from polyfed.report.page.performance import html_performance_section
 from polyfed.report.page.sections import (
     PageExtras,
@@ -23,7 +25,10 @@ from polyfed.report.page.sections import (
 from polyfed.report.page.task_sections import html_task_sections
 from polyfed.simulation.storage.directory import package_versions
 
-_PREDICTIONS_HEADING = "ROC curves, calibration and confusion tables"
+_TITLE_OF_NO_NAME = "comparison"  # what `compare` calls a comparison that is given no title
+_CLASSES_HEADING = "Label distribution: training examples of each class"
+_METHODS_ACROSS = 4  # up to which the table of clients' scores fits into half of the page
+_PREDICTIONS_HEADING = "ROC curves, calibration and confusion matrix"
 
 
 def render_page(groups: Sequence[RunGroup], extras: Sequence[PageExtras], notes: Sequence[str], title: str) -> str:
@@ -36,10 +41,12 @@ def render_page(groups: Sequence[RunGroup], extras: Sequence[PageExtras], notes:
         title: the page's title.
     """
     package_files = files("polyfed.report.page")
-    style, script, curves_script = (
+    style, script, tables_script, curves_script = (
         Markup(package_files.joinpath(name).read_text(encoding="utf-8"))
-        for name in ("page.css", "page.js", "curves.js")
+        for name in ("page.css", "page.js", "tables.js", "curves.js")
     )
+    origins = [read_provenance(run_group) for run_group in groups]
+    heading = _page_heading(groups[0], origins[0]) if len(groups) == 1 else title
     curves: dict[str, Any] = {}
     is_single_group = len(groups) == 1
     rendered_groups = [
@@ -49,25 +56,30 @@ def render_page(groups: Sequence[RunGroup], extras: Sequence[PageExtras], notes:
     has_menus = any(page_extras.predictions for page_extras in extras)
     return render_template(
         "page",
-        title=title,
-        heading=_page_heading(groups[0]) if is_single_group and is_comparison_with_answers(groups[0]) else title,
+        title=heading if heading == title else f"{heading} – polyfed",
+        heading=heading,
         style=style,
         notes=notes,
         groups=rendered_groups,
+        origins=[origin for origin in origins if origin.folder_name],
         versions=package_versions(),
         curves=curves,
-        scripts=Markup("{}\n{}").format(script, curves_script) if has_menus else script,
+        scripts=Markup("\n").join([script, *([curves_script] if has_menus else []), tables_script]),
     )
 
 
-def _page_heading(run_group: RunGroup) -> str:
-    """Returns the heading of the page: the question that was asked, and the comparison's title unless it names a method
-    that was not compared.
-    """
+def _page_heading(run_group: RunGroup, origin: Provenance) -> str:
+    """Returns the heading of the page by the data: of a comparison the question that was asked, of runs their methods."""
     results = run_group.comparison_results
+    if not is_comparison_with_answers(run_group):
+        data = origin.data_name or (run_group.title if results else origin.folder_name or run_group.title)
+        return f"{capitalize_first(data)}: {join_first_and_count_rest([m.label for m in run_group.methods], 3)}"
+    name = origin.data_name or run_group.title
+    if name == _TITLE_OF_NO_NAME:
+        name = join_first_and_count_rest(run_group.clients, 3)
     left_out_labels = [*(results.get("skipped") or {}), *(results.get("failed") or {})]
-    names_absent_method = any(label.lower() in run_group.title.lower() for label in left_out_labels)
-    return "Join, or train alone?" + ("" if names_absent_method else f" {capitalize_first(run_group.title)}")
+    names_absent_method = any(label.lower() in name.lower() for label in left_out_labels)
+    return "Join, or train alone?" + ("" if names_absent_method else f" {capitalize_first(name)}")
 
 
 def _html_group(
@@ -81,14 +93,19 @@ def _html_group(
         "Learning curves": html_learning_curves(run_group, key, curves),
         "Gain of each client over training alone": html_gains_over_local(run_group, key),
         "Scores of each client": html_client_scores(run_group),
-        "Training examples of each class": html_class_counts(extras, key),
+        _CLASSES_HEADING: html_class_counts(extras, key),
     }
+    noun = "site" if is_decided and is_single_group else "client"
     context = {
         "title": capitalize_first(run_group.title),
-        "description": sentences.describe_comparison(run_group, "site" if is_decided and is_single_group else "client"),
+        "description": sentences.describe_comparison(run_group, noun),
+        "card": html_header_card(run_group, noun),
         "is_single_group": is_single_group,
     }
     if not is_decided:
+        is_narrow = len(run_group.methods) <= _METHODS_ACROSS
+        shown = [(heading, html) for heading, html in quarters.items() if heading != _CLASSES_HEADING]
+        shown, wide = (shown, []) if is_narrow else (shown[:-1], shown[-1:])
         return render_template(
             "group",
             **context,
@@ -96,8 +113,14 @@ def _html_group(
             notes=notes,
             notes_title=count_with_noun(len(notes), "note"),
             methods_table=html_methods_table(run_group),
-            quarters=quarters,
-            panels=[*extras.panels.items(), *prediction_panels, *view_panels],
+            shown=shown,
+            details=[
+                *wide,
+                *prediction_panels,
+                *view_panels,
+                (_CLASSES_HEADING, quarters[_CLASSES_HEADING]),
+                *extras.panels.items(),
+            ],
         )
     convergence = run_group.comparison_results.get("convergence") or {}
     judgements = [f"{label}: {entry['sentence']}" for label, entry in convergence.items() if entry.get("sentence")]

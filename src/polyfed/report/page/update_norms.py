@@ -10,7 +10,7 @@ from polyfed.report.page.elements import html_bullet_list, html_figure, html_leg
 from polyfed.report.page.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
 from polyfed.simulation.monitoring.update_norms import outlier_norm_ratios
 
-NORMS_HEADING = "How much each client changes"
+NORMS_HEADING = "Update norm of each client"
 _DRAWN = 12  # clients
 _ROUNDS = 8  # in the table
 

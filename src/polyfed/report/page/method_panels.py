@@ -1,4 +1,4 @@
-"""Builds the panels that some methods add to the page of `polyfed report`, and prints their main results."""
+"""Builds the panels that some methods add to the page of `polyfed report`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from markupsafe import Markup
-from rich.console import Console
 
-from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import UserError
 from polyfed.report.data.run_records import RunRecord
+from polyfed.report.figures.alignment import RepresentationAlignment
+from polyfed.report.figures.architectures import ArchitectureSearchResult
 from polyfed.report.page import method_views
 from polyfed.report.page.elements import html_bullet_list
 from polyfed.simulation.experiment import Participants, build_experiment, load_participants, rebuild_clients
 from polyfed.simulation.storage.directory import read_manifest
 
-MAX_CLIENTS_ACROSS = 8  # clients side by side in a table
+MethodResult = RepresentationAlignment | ArchitectureSearchResult
+"""What a panel is made from and a terminal can show as well."""
 
 
 @final
@@ -29,21 +30,19 @@ class PanelInputs:
         participants: the run's clients, loaded again; None where that would need a download or is not possible.
         key: prefix of ids on the page.
         max_panels: number of clients or layers to show at most.
-        console: where to print.
+        on_result: called with the run and each `MethodResult` that is computed, so that a command can print it.
     """
 
     run: RunRecord
     participants: Participants | None
     key: str
     max_panels: int
-    console: Console
+    on_result: Callable[[RunRecord, MethodResult], None]
 
 
-def build_method_panels_and_print_results(inputs: PanelInputs) -> dict[str, Markup]:
-    """Builds the panels that a run's method adds to the report page, prints their main results, and returns {heading:
-    HTML}.
-
-    A panel that cannot be built says why.
+def build_method_panels(inputs: PanelInputs) -> dict[str, Markup]:
+    """Builds the panels that a run's method adds to the report page, and returns {heading: HTML}; a panel that cannot be
+    built says why.
     """
     panels: dict[str, Markup] = {}
     for heading, make_panel in _PANELS.get(inputs.run.method, {}).items():
@@ -145,11 +144,7 @@ def _alignment(inputs: PanelInputs) -> Markup:
             "the clients and their test examples are not at hand; polyfed.report.figures.alignment takes them in Python"
         )
     alignment = measure_alignment(_folder(inputs), clients=clients)
-    print_line(
-        inputs.console,
-        f"{inputs.run.method}: mean CKA between two clients: {alignment.mean_cka_of_initial_networks:.2f} before, "
-        f"{alignment.mean_cka_of_trained_networks:.2f} after",
-    )
+    inputs.on_result(inputs.run, alignment)
     return method_views.html_alignment(alignment, inputs.key)
 
 
@@ -157,17 +152,7 @@ def _architectures(inputs: PanelInputs) -> Markup:
     from polyfed.report.figures.architectures import read_search_result
 
     result = read_search_result(_folder(inputs))
-    clients = result.clients[:MAX_CLIENTS_ACROSS]
-    title = f"most probable operation of each edge, and its probability ({_folder(inputs)})"
-    table = PlainTable(title=title, title_justify="left")
-    for column in ("cell", "edge", *clients):
-        table.add_column(column)
-    for k, cell_title in enumerate(result.cell_titles):
-        cells = [result.cells_of(client)[k] for client in clients]
-        for e, edge in enumerate(cells[0].edges):
-            operations = [f"{cell.chosen_operations[e]} {cell.probabilities[e].max():.2f}" for cell in cells]
-            table.add_row(cell_title if e == 0 else "", cells[0].edge_label(edge), *operations)
-    inputs.console.print(table)
+    inputs.on_result(inputs.run, result)
     return method_views.html_searched_cells(result, inputs.key, inputs.max_panels)
 
 
@@ -204,10 +189,10 @@ def _folder(inputs: PanelInputs) -> Path:
     return inputs.run.folder
 
 
-_WEIGHTS = {"Who aggregates from whom": _aggregation_weights}
-_SIMILARITY = {"How alike representations are": _alignment}
-_CELLS = {"Operations that were found": _architectures}
-_CELLS_AND_GRADIENTS = {**_CELLS, "Whom the federated gradient works against": _gradient_agreement}
+_WEIGHTS = {"Aggregation weights: who aggregates from whom": _aggregation_weights}
+_SIMILARITY = {"Similarity of representations (CKA)": _alignment}
+_CELLS = {"Architectures that the search found": _architectures}
+_CELLS_AND_GRADIENTS = {**_CELLS, "Conflicts with the federated gradient": _gradient_agreement}
 _PANELS: Mapping[str, Mapping[str, Callable[[PanelInputs], Markup]]] = {
     "pfedla": _WEIGHTS,
     "heur_pfedla": _WEIGHTS,
@@ -217,5 +202,5 @@ _PANELS: Mapping[str, Mapping[str, Callable[[PanelInputs], Markup]]] = {
     "ca_feddsnas": _CELLS,
     "fedpnas": _CELLS_AND_GRADIENTS,
     "ca_fedpnas": _CELLS_AND_GRADIENTS,
-    "flha_ghn": {"What the hypernetwork can generate": _coverage, "Unseen clients' warm starts": _warm_starts},
+    "flha_ghn": {"Parameters that the hypernetwork generates": _coverage, "Warm start of unseen clients": _warm_starts},
 }

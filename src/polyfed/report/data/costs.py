@@ -1,0 +1,67 @@
+"""Computes what joining with a method costs a federation, and what its sites disclose to the server."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, final
+
+from polyfed.core.declared_words import meaning_of_disclosure
+from polyfed.core.errors import UserError
+from polyfed.report.data.run_groups import MethodRuns
+from polyfed.simulation.rounds.secure_aggregation import effective_disclosures
+from polyfed.simulation.storage.configuration import build_method
+
+
+@final
+@dataclass(frozen=True)
+class MethodCost:
+    """Holds what one run of a method costs until the round whose scores count, as means over seeds.
+
+    Attributes:
+        megabytes: sent up and down by all clients together, of 2^20 bytes.
+        seconds: of clients and server, without evaluation.
+        scored_rounds: the lowest and the highest round whose scores count.
+        planned_rounds: rounds of each run.
+        clients: number of clients.
+    """
+
+    megabytes: float
+    seconds: float
+    scored_rounds: tuple[int, int]
+    planned_rounds: int
+    clients: int
+
+
+def cost_of_method(method: MethodRuns) -> MethodCost:
+    """Returns what one run of a method costs until the round whose scores count."""
+    costs = [run.cost_until_scored_round for run in method.runs]
+    rounds = [run.scored_round for run in method.runs]
+    return MethodCost(
+        fmean(cost.megabytes for cost in costs),
+        fmean(cost.seconds for cost in costs),
+        (min(rounds), max(rounds)),
+        max(run.planned_rounds for run in method.runs),
+        max(len(run.score_by_client) for run in method.runs),
+    )
+
+
+def disclosures_of_method(method: MethodRuns, results: Mapping[str, Any]) -> dict[str, str] | None:
+    """Returns what the server learns about a site by a method, as {word: meaning}; None if the method is not one of
+    polyfed's.
+
+    Args:
+        method: the runs of the method.
+        results: of its comparison, for the method's fields; empty for runs by themselves.
+    """
+    run = method.runs[0]
+    entry = (results.get("methods") or {}).get(method.label) or {}
+    fields = run.config.get("algorithm") or {**entry.get("fields", {}), "name": entry.get("name", run.method)}
+    if ":" in str(fields.get("name", ":")):  # code of the user's, which a page does not run
+        return None
+    for candidate in (fields, {"name": fields["name"]}):
+        try:
+            words = effective_disclosures(build_method(candidate), run.uses_secure_sums)
+        except UserError:  # fields of another version
+            continue
+        return {str(word): meaning_of_disclosure(word) for word in sorted(words)}
+    return None

@@ -1,0 +1,139 @@
+"""Reads where the results on a page come from: when they were made, by which command, configuration, data and versions."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path, PurePath
+from typing import Any, final
+
+import yaml
+
+from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, read_description
+from polyfed.core.errors import UserError
+from polyfed.core.io.number_format import join_with_and
+from polyfed.report.data.run_groups import RunGroup
+from polyfed.simulation.settings import EXECUTION_FIELDS
+from polyfed.simulation.storage.directory import read_manifest
+
+_SEEDS_OF_COMPARE = (0, 1, 2, 3, 4)  # by default
+_ADDED = ("baselines", "seed")  # which `polyfed compare` takes by other options
+
+
+@final
+@dataclass(frozen=True)
+class Provenance:
+    """Holds where the results of a group of runs come from; a text is empty where it is not known.
+
+    Attributes:
+        folder_name: of the run or comparison.
+        date: when the last result was written, in UTC.
+        command: makes the results again from the configuration, saved as config.yaml.
+        configuration: as YAML, without where it ran and without folders of files.
+        fingerprint: of the data.
+        versions: of Python and packages, and the machine's cores.
+        data_name: of the data; empty for clients made in Python.
+    """
+
+    folder_name: str = ""
+    date: str = ""
+    command: str = ""
+    configuration: str = ""
+    fingerprint: str = ""
+    versions: str = ""
+    data_name: str = ""
+
+
+def read_provenance(run_group: RunGroup) -> Provenance:
+    """Reads where the results of a group of runs come from, from the directory of the first run and of its comparison."""
+    run = next((run for method in run_group.methods for run in method.runs if run.folder is not None), None)
+    if run is None or run.folder is None:
+        return Provenance()
+    manifest = read_manifest(run.folder)
+    comparison = next((f for f in list(run.folder.parents)[:3] if (f / DESCRIPTION).is_file()), None)
+    versions = [f"{name} {version}" for name, version in (manifest.get("versions") or {}).items()]
+    if cores := (manifest.get("host") or {}).get("cores"):
+        versions.append(f"{cores} cores")
+    if comparison is None:
+        config = run.config if isinstance(run.config.get("data"), Mapping) else {}
+        return Provenance(
+            run.folder.resolve().name,
+            _written(run.folder / "metrics.jsonl"),
+            "polyfed run config.yaml" if config else "",
+            _as_yaml(config),
+            str(manifest.get("data_fingerprint") or ""),
+            ", ".join(versions),
+            name_of_data(config),
+        )
+    try:
+        description = read_description(comparison)
+    except UserError:  # the results are in another file
+        description = {}
+    experiment = description.get("experiment") or {}
+    config = experiment.get("config") or {}
+    prints = list(dict.fromkeys(map(str, (description.get("fingerprints") or {}).values())))
+    return Provenance(
+        comparison.resolve().name,
+        _written(comparison / RESULTS),
+        _compare_command(description, experiment) if config else "",
+        _as_yaml(config),
+        join_with_and(prints) if prints else "",
+        ", ".join(versions),
+        name_of_data(config),
+    )
+
+
+def name_of_data(config: Mapping[str, Any]) -> str:
+    """Returns the name of a configuration's data: of a table or folder the file's; empty if it names no data.
+
+    >>> name_of_data({"data": {"name": "table", "path": "/home/me/brca.csv"}}), name_of_data({"data": {"name": "heart"}})
+    ('brca', 'heart')
+    """
+    data = config.get("data")
+    if not isinstance(data, Mapping):
+        return ""
+    path = data.get("path")
+    return PurePath(path).stem if isinstance(path, str) and path else str(data.get("name", ""))
+
+
+def _written(path: Path) -> str:
+    try:
+        return datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0")
+    except OSError:
+        return ""
+
+
+def _as_yaml(config: Mapping[str, Any]) -> str:
+    """Returns a configuration as YAML; of files and folders only the last part of the name, which says nothing of a person's
+    machine."""
+    shown = {name: value for name, value in config.items() if name not in EXECUTION_FIELDS}
+    data = shown.get("data")
+    if isinstance(data, Mapping):
+        shown["data"] = {
+            name: PurePath(value).name if name in ("path", "schema") and isinstance(value, str) else value
+            for name, value in data.items()
+        }
+    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True) if shown else ""
+
+
+def _compare_command(description: Mapping[str, Any], experiment: Mapping[str, Any]) -> str:
+    """Returns the command that compares the same methods again; empty if options cannot say which they are."""
+    methods = experiment.get("methods") or {}
+    if any(label != entry.get("name") for label, entry in methods.items()):
+        return ""
+    words = ["polyfed compare config.yaml", f"--algorithms {','.join(methods)}"]
+    seeds, resplit = description.get("seeds") or [], experiment.get("resplit")
+    if folds := experiment.get("folds"):
+        words.append(f"--folds {folds}")
+    elif resplit:
+        words.append(f"--resplit {resplit}")
+    elif tuple(seeds) != _SEEDS_OF_COMPARE:
+        words.append(f"--seeds {','.join(map(str, seeds))}")
+    if experiment.get("same_data") and not resplit and not folds:
+        words.append("--same-data")
+    search = description.get("search")
+    if not search:
+        words.append("--tune none")
+    elif list(search) != ["lr"]:
+        fields = [f"{k}={v if isinstance(v, str) else ','.join(map(str, v))}" for k, v in search.items()]
+        words.append(f"--tune '{';'.join(fields)}'")
+    return " ".join(words)

@@ -1,0 +1,127 @@
+"""Renders the advice to each site as a table with a row per site: answer, site, interval as a drawing, and numbers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from markupsafe import Markup
+
+from polyfed.core.io.number_format import NumberUnit
+from polyfed.report.data.answers import ANSWER_LABELS, SiteAnswer
+from polyfed.report.data.run_groups import RunGroup
+from polyfed.report.data.score_format import ScoreFormat
+from polyfed.report.page.elements import render_template
+from polyfed.report.page.svg_charts import choose_axis_ticks, format_axis_tick, svg_text
+
+WIDTH, _HEIGHT = 240, 30  # of a drawing, in pixels
+_EDGE = 16  # left and right of the values, so that the labels of the axis fit
+
+
+@final
+@dataclass(frozen=True)
+class GainAxis:
+    """Holds the ends of the axis that the drawings of all sites share; 0 lies between them."""
+
+    low: float
+    high: float
+
+    def x(self, gain: float) -> float:
+        """Returns the horizontal position of a gain in a drawing."""
+        return _EDGE + (gain - self.low) / (self.high - self.low) * (WIDTH - 2 * _EDGE)
+
+
+def gain_axis(answers: Sequence[SiteAnswer]) -> GainAxis:
+    """Returns the axis that holds the gains and intervals of all sites, and 0.
+
+    >>> gain_axis([SiteAnswer("north", "join", gain=0.5, interval=(0.25, 1.0))])
+    GainAxis(low=0.0, high=1.0)
+    """
+    ends = [0.0, *(v for a in answers for v in (a.gain, *(a.interval or ())) if v is not None and math.isfinite(v))]
+    low, high = min(ends), max(ends)
+    return GainAxis(low, high if high > low else low + 0.01)
+
+
+def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: GainAxis, level: float) -> Markup:
+    """Renders the answers of some sites as a table; the sentence of each is for screen readers and shown on hover.
+
+    Args:
+        answers: of the sites in the table.
+        run_group: their comparison.
+        axis: of the drawings; the same for all tables of a page.
+        level: confidence level of the intervals.
+    """
+    form = run_group.score_format
+    rivals = {answer.compared_with for answer in answers}
+    columns = ["gain", f"{100 * level:g} % interval", *(["over"] if len(rivals) > 1 else []), "test examples"]
+    pooled = run_group.comparison_results.get("site_model")
+    if pooled:
+        columns.append(f"over {str(pooled['over']).replace('_', ' ')}, sites pooled partially")
+    rows = []
+    for answer in answers:
+        cells = [
+            "–" if answer.gain is None else form.format_signed(answer.gain).removesuffix(" points"),
+            _format_interval(answer.interval, form),
+            *([_name_of_rival(answer.compared_with)] if len(rivals) > 1 else []),
+            "–" if answer.test_examples is None else str(answer.test_examples),
+        ]
+        if pooled:
+            cells.append(_format_interval((pooled["clients"].get(answer.client) or {}).get("interval"), form))
+        rows.append(
+            {
+                "answer": answer,
+                "label": ANSWER_LABELS[answer.kind],
+                "drawing": _svg_interval(answer, axis),
+                "cells": cells,
+            }
+        )
+    over = f" over {_name_of_rival(next(iter(rivals)))}" if len(rivals) == 1 and rivals != {""} else ""
+    return render_template(
+        "answer_table",
+        rows=rows,
+        columns=columns,
+        axis=_svg_axis(axis, form.unit),
+        axis_label=f"gain{over}, {'points of ' if form.unit == '%' else ''}{form.label}",
+    )
+
+
+def _name_of_rival(compared_with: str) -> str:
+    """Returns what a site has alone, which a gain is over, in words; a dash if it is not known."""
+    return {"": "–", "local": "training alone"}.get(compared_with, compared_with.replace("_", " "))
+
+
+def _format_interval(ends: Sequence[float] | None, form: ScoreFormat) -> str:
+    return "–" if ends is None else " to ".join(form.format_signed(end).removesuffix(" points") for end in ends)
+
+
+def _svg_interval(answer: SiteAnswer, axis: GainAxis) -> Markup:
+    """Draws the gain of one site with its interval, and the line at 0; the row's sentence says the same."""
+    parts = [_line("axis", axis.x(0), -5, f"V{_HEIGHT + 5}")]
+    middle = _HEIGHT / 2
+    if answer.interval is not None and all(map(math.isfinite, answer.interval)):
+        low, high = map(axis.x, answer.interval)
+        parts.append(_line("line", low, middle, f"H{high:.1f}"))
+    if answer.gain is not None and math.isfinite(answer.gain):
+        x = axis.x(answer.gain)
+        # A shape of its own for each answer, for those who do not see the colours.
+        if answer.kind == "stay":
+            parts.append(f'<rect class="dot" x="{x - 4:.1f}" y="{middle - 4:.0f}" width="8" height="8"/>')
+        else:
+            hollow = " hollow" if answer.kind == "undecided" else ""
+            parts.append(f'<circle class="dot{hollow}" cx="{x:.1f}" cy="{middle:.0f}" r="4.4"/>')
+    return _svg("".join(parts), _HEIGHT, f"iv mark {answer.kind}")
+
+
+def _svg_axis(axis: GainAxis, unit: NumberUnit) -> Markup:
+    """Draws the labels of the axis: 0, and a value on each side of it where there is room."""
+    ticks = [t for t in choose_axis_ticks(axis.low, axis.high, max_ticks=3) if axis.low <= t <= axis.high]
+    labels = [svg_text(axis.x(tick), 12, format_axis_tick(tick, unit, signed=True), "middle") for tick in ticks]
+    return _svg("".join(labels), 16, "iv")
+
+
+def _line(name: str, x: float, y: float, rest: str) -> str:
+    return f'<path class="{name}" d="M{x:.1f} {y:.0f}{rest}"/>'
+
+
+def _svg(content: str, height: int, names: str) -> Markup:
+    return Markup(f'<svg class="{names}" viewBox="0 0 {WIDTH} {height}" aria-hidden="true">{content}</svg>')

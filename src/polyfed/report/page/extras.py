@@ -1,0 +1,176 @@
+"""Collects what the page of runs shows beside their scores: class counts, predictions, the sites' data, and panels of
+single methods.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from polyfed.comparison.storage.comparison_directory import DESCRIPTION, read_description
+from polyfed.core.errors import UserError
+from polyfed.core.task import DEFAULT_TASK, get_task
+from polyfed.data.look.look import look_at_sites
+from polyfed.report.data.predictions import read_group_predictions
+from polyfed.report.data.run_groups import RunGroup
+from polyfed.report.data.run_records import RunRecord
+from polyfed.report.page import update_directions, update_norms
+from polyfed.report.page.cross_site import CROSS_SITE_HEADING, html_cross_site
+from polyfed.report.page.look import LOOK_HEADING, html_look
+from polyfed.report.page.method_panels import (
+    MethodResult,
+    PanelInputs,
+    build_image_panel,
+    build_method_panels,
+    load_participants_offline,
+)
+from polyfed.report.page.sections import PageExtras
+from polyfed.simulation.experiment import Participants
+from polyfed.simulation.results.cross_site_scores import average_cross_site, read_cross_site
+from polyfed.simulation.storage.directory import read_manifest
+
+
+def collect_page_extras(
+    run_group: RunGroup,
+    key: str,
+    max_panels: int,
+    *,
+    subgroups: Sequence[str],
+    show_images: bool,
+    on_result: Callable[[RunRecord, MethodResult], None],
+) -> PageExtras:
+    """Collects what the page shows of a group beside its scores: class counts, predictions, and what the methods add, each
+    of a method's first seed.
+
+    Args:
+        run_group: the group.
+        key: prefix of ids on the page.
+        max_panels: number of clients or layers to show at most.
+        subgroups: columns of the test examples by whose values the page has scores.
+        show_images: whether to show test images of segmentations.
+        on_result: called with each result that a method's panel is made from.
+
+    Raises:
+        UserError: there are subgroups, and no predictions to divide into them.
+    """
+    extras = _class_counts_and_panels(run_group, key, max_panels, show_images, on_result)
+    return _add_predictions(extras, run_group, subgroups)
+
+
+def _class_counts_and_panels(
+    run_group: RunGroup,
+    key: str,
+    max_panels: int,
+    show_images: bool,
+    on_result: Callable[[RunRecord, MethodResult], None],
+) -> PageExtras:
+    runs = [method.runs[0] for method in run_group.methods if method.runs[0].folder is not None]
+    participants, reason = load_participants_offline(runs[0]) if runs else (None, "")
+    method_views: dict[str, dict[str, Markup]] = {}
+    for position, method in enumerate(run_group.methods):
+        run = method.runs[0]
+        if run.folder is None:
+            continue
+        panel_name = f"{method.label}, seed {run.seed}" if len(method.runs) > 1 else method.label
+        panel_key = f"{key}-{position}"
+        panels = {
+            update_norms.NORMS_HEADING: update_norms.html_update_norms(run, panel_key),
+            update_directions.DIRECTIONS_HEADING: update_directions.html_update_directions(run, panel_key),
+        }
+        inputs = PanelInputs(run, participants, panel_key, max_panels, on_result)
+        panels |= build_method_panels(inputs)
+        panels |= build_image_panel(inputs, reason) if show_images else {}
+        for heading, html in panels.items():
+            if html:
+                method_views.setdefault(heading, {})[panel_name] = html
+    shown_participants = _participants_of_comparison(runs[0]) if participants is None and runs else participants
+    extra_panels = _site_panels(run_group, shown_participants, key)
+    if run_group.comparison_results:
+        return replace(_comparison_class_counts(run_group, method_views), panels=extra_panels)
+    if participants is None:
+        manifest = read_manifest(runs[0].folder or Path()) if runs else {}
+        names = tuple(str(name) for name in manifest.get("class_names") or ())
+        return PageExtras(class_names=names, class_note=reason, method_views=method_views, panels=extra_panels)
+    if not participants.classes:
+        note = "Examples with several labels are not counted by class."
+        return PageExtras(class_note=note, method_views=method_views, panels=extra_panels)
+    class_counts = {client.id: participants.classes[client.id] for client in participants.clients}
+    more = "" if len(run_group.seeds) == 1 else f"Seed {runs[0].seed}; the others deal the same data in their own draw."
+    return PageExtras(
+        {runs[0].seed: class_counts},
+        participants.pool.task.count_names(participants.pool.class_names),
+        more,
+        method_views,
+        panels=extra_panels,
+    )
+
+
+def _participants_of_comparison(run: RunRecord) -> Participants | None:
+    """Returns the clients of the comparison that a run belongs to, as its first seed deals them before they are split again;
+    None if it is of none, or was made in Python."""
+    for folder in list((run.folder or Path()).parents)[:3]:
+        if (folder / DESCRIPTION).is_file():
+            description = read_description(folder)
+            if (experiment := description.get("experiment")) is not None and description.get("seeds"):
+                config = {**experiment["config"], "seed": description["seeds"][0]}
+                return load_participants_offline(replace(run, config=config, folder=None))[0]
+    return None
+
+
+def _site_panels(run_group: RunGroup, participants: Participants | None, key: str) -> dict[str, Markup]:
+    """Renders the look at the sites' data, where the configuration says which data they have, and the scores of every
+    site's model at every site, where they were computed."""
+    panels = {}
+    matrices = {}
+    for method in run_group.methods:
+        parts = [read_cross_site(run.folder) for run in method.runs if run.folder is not None]
+        if scores := [part for part in parts if part is not None]:
+            matrices[method.label] = average_cross_site(scores)
+    if matrices:
+        panels[CROSS_SITE_HEADING] = html_cross_site(matrices, f"{key}-cross")
+    if participants is not None:
+        seen = look_at_sites(participants.clients, tuple(map(str, participants.pool.class_names)))
+        panels[LOOK_HEADING] = html_look(seen, f"{key}-look")
+    return panels
+
+
+def _comparison_class_counts(run_group: RunGroup, method_views: Mapping[str, Mapping[str, Markup]]) -> PageExtras:
+    """Collects the class counts that a finished comparison holds, by seed where seeds differ in their data."""
+    results = run_group.comparison_results
+    counts_by_seed = {}
+    for seed, clients in results.get("data", {}).items():
+        if run_group.same_clients and int(seed) != run_group.seeds[0]:  # the same counts for each seed
+            continue
+        if counts := {client: entry["classes"] for client, entry in clients.items() if entry["classes"]}:
+            counts_by_seed[int(seed)] = counts
+    if not counts_by_seed:
+        note = "The examples of these clients have no classes to count."
+        return PageExtras(class_note=note, method_views=method_views)
+    names = _count_names(results)
+    class_count = max(len(counts) for by_client in counts_by_seed.values() for counts in by_client.values())
+    names += map(str, range(len(names), class_count))  # clients made in Python have no names of classes
+    return PageExtras(counts_by_seed, names, "", method_views)
+
+
+def _count_names(results: Mapping[str, Any]) -> list[str]:
+    """Returns the names of what a comparison's task counts; those of classes if this process does not trust the task."""
+    names = [str(name) for name in results.get("class_names") or ()]
+    try:
+        return list(get_task(results.get("task", DEFAULT_TASK)).count_names(names))
+    except UserError:
+        return names
+
+
+def _add_predictions(extras: PageExtras, run_group: RunGroup, subgroups: Sequence[str]) -> PageExtras:
+    predictions, reason = read_group_predictions(run_group, extras.class_names or None)
+    if predictions is None and subgroups:
+        raise UserError(f"--subgroup {subgroups[0]!r}: {reason.rstrip('.')}; leave it out")
+    # Runs by themselves need not say what only comparisons are looked at for.
+    return replace(
+        extras,
+        predictions=predictions,
+        predictions_note=reason if run_group.comparison_results else "",
+        subgroup_columns=tuple(subgroups),
+    )

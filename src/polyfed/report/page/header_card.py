@@ -1,0 +1,178 @@
+"""Renders the card on top of a group's section: the decision, the mean gain, what it costs, and what the server learns."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple, final
+
+from markupsafe import Markup
+
+from polyfed.core.io.number_format import (
+    count_with_noun,
+    end_with_period,
+    format_number,
+    format_three_significant_digits,
+    join_with_and,
+)
+from polyfed.report.data.answers import (
+    AnswerKind,
+    SiteAnswer,
+    parse_answer_for_mean_over_sites,
+    parse_site_answers,
+)
+from polyfed.report.data.costs import MethodCost, cost_of_method, disclosures_of_method
+from polyfed.report.data.run_groups import MethodRuns, RunGroup
+from polyfed.report.data.run_records import mean_of_defined
+from polyfed.report.page.elements import render_template
+
+
+@final
+class KeyFact(NamedTuple):
+    """Holds one fact of the card: its heading, its value, and a note in small letters."""
+
+    heading: str
+    value: str
+    note: str = ""
+
+
+def html_header_card(run_group: RunGroup, noun: str) -> Markup:
+    """Renders the card of a comparison or of runs; empty if no method has a score.
+
+    Args:
+        run_group: the group.
+        noun: "site" or "client".
+    """
+    method = run_group.best_method_besides_local or run_group.local_method
+    if method is None or math.isnan(run_group.mean_score(method)):
+        return Markup()
+    results = run_group.comparison_results
+    answers, mean_answer = parse_site_answers(results), parse_answer_for_mean_over_sites(results)
+    cost = cost_of_method(method)
+    if answers or mean_answer is not None:
+        kind, decision = _decision(answers, mean_answer)
+        facts = [_mean_gain_of_answer(run_group, mean_answer)]
+    else:
+        kind, decision = "undecided", _summary_of_runs(run_group, method)
+        facts = [KeyFact("Mean score", format_number(run_group.mean_score(method), run_group.score_format.unit),
+                         f"{run_group.score_format.label}, over {count_with_noun(cost.clients, noun)}"),
+                 _mean_gain_of_runs(run_group, method, noun)]  # fmt: skip
+    return render_template(
+        "header_card",
+        kind=kind,
+        decision=decision,
+        facts=[fact for fact in (*facts, *_cost_facts(cost, noun), _disclosure(run_group, method)) if fact.value],
+        method=method.label,
+        why_round=why_this_round(run_group, method, cost),
+    )
+
+
+def _decision(answers: Sequence[SiteAnswer], mean_answer: SiteAnswer | None) -> tuple[AnswerKind, str]:
+    """Returns the kind of the decision and the sentence that says it: of the sites, or without answers for them of the
+    mean."""
+    if not answers:
+        assert mean_answer is not None
+        with_method = f" with {mean_answer.method}" if mean_answer.method else ""
+        texts: dict[AnswerKind, str] = {
+            "join": f"On average, sites should join{with_method}",
+            "stay": "On average, sites should stay alone",
+            "undecided": "Not decided whether sites should join",
+        }
+        return mean_answer.kind, texts[mean_answer.kind] + "."
+    counted, total = Counter(answer.kind for answer in answers), len(answers)
+    kind: AnswerKind = "join" if counted["join"] else "stay" if counted["stay"] == total else "undecided"
+    if total == 1:
+        (answer,) = answers
+        how = {"join": f"should join with {answer.method}", "stay": "should stay alone", "undecided": "is not decided"}
+        return kind, f"{answer.client} {how[answer.kind]}."
+    methods = dict.fromkeys(a.method for a in answers if a.kind == "join" and a.method)
+    parts = []
+    if counted["join"]:
+        with_methods = f" with {join_with_and(list(methods))}" if methods else ""
+        parts.append(f"{_share(counted['join'], total)} should join{with_methods}")
+    if counted["stay"]:
+        parts.append(f"{_share(counted['stay'], total) if not parts else counted['stay']} should stay alone")
+    if counted["undecided"] == total:
+        parts = ["Not decided for any site"]
+    elif counted["undecided"]:
+        parts.append(f"{counted['undecided']} {'is' if counted['undecided'] == 1 else 'are'} not decided")
+    return kind, "; ".join(parts) + "."
+
+
+def _share(number: int, total: int) -> str:
+    return f"All {total} sites" if number == total else f"{number} of {total} sites"
+
+
+def _mean_gain_of_answer(run_group: RunGroup, answer: SiteAnswer | None) -> KeyFact:
+    if answer is None or answer.gain is None:
+        return KeyFact("Mean gain", "–" if answer is not None else "")
+    form, level = run_group.score_format, run_group.comparison_results.get("level", 0.95)
+    over = f"over {answer.compared_with.replace('_', ' ')} alone" if answer.compared_with not in ("", "local") else (
+        "over training alone")  # fmt: skip
+    interval = ""
+    if answer.interval is not None:
+        low, high = map(form.format_signed, answer.interval)
+        interval = f"{100 * float(level):g} % interval {low.removesuffix(' points')} to {high}; "
+    label = "" if form.unit == "%" else f" {form.label}"
+    return KeyFact("Mean gain", f"{form.format_signed(answer.gain)}{label}", f"{interval}{over}")
+
+
+def _summary_of_runs(run_group: RunGroup, method: MethodRuns) -> str:
+    score, local = run_group.score_format, run_group.local_method
+    text = f"{method.label}: mean {score.label} {format_number(run_group.mean_score(method), score.unit)}"
+    if local is not None and local is not method and not math.isnan(run_group.mean_score(local)):
+        text += f"; training alone: {format_number(run_group.mean_score(local), score.unit)}"
+    return f"{text}."
+
+
+def _mean_gain_of_runs(run_group: RunGroup, method: MethodRuns, noun: str) -> KeyFact:
+    gains = [gain.mean for gain in run_group.gains_over_local(method)]
+    if not gains:
+        return KeyFact("Mean gain", "")
+    ups = sum(gain > 0 for gain in gains)
+    note = f"over training alone, without an interval; {ups} of {count_with_noun(len(gains), noun)} gain"
+    return KeyFact("Mean gain", run_group.score_format.format_signed(mean_of_defined(gains)), note)
+
+
+def _cost_facts(cost: MethodCost, noun: str) -> list[KeyFact]:
+    traffic = f"{format_three_significant_digits(cost.megabytes)} MB" if cost.megabytes else "nothing"
+    note = f"all {noun}s, up and down"
+    if cost.megabytes and cost.clients > 1:
+        note += f"; {format_three_significant_digits(cost.megabytes / cost.clients)} MB for each"
+    low, high = cost.scored_rounds
+    rounds = KeyFact(
+        "Rounds", f"{low}" if low == high else f"{low} to {high}", f"of {cost.planned_rounds} that were run"
+    )
+    seconds = KeyFact("Computing time", format_duration(cost.seconds), "clients and server added up, one run")
+    return [KeyFact("Sent", traffic, note), rounds, seconds]
+
+
+def format_duration(seconds: float) -> str:
+    """Returns a duration as text in seconds, minutes or hours.
+
+    >>> format_duration(0.43), format_duration(90), format_duration(9000)
+    ('0.43 s', '1.5 min', '2.5 h')
+    """
+    for length, unit in ((3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.2g} s"
+
+
+def _disclosure(run_group: RunGroup, method: MethodRuns) -> KeyFact:
+    words = disclosures_of_method(method, run_group.comparison_results)
+    if words is None:
+        return KeyFact("The server learns", "not known", "the method is not one of polyfed's")
+    if not words:
+        return KeyFact("The server learns", "nothing")
+    meanings = "; ".join(words.values())
+    return KeyFact("The server learns", join_with_and([word.replace("_", " ") for word in words]), meanings)
+
+
+def why_this_round(run_group: RunGroup, method: MethodRuns, cost: MethodCost) -> str:
+    """Returns a sentence that says after which round the scores are, and why after that one."""
+    low, high = cost.scored_rounds
+    after = f"after round {low}" if low == high else f"after rounds {low} to {high}, one for each seed,"
+    scores = f"Scores of {method.label} are those {after} of {cost.planned_rounds}"
+    if budget := (run_group.comparison_results.get("budget") or {}).get("sentence"):
+        return f"{scores.rstrip(',')}: {end_with_period(budget)}"
+    return f"{scores.rstrip(',')}, the last that was evaluated."

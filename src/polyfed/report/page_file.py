@@ -1,0 +1,82 @@
+"""Writes the HTML page of runs and comparisons, for the command and for Python."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from polyfed.core.errors import UserError
+from polyfed.core.io.atomic_files import expand_user_path, write_file_atomically
+from polyfed.core.io.number_format import join_first_and_count_rest
+from polyfed.report.data.run_groups import RunGroup, read_run_groups
+from polyfed.report.data.run_records import RunRecord
+from polyfed.report.page.extras import collect_page_extras
+from polyfed.report.page.method_panels import MethodResult, method_adds_panels
+from polyfed.report.page.page import render_page
+
+PAGE = "report.html"
+_MAX_PANELS = 12  # clients or layers with panels of one kind, of all runs together
+
+
+def write_page_of(folder: Path | None, out: str | Path | None) -> Path:
+    """Writes the HTML page of a run or comparison directory, as `polyfed report` does but without printing, and returns
+    its path; raises a `UserError` if `folder` is None.
+
+    Args:
+        folder: of the run or comparison; None if it was kept in memory.
+        out: the page; None for `report.html` in `folder`.
+
+    Raises:
+        UserError: `folder` is None, or the page cannot be written.
+
+    >>> write_page_of(None, None)
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: a page is made from a directory, and this was kept in memory; give out="DIR" when you
+    train or compare
+    """
+    if folder is None:
+        raise UserError(
+            'a page is made from a directory, and this was kept in memory; give out="DIR" when you train or compare'
+        )
+    groups, notes = read_run_groups([folder])
+    return write_page([folder], groups, notes, None if out is None else expand_user_path(out, "out"))
+
+
+def write_page(
+    folders: Sequence[Path],
+    groups: Sequence[RunGroup],
+    notes: Sequence[str],
+    out: Path | None = None,
+    *,
+    subgroups: Sequence[str] = (),
+    show_images: bool = False,
+    on_result: Callable[[RunRecord, MethodResult], None] = lambda run, result: None,
+) -> Path:
+    """Writes the HTML page of groups of comparable runs, and returns its path.
+
+    Args:
+        folders: directories of the runs and comparisons.
+        groups: the groups of runs in them.
+        notes: sentences for the top of the page.
+        out: the page; None for `report.html` in the first folder.
+        subgroups: columns of the test examples, such as "sex"; the page has scores by their values.
+        show_images: whether to show test images of segmentations, which are the clients' data.
+        on_result: called with the run and each result that a method's panel is made from.
+
+    Raises:
+        UserError: the test examples have no column of `subgroups`, or the page cannot be written.
+    """
+    # The page gets fewer clients and layers of each run where many runs have such pictures.
+    view_count = sum(method_adds_panels(method.runs[0].method) for run_group in groups for method in run_group.methods)
+    max_panels = max(1, _MAX_PANELS // max(1, view_count))
+    extras = [
+        collect_page_extras(
+            run_group, f"v{k}", max_panels, subgroups=subgroups, show_images=show_images, on_result=on_result
+        )
+        for k, run_group in enumerate(groups)
+    ]
+    title = f"polyfed: {join_first_and_count_rest([folder.resolve().name for folder in folders], 3)}"
+    page = folders[0] / PAGE if out is None else out
+    try:
+        write_file_atomically(page, render_page(groups, extras, notes, title).encode(), private=out is None)
+    except OSError as error:
+        raise UserError(f"cannot write the page {page} ({error.strerror}); give another --out FILE.html") from error
+    return page

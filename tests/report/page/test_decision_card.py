@@ -1,0 +1,106 @@
+"""The card and the table of answers: the decision in a sentence, its cost, what is disclosed, and each site's interval."""
+
+import re
+
+import pytest
+
+from polyfed.report.data.answers import SiteAnswer
+from polyfed.report.data.costs import cost_of_method, disclosures_of_method
+from polyfed.report.data.run_groups import read_run_groups
+from polyfed.report.page.answer_table import WIDTH, gain_axis, html_answer_table
+from polyfed.report.page.header_card import html_header_card
+
+SITES = {"north": 60, "south": 50, "<i>west</i>": 40}
+
+
+@pytest.fixture
+def group(write_comparison, tmp_path):
+    """A comparison of three sites, one of each answer unless told otherwise."""
+
+    def group(**more):
+        write_comparison(tmp_path / "mine", SITES, seeds=(0, 1), keep=False, **more)
+        ((found,), _) = read_run_groups([tmp_path / "mine"])
+        return found
+
+    return group
+
+
+def answers(*kinds, method="fedavg"):
+    return [{"client": f"s{k}", "answer": kind, "method": method, "gain": 0.1, "interval": [0.0, 0.2],
+             "test_examples": 9, "sentence": ""} for k, kind in enumerate(kinds)]  # fmt: skip
+
+
+def test_the_card_says_decision_gain_cost_disclosure_and_why_this_round(group):
+    card = html_header_card(group(), "site")
+    texts = re.findall(r">([^<>\n]+)<", card)
+    assert texts[0] == "1 of 3 sites should join with fedavg; 1 should stay alone; 1 is not decided."
+    told = dict(re.findall(r"<dt>([^<]+)</dt><dd>([^<]+)", card))
+    assert told == {"Mean gain": "+0.030 AUC", "Sent": "2 MB", "Rounds": "2", "Computing time": "3 s",
+                    "The server learns": "weights"}  # fmt: skip
+    assert "95 % interval +0.010 to +0.050; over training alone" in texts
+    assert "all sites, up and down; 0.667 MB for each" in texts
+    assert (
+        texts[-1]
+        == "Gain and costs are those of fedavg. Scores of fedavg are those after round 2 of 2: equal local steps."
+    )
+
+
+@pytest.mark.parametrize(("kinds", "sentence", "kind"), [
+    (["join"] * 3, "All 3 sites should join with fedavg.", "join"),
+    (["stay"] * 2, "All 2 sites should stay alone.", "stay"),
+    (["undecided"] * 2, "Not decided for any site.", "undecided"),
+    (["stay", "undecided"], "1 of 2 sites should stay alone; 1 is not decided.", "undecided"),
+    (["join"], "s0 should join with fedavg.", "join"),
+    ([], "On average, sites should join with fedavg.", "join"),
+])  # fmt: skip
+def test_the_decision_is_one_sentence(group, kinds, sentence, kind):
+    card = html_header_card(group(answers=answers(*kinds)), "site")
+    assert f'<p class="verdict">{sentence}</p>' in card
+    assert f'<div class="lead {kind}">' in card
+
+
+def test_runs_have_a_card_without_a_decision(write_run, tmp_path):
+    write_run(tmp_path / "a", "fedproto", {"x": [0.5, 0.7], "y": [0.4, 0.5]}, wanted=4, megabytes=3)
+    write_run(tmp_path / "a/baselines/local", "local", {"x": [0.5, 0.5], "y": [0.4, 0.6]}, megabytes=0)
+    ((found,), _) = read_run_groups([tmp_path / "a"])
+    card = html_header_card(found, "client")
+    assert "fedproto: mean accuracy 60.0 %; training alone: 55.0 %." in card
+    assert "over training alone, without an interval; 1 of 2 clients gain" in card
+    assert "Scores of fedproto are those after round 2 of 4, the last that was evaluated." in card
+    assert "class means" in card
+    assert (cost_of_method(found.methods[0]).megabytes, cost_of_method(found.methods[0]).scored_rounds) == (6, (2, 2))
+    assert disclosures_of_method(found.local_method, {}) == {}
+
+
+def test_a_run_without_a_score_has_no_card_and_code_of_the_user_is_not_run(write_run, tmp_path):
+    write_run(tmp_path / "a", "fedavg", {"x": [None]})
+    ((found,), _) = read_run_groups([tmp_path / "a"])
+    assert html_header_card(found, "client") == ""
+    write_run(tmp_path / "b", "nowhere:Method", {"x": [0.5]})
+    ((found,), _) = read_run_groups([tmp_path / "b"])
+    assert disclosures_of_method(found.methods[0], {}) is None
+    assert "the method is not one of polyfed&#39;s" in html_header_card(found, "client")
+
+
+def test_intervals_of_all_sites_are_drawn_on_one_axis(group):
+    found = group()
+    told = [SiteAnswer("<i>a</i>", "join", "fedavg", 0.5, (0.25, 1.0), 9, "<i>a</i>: join with <b>", "local"),
+            SiteAnswer("b", "stay", None, -1.0, None, None, "b: stay alone", "ridge"),
+            SiteAnswer("c", "undecided", sentence="c: not decided: few examples")]  # fmt: skip
+    axis = gain_axis(told)
+    assert (axis.low, axis.high) == (-1.0, 1.0)
+    table = html_answer_table(told, found, axis, 0.95)
+    rows = re.findall(r"<tr class.*?</tr>", table, re.DOTALL)
+    assert [row.count('class="line"') for row in rows] == [1, 0, 0]
+    start, end = map(float, re.search(r'class="line" d="M([\d.]+) \d+H([\d.]+)"', rows[0]).groups())
+    assert end - start == pytest.approx(0.375 * (WIDTH - 32), abs=0.2)
+    zeros = {re.search(r'class="axis" d="M([\d.]+)', row)[1] for row in rows}
+    assert zeros == {f"{WIDTH / 2:.1f}"}
+    assert [re.findall(r"<(rect|circle)", row) for row in rows] == [["circle"], ["rect"], []]
+    said = [re.search('class="say">([^<]*)<', row)[1] for row in rows]
+    assert said == ["with &lt;b&gt;.", "there is no interval.", "few examples."]
+    assert "&lt;i&gt;a&lt;/i&gt;" in rows[0]
+    assert re.findall("<td>([^<]*)</td>", rows[1]) == ["−1.000", "–", "ridge", "–"]
+    same = html_answer_table(told[:1], found, axis, 0.95)
+    assert "gain over training alone, AUC" in same
+    assert ">over<" not in same
