@@ -36,8 +36,8 @@ def shoot_top(page, heading, height, target):
         browser.set_window_size(WIDTHS["desktop"], 900)
         browser.get(page.resolve().as_uri())
         places = browser.execute_script(
-            "return [...document.querySelectorAll('h2, h3, summary')].filter(e => e.textContent.trim().startsWith(arguments[0]))"
-            ".map(e => e.getBoundingClientRect().top)",
+            "return [...document.querySelectorAll('h2, h3, summary')]"
+            ".filter(e => e.textContent.trim().startsWith(arguments[0])).map(e => e.getBoundingClientRect().top)",
             heading,
         )
         shoot(browser, page, WIDTHS["desktop"], target, round(places[0]) - 12 if places else height)

@@ -44,7 +44,8 @@ GUIDE_BOOST = 4.0  # tutorial and how-to
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Takes the address of the repository from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    config.repo_url = config.repo_url or project.get("urls", {}).get("Repository")
+    if address := project.get("urls", {}).get("Source"):
+        config.repo_url, config.repo_name = address, "/".join(address.rsplit("/", 2)[1:])
     return config
 
 

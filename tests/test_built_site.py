@@ -144,5 +144,6 @@ def test_the_built_pages_fetch_nothing(site):
     assert fetched.search('<link rel="stylesheet" href=//x.y/z.css>')
     pages = list(site.rglob("*.html"))
     assert len(pages) > len(REGISTRY)
+    assert not [page.name for page in pages if 'data-md-component="source"' in page.read_text(encoding="utf-8")]
     for page in pages:
         assert not fetched.search(page.read_text(encoding="utf-8")), page.name
