@@ -164,7 +164,11 @@ def test_pandas_frames_and_series():
         (frame["y"], "a pandas Series alone"),
         (
             (frame[["a", "sex"]], frame["y"]),
-            "train inputs: column 'sex' of the pandas DataFrame holds str, not numbers",
+            "train inputs: column 'sex' of the pandas DataFrame holds (str|object), not numbers",
+        ),
+        (
+            (frame[["a"]], frame["sex"]),
+            "train labels: column 'sex' of the pandas Series holds (str|object), not numbers",
         ),
     ):
         with pytest.raises(pf.UserError, match=sentence):
