@@ -81,9 +81,13 @@ class ClippedUpdate(NamedTuple):
 
 
 def update_changes(
-    reply: Message, received: Message, groups: Iterable[str], differences: frozenset[str] = frozenset()
+    reply: Message,
+    received: Message,
+    groups: Iterable[str],
+    differences: frozenset[str] = frozenset(),
+    precision: torch.dtype = torch.float32,
 ) -> dict[tuple[str, str], Tensor]:
-    """Returns the change in each floating-point tensor of a reply, in float64, by group and name.
+    """Returns the change in each floating-point tensor of a reply, by group and name.
 
     A tensor that the server has not sent, or not in this form, counts as a change from zero.
 
@@ -91,25 +95,32 @@ def update_changes(
         reply, received: a client's reply, and the message that it answers.
         groups: the groups of the reply that count.
         differences: groups that hold changes already.
+        precision: the type of the changes, or that of a tensor if it is more precise.
     """
     changes = {}
     for group in groups:
-        sent = {} if group in differences else received.tensors.get(group, {})
         for name, tensor in reply.tensors.get(group, {}).items():
             if tensor.is_floating_point():
-                change, before = tensor.detach().to(torch.float64), sent.get(name)
-                has_form = before is not None and before.shape == tensor.shape
-                changes[group, name] = change - before.to(change) if before is not None and has_form else change
+                change = tensor.detach().to(torch.promote_types(tensor.dtype, precision))
+                before = None if group in differences else _tensor_before(received, group, name, tensor)
+                changes[group, name] = change if before is None else change - before.to(change)
     return changes
 
 
+def _tensor_before(received: Message, group: str, name: str, tensor: Tensor) -> Tensor | None:
+    """Returns the received tensor of the same name and shape; None if there is none."""
+    before = received.tensors.get(group, {}).get(name)
+    return before if before is not None and before.shape == tensor.shape else None
+
+
 def euclidean_norm(changes: Mapping[tuple[str, str], Tensor]) -> float:
-    """Returns the Euclidean norm of all tensors together.
+    """Returns the Euclidean norm of all tensors together, summed in float64.
 
     >>> euclidean_norm({("model", "w"): torch.tensor([3.0]), ("model", "b"): torch.tensor([4.0])})
     5.0
     """
-    return math.sqrt(math.fsum(float(torch.linalg.vector_norm(change)) ** 2 for change in changes.values()))
+    squares = (float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2 for change in changes.values())
+    return math.sqrt(math.fsum(squares))
 
 
 def clip_update(
@@ -135,7 +146,7 @@ def clip_update(
     tensors = {group: dict(tree) for group, tree in reply.tensors.items()}
     for (group, name), change in changes.items():
         tensor = reply.tensors[group][name]
-        # what was received, in float64, plus the smaller change
-        start = tensor.detach().to(torch.float64) - change
-        tensors[group][name] = (start + change * factor).to(tensor.dtype)
+        before = None if group in differences else _tensor_before(received, group, name, tensor)
+        limited = change * factor if before is None else torch.add(before.to(change), change, alpha=factor)
+        tensors[group][name] = limited.to(tensor.dtype)
     return ClippedUpdate(norm, factor, Message(tensors, reply.scalars))

@@ -18,6 +18,7 @@ import math
 from typing import NamedTuple, final
 
 import numpy as np
+import torch
 
 from polyfed.core.algorithm import Message
 from polyfed.core.messages.fixed_point import FRACTION_BITS, FixedPointWords, SumLayout, TensorGroups, to_fixed_point
@@ -44,7 +45,7 @@ def clip_fixed_point_words(
     Raises:
         UserError: a value is not finite, or does not fit.
     """
-    changes = update_changes(Message(groups), received, groups, differences)
+    changes = update_changes(Message(groups), received, groups, differences, torch.float64)
     norm = euclidean_norm(changes)
     if norm <= max_norm or not math.isfinite(norm):  # not finite: `to_fixed_point` says so
         return to_fixed_point(groups, weight, num_parties)
