@@ -22,7 +22,6 @@ from polyfed.core.nn.buffers import (
 )
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
 from polyfed.core.robust.parse import parse_robust_rule
-from polyfed.core.robust.rule import RobustRule
 from polyfed.core.state_dict import (
     IncompatibleTensorsError,
     StateDict,
@@ -77,7 +76,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     """Says whether a client keeps weights trained in a round, which must then fit the server's model of later rounds."""
     weighted: bool = True
     adapters: AdapterMode | None = None
-    robust: str | RobustRule | None = None
+    robust: str | None = None  # a rule object is replaced by its text
 
     def __post_init__(self) -> None:
         super().__post_init__()
