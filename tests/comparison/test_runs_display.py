@@ -88,6 +88,7 @@ def test_a_bar_shows_runs_time_left_and_the_runs_that_go_on(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     with open_runs_display(quiet=False) as display:
         assert isinstance(display, RunsBar)
+        assert str(display.render()) == "checking clients and methods"
         display.expect(3, 0)
         counts = display.begin(["a, fold 1 of 3", "[b], fold 1 of 3"], 0, 4, of_search=False)
         play(counts, 0, 4)

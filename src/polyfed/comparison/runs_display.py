@@ -214,6 +214,8 @@ class RunsBar(RunsDisplay):
         from rich.table import Table
         from rich.text import Text
 
+        if not self.num_runs:
+            return Text("checking clients and methods")
         grid = Table.grid(padding=(0, 1))
         parts = (f"{self.num_done} of {self.num_runs} runs", format_time_left(self.seconds_left()))
         grid.add_row(
