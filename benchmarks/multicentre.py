@@ -54,11 +54,12 @@ def condensed(found, federation):
     """What the page needs of a comparison."""
     same = (
         "task", "score", "score_label", "score_unit", "higher_is_better", "rounds", "seeds", "folds", "fold_repeats",
-        "best", "left_out", "skipped", "failed", "answers", "mean_answer", "site_model", "verdicts", "warnings", "notes",
+        "best", "left_out", "skipped", "failed", "mean_answer", "site_model", "verdicts", "warnings", "notes",
         "convergence",
     )  # fmt: skip
     return {
         **{key: found[key] for key in same},
+        "answers": [{key: value for key, value in one.items() if key != "gains"} for one in found["answers"]],
         "tuning": {key: found["tuning"].get(key) for key in ("sentence", "edge")},
         "without": federation.left_out,
         "sites": {

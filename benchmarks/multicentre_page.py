@@ -24,7 +24,8 @@ How it was measured:
   weights, local epochs and batches; the learning rate of each is searched in the same way, `local`'s for each site.
 - An answer is about the best federated method against **the best that a site has alone**: its own network, or a simple model without one (logistic regression,
   Cox regression with a ridge penalty, ridge regression, gradient boosting). Better is positive. Intervals hold together in 95 of 100 comparisons. The best
-  federated method is chosen by validation examples, among those that had converged; another may have the best mean in a table.
+  federated method is chosen by validation examples, among those that had converged; another may have the best mean in a table. Rows "pooled data" are of
+  the first fold alone, and not compared.
 - Sites with different networks are federations of their own: `flha_ghn` and `fedhenn` take them, the methods for one architecture do not. Where FedHeNN needs public
   examples, 5 % of the rows (10 % of the images) are no site's there, and a table's scale is that of all sites.
 - The whole had a budget of 90 minutes of one core, decided beforehand, so that networks are small, rounds 15 to 30, and the search is of the learning rate alone. "Not decided" says
