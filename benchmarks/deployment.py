@@ -38,7 +38,12 @@ from polyfed.simulation.storage.directory import read_manifest, read_metrics
 
 METHODS = {
     "fedavg": {"algorithm.name": "fedavg", "algorithm.lr": 0.05, "file": "server/server.py"},
-    "flha_ghn": {"algorithm.name": "flha_ghn", "algorithm.lr": 0.05, "algorithm.catalogue": "server/catalogue.yaml"},
+    "flha_ghn": {
+        "algorithm.name": "flha_ghn",
+        "algorithm.lr": 0.05,
+        "algorithm.head": "auto",
+        "algorithm.catalogue": "server/catalogue.yaml",
+    },
     "fedhenn": {"file": "server/server.py"},
 }
 ROWS = ("fedavg-2", "fedavg-4", "flha_ghn-2", "flha_ghn-4")

@@ -132,7 +132,7 @@ def trained(share, form, lr, seed, folder, path):
 
 def trained_without(form, lr, seed, path):
     """The same on clients' validation images, of networks of convolutions and linear layers alone."""
-    method = FLHAGHN(lr=lr, batch_size=50, **WITHOUT[form])
+    method = FLHAGHN(lr=lr, batch_size=50, **{"head": "auto", **WITHOUT[form]})
     try:
         run = pf.federate(heads.clients(path, "small"), method, rounds=heads.ROUNDS, seed=seed, workers=0,
                           evaluate_every=heads.ROUNDS, progress=SilentProgress())  # fmt: skip

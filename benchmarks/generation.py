@@ -25,7 +25,8 @@ from polyfed.core.seeds import torch_generator
 from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.graphs import LayerCatalogue, extract
 from polyfed.hypernetworks.generated_network import GeneratedNetwork
-from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors, init_ghn_params
+from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors
+from polyfed.hypernetworks.ghn_start import init_ghn_params
 from polyfed.models import build
 
 NETWORKS = ("resnet18", "flha_arch1", "flha_arch2", "flha_arch3")

@@ -138,7 +138,7 @@ CASES = {
     ),
     "fedhenn": Case("fedhenn", *fedhenn(None), 1, 3_000, True, ALIGNING),
     "fedhenn rank=8": Case("fedhenn", *fedhenn(8), 1, 1_000, True, {**ALIGNING, "rank": 8}),
-    "flha_ghn": Case("flha_ghn", once("ghn"), copies("ghn"), 0),
+    "flha_ghn": Case("flha_ghn", once("ghn"), copies("ghn"), 0, fields={"head": "auto"}),
     "flha_ghn head=factored": Case("flha_ghn", once("factored"), copies("factored"), 0, fields={"head": "factored"}),
     "ca_fedpnas": Case("ca_fedpnas", once("supernet"), copies("supernet"), 0, 10, fields=SMALL),
 }

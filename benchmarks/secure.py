@@ -84,7 +84,7 @@ PRECISION = {
     "fedbn": FedBN(lr=0.05, momentum=0.9, batch_size=16),
     "fedrep": FedRep(lr=0.05, local_epochs=2, body_epochs=1),
     "per_fedavg": PerFedAvg(lr=0.05),
-    "flha_ghn": FLHAGHN(lr=0.02, depth=2, latent=12, hidden=8, batch_size=16),
+    "flha_ghn": FLHAGHN(lr=0.02, depth=2, latent=12, hidden=8, batch_size=16, head="auto"),
 }
 
 

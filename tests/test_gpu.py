@@ -108,7 +108,7 @@ def test_every_method_resumes_where_it_was_on_the_gpu_and_on_a_cpu(name, tmp_pat
 
     class StopAfterTwo(pf.Callback):
         def on_round(self, record):
-            return record["round"] == 2
+            return record["round"] < 2
 
     whole = train(clients_without_dropout(name), example.build(), DEVICE, 3, public=example.public())
     for k, device in enumerate((DEVICE, "cpu")):

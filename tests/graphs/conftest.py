@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from polyfed.graphs import ArchitectureGraph, LayerType, extract
+from polyfed.graphs.architecture import TRANSPOSED
 
 
 def everything_in(model):
@@ -36,7 +37,11 @@ def check(graph: ArchitectureGraph, model) -> None:
     assert list(graph.local_reasons) == [name for name in parameters if name in graph.local_reasons]
     for node in graph.nodes:
         if isinstance(node.type, LayerType):
-            shapes = {role: tuple(parameters[name].shape) for role, name in node.parameters.items()}
+            shapes = {
+                role: tuple(parameters[name].shape) for role, name in node.parameters.items() if role != TRANSPOSED
+            }
+            if TRANSPOSED in node.parameters:
+                shapes["weight"] = tuple(reversed(parameters[node.parameters[TRANSPOSED]].shape))
             assert shapes == node.type.parameter_shapes
         else:
             assert all(role == name for role, name in node.parameters.items())
@@ -62,16 +67,16 @@ def checked():
 def extracted():
     """Extracts a graph, twice, checks what must hold for all, and that the model is as it was."""
 
-    def extracted(model, x, **expected):
+    def extracted(model, x, **kinds):
         before, states, x_before = everything_in(model), random_states(), x.clone()
-        graph = extract(model, x)
+        graph = extract(model, x, **kinds)
         after = everything_in(model)
         assert all(torch.equal(tensor, after[0][name]) for name, tensor in before[0].items())
         assert before[1:] == after[1:]
         assert random_states() == states
         assert torch.equal(x, x_before)
         check(graph, model)
-        assert extract(model, x) == graph
+        assert extract(model, x, **kinds) == graph
         return graph
 
     return extracted

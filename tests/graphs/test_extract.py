@@ -232,7 +232,7 @@ def test_a_buffer_is_a_constant_and_a_parameter_is_not(extracted, told):
     net = Net(lambda net, x: net.fc(x + net.shift + net.constant), fc=line())
     net.register_buffer("constant", torch.ones(4))
     net.shift = nn.Parameter(torch.ones(4))
-    graph = extracted(net, X)
+    graph = extracted(net, X, kinds="paper")
     assert told(graph) == ["shift: other < ", "add: add < shift", "fc: linear-4-4-k-s-g1-b1 < add"]
     assert graph.local_reasons == {"shift": "Net uses it outside the layers of the catalogue"}
 

@@ -1,4 +1,4 @@
-"""Which parameters stay with the client, and why."""
+"""Which parameters stay with the client, and why; with the paper's kinds of layers, these are more."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_modules_outside_the_catalogue(extracted, told):
         forward, embedding=nn.Embedding(6, 4), recurrent=nn.LSTM(4, 5, 2, batch_first=True),
         up=nn.ConvTranspose1d(5, 3, 2), act=nn.PReLU(), out=line(3, 2),
     )  # fmt: skip
-    graph = extracted(net, TOKENS)
+    graph = extracted(net, TOKENS, kinds="paper")
     assert told(graph) == [
         "embedding: other < ",
         "recurrent: other < embedding",
@@ -73,7 +73,7 @@ def test_norms_without_parameters_are_passed_through(extracted):
 
 
 def test_a_norm_over_several_dimensions_is_no_layer_type(extracted):
-    graph = extracted(nn.Sequential(nn.LayerNorm((3, 4)), line()), torch.randn(2, 3, 4))
+    graph = extracted(nn.Sequential(nn.LayerNorm((3, 4)), line()), torch.randn(2, 3, 4), kinds="paper")
     assert [getattr(node.type, "kind", node.type) for node in graph.nodes] == ["other", "linear"]
     assert (
         graph.local_reasons["0.weight"] == "LayerNorm with weight (3, 4), bias (3, 4) is not a layer of the catalogue"
@@ -164,7 +164,7 @@ def test_layers_that_share_a_part_are_not_generated(extracted):
     net = nn.Sequential(line(), line(), line(), line())
     net[1].weight = net[0].weight
     net[2].bias = net[1].bias
-    graph = extracted(net, X)
+    graph = extracted(net, X, kinds="paper")
     assert [isinstance(node.type, LayerType) for node in graph.nodes] == [False, False, False, True]
     assert graph.local_reasons == {
         "0.weight": "0.weight is shared between different layers",
@@ -178,13 +178,13 @@ def test_layers_that_share_a_part_are_not_generated(extracted):
 def test_tied_weights_of_an_embedding_and_of_an_autoencoder(extracted, turned):
     if turned:
         net = Net(lambda net, x: F.linear(net.a(x).relu(), net.a.weight.T), a=line(4, 2, bias=False))
-        graph = extracted(net, X)
+        graph = extracted(net, X, kinds="paper")
         assert [node.type for node in graph.nodes] == ["other", "other"]
         assert graph.local_reasons == {"a.weight": "a.weight is shared between different layers"}
     else:
         net = Net(lambda net, x: net.out(net.tokens(x).mean(1)), tokens=nn.Embedding(6, 4), out=line(4, 6))
         net.out.weight = net.tokens.weight
-        graph = extracted(net, TOKENS)
+        graph = extracted(net, TOKENS, kinds="paper")
         assert [node.type for node in graph.nodes] == ["other", "other"]
         shared = "tokens.weight is shared between different layers"
         assert graph.local_reasons == {"tokens.weight": shared, "out.bias": shared}
@@ -192,7 +192,7 @@ def test_tied_weights_of_an_embedding_and_of_an_autoencoder(extracted, turned):
 
 @pytest.mark.parametrize("parametrised", [weight_norm, spectral_norm])
 def test_computed_weights_are_no_layers(extracted, parametrised):
-    graph = extracted(nn.Sequential(line(), nn.ReLU(), parametrised(line())), X)
+    graph = extracted(nn.Sequential(line(), nn.ReLU(), parametrised(line())), X, kinds="paper")
     assert [node.name for node in graph.nodes] == ["0", "2"]
     assert (graph.nodes[1].type, graph.edges) == ("other", ((0, 1),))
     assert set(reasons(graph).values()) == {"ParametrizedLinear is not a layer of the catalogue"}
@@ -232,7 +232,7 @@ class Activated(nn.BatchNorm1d):
 
 def test_derived_layers(extracted, told):
     net = nn.Sequential(Standardised(4, 4, 1), Named(4), Activated(4), nn.Flatten(), Scaled(8, 3), line(3, 2))
-    graph = extracted(net, torch.randn(2, 4, 2))
+    graph = extracted(net, torch.randn(2, 4, 2), kinds="paper")
     assert told(graph) == [
         "0: conv1d-4-4-k1-s1-g1-b1 < ",
         "1: batch_norm-4-4-k-s-g1-b1 < 0",
@@ -266,7 +266,7 @@ class Functional(nn.Module):
 
 
 def test_functions_with_the_models_own_parameters(extracted):
-    graph = extracted(Functional(), torch.randn(2, 2, 9, 9))
+    graph = extracted(Functional(), torch.randn(2, 2, 9, 9), kinds="paper")
     types = [getattr(node.type, "key", node.type) for node in graph.nodes]
     assert types == [
         "conv2d-2-4-k3x3-s2x1-g2-b0-d1x1-none",
@@ -291,7 +291,7 @@ def test_parameters_that_are_used_as_they_are(extracted, told):
     net = Net(forward, patch=line(), out=line(4, 2))
     net.cls, net.position = nn.Parameter(torch.ones(1, 1, 4)), nn.Parameter(torch.ones(1, 2, 4))
     net.gamma, net.matrix = nn.Parameter(torch.ones(4)), nn.Parameter(torch.eye(4))
-    graph = extracted(net, X)
+    graph = extracted(net, X, kinds="paper")
     assert told(graph) == [
         "cls: other < ",
         "patch: linear-4-4-k-s-g1-b1 < ",
@@ -307,7 +307,7 @@ def test_parameters_that_are_used_as_they_are(extracted, told):
 
 def test_a_list_of_parameters_is_its_owners(extracted, told):
     net = Net(lambda net, x: x * net.gains[0] * net.gains[1], gains=nn.ParameterList([torch.ones(4), torch.ones(4)]))
-    graph = extracted(net, X)
+    graph = extracted(net, X, kinds="paper")
     assert told(graph) == ["gains.0: other < ", "gains.1: other < gains.0"]
     assert set(graph.local_reasons.values()) == {f"Net {ELSEWHERE}"}
 
@@ -315,7 +315,7 @@ def test_a_list_of_parameters_is_its_owners(extracted, told):
 def test_a_learnt_query_is_an_input_of_its_layer(extracted, told):
     net = Net(lambda net, x: net.to_query(net.query) * x, to_query=line())
     net.query = nn.Parameter(torch.ones(1, 4))
-    assert told(extracted(net, X)) == ["query: other < ", "to_query: linear-4-4-k-s-g1-b1 < query"]
+    assert told(extracted(net, X, kinds="paper")) == ["query: other < ", "to_query: linear-4-4-k-s-g1-b1 < query"]
 
 
 def test_nothing_to_generate(extracted):

@@ -94,7 +94,7 @@ SLOW = [pytest.param(name, {}, marks=pytest.mark.slow) for name in MODELS if nam
 )
 def test_the_zoo(extracted, name, sizes):
     model, x = zoo(name, **sizes)
-    graph = extracted(model, x)
+    graph = extracted(model, x, kinds="paper")
     assert graph.tracer == "torch.fx"
     local = {"lstm": {"embedding", "lstm"}, "vit": {"positions", "cls_token"} & set(dict(model.named_parameters()))}
     local |= {"lstm_tagger": {"embedding", "forwards", "backwards"}, "tiny_transformer": {"embedding", "positions"}}
@@ -192,7 +192,7 @@ class Checked(nn.Module):
 
 
 def test_decisions_on_shapes_are_for_torch_export(extracted, told):
-    graph = extracted(nn.Sequential(line(), Checked(), nn.LSTM(4, 2)), X)
+    graph = extracted(nn.Sequential(line(), Checked(), nn.LSTM(4, 2)), X, kinds="paper")
     assert graph.tracer == "torch.export"
     assert told(graph) == [
         "0: linear-4-4-k-s-g1-b1 < ", "1.fc: linear-4-4-k-s-g1-b1 < 0", "1.add: add < 0 1.fc", "2: other < 1.add",
@@ -274,7 +274,7 @@ torch.fx.wrap("signed")
 
 def test_where_torch_export_fails_composites_are_one_node(extracted, told):
     net = Net(lambda net, x: net.out(signed(net.attend(x, x, x)[0])), attend=nn.MultiheadAttention(4, 2), out=line())
-    graph = extracted(net, torch.randn(2, 3, 4))
+    graph = extracted(net, torch.randn(2, 3, 4), kinds="paper")
     assert graph.tracer == "torch.fx"
     assert told(graph) == ["attend: other < ", "out: linear-4-4-k-s-g1-b1 < attend"]
     assert graph.local_reasons["attend.out_proj.weight"] == "MultiheadAttention is not a layer of the catalogue"

@@ -18,7 +18,7 @@ from torch import nn
 
 
 class Learner(nn.Module):
-    """A residual layer, a gain that no hypernetwork generates, and a layer that is never used."""
+    """A residual layer, a gain that belongs to no layer, and a layer that is never used."""
 
     def __init__(self, width=4, classes=2):
         super().__init__()
@@ -73,18 +73,18 @@ def test_tables_of_a_users_network(polyfed, here):
     assert (status, err) == (0, "")
     assert cells(out) == [
         ["0", "", "a", "linear-4-4-k-s-g1-b1-d-none", "20", "generated"],
-        ["1", "0", "gain", "other", "4", "local"],
+        ["1", "0", "gain", "scale-4-4-k-s-g1-b0-d-none", "4", "generated"],
         ["2", "1", "add", "add", "", ""],
         ["3", "2", "b", "linear-4-3-k-s-g1-b1-d-none", "15", "generated"],
         ["linear-4-3-k-s-g1-b1-d-none", "1", "15"],
         ["linear-4-4-k-s-g1-b1-d-none", "1", "20"],
-        ["gain", "4", "Learner uses it outside the layers of the catalogue"],
+        ["scale-4-4-k-s-g1-b0-d-none", "1", "4"],
         ["unused.weight", "1", "the output does not depend on it"],
         ["unused.bias", "1", "the output does not depend on it"],
     ]
     assert "4 nodes and 3 edges" in out
     assert out.endswith(
-        "85.4% of 41 parameters are generated, as 2 layers of 2 types; the network was followed by torch.fx\n"
+        "95.1% of 41 parameters are generated, as 3 layers of 3 types; the network was followed by torch.fx\n"
         "drawn in graph.png\n"
     )
     assert (here / "graph.png").read_bytes().startswith(b"\x89PNG")
@@ -105,7 +105,11 @@ def test_networks_of_the_zoo(polyfed, here):
     assert (here / "one.svg").read_bytes() == first
     status, out, _ = polyfed("graph", "lstm", "--input=7", "--integer", "--model.vocabulary", "9")
     assert status == 0
-    assert ["embedding.weight", "576", "Embedding is not a layer of the catalogue"] in cells(out)
+    (local,) = [row for row in cells(out) if row[:2] == ["embedding.weight", "576"]]
+    assert local[2].startswith("tables of which the data choose rows stay with the client (tables=local)")
+    status, out, _ = polyfed("graph", "lstm", "--input=7", "--integer", "--model.vocabulary=9", "--tables=generated")
+    assert (status, "embedding-9-64-k-s-g1-b0-d-none" in out, "100.0% of" in out) == (0, True, True)
+    assert "--tables must be local or generated" in polyfed("graph", "lstm", "--input=7", "--tables=no")[2]
 
 
 def test_a_catalogue_grows(polyfed, here):

@@ -9,9 +9,10 @@ from torch import nn
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, Node, extract
 from polyfed.hypernetworks.generated_network import GeneratedNetwork
-from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors, init_ghn_params
+from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors
 from polyfed.hypernetworks.ghn_heads import Factored
 from polyfed.hypernetworks.ghn_layers import GraphConv
+from polyfed.hypernetworks.ghn_start import init_ghn_params
 from polyfed.models import build
 
 CPU = torch.device("cpu")

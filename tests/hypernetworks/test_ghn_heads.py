@@ -10,8 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import LayerCatalogue, LayerType, extract
 from polyfed.hypernetworks.generated_network import GeneratedNetwork
-from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors, init_ghn_params
+from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors
 from polyfed.hypernetworks.ghn_heads import Factored, TypeHead
+from polyfed.hypernetworks.ghn_start import init_ghn_params
 
 KINDS = {
     "3×3": LayerType("conv2d", 4, 6, (3, 3), (1, 1)),

@@ -9,8 +9,9 @@ from torch import nn
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, Node
-from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors, init_ghn_params
+from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors
 from polyfed.hypernetworks.ghn_layers import GatedGraphConv, GraphConv, aggregate_predecessors, forward_backward_levels
+from polyfed.hypernetworks.ghn_start import init_ghn_params
 
 CPU = torch.device("cpu")
 A, B = LayerType("linear", 4, 4), LayerType("linear", 4, 4, bias=False)

@@ -39,12 +39,12 @@ def test_a_row_for_each_method_however_many_seeds(write_run, shown, tmp_path):
     text = shown(*folders)
     # The mean of 0, 0.01, ..., 0.19 is 0.095, that of 0, 0.1 and 0.2 is 0.1; each client of a seed is one of its own.
     assert rows_of(text, "accuracy on each client's own test examples") == [
-        ["fedavg", "3", "1", "0.795", "0.600 (client-000, seed 0)", "1.0"],
-        ["fedprox", "3", "1", "0.895", "0.700 (client-000, seed 0)", "1.0"],
-        ["local", "3", "1", "0.695", "0.500 (client-000, seed 0)", "1.0"],
+        ["fedavg", "3", "1", "79.5 %", "60.0 % (client-000, seed 0)", "1.0"],
+        ["fedprox", "3", "1", "89.5 %", "70.0 % (client-000, seed 0)", "1.0"],
+        ["local", "3", "1", "69.5 %", "50.0 % (client-000, seed 0)", "1.0"],
     ]
     clients = rows_of(text, "each client, of seed 0")
-    assert clients[0] == ["client-000", "0.600", "0.700", "0.500"]
+    assert clients[0] == ["client-000", "60.0 %", "70.0 %", "50.0 %"]
     assert [row[0] for row in clients] == [f"client-{k:03d}" for k in range(12)]
     assert "and 8 more clients on the page" in text
 
@@ -52,8 +52,8 @@ def test_a_row_for_each_method_however_many_seeds(write_run, shown, tmp_path):
 def test_names_that_look_like_markup_and_a_score_that_is_missing(write_run, shown, tmp_path):
     folder = write_run(tmp_path / "a", "fedavg", {"[red]": [0.5], "south": [None]})
     text = shown(folder)
-    assert rows_of(text, "own test examples") == [["fedavg", "1", "0.500", "0.500 ([red])", "1.0"]]
-    assert rows_of(text, "each client") == [["[red]", "0.500"], ["south", "–"]]
+    assert rows_of(text, "own test examples") == [["fedavg", "1", "50.0 %", "50.0 % ([red])", "1.0"]]
+    assert rows_of(text, "each client") == [["[red]", "50.0 %"], ["south", "–"]]
     assert "more client" not in text
 
 

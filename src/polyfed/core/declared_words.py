@@ -41,11 +41,12 @@ DISCLOSURES = {
     "ranks": "in how few numbers the client's update can be written, which depends on its data and network",
     "choice": "which of several models suits the client's data best",
     "form": "names, shapes or whole numbers of its tensors that depend on its data",
+    "vocabulary": "which rows of tables its data choose: which words or categories it has",
     "sum": "the sum of what the clients of a round send, and nothing of one alone",
 }
 """The words of `Algorithm.discloses`: what the server may learn of a client. A method may bring more (`NewDisclosure`)."""
 
-CONSENT = frozenset({"weights", "architecture", "class_means", "class_counts", "moments", "summaries"})
+CONSENT = frozenset({"weights", "architecture", "class_means", "class_counts", "moments", "summaries", "vocabulary"})
 """The words of `DISCLOSURES` that a site must have allowed before the method runs there (`disclosures_needing_consent`)."""
 
 TRAITS = {

@@ -12,7 +12,7 @@ import yaml
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path, read_file
 from polyfed.core.io.validation import parse_yaml, validation_error
-from polyfed.graphs.architecture import NODE_MARKS, NONE, ArchitectureGraph, LayerType, NodeMark
+from polyfed.graphs.architecture import NODE_MARKS, NONE, ArchitectureGraph, LayerType, NodeMark, unique_types
 
 _FORMAT = 2  # version of the file format; in version 1, types had no dilation and no activation
 
@@ -33,7 +33,7 @@ class LayerCatalogue:
     types: tuple[LayerType, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "types", tuple(sorted(set(self.types))))
+        object.__setattr__(self, "types", unique_types(self.types))
 
     @classmethod
     def from_graphs(cls, graphs: Iterable[ArchitectureGraph]) -> "LayerCatalogue":
@@ -67,7 +67,7 @@ class LayerCatalogue:
             {
                 name: list(value) if isinstance(value, tuple) else value
                 for name, value in asdict(t).items()
-                if t.norm != NONE or name not in ("norm", "norm_bias")
+                if (t.norm != NONE or name not in ("norm", "norm_bias")) and (name != "start" or value is not None)
             }
             for t in self.types
         ]
@@ -124,6 +124,7 @@ def _read_content(path: str | Path) -> Any:
 _FORM = {
     "kind": str, "c_in": int, "c_out": int, "kernel": list[int], "stride": list[int], "dilation": list[int], "groups": int,
     "bias": bool, "activation": str, "norm": str, "norm_bias": bool,
+    "start": list[float],
 }  # fmt: skip
 
 
@@ -137,7 +138,7 @@ def _parse_layer_type(row: Any, where: str) -> LayerType:
     for name in ("bias", "norm_bias"):
         if not isinstance(values.get(name, True), bool):
             raise UserError(f"{where}: {name} must be true or false, got {values[name]!r}")
-    for name in ("kernel", "stride", "dilation"):
+    for name in ("kernel", "stride", "dilation", "start"):
         if not isinstance(values.get(name, ()), tuple):
             raise UserError(f"{where}: {name} must be a list, got {values[name]!r}")
     if wrong := next(

@@ -1,4 +1,6 @@
-"""Extracts the graph of the layers of a client's network, and keeps it for later calls in the same process."""
+"""Extracts the graph of the layers of a client's network, and keeps it for later calls, also on disk if it took long."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from polyfed.core.seeds import torch_generator
 from polyfed.graphs.architecture import ArchitectureGraph
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.contraction import NO_CONTRACTION, Contraction
-from polyfed.graphs.extract import extract
+from polyfed.graphs.graph_cache import extract_with_disk_cache
 
 _ROWS = 2  # BatchNorm and torch.export may treat a batch of one example as a special case
 
@@ -36,8 +38,9 @@ def graph_of_client(
 def _extract_contracted(
     factory: Architecture, form: InputSpec, catalogue: LayerCatalogue | None, contraction: Contraction
 ) -> ArchitectureGraph:
-    if catalogue is not None or contraction != NO_CONTRACTION:
-        graph = contraction.apply(_extract_cached(factory, form, None, NO_CONTRACTION))
+    uncontracted = replace(NO_CONTRACTION, kinds=contraction.kinds)
+    if catalogue is not None or contraction != uncontracted:
+        graph = contraction.apply(_extract_cached(factory, form, None, uncontracted))
         return graph if catalogue is None else graph.restrict_to_types(catalogue.types)
     # Random values reveal a traced program that computes something else than the network; tokens are 0 or 1.
     generator = torch_generator(0)
@@ -47,7 +50,7 @@ def _extract_contracted(
             return torch.randn((_ROWS, *shape), generator=generator).to(dtype)
         return torch.randint(0, 2, (_ROWS, *shape), generator=generator).to(dtype)
 
-    return extract(cached_module(factory).module, form.build_inputs(random_tensor))
+    return extract_with_disk_cache(cached_module(factory).module, form.build_inputs(random_tensor), contraction.kinds)
 
 
 _extract_cached = FactoryCache(_extract_contracted, maxsize=128)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, final
 
 from polyfed.graphs.architecture import ArchitectureGraph, LayerType, Node
+from polyfed.graphs.layer_flow import Kinds
+from polyfed.graphs.tables import keep_tables_local
 
 NormTreatment = Literal["nodes", "layers", "local"]
 _LOCAL = "norm layers stay with the client (norms=local)"
@@ -18,13 +20,15 @@ _LOCAL = "norm layers stay with the client (norms=local)"
 @final
 @dataclass(frozen=True)
 class Contraction:
-    """Configures whether norm layers, and whether sums and concatenations, are nodes of a network's graph.
+    """Configures which operations of a network are nodes of its graph: norm layers, sums and concatenations, tables.
 
     Args:
         norms: "nodes": each norm layer is a node, as `extract` returns it; "layers": it is part of the layer before it, see
             `fold_norms_into_previous_layers`; "local": no norm layer is a node, and all stay with the client, see
             `drop_norms`.
         joins: whether sums and concatenations are nodes.
+        kinds: the kinds of layers with which a graph is extracted, see `extract`.
+        tables: "local": tables of which the data choose rows stay with the client, see `keep_tables_local`.
 
     >>> import torch
     >>> from torch import nn
@@ -37,9 +41,13 @@ class Contraction:
 
     norms: NormTreatment = "nodes"
     joins: bool = True
+    kinds: Kinds = "all"
+    tables: Literal["generated", "local"] = "generated"
 
     def apply(self, graph: ArchitectureGraph) -> ArchitectureGraph:
         """Returns a graph from `extract` with its nodes reduced as configured."""
+        if self.tables == "local":
+            graph = keep_tables_local(graph)
         if self.norms == "layers":
             graph = fold_norms_into_previous_layers(graph)
         elif self.norms == "local":
@@ -116,7 +124,7 @@ def _is_norm(node: Node) -> bool:
 
 
 def _is_layer(node: Node) -> bool:
-    return isinstance(node.type, LayerType) and not node.type.is_norm
+    return isinstance(node.type, LayerType) and node.type.is_matrix
 
 
 def _neighbours(graph: ArchitectureGraph) -> tuple[list[set[int]], list[set[int]]]:

@@ -7,9 +7,12 @@ from statistics import mean
 from typing import NamedTuple
 
 from polyfed.data.plot import save_figure
-from polyfed.graphs.architecture import NONE, ArchitectureGraph, LayerType, Node
+from polyfed.graphs.architecture import NONE, RECURRENT_KINDS, ArchitectureGraph, LayerType, Node
 
-_COLOURS = {"conv": "#cfe2f3", "linear": "#d9ead3", "norm": "#eeeeee", "join": "#fce5cd", "other": "#ffffff"}
+_COLOURS = {
+    "conv": "#cfe2f3", "linear": "#d9ead3", "norm": "#eeeeee", "join": "#fce5cd", "other": "#ffffff",
+    "recurrent": "#d9d2e9", "lookup": "#fff2cc", "table": "#f4cccc",
+}  # fmt: skip
 _Point = tuple[float, float]
 
 
@@ -116,6 +119,8 @@ def node_label(node: Node) -> str:
         return name if node.name.endswith(node.type) else f"{name}\n{node.type}"
     t = node.type
     text = f"{t.kind} {t.c_in}" if t.is_norm else f"{t.kind} {t.c_in}→{t.c_out}"
+    if t.is_table or t.is_lookup:
+        text = f"{t.kind} {'×'.join(map(str, t.parameter_shapes['weight']))}".strip()
     if t.is_conv:
         text += f", {'×'.join(map(str, t.kernel))}"
     if set(t.stride) - {1}:
@@ -134,4 +139,8 @@ def node_label(node: Node) -> str:
 def _node_family(node: Node) -> str:
     if not isinstance(node.type, LayerType):
         return "other" if node.type == "other" else "join"
+    if node.type.kind in RECURRENT_KINDS:
+        return "recurrent"
+    if node.type.is_table or node.type.is_lookup:
+        return "table" if node.type.is_table else "lookup"
     return "conv" if node.type.is_conv else "norm" if node.type.is_norm else "linear"

@@ -25,7 +25,8 @@ from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.graphs import export_tracer, fx_tracer
 from polyfed.graphs.architecture import ArchitectureGraph, LayerType, Node
-from polyfed.graphs.layer_flow import LayerFlow, Root, TracedProgram, iterate_tensors, record_layer_flow
+from polyfed.graphs.layer_flow import Kinds, LayerFlow, Root, TracedProgram, iterate_tensors, record_layer_flow
+from polyfed.graphs.tables import split_into_tables, with_starts
 
 _TRACERS: dict[str, Callable[[Root, Inputs], TracedProgram]] = {
     "torch.fx": fx_tracer.trace_with_fx,
@@ -34,7 +35,7 @@ _TRACERS: dict[str, Callable[[Root, Inputs], TracedProgram]] = {
 _GENERATED = (torch.float32, torch.float64)  # dtypes of parameters that a hypernetwork can generate
 
 
-def extract(model: nn.Module, example_input: Inputs) -> ArchitectureGraph:
+def extract(model: nn.Module, example_input: Inputs, kinds: Kinds = "all") -> ArchitectureGraph:
     """Returns the graph of a network's layers: nodes for uses of a layer, sums and concatenations, and edges along the
     data flow. Raises a `UserError` if it cannot trace the network.
 
@@ -43,14 +44,16 @@ def extract(model: nn.Module, example_input: Inputs) -> ArchitectureGraph:
     output on the example and uses every parameter on which the output depends.
 
     Convolutions, linear and norm layers, classes derived from them and calls of their functions are nodes with a
-    `LayerType`, which includes the activation that follows. Sums and concatenations of outputs of different layers are
-    joins. Everything else that has parameters is "other" and stays local, with a reason. Operations without parameters
-    have no node.
+    `LayerType`, which includes the activation that follows. So are transposed convolutions, embeddings, recurrent layers
+    (two nodes for each layer and direction) and torch's attention. A parameter that belongs to no layer (positions, class
+    tokens, factors) is a node by its shape, where it is used. Sums and concatenations of outputs of different layers are
+    joins. What cannot be generated is "other" and stays local, with a reason. Operations without parameters have no node.
 
     Args:
         model: any network with initialised parameters whose `forward` takes these inputs alone.
         example_input: a batch for the model, of shape (batch, ...), or a tuple or dict of such (see
             `polyfed.core.examples.pytree`), on the model's device; two rows are enough.
+        kinds: "all", or "paper" for convolutions, linear and norm layers alone; all other parameters are then local.
 
     Raises:
         UserError: the model is not an nn.Module, cannot be copied, needs other arguments, fails on the example, or neither
@@ -68,19 +71,19 @@ def extract(model: nn.Module, example_input: Inputs) -> ArchitectureGraph:
     with torch.inference_mode(False), torch.enable_grad():
         reference = _run_reference(model, x)
         failures: list[str] = []
-        graphs: list[ArchitectureGraph] = []
+        graphs: list[tuple[ArchitectureGraph, bool]] = []
         for tracer, trace in _TRACERS.items():
             root = _copy(model)
             try:
                 with temporary_rng_seed(0, device):
                     program = trace(root, tree_map(Tensor.clone, x))
                 with temporary_rng_seed(0, device):
-                    flow = record_layer_flow(program, model, tree_map(Tensor.clone, x))
+                    flow = record_layer_flow(program, model, tree_map(Tensor.clone, x), kinds)
                 _verify(flow, reference)
             except Exception as error:
                 failures.append(f"{tracer} stopped in {_failing_module(error, root)}: {_error_summary(error)}")
                 continue
-            graphs.append(_build_graph(flow, model, reference, tracer))
+            graphs.append((_build_graph(flow, model, reference, tracer, kinds), bool(flow.opaque)))
             if not flow.opaque:
                 break
     if not graphs:
@@ -89,8 +92,11 @@ def extract(model: nn.Module, example_input: Inputs) -> ArchitectureGraph:
             f"forward to torch's operations, whatever the values are (torch.where in place of if), or use a method "
             f"that needs no graph"
         )
-    # Only torch.export sees inside torch's composite modules (attention); in a tie, torch.fx's graph is taken.
-    return max(graphs, key=lambda graph: graph.coverage)
+    # Only torch.export sees inside torch's composite modules (a transformer's layer). Layers count first, then all that is
+    # generated; in a tie, torch.fx's graph is taken, unless layers are hidden in it.
+    if kinds == "paper":
+        return max(graphs, key=lambda found: found[0].coverage)[0]
+    return max(graphs, key=lambda found: (found[0].num_parameters_in_layers, found[0].coverage, not found[1]))[0]
 
 
 def _check_arguments(model: Any, x: Any) -> None:
@@ -211,7 +217,9 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=1e-3 * largest, equal_nan=True)
 
 
-def _build_graph(flow: LayerFlow, model: nn.Module, reference: _Reference, tracer: str) -> ArchitectureGraph:
+def _build_graph(
+    flow: LayerFlow, model: nn.Module, reference: _Reference, tracer: str, kinds: Kinds
+) -> ArchitectureGraph:
     """Builds the network's graph from the recorded flow between layers, with a reason for each parameter that stays
     with the client.
     """
@@ -226,7 +234,12 @@ def _build_graph(flow: LayerFlow, model: nn.Module, reference: _Reference, trace
         if stays is not None and isinstance(node.type, LayerType):
             nodes[position] = _as_local_node(node)
             reasons |= dict.fromkeys(node.parameters.values(), f"{stays} of the same layer stays: {refused[stays]}")
+    edges = flow.edges
     while clash := _conflicting_parameters(nodes):
+        local_names = {name for node in nodes if node.type == "other" for name in node.parameters.values()}
+        if kinds == "all" and not clash & local_names:
+            nodes, edges = split_into_tables(nodes, edges, clash, parameters)
+            continue
         for position, node in enumerate(nodes):
             shared = next((name for name in node.parameters.values() if name in clash), None)
             if shared is not None:
@@ -239,7 +252,7 @@ def _build_graph(flow: LayerFlow, model: nn.Module, reference: _Reference, trace
         if name not in generated
     }
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-    return ArchitectureGraph(tuple(nodes), flow.edges, sizes, local, tracer)
+    return ArchitectureGraph(with_starts(nodes, parameters), edges, sizes, local, tracer)
 
 
 def _parameter_names(nodes: Iterable[Node]) -> set[str]:

@@ -8,8 +8,9 @@ from torch import fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from polyfed.core.examples.pytree import Inputs, input_spec_of
-from polyfed.graphs.layer_flow import Root, TracedProgram, inherits_torch_forward
+from polyfed.graphs.layer_flow import Root, TracedProgram
 from polyfed.graphs.layer_recognition import has_only_weight_and_bias, layer_kind
+from polyfed.graphs.traced_modules import inherits_torch_forward
 
 
 def trace_with_fx(root: Root, x: Inputs) -> TracedProgram:

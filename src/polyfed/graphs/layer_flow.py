@@ -8,16 +8,15 @@ size and a parameter from a constant; autograd's version counters show which ten
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, Literal, final
 
-import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from polyfed.core.examples.pytree import Inputs, call_network, logits_or_output, named_leaves
 from polyfed.core.nn.tied_weights import first_name_by_name
 from polyfed.graphs.activations import activation_name
 from polyfed.graphs.architecture import NONE, LayerType, Node, NodeMark
+from polyfed.graphs.layer_plans import NodePlan, plan_operation, type_by_shape, types_by_shape
 from polyfed.graphs.layer_recognition import (
     join_kind,
     layer_kind,
@@ -26,7 +25,17 @@ from polyfed.graphs.layer_recognition import (
     operand_nodes,
     torch_operation_name,
 )
+from polyfed.graphs.traced_modules import (
+    has_layers_inside,
+    inherits_torch_forward,
+    no_layer_reason,
+    operation_path,
+    owner_name,
+    storage_id,
+    strip_root,
+)
 
+Kinds = Literal["all", "paper"]
 _INPUT = -1  # position that stands for the model's input, which is not a node
 
 
@@ -78,7 +87,7 @@ class LayerFlow:
     output: Any
 
 
-def record_layer_flow(program: TracedProgram, model: nn.Module, x: Inputs) -> LayerFlow:
+def record_layer_flow(program: TracedProgram, model: nn.Module, x: Inputs, kinds: Kinds = "all") -> LayerFlow:
     """Runs a traced program on the inputs `x`, and returns the layers that ran and from which layer to which the values
     flow.
 
@@ -86,8 +95,9 @@ def record_layer_flow(program: TracedProgram, model: nn.Module, x: Inputs) -> La
         program: program that was traced from a copy of the model in `Root`.
         model: the model, for the names and classes in the flow.
         x: a batch of inputs, whose parts the program takes one by one; in-place operations may change them.
+        kinds: as in `extract`.
     """
-    recorder = _FlowRecorder(program, model)
+    recorder = _FlowRecorder(program, model, kinds)
     output = recorder.run(*(part for _, part in named_leaves(x)))
     reachable: set[int] = set()
     ahead = set(recorder.ends)
@@ -125,6 +135,7 @@ def _with_activations(nodes_with_activations: Sequence[tuple[Node, Collection[st
 def iterate_tensors(value: Any) -> Iterator[Tensor]:
     """Yields the tensors inside nested tuples, lists and mappings.
 
+    >>> import torch
     >>> [t.item() for t in iterate_tensors({"a": [torch.tensor(1), None], "b": torch.tensor(2)})]
     [1, 2]
     """
@@ -149,8 +160,9 @@ class _FlowRecorder(fx.Interpreter):
         ends: positions of the nodes from which the output comes.
     """
 
-    def __init__(self, program: TracedProgram, model: nn.Module) -> None:
+    def __init__(self, program: TracedProgram, model: nn.Module, kinds: Kinds) -> None:
         super().__init__(program.module, graph=program.graph)
+        self._all_kinds = kinds == "all"
         self.extra_traceback = False
         self.nodes: list[Node] = []
         self.edges: set[tuple[int, int]] = set()
@@ -161,9 +173,9 @@ class _FlowRecorder(fx.Interpreter):
         self._model = model
         canonical = first_name_by_name(model)
         self._names = {
-            id(parameter): canonical[_strip_root(name)]
+            id(parameter): canonical[strip_root(name)]
             for name, parameter in program.module.named_parameters(remove_duplicate=False)
-            if _strip_root(name) in canonical
+            if strip_root(name) in canonical
         }
         self._sources: dict[fx.Node, frozenset[int]] = {}
         self._raw: dict[str, frozenset[int]] = {}  # parameters that are nodes by themselves
@@ -182,7 +194,7 @@ class _FlowRecorder(fx.Interpreter):
         self._linear[n] = self._record_activation(n, args, kwargs, before)
         for operand, version in versions:
             if operand._version != version:
-                self._written[_storage(operand)] = (operand, self._sources[n], self._linear[n])
+                self._written[storage_id(operand)] = (operand, self._sources[n], self._linear[n])
         return value
 
     def _record_activation(
@@ -199,16 +211,18 @@ class _FlowRecorder(fx.Interpreter):
             for position in waiting:
                 self.activations[position].add(name)
             return frozenset()
+        if self._all_kinds and min(self._sources[n], default=_INPUT) >= before and len(self._sources[n]) > 1:
+            return frozenset()  # several nodes of one layer, a bidirectional one
         (position, *more_sources) = self._sources[n] or (_INPUT,)
         if more_sources or position < before:
             return waiting
         kind = self.nodes[position].type
-        if isinstance(kind, LayerType):
+        if isinstance(kind, LayerType) and (kind.is_norm or kind.is_matrix):
             return waiting | {position} if kind.is_norm else frozenset({position})
-        return frozenset() if kind == "other" else waiting
+        return frozenset() if kind == "other" or isinstance(kind, LayerType) else waiting
 
     def _layers_awaiting_activation(self, operand: fx.Node) -> frozenset[int]:
-        records = [self._written.get(_storage(tensor)) for tensor in iterate_tensors(self.env[operand])]
+        records = [self._written.get(storage_id(tensor)) for tensor in iterate_tensors(self.env[operand])]
         return frozenset[int]().union(*(self._linear[operand] if record is None else record[2] for record in records))
 
     def _record_node(self, n: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[int]:
@@ -229,9 +243,11 @@ class _FlowRecorder(fx.Interpreter):
             if len(set(parameters.values())) == len(
                 layer.parameters
             ):  # not if a weight is computed, or is also the bias
-                where = _owner_name(parameters["weight"]) if module is None else _strip_root(str(n.target))
+                where = owner_name(parameters["weight"]) if module is None else strip_root(str(n.target))
                 where = where or type(self._model).__name__
                 return self._add_node(where, layer.type, parameters, self._sources_of(n, parameters.values()))
+        if self._all_kinds and (positions := self._add_planned_nodes(n, module, args, kwargs)) is not None:
+            return positions
         join = join_kind(n)
         if module is not None:
             used_tensors: Iterable[Tensor] = module.parameters()
@@ -243,7 +259,7 @@ class _FlowRecorder(fx.Interpreter):
         sources = frozenset[int]().union(*origins)
         if join is None or len(origins) < 2:  # values of the same layers (x + relu(x)) need no join
             return sources
-        return self._add_node(_operation_path(n, join), join, {}, sources)
+        return self._add_node(operation_path(n, join), join, {}, sources)
 
     def _parameter_name(self, tensor: Tensor) -> str | None:
         return self._names.get(id(tensor))
@@ -258,31 +274,79 @@ class _FlowRecorder(fx.Interpreter):
         for tensor in iterate_tensors(self.env[operand]):
             name = self._parameter_name(tensor)
             if name is None:
-                written = self._written.get(_storage(tensor))
+                written = self._written.get(storage_id(tensor))
                 positions |= self._sources[operand] if written is None else written[1]
             elif name not in owned:
                 if name not in self._raw:
-                    self._raw[name] = self._add_node(
-                        name, "other", {name: name}, frozenset(), self._local_reasons([name])
+                    kind = type_by_shape(tensor) if self._all_kinds else None
+                    self._raw[name] = (
+                        self._add_node(name, "other", {name: name}, frozenset(), self._local_reasons([name]))
+                        if kind is None
+                        else self._add_node(name, kind, {"weight": name}, frozenset())
                     )
                 positions |= self._raw[name]
         return frozenset(positions)
+
+    def _add_planned_nodes(
+        self, n: fx.Node, module: nn.Module | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> frozenset[int] | None:
+        """Adds the nodes of a layer that the paper's kinds do not include; returns the nodes from which its result comes,
+        or None if the operation has no parameters, or is a join.
+
+        Parameters that belong to no layer are nodes by their shape, one after the other, before the layer's own nodes.
+        """
+        plan = plan_operation(n, module, args, kwargs)
+        tensors = [tensor for node in plan.nodes for tensor in node.tensors.values()] if plan else []
+        if plan and len({self._parameter_name(tensor) for tensor in tensors} - {None}) < len(tensors):
+            plan, tensors = None, []  # a weight is computed, or is also the bias
+        if plan is None and module is None and join_kind(n):
+            return None
+        used = module.parameters() if module is not None else iterate_tensors((args, kwargs))
+        by_name = {name: tensor for tensor in used if (name := self._parameter_name(tensor)) is not None}
+        operation = torch_operation_name(n)
+        types = types_by_shape(by_name, module, operation)
+        if not by_name or None in types.values():
+            return None
+        opaque = module is not None and has_layers_inside(module)
+        planned = {self._parameter_name(tensor) for tensor in tensors}
+        sources = self._sources_of(n, by_name)
+        if opaque or (module is None and plan is None and operation in ("", "multi_head_attention_forward")):
+            self.opaque.add(len(self.nodes))
+        if (
+            plan is not None and plan.nodes[0].type.kind == "embedding" and not sources
+        ):  # rows that do not depend on data
+            only = plan.nodes[0]
+            plan = NodePlan((replace(only, type=replace(only.type, kind="positions")),), (0,))
+        for name, kind in types.items():
+            if name not in planned and kind is not None:
+                sources = self._add_node(name, kind, {"weight": name}, sources)
+        if plan is None:
+            return sources
+        where = strip_root(str(n.target)) if module is not None else owner_name(self._parameter_name(tensors[0]) or "")
+        added: list[frozenset[int]] = []
+        for node in plan.nodes:
+            roles = {role: str(self._parameter_name(tensor)) for role, tensor in node.tensors.items()}
+            before = sources if node.after is None else frozenset[int]().union(*(added[k] for k in node.after))
+            name = (
+                roles["weight"] if node.type.is_table else f"{where} {node.part}".strip() or type(self._model).__name__
+            )
+            added.append(self._add_node(name, node.type, roles, before))
+        return frozenset[int]().union(*(added[k] for k in plan.ends))
 
     def _add_local_node(self, n: fx.Node, module: nn.Module | None, held: Sequence[str]) -> frozenset[int]:
         """Adds a node for a module or function outside the catalogue, with the parameters that it owns or takes."""
         parameters = {name: name for name in held}
         sources = self._sources_of(n, parameters)
         if module is not None:
-            where = _strip_root(str(n.target)) or type(module).__name__
-            has_layers = any(True for part in module.children() for _ in part.parameters())
-            if has_layers and not is_parametrized(module):
+            where = strip_root(str(n.target)) or type(module).__name__
+            if has_layers_inside(module):
                 self.opaque.add(len(self.nodes))
             return self._add_node(
-                where, "other", parameters, sources, dict.fromkeys(parameters, _no_layer_reason(module))
+                where, "other", parameters, sources, dict.fromkeys(parameters, no_layer_reason(module))
             )
         if torch_operation_name(n) in ("", "multi_head_attention_forward"):  # functions that may call layers
             self.opaque.add(len(self.nodes))
-        owner = _owner_name(held[0])
+        owner = owner_name(held[0])
         owner_parameters = [
             f"{owner}.{name}" for name, _ in self._model.get_submodule(owner).named_parameters(recurse=False)
         ]
@@ -291,7 +355,7 @@ class _FlowRecorder(fx.Interpreter):
             if set(owner_parameters) == parameters.keys()
             else held[0]
             if len(parameters) == 1
-            else _operation_path(n, torch_operation_name(n) or "call")
+            else operation_path(n, torch_operation_name(n) or "call")
         )
         return self._add_node(where, "other", parameters, sources, self._local_reasons(parameters))
 
@@ -314,52 +378,11 @@ class _FlowRecorder(fx.Interpreter):
         """Returns, for each parameter that a function takes directly, why it belongs to no layer of the catalogue."""
         reasons = {}
         for name in names:
-            where = _owner_name(name)
+            where = owner_name(name)
             while isinstance(owner := self._model.get_submodule(where), nn.ParameterList | nn.ParameterDict):
-                where = _owner_name(where)
+                where = owner_name(where)
             outside = f"{type(owner).__name__} uses it outside the layers of the catalogue"
             reasons[name] = (
-                _no_layer_reason(owner) if inherits_torch_forward(owner) and layer_kind(owner) is None else outside
+                no_layer_reason(owner) if inherits_torch_forward(owner) and layer_kind(owner) is None else outside
             )
         return reasons
-
-
-def inherits_torch_forward(module: nn.Module) -> bool:
-    """Returns whether the module's `forward` is inherited from a class of torch.nn other than nn.Sequential.
-
-    nn.Sequential does not count, since it only calls the modules inside.
-
-    >>> inherits_torch_forward(nn.LSTM(1, 1)), inherits_torch_forward(nn.Sequential())
-    (True, False)
-    """
-    forward: Any = type(module).forward
-    return forward is not nn.Sequential.forward and getattr(forward, "__module__", "").startswith("torch.nn.modules.")
-
-
-def _no_layer_reason(module: nn.Module) -> str:
-    kind = type(module).__name__
-    if layer_kind(module) is not None and not is_parametrized(module):  # then the shapes do not fit a layer type
-        shapes = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in module.named_parameters())
-        kind = f"{kind} with {shapes}"
-    return f"{kind} is not a layer of the catalogue"
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
-
-
-def _operation_path(n: fx.Node, operation_name: str) -> str:
-    """Returns a name for an operation: the name of the module in whose forward it runs, and torch's name of the
-    operation.
-    """
-    stack = list(n.meta.get("nn_module_stack", {}).values())
-    where = _strip_root(stack[-1][0]) if stack else ""
-    return f"{where}.{operation_name}" if where else operation_name
-
-
-def _strip_root(name: str) -> str:
-    return "" if name == "model" else name.removeprefix("model.")
-
-
-def _owner_name(parameter: str) -> str:
-    return parameter.rpartition(".")[0]

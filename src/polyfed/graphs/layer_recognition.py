@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from polyfed.graphs.architecture import LAYER_KINDS, LayerKind, LayerType, ParameterRole
+from polyfed.graphs.architecture import PAPER_KINDS, LayerKind, LayerType, ParameterRole
 
 # Transposed convolutions are not derived from these; SyncBatchNorm and whatever a user derives are.
 _CLASSES: tuple[tuple[tuple[type[nn.Module], ...], LayerKind], ...] = (
@@ -51,7 +51,7 @@ class LayerUse:
 
 def layer_kind(module: nn.Module) -> LayerKind | None:
     """Returns the kind of a layer ("conv2d", "linear", ...) from the module's class or its base classes; None if it is
-    none of `LAYER_KINDS`.
+    none of `PAPER_KINDS`.
 
     >>> layer_kind(nn.SyncBatchNorm(3)), layer_kind(nn.ConvTranspose2d(1, 1, 1))
     ('batch_norm', None)
@@ -81,7 +81,7 @@ def layer_of_module(module: nn.Module) -> LayerUse | None:
         "bias": getattr(module, "bias", None),
     }
     stride, groups, dilation = (getattr(module, name, 1) for name in ("stride", "groups", "dilation"))
-    return _build_layer_use(kind, tensors, stride, groups, dilation)
+    return build_layer_use(kind, tensors, stride, groups, dilation)
 
 
 def layer_of_call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayerUse | None:
@@ -93,7 +93,7 @@ def layer_of_call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any])
         args, kwargs: the values with which the operation is called.
     """
     name = torch_operation_name(node)
-    if name not in LAYER_KINDS:
+    if name not in PAPER_KINDS:
         return None
     kind: LayerKind = name
 
@@ -105,29 +105,35 @@ def layer_of_call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any])
         weight_at = 3  # unlike the operators, the Python functions take the running statistics first
     tensors: dict[ParameterRole, Any] = {"weight": argument(weight_at, "weight")}
     tensors["bias"] = None if name == "rms_norm" else argument(weight_at + 1, "bias")
-    return _build_layer_use(
+    return build_layer_use(
         kind, tensors, argument(3, "stride", 1), argument(6, "groups", 1), argument(5, "dilation", 1)
     )
 
 
-def _build_layer_use(
+def build_layer_use(
     kind: LayerKind,
     tensors: Mapping[ParameterRole, Any],
     stride: int | Sequence[int],
     groups: int,
     dilation: int | Sequence[int],
 ) -> LayerUse | None:
+    """Returns the use of a layer of this kind with these tensors; None if their shapes do not fit the kind."""
     parameters = {role: value for role, value in tensors.items() if isinstance(value, Tensor)}
     if "weight" not in parameters:
         return None
     shape = tuple(parameters["weight"].shape)
-    dimensions = int(kind[4]) if kind.startswith("conv") else 0
+    dimensions = int(kind[-2]) if kind.startswith("conv") else 0
     if len(shape) != (1 if kind.endswith("_norm") else 2 + dimensions) or 0 in shape:
         return None
     groups = groups if dimensions else 1
     c_in = shape[0] if kind.endswith("_norm") else shape[1] * groups
     steps, gaps = _per_dimension(stride, dimensions), _per_dimension(dilation, dimensions)
-    layer = LayerType(kind, c_in, shape[0], shape[2:], steps, groups, "bias" in parameters, gaps)
+    c_out = shape[0]
+    if kind.startswith("conv_transpose"):
+        c_in, c_out = shape[0], shape[1] * groups
+    if c_in % groups or c_out % groups:
+        return None
+    layer = LayerType(kind, c_in, c_out, shape[2:], steps, groups, "bias" in parameters, gaps)
     fits = {role: tuple(value.shape) for role, value in parameters.items()} == layer.parameter_shapes
     return LayerUse(layer, parameters) if fits else None
 

@@ -102,8 +102,9 @@ class _GraphKey:
 def _build(
     factory: Architecture, graph: _GraphKey, config: GHNConfig, device: torch.device
 ) -> tuple[GeneratedNetwork, CachedModule]:
+    catalogue = None if config.head == "lowrank" else config.catalogue
     tensors, cached_model = (
-        graph_to_tensors(graph.graph, config.catalogue, device, config.passing),
+        graph_to_tensors(graph.graph, catalogue, device, config.passing),
         cached_module(factory, device),
     )
     return GeneratedNetwork(cached_ghn(config, device), cached_model.module, tensors), cached_model

@@ -54,7 +54,7 @@ class TypeHead(nn.Module):
         self.scale = nn.Linear(hidden, 1)
         dense = nn.Linear(hidden, math.prod(self.shape))
         self.out: nn.Linear | Factored = dense
-        if rank is not None and not kind.is_norm:
+        if rank is not None and len(self.shape) > 1:
             factored = Factored(kind, hidden, rank)
             if _num_parameters(factored) < _num_parameters(dense):  # small layers have nothing to save
                 self.out = factored

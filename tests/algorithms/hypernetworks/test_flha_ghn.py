@@ -166,7 +166,7 @@ class Mixed(nn.Module):
 
 
 def test_what_the_catalogue_lacks_stays_with_the_client_and_learns_there():
-    method = FLHAGHN(**OPTIONS)
+    method = FLHAGHN(**OPTIONS, kinds="paper")
     (client,) = everyone = clients(Mixed)
     state, _, ups = first_round(method, everyone)
     reply, own = ups["c0"]
@@ -229,7 +229,7 @@ def test_nothing_to_generate_is_refused(tmp_path):
             return x.flatten(1) @ self.w
 
     with pytest.raises(UserError, match="nothing to generate"):
-        pf.federate(clients(Alien), FLHAGHN(), rounds=1, out=tmp_path / "run")
+        pf.federate(clients(Alien), FLHAGHN(kinds="paper"), rounds=1, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -253,9 +253,9 @@ def test_refinement_trains_the_head_alone_and_generated_is_beside(buffers):
 
 def test_a_ghn_of_another_form_is_refused():
     (client,) = everyone = clients(ARCHITECTURES[0])
-    _, downs, _ = first_round(FLHAGHN(), everyone)
+    _, downs, _ = first_round(FLHAGHN(head="mlp"), everyone)
     with pytest.raises(ValueError, match="does not fit"):
-        FLHAGHN(latent=50).local_update(downs["c0"], FLHAGHN().client_init(client, 0), client, 0)
+        FLHAGHN(latent=50, head="mlp").local_update(downs["c0"], FLHAGHN().client_init(client, 0), client, 0)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from polyfed.testing import AlgorithmContract
 
 SHAPE, CLASSES = (1, 8, 8), 3
 MODELS = [ModelSpec(name, {"width": 4, "norm": "batch"}, SHAPE, CLASSES) for name in ("flha_arch2", "flha_arch3")]
-OPTIONS = {"graph": "layers", "lr": 0.05, "batch_size": 8, "momentum": 0.0, "clip_norm": None, "depth": 3, "hidden": 4}
+OPTIONS = {"graph": "layers", "lr": 0.05, "batch_size": 8, "momentum": 0.0, "clip_norm": None, "depth": 3, "hidden": 4,
+           "head": "mlp"}  # fmt: skip
 
 
 def examples(seed, number=24):

@@ -1,6 +1,9 @@
-"""FLHA-GHN's default heads: the paper's while their messages are small, factored ones beyond, which is said and kept."""
+"""FLHA-GHN's heads: light ones by default; with "auto" the paper's while messages are small, factored ones beyond, which is
+said and kept."""
 
+import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,9 +20,10 @@ from polyfed.hypernetworks.ghn import (
     GHNConfig,
     describe_message_size_of_heads,
     hypernetwork_size_in_bytes,
-    init_ghn_params,
+    shrink_to_size_of_networks,
     use_factored_heads_if_large,
 )
+from polyfed.hypernetworks.ghn_start import init_ghn_params
 from polyfed.models import ModelSpec
 from polyfed.simulation.storage.directory import read_config, read_manifest
 from polyfed.testing import assert_runs_equal, small_clients
@@ -64,12 +68,44 @@ def test_the_papers_networks_are_light_where_they_are_large():
     )
 
 
-def test_below_the_size_the_default_is_the_papers_bit_for_bit(tmp_path):
+def size_of_layers(form):
+    return 4 * sum(math.prod(shape) for kind in form.catalogue.types for shape in kind.parameter_shapes.values())
+
+
+def test_light_heads_are_as_large_as_the_networks():
+    """At most twice one layer of each type, with the largest rank and latent entries that allow it."""
+    for width in (4, 8, 16):
+        form = GHNConfig(catalogue(width, ["flha_arch1", "flha_arch2"]))
+        light = shrink_to_size_of_networks(form)
+        assert hypernetwork_size_in_bytes(light) <= 2 * size_of_layers(form) < hypernetwork_size_in_bytes(form) / 4
+        assert light.head == "factored"
+        assert shrink_to_size_of_networks(light) == light
+    assert (light.rank, light.latent) == (16, 51)
+    assert shrink_to_size_of_networks(replace(form, rank=3, latent=20)) == replace(
+        form, head="factored", rank=3, latent=20
+    )
+    tiny = shrink_to_size_of_networks(GHNConfig(LayerCatalogue((LayerType("linear", 4, 2),))))
+    assert (tiny.rank, tiny.latent) == (1, 8)  # the smallest, also where it is too large
+
+
+def test_a_message_of_the_default_is_no_larger_than_twice_the_largest_network(tmp_path):
+    names = ("flha_arch1", "flha_arch2")
+    x, y = torch.randn(6, 3, 8, 8), torch.arange(6) % 3
+    clients = [pf.Client(name, ModelSpec(name, {"width": 8}, (3, 8, 8), 3), (x, y), (x, y)) for name in names]
+    largest = max(sum(t.nbytes for t in client.model().state_dict().values()) for client in clients)
+    run = pf.federate(clients, FLHAGHN(batch_size=6, refine_epochs=0), rounds=1, workers=0)
+    same = pf.federate(clients, FLHAGHN(batch_size=6, refine_epochs=0, head="factored"), rounds=1, workers=0)
+    for one in (run, same):
+        assert one.history[-1]["bytes_down_total"] / 2 < 2 * largest
+    assert run.federation.algorithm.head == "light"
+
+
+def test_below_the_size_the_former_default_is_the_papers_bit_for_bit(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runs = [
             pf.federate(small_clients(), FLHAGHN(lr=0.1, depth=1, **words), rounds=2, workers=0, out=tmp_path / f"{i}")
-            for i, words in enumerate([{}, {"head": "mlp"}])
+            for i, words in enumerate([{"head": "auto"}, {"head": "mlp"}])
         ]
     assert_runs_equal(*runs)
     assert "decided" not in read_manifest(tmp_path / "0")
@@ -80,7 +116,9 @@ def test_above_it_the_heads_are_factored_and_everyone_is_told(tmp_path, monkeypa
     with pytest.warns(
         UserWarning, match=r"head is factored: \d+ MB each way a round, .* \(mlp\) would send \d+ MB; give"
     ):
-        run = pf.federate(small_clients(), FLHAGHN(lr=0.1, depth=1), rounds=2, workers=0, out=tmp_path / "r")
+        run = pf.federate(
+            small_clients(), FLHAGHN(lr=0.1, depth=1, head="auto"), rounds=2, workers=0, out=tmp_path / "r"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         same = pf.federate(small_clients(), FLHAGHN(lr=0.1, depth=1, head="factored"), rounds=2, workers=0)

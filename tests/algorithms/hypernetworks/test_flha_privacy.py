@@ -26,7 +26,7 @@ def test_one_reply_tells_the_edges_of_a_graph_without_repeated_types():
     the columns of B's change are sums of columns of A's, one for each edge (documented in docs/methods.md)."""
     generator = torch_generator(0)
     x, y = torch.randn(40, 4, generator=generator), torch.arange(40) % 3
-    method = FLHAGHN(lr=0.01, graph="layers_and_norms")
+    method = FLHAGHN(lr=0.01, graph="layers_and_norms", head="mlp")
     for order in ("abc", "cab", "bca"):
         client = pf.Client("c", network(*order), (x, y), (x, y))
         graph = graph_of_client(client)

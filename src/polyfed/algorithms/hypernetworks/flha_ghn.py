@@ -22,25 +22,29 @@ from polyfed.core.nn.buffers import (
     recompute_norm_statistics_if_needed,
 )
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
+from polyfed.core.state_dict import StateDict
 from polyfed.core.training.config import Schedule
 from polyfed.core.training.loop import fit, reply_scalars
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
-from polyfed.graphs.architecture import NONE
+from polyfed.graphs.architecture import NONE, PAPER_KINDS
 from polyfed.graphs.catalogue import read_graph_variant
 from polyfed.graphs.client_graph import graph_of_client
-from polyfed.graphs.contraction import Contraction
+from polyfed.graphs.contraction import Contraction, NormTreatment
+from polyfed.graphs.layer_flow import Kinds
 from polyfed.hypernetworks.generated_network import GeneratedNetwork, build_generated_network
 from polyfed.hypernetworks.ghn import (
     GHNConfig,
     Gnn,
     Head,
-    Init,
     Passing,
     catalogue_from_weights,
+    decoder_sizes_from_weights,
     describe_message_size_of_heads,
-    init_ghn_params,
+    shrink_to_size_of_networks,
     use_factored_heads_if_large,
 )
+from polyfed.hypernetworks.ghn_start import Init, init_ghn_params
+from polyfed.hypernetworks.lowrank_decoder import Sizes, fits, largest_sizes
 
 GraphForm = Literal["layers", "layers_and_norms"]
 
@@ -63,15 +67,19 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         passing: order of message passing: "synchronous" (paper), or "asynchronous", in the order of the data flow and back
             (section 4.3 tried it without an advantage).
         depth: T of eq. 2 (6, paper); 0 is Table 2's ablation without GNN, one set of weights per layer type.
-        latent: entries of h_v (51, paper).
+        latent: entries of h_v (51, paper); with light heads the largest number of them.
         hidden: hidden units of a head H_l (16, paper).
-        head: "mlp" (paper); "factored": low rank over output and input channels, which sends a fraction of the bytes; or
-            "auto" (polyfed's choice): "mlp" up to 50 MB per message, "factored" above.
-        rank: rank of the factored heads (16, polyfed's choice).
+        head: "light" (polyfed's choice): low rank over output and input channels, with `rank` and `latent` reduced until a
+            message is at most twice as large as one layer of each type; "mlp" (paper): each weight costs 17 numbers;
+            "factored": low rank with `rank` and `latent` as given; "lowrank": one decoder for all layer types and widths,
+            which generates a change of low rank of a draw that clients make themselves; or "auto", polyfed's default
+            before: "mlp" up to 50 MB per message, "factored" above.
+        rank: rank of the factored heads, of light ones the largest (16, polyfed's choice).
         normalise: keeps the activations of GNN and heads at one scale (true, polyfed's choice). False is the published form;
             with initialisation="last_layer" it is more accurate in some federations with few images whose networks have norm
             layers, and seldom useful where they have none.
-        initialisation: "kaiming" (polyfed's choice): generated weights have Kaiming's variance 2/fan_in; "paper": section
+        initialisation: "kaiming" (polyfed's choice): generated weights of convolutions and linear layers have Kaiming's
+            variance 2/fan_in; "network": the variance that the clients' networks have when they are built; "paper": section
             4.2's initialisation, which gives 2/fan_out (paper); "last_layer": section 4.2's factor on the last layer
             of a head alone, which without `normalise` gives small weights.
         graph: "layers" (paper): nodes are convolutions and linear layers, and a norm is part of the layer before it; or
@@ -80,6 +88,11 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
             them, which appendix B finds sufficient.
         norms: "generate" (polyfed's choice; the paper does not say), or "local": scales and shifts of norm layers stay with
             the client.
+        kinds: "all" (polyfed's choice): every parameter is generated that can be, also those of embeddings, recurrent layers
+            and transposed convolutions, and parameters that belong to no layer; "paper": convolutions, linear and norm
+            layers alone (paper).
+        tables: "local" (polyfed's choice): tables of which the data choose rows (words, categories) stay with the client,
+            since rows that come back unchanged reveal which words it has; "generated": they are generated.
         catalogue: file of the public layer types (`polyfed graph --catalogue` writes one); None takes the union over the
             clients, as a simulation can (polyfed's choice).
         refine_epochs: epochs of refining the linear head before evaluation (1, paper); 0 evaluates the generated weights.
@@ -113,7 +126,9 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
                 "momentum": 0.9,
                 "clip_norm": 5.0,
                 "schedule": "cosine",
-                "graph": "layers_and_norms",  # its rows were measured with this graph
+                "graph": "layers_and_norms",  # its rows were measured with this graph and these kinds
+                "kinds": "paper",
+                "head": "auto",
             }
         },
         stacked=True,
@@ -130,13 +145,15 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     depth: int = 6
     latent: int = 51
     hidden: int = 16
-    head: Literal["auto", "mlp", "factored"] = "auto"
+    head: Literal["light", "auto", "mlp", "factored", "lowrank"] = "light"
     rank: int = 16
     normalise: bool = True
     initialisation: Init = "kaiming"
     graph: GraphForm = "layers"
     joins: bool = True
     norms: Literal["generate", "local"] = "generate"
+    kinds: Kinds = "all"
+    tables: Literal["local", "generated"] = "local"
     catalogue: str | None = None
     refine_epochs: int = 1
     refine_lr: float = 0.009
@@ -157,6 +174,10 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         self._positive("refine_lr")
         if self.graph == "layers":
             object.__setattr__(self, "requires", self.requires | {"norms_in_layers"})
+        if self.tables == "generated" and self.kinds == "all":
+            object.__setattr__(self, "discloses", self.discloses | {"vocabulary"})
+        starts = self.head != "lowrank" or self.initialisation in ("kaiming", "network")
+        self._require(starts, "initialisation", "'kaiming' or 'network' with head='lowrank'")
         self._require(self.buffers != "average", "buffers", "'local' or 'recompute' (clients' buffers differ in form)")
 
     # -- server ---------------------------------------------------------------------------------------------------
@@ -169,7 +190,9 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         types = tuple(
             t if self.norms == "generate" else replace(t, norm=NONE, norm_bias=False)
             for t in catalogue.types
-            if self.norms == "generate" or not t.is_norm
+            if (self.norms == "generate" or not t.is_norm)
+            and (self.kinds == "all" or t.kind in PAPER_KINDS)
+            and (self.tables == "generated" or t.kind != "embedding")
         )
         if not types:
             raise UserError("flha_ghn has nothing to generate: no client has a layer of a type in the catalogue")
@@ -180,7 +203,11 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
                 "(docs/methods/flha_ghn.md); take normalise=True, initialisation='kaiming'",
                 UserWarning, stacklevel=2,
             )  # fmt: skip
-        config = self._ghn_config(LayerCatalogue(types))
+        config = (
+            self._decoder_config(largest_sizes(types))
+            if self.head == "lowrank"
+            else self._ghn_config(LayerCatalogue(types))
+        )
         state = {"ghn": init_ghn_params(config, self.initialisation, server.seed)}
         for field, decision in self.resolved_fields(state).items():
             warnings.warn(f"FLHAGHN: {field} is {decision}; give {field}=... to choose", UserWarning, stacklevel=2)
@@ -215,7 +242,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         """Returns `{"head": description}` if the choice that was made for `head: auto` is not "mlp" (the paper's);
         otherwise an empty dict.
         """
-        config = self._ghn_config(catalogue_from_weights(server_state["ghn"]))
+        config = self._config_of_message(server_state["ghn"])
         return (
             {"head": describe_message_size_of_heads(config)}
             if self.head == "auto" and config.head == "factored"
@@ -298,17 +325,22 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
 
         The other layers are private, each with a reason.
         """
-        return self._build_graph(client, catalogue_from_weights(message.tensors["ghn"]))
+        return self._build_graph(client, self._config_of_message(message.tensors["ghn"]))
 
-    def _build_graph(self, client: Client, catalogue: LayerCatalogue) -> ArchitectureGraph:
+    def _build_graph(self, client: Client, config: GHNConfig) -> ArchitectureGraph:
+        catalogue = config.catalogue
+        if config.head == "lowrank":  # all types that the decoder is large enough for
+            types = graph_of_client(client, contraction=self.contraction).layer_types
+            catalogue = LayerCatalogue(tuple(kind for kind in types if fits(kind, config.sizes)))
         return graph_of_client(client, catalogue, self.contraction)
 
     @property
     def contraction(self) -> Contraction:
         """Returns the setting that says which operations of a network become nodes of its graph."""
+        norms: NormTreatment = "layers" if self.norms == "generate" else "local"
         if self.graph == "layers_and_norms":
-            return Contraction("nodes", self.joins)
-        return Contraction("layers" if self.norms == "generate" else "local", self.joins)
+            norms = "nodes"
+        return Contraction(norms, self.joins, self.kinds, self.tables)
 
     def _refine_head(self, network: nn.Module, head: frozenset[str], client: Client, seed: int) -> None:
         """Trains the network's last layer for `refine_epochs` epochs; BatchNorm's statistics are updated, as in
@@ -330,8 +362,8 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         outside the catalogue are private.
         """
         assert client.model is not None
-        config = self._ghn_config(catalogue_from_weights(message.tensors["ghn"]))
-        graph = self._build_graph(client, config.catalogue)
+        config = self._config_of_message(message.tensors["ghn"])
+        graph = self._build_graph(client, config)
         generated, cached = build_generated_network(
             client.model, graph, config, message.tensors["ghn"], client.train.device
         )
@@ -339,10 +371,21 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
             weights = {**client_state.get("private", {}), **generated.generate_weights()}
         return generated, fill_client_model(cached, weights, client_state, self.buffers), graph
 
+    def _config_of_message(self, tensors: StateDict) -> GHNConfig:
+        if self.head == "lowrank":
+            return self._decoder_config(decoder_sizes_from_weights(tensors))
+        return self._ghn_config(catalogue_from_weights(tensors))
+
+    def _decoder_config(self, sizes: Sizes) -> GHNConfig:
+        numbers = (self.depth, self.latent, self.hidden, "lowrank", self.rank, self.normalise)
+        return GHNConfig(LayerCatalogue(()), *numbers, self.gnn, self.passing, sizes, self.initialisation == "network")  # type: ignore[arg-type]
+
     def _ghn_config(self, catalogue: LayerCatalogue) -> GHNConfig:
-        head: Head = "mlp" if self.head == "auto" else self.head
+        head: Head = "factored" if self.head in ("factored", "light") else "mlp"
         sizes = (self.depth, self.latent, self.hidden, head, self.rank, self.normalise)
         config = GHNConfig(catalogue, *sizes, self.gnn, self.passing)
+        if self.head == "light":
+            return shrink_to_size_of_networks(config)
         return use_factored_heads_if_large(config) if self.head == "auto" else config
 
 

@@ -24,7 +24,7 @@ def describe_omissions(content: Mapping[str, Any]) -> list[str]:
     """
     if "plan" in content:
         return []
-    sentences = [f"Left out {label}: {end_with_period(reason)}" for label, reason in content["skipped"].items()]
+    sentences = [f"Left out {label}: {end_with_period(reason)}" for label, reason in content.get("skipped", {}).items()]
     sentences += [
         f"{label} failed and is not compared: {end_with_period(reason)}"
         for label, reason in content.get("failed", {}).items()

@@ -14,7 +14,8 @@ from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
-from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors, init_ghn_params
+from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors
+from polyfed.hypernetworks.ghn_start import init_ghn_params
 from polyfed.simulation.results.unseen_clients import TrainingCurves
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def generate_untrained_weights(
         graph: the network's graph, for example from `graphs.extract`.
         parameter: the parameter's name in `named_parameters()`.
         initialisation: how the hypernetwork starts: "kaiming", "paper" or "last_layer" as in
-            `hypernetworks.ghn.init_ghn_params`; "standard" as PyTorch and PyG initialise the published design, with no
+            `hypernetworks.ghn_start.init_ghn_params`; "standard" as PyTorch and PyG initialise the published design, with no
             regard to the generated weights.
         form: the hypernetwork's configuration; None takes the paper's sizes and the layer types of the graph.
         seed: seed of the hypernetwork's initial weights.

@@ -6,6 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from polyfed.comparison.verdicts.warning_sentences import describe_omissions
 from polyfed.core.io.number_format import NumberUnit, count_with_noun, format_number, format_number_without_percent_sign
 from polyfed.report.data.answers import (
     ANSWER_LABELS,
@@ -67,9 +68,10 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
     is_long, axis = len(answers) > _LISTED, gain_axis(answers)
     figures = [_html_caterpillar_figure(answers, run_group, level, f"{key}-forest")] if is_long else []
     figures.append(_html_roc_or_learning_curves(run_group, predictions, level, f"{key}-top"))
+    warnings = [*(results.get("warnings") or ()), *describe_omissions(results)]  # older results have no omissions there
     return render_template(
         "decision",
-        warnings=[f"{str(sentence).rstrip('.')}." for sentence in results.get("warnings") or ()],
+        warnings=[f"{str(sentence).rstrip('.')}." for sentence in dict.fromkeys(warnings)],
         answer_table=html_answer_table(answers, run_group, axis, level) if answers and not is_long else "",
         groups=[
             (heading, join_names(members), html_answer_table(members, run_group, axis, level))

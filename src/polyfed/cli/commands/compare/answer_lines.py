@@ -25,7 +25,7 @@ def print_answers(results: Mapping[str, Any], out: Path | None, console: Console
         out: the comparison's directory; None if it was kept in memory.
         console: where to print.
     """
-    for sentence in results["warnings"]:
+    for sentence in results.get("warnings") or ():
         print_line(console, sentence, style="yellow")
     mean, sites = results.get("mean_answer"), list(results.get("answers") or ())
     if mean is not None:
@@ -69,7 +69,7 @@ def describe_answer(row: Mapping[str, Any], unit: str) -> str:
     low, high = (_format_gain(end, unit) for end in row["interval"])
     more = row["sentence"].rpartition("); ")
     doubt = f"; {more[2]}" if row["answer"] == "undecided" and more[1] else ""
-    return f"{row['method']} {_format_gain(row['gain'], unit)} [{low}, {high}] over {row['over']}{doubt}"
+    return f"{row['method']} {_format_gain(row['gain'], unit)} [{low}, {high}] over {row.get('over', 'training alone')}{doubt}"
 
 
 def _format_gain(value: float, unit: str) -> str:

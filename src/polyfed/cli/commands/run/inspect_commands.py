@@ -63,6 +63,10 @@ def graph_command(argv: list[str]) -> None:
         "own; like the "
         "field graph of flha_ghn, with the same default",
     )  # fmt: skip
+    parser.add_option(
+        "--tables", "WHO", "local: tables of which the data choose rows stay with the client; generated: they are "
+        "generated; like the field tables of flha_ghn, with the same default",
+    )  # fmt: skip
     parser.add_flag("--no-joins", "no nodes for sums and concatenations, as joins=false of flha_ghn")
     if has_help_flag(argv):
         parser.print_help()
@@ -101,6 +105,10 @@ def graph_command(argv: list[str]) -> None:
         if options.graph not in (forms := get_args(GraphForm)):
             raise UserError(f"--graph must be {' or '.join(forms)}, got {options.graph!r}")
         method = replace(method, graph=options.graph)
+    if options.tables is not None:
+        if options.tables not in ("local", "generated"):
+            raise UserError(f"--tables must be local or generated, got {options.tables!r}")
+        method = replace(method, tables=options.tables)
     layer_graph.print_and_draw_layer_graph(
         spec,
         method.contraction,

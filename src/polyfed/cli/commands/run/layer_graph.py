@@ -14,10 +14,11 @@ from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import UserError
 from polyfed.core.nn.module_cache import build_module
 from polyfed.core.seeds import torch_generator
-from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, extract
+from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType
 from polyfed.graphs.catalogue import read_graph_variant
 from polyfed.graphs.contraction import Contraction
 from polyfed.graphs.draw import draw_graph
+from polyfed.graphs.graph_cache import extract_with_disk_cache
 from polyfed.models import ModelSpec
 
 
@@ -44,7 +45,11 @@ def print_and_draw_layer_graph(
     Raises:
         UserError: the network cannot be built or followed, or a file cannot be read or written.
     """
-    graph = contraction.apply(extract(build_module(spec, seed=0), _random_example(spec.input_shape, integer)))
+    graph = contraction.apply(
+        extract_with_disk_cache(
+            build_module(spec, seed=0), _random_example(spec.input_shape, integer), contraction.kinds
+        )
+    )
     lines = []
     if plot is not None:
         draw_graph(graph, plot, title=f"{spec.name} {'×'.join(map(str, spec.input_shape))}: {_coverage_text(graph)}")
