@@ -71,6 +71,6 @@ def test_methods_side_by_side_as_the_terminal_has_room(write_run, shown, tmp_pat
     assert len(rows_of(text, "own test examples")) == 10
     header = next(line for line in text.splitlines() if re.match(r"┃ client\b", line))
     columns = header.count("┃") - 2
-    assert columns == {60: 5, 80: 6, 200: 9}[width]  # names and the lines between: 60, 68 and 81 characters
+    assert columns == {60: 4, 80: 6, 200: 9}[width]
     assert f"and {10 - columns} more method" in text
     assert "local" in header

@@ -69,7 +69,8 @@ def describe_answer(row: Mapping[str, Any], unit: str) -> str:
     low, high = (_format_gain(end, unit) for end in row["interval"])
     more = row["sentence"].rpartition("); ")
     doubt = f"; {more[2]}" if row["answer"] == "undecided" and more[1] else ""
-    return f"{row['method']} {_format_gain(row['gain'], unit)} [{low}, {high}] over {row.get('over', 'training alone')}{doubt}"
+    rival = row.get("over", "training alone")
+    return f"{row['method']} {_format_gain(row['gain'], unit)} [{low}, {high}] over {rival}{doubt}"
 
 
 def _format_gain(value: float, unit: str) -> str:
