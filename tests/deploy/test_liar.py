@@ -7,17 +7,22 @@ import statistics
 
 import pytest
 
+import polyfed as pf
 from polyfed.algorithms import FedAMP, FedAvg, HeteroFL
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
+from polyfed.deploy.privacy.gaussian_mechanism import noise_incompatibility_error
 from polyfed.deploy.server.server import Deployment
 from polyfed.deploy.server.server_config import build_or_restore_server
 from polyfed.deploy.server.update_bound import bound_updates
+from polyfed.deploy.site import disclosure_guard
 from polyfed.deploy.trial import local_trial as trials
 from polyfed.deploy.trial.project import create_project
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.monitoring.progress import LineProgress
+from polyfed.simulation.storage.checkpoint import load_newest_checkpoint
 from polyfed.simulation.storage.directory import read_config, read_metrics
+from polyfed.testing import small_clients
 
 from .test_loopback import DISCLOSE, command, port  # noqa: F401
 
@@ -166,3 +171,39 @@ def test_a_liar_among_three_sites_of_their_own_processes(tmp_path, port):  # noq
     assert any(f"{LIAR!r} pulls against the others" in s for record in records for s in record["warnings"])
     assert "scaled down to it: client-2 (times " in status
     assert "updates are limited to 3 times the running median of their norms (max-update-norm)" in done.stderr
+
+
+def test_a_site_with_noise_refuses_a_bound_in_secure_sums():
+    reason = noise_incompatibility_error(FedAvg(weighted=False, robust="clip:1"), secure_sums=True)
+    assert "would limit its noise too: the server knows no single part of a secure sum" in reason
+    assert noise_incompatibility_error(FedAvg(weighted=False, robust="clip:1"), secure_sums=False) is None
+
+
+def test_sites_of_a_secure_sum_limit_their_updates_as_a_simulation_does(secure_grid, secure_play):
+    words = {"rounds": 2, "max-update-norm": 0.05}
+    run = secure_play(secure_grid(small_clients()), **words)
+    simulated = pf.federate(
+        small_clients(), FedAvg(lr=0.05, robust="clip:0.05"), rounds=2, seed=3, workers=0, secure=True
+    )
+    assert [record["summary"] for record in run.history] == [record["summary"] for record in simulated.history]
+    assert [record["robust"] for record in run.history] == [record["robust"] for record in simulated.history]
+    assert all(0 < record["robust"]["norm_of_mean"] <= 0.05 * (1 + 1e-6) for record in run.history)
+
+
+def test_a_liar_in_a_secure_sum_moves_the_mean_by_the_bound(secure_grid, secure_play, monkeypatch, tmp_path):
+    """It does not limit its update; the server limits the mean, and nobody is named."""
+    encode = disclosure_guard.encode_reply_in_fixed_point
+    monkeypatch.setattr(InProcessEngine, "run", lies)
+    monkeypatch.setattr(
+        disclosure_guard, "encode_reply_in_fixed_point",
+        lambda reply, algorithm, *more: encode(reply, dataclasses.replace(algorithm, robust=None), *more),
+    )  # fmt: skip
+    run = secure_play(secure_grid(small_clients()), rounds=1, **{"max-update-norm": 0.05})
+    (record,) = run.history
+    assert record["robust"]["norm_of_mean"] > 0.5
+    (sentence,) = [text for text in record["warnings"] if "secure sum" in text]
+    assert "nobody can see which" in sentence
+    start = run.federation.initial_checkpoint().state["model"]
+    newest = load_newest_checkpoint(tmp_path / "run/checkpoint")[0].state["model"]
+    squares = sum(float((newest[n] - start[n]).square().sum()) for n in start if start[n].is_floating_point())
+    assert squares**0.5 == pytest.approx(0.05, rel=1e-3)
