@@ -2,8 +2,8 @@
 // Tables: sorted by a column, copied as CSV, and as cards on a narrow screen. Without it they are read as they are.
 (() => {
   const number = (text) => {
-    const found = text.replaceAll("−", "-").replace(/(\d) (?=\d{3})/g, "$1").match(/[-+]?\d+(\.\d+)?/);
-    return found ? Number(found[0]) : null;
+    const found = text.replaceAll("−", "-").replace(/(\d) (?=\d{3})/g, "$1").match(/^[<>]?([-+]?\d+(\.\d+)?)/); // "site-12" is a name
+    return found ? Number(found[1]) : null;
   };
   const textOf = (cell) => [...cell.childNodes].filter((part) => !part.classList?.contains("say")).map((part) => part.textContent).join(" ").trim();
   const order = (table, column, button) => {
