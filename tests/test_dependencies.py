@@ -15,6 +15,7 @@ SOURCE = Path(polyfed.__file__).parent
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow", "sklearn": "scikit-learn"}
 BROUGHT = {
+    "IPython": "torch",  # never imported but in a notebook, which has it
     "huggingface_hub": "datasets", "markupsafe": "jinja2", "packaging": "matplotlib", "threadpoolctl": "scikit-learn",
 }  # fmt: skip
 

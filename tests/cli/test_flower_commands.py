@@ -11,7 +11,7 @@ from polyfed.cli.main import main
 from polyfed.core.io.validation import validation_error
 from polyfed.deploy.trial import local_trial
 
-ACTIONS = ("init", "up", "run", "status", "doctor")
+ACTIONS = ("init", "up", "run", "status", "doctor", "health")
 
 
 @pytest.fixture(scope="module")

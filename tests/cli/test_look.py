@@ -51,7 +51,7 @@ def test_json_and_what_real_sites_would_show(table, capsys):
 
 def test_recipes_and_data_sets_by_name(table, capsys):
     assert main(["look", "digits", "--data.clients", "3", "--data.partition", "iid"]) == 0
-    assert "client-002: 599 examples" in capsys.readouterr().out
+    assert "client-002: 100 examples" in capsys.readouterr().out
     assert main(["look", "patients.csv", *WORDS, "--out", "look.txt"]) == 2
     assert "--out must be an HTML file" in capsys.readouterr().err
     assert main(["look", "patients.csv"]) == 2
@@ -69,7 +69,7 @@ def test_the_matrix_in_a_run_and_on_its_page(table, capsys):
     assert (table / "r" / "cross_site.json").exists()
     assert main(["report", "r"]) == 0
     page = (table / "r" / "report.html").read_text(encoding="utf-8")
-    assert "Every site&#39;s model at every site" in page
+    assert "every site&#39;s model at every site" in page
     assert "patients of south" in page
     assert 'class="own"' in page
     assert "The sites&#39; data side by side" in page
@@ -80,12 +80,9 @@ def test_the_matrix_in_a_comparison(table, capsys):
              "--rounds", "1", "--resplit", "2", "--tune", "none", "--no-references", "--quiet", "--parallel", "1",
              "--cross-site", "--out", "c"]  # fmt: skip
     assert main(words) == 0
-    out = capsys.readouterr().out
-    assert "local:\n" in out
-    assert "of every site's model (rows)" in out
     assert (table / "c" / "local" / "seed-0" / "cross_site.csv").exists()
     assert main(["compare", "c", "--cross-site"]) == 2
     assert main(["report", "c"]) == 0
     page = (table / "c" / "report.html").read_text(encoding="utf-8")
-    assert "Every site&#39;s model at every site" in page
+    assert "every site&#39;s model at every site" in page
     assert "The sites&#39; data side by side" in page

@@ -277,7 +277,7 @@ def test_the_configuration_says_only_what_was_given_and_gives_it_again(polyfed):
         ),
         ("[{name: fedprox, mu: x}]", "baseline fedprox: --algorithm.mu must be a number, got 'x'"),
         ("[{name: fedprox, mu: -1}]", "FedProx: mu must be at least 0, got -1.0"),
-        ("[3]", "unknown algorithm '[3]'; choices: "),
+        ("[3]", "unknown algorithm '[3]'; the nearest are"),
         ("local", "--baselines must be a list such as [local, {name: fedprox, mu: 0.1}], got 'local'"),
     ],
 )

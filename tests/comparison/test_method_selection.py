@@ -41,6 +41,7 @@ def test_a_refused_value_of_the_methods_own_is_not_blamed_on_another(plain):
 
 def test_the_command_says_so_too(plain, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("polyfed.cli.commands.options.early_checks.ALGORITHMS", algorithms.REGISTRY)
     words = ["compare", "fedavg_digits", "--algorithm.momentum", "0.9", "--algorithms", "plain"]
     assert main(words) == 2
     assert "momentum=0.9 is taken over from fedavg" in " ".join(capsys.readouterr().err.split())

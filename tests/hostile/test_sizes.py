@@ -68,10 +68,10 @@ METHODS = {
     "pfedla": (PFedLA(hidden=LARGE), "hypernetworks of 3 clients with embedding_dim=100 and hidden=1000000000"),
     "heur_pfedla": (HeurPFedLA(embedding_dim=10**12), "embedding_dim=1000000000000"),
     "flha_ghn's heads": (
-        FLHAGHN(hidden=LARGE),
+        FLHAGHN(hidden=LARGE, head="mlp"),
         "a graph hypernetwork of . layer types with depth=6, latent=51 and hidden",
     ),
-    "flha_ghn's latent": (FLHAGHN(latent=LARGE), "latent=1000000000"),
+    "flha_ghn's latent": (FLHAGHN(latent=LARGE, head="mlp"), "latent=1000000000"),
     "beyond 2^63": (PFedHN(hidden=10**30), "beyond what any machine can hold"),
 }
 

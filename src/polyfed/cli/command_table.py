@@ -63,7 +63,7 @@ COMMANDS = (
         ("--plot", "--json", *_SCALED), "recipes"),
     Command("graph", "graph MODEL --input SHAPE [OPTIONS]",
         "show the layers of a network, and which of them a hypernetwork can generate",
-        ("--input", "--integer", "--classes", "--plot", "--catalogue", "--graph", "--no-joins"), "models"),
+        ("--input", "--integer", "--classes", "--plot", "--catalogue", "--graph", "--no-joins", "--tables"), "models"),
     Command("reproduce", "reproduce [PAPER TABLE] [OPTIONS]",
         "run a table or figure of a paper, and print the results next to the paper's",
         (*_SCALED, "--seeds", "--out", "--quiet"), "papers"),

@@ -79,7 +79,7 @@ def _cache_key(model: nn.Module, example_input: Inputs, kinds: Kinds) -> str | N
 
 @lru_cache(maxsize=1024)
 def _file_hash(file: Path, changed: int) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    return hashlib.sha256(read_file(file)).hexdigest()
 
 
 def _read_graph(path: Path, model: nn.Module) -> ArchitectureGraph | None:

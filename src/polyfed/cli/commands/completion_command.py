@@ -63,7 +63,7 @@ def collect_completions() -> Completions:
 
     >>> completions = collect_completions()
     >>> completions.commands["flower"], completions.options["flower init"]
-    (('doctor', 'init', 'run', 'status', 'up'), ('--help', '--sites'))
+    (('doctor', 'health', 'init', 'run', 'status', 'up'), ('--help', '--sites'))
     """
     names = {
         "recipes": tuple(shipped_recipe_files()), "papers": _PAPERS, "kinds": _KINDS, "shells": SHELLS,

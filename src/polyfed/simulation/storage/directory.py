@@ -289,8 +289,12 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         UserError: there is something else than a file, it cannot be read, or a newer polyfed wrote it.
     """
     try:
-        content = parse_json(read_file(Path(folder) / "manifest.json"))
-    except (OSError, ValueError):
+        data = read_file(Path(folder) / "manifest.json")
+    except OSError:
+        return {}
+    try:
+        content = parse_json(data)
+    except ValueError:
         return {}
     if validation_error(content, Manifest):
         return {}

@@ -16,6 +16,7 @@ from polyfed.cli.commands.argv import option_name
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, StaticRegistry
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
+from polyfed.core.io.atomic_files import read_file
 from polyfed.simulation.settings import Settings
 
 _LOGGERS = StaticRegistry("polyfed.simulation.monitoring.trackers", "LOGGERS")
@@ -45,8 +46,8 @@ def check_settings(config: Mapping[str, Any], words: Sequence[str] = ()) -> None
     except UserError as error:
         name, space, rest = str(error).partition(" ")
         option = option_name(f"--{name}")
-        given = name in names and option in map(option_name, words)
-        raise UserError(f"{option}{space}{rest}" if given else str(error)) from error
+        option_keys = name in names and option in map(option_name, words)
+        raise UserError(f"{option}{space}{rest}" if option_keys else str(error)) from error
 
 
 def check_logger_names(names: Sequence[str]) -> None:
@@ -97,22 +98,22 @@ def name_file_in_errors(name_or_path: str | None, words: Sequence[str]) -> Itera
     try:
         yield
     except UserError as error:
-        found = _KEY.match(str(error))
+        match = _KEY.match(str(error))
         path = None if name_or_path is None else Path(name_or_path).expanduser()
         path = path / "config.yaml" if path is not None and path.is_dir() else path
-        key = found[1].replace("-", "_") if found else ""
-        given = {option_name(word).removeprefix("--").replace("-", "_") for word in words}
-        if not found or path is None or not path.is_file() or key in given:
+        key = match[1].replace("-", "_") if match else ""
+        option_keys = {option_name(word).removeprefix("--").replace("-", "_") for word in words}
+        if not match or path is None or not path.is_file() or key in option_keys:
             raise
         line = _find_line(path, key.split("."))
         place = f"{path}, line {line}" if line else str(path)
-        raise UserError(f"{place}: {str(error).replace(f'--{found[1]}', key, 1)}") from error
+        raise UserError(f"{place}: {str(error).replace(f'--{match[1]}', key, 1)}") from error
 
 
 def _find_line(path: Path, keys: Sequence[str]) -> int | None:
     """Returns the line of a nested key in a YAML file, counted from 1; of the nearest key above it if it is deeper; None
     if the first is missing."""
-    node: Any = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    node: Any = yaml.compose(read_file(path).decode(), Loader=yaml.SafeLoader)
     line = None
     for key in keys:
         entries = node.value if isinstance(node, yaml.MappingNode) else ()
