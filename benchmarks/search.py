@@ -209,7 +209,7 @@ def step(arguments):
                 loss.backward()
                 return loss.detach()
 
-            run = method.build_meta_gradient(network) if "pnas" in name else lambda loss_of: loss_of(0)
+            run = method.build_meta_gradient_function(network) if "pnas" in name else lambda loss_of: loss_of(0)
             runs[name] = run, loss_of, network, optimizer, calls
         seconds = {name: [] for name in runs}
         for k in range(-3, arguments.steps):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from polyfed.algorithms import REGISTRY
 from polyfed.testing import example_of
-from polyfed.testing.disclosure_audit import find_reply_reach, find_revealed_facts
+from polyfed.testing.disclosure_audit import find_how_reply_reaches_other_clients, find_revealed_facts
 
 PAGE = Path(__file__).with_name("deploy.md")
 START, END = "<!-- traffic: written by docs/tabulate_traffic.py -->", "<!-- end of traffic -->"
@@ -27,7 +27,7 @@ def recorded_row(name: str) -> str:
     method, public = example.build(local_epochs=1), example.public(40)
     shown = ", ".join(sorted(find_revealed_facts(method, public))) or "none"
     declared = ", ".join(sorted(method.discloses)) or "nothing"
-    return f"| `{name}` | {declared} | {shown} | {find_reply_reach(method, public)} |"
+    return f"| `{name}` | {declared} | {shown} | {find_how_reply_reaches_other_clients(method, public)} |"
 
 
 def rows_of(text: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from polyfed.testing import AlgorithmContract, example_of
-from polyfed.testing.disclosure_audit import declared_facts, find_revealed_facts
+from polyfed.testing.disclosure_audit import collect_facts_declared_as_revealed, find_revealed_facts
 from tests.few_cases import few
 
 ROOT = Path(__file__).parent.parent
@@ -51,7 +51,7 @@ def test_a_new_method_passes_the_contract(base, tmp_path, monkeypatch):
     contract.test_metrics_are_complete_and_of_the_returned_network(method)
     contract.test_private_state_is_not_sent(method)
     contract.test_single_client_runs(method)
-    assert find_revealed_facts(method) <= declared_facts(method)
+    assert find_revealed_facts(method) <= collect_facts_declared_as_revealed(method)
     monkeypatch.setattr("polyfed.algorithms.Zeta", type(method), raising=False)
     (tmp_path / "zeta_tests.py").write_text(texts["tests/algorithms/test_zeta.py"], encoding="utf-8")
     load("zeta_tests", tmp_path / "zeta_tests.py").test_without_a_rate_it_keeps_the_first_networks()

@@ -95,7 +95,7 @@ def replies(found, state, random=True):
             if name not in net.frozen:
                 tree[name] = torch.randn(tensor.shape, generator=generator, dtype=DOUBLE)
         reply = Message({"model": tree}, {"num_examples": len(client.train), "train_loss": 1.0})
-        ups[i] = lora.reply_with_scaled_adapters(found.algorithm, client, reply)
+        ups[i] = lora.fold_adapter_scales_into_reply(found.algorithm, client, reply)
         taken[i] = found.decode_reply_for_server(ups[i], down)
         assert found.reply_error(taken[i], state, down, i) is None
     return ups, taken
@@ -119,7 +119,7 @@ def test_one_client_ends_where_it_went(mode):
     down = found.algorithm.dispatch(after, found.client_info(i, 2))
     a, b = ups[i].tensors["model"][A], ups[i].tensors["model"][B]
     base = Net().state_dict()[BASE]
-    with lora.message_at_client_rank_within_block(found.algorithm, client, down) as arrived:
+    with lora.cut_message_to_client_rank_within_block(found.algorithm, client, down) as arrived:
         module = found.algorithm.personal_model(arrived, {}, client, 0)
         state_now = module.state_dict()
         whole = state_now[BASE] + 2.0 * state_now[B] @ state_now[A]
@@ -178,7 +178,7 @@ def test_stacking_is_exact():
         assert not state["model"][B].any()
     for i, client in found.clients.items():
         down = found.algorithm.dispatch(state, found.client_info(i, 3, "evaluate"))
-        with lora.message_at_client_rank_within_block(found.algorithm, client, down) as arrived:
+        with lora.cut_message_to_client_rank_within_block(found.algorithm, client, down) as arrived:
             model = found.algorithm.personal_model(arrived, {}, client, 0)
             x = client.test.x
             mid = x @ (Net().state_dict()[BASE] + total).t() + Net().state_dict()["mid.base_layer.bias"]
@@ -334,7 +334,7 @@ def test_a_client_above_the_servers_rank_says_so():
     down = found.algorithm.dispatch(state, found.client_info("client-0", 1))
     with (
         pytest.raises(UserError, match="has rank 4, more than the server's 2"),
-        lora.message_at_client_rank_within_block(found.algorithm, client, down),
+        lora.cut_message_to_client_rank_within_block(found.algorithm, client, down),
     ):
         pass
 

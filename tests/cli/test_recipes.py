@@ -93,7 +93,7 @@ def test_merging(below, above, expected):
 
 def test_base_then_variant_then_scale_then_the_scales_variant(here):
     recipe = read_recipe("mine.yaml")
-    assert (recipe.description, recipe.chosen_or_first_variant(), recipe.chosen_or_cpu_scale()) == (
+    assert (recipe.description, recipe.chosen_or_first_variant(), recipe.resolve_scale_name()) == (
         "mine",
         "few",
         "cpu",
@@ -124,7 +124,7 @@ def test_base_then_variant_then_scale_then_the_scales_variant(here):
 def test_a_recipe_without_the_default_scale(here):
     (here / "mine.yaml").write_text("scales: {smoke: {rounds: 1}, paper: }")
     recipe = read_recipe("mine.yaml")
-    assert (recipe.chosen_or_cpu_scale(), recipe.chosen_or_first_variant(), recipe.configuration()) == (
+    assert (recipe.resolve_scale_name(), recipe.chosen_or_first_variant(), recipe.configuration()) == (
         "smoke",
         None,
         {"rounds": 1},

@@ -8,7 +8,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from polyfed.graphs import LayerCatalogue, LayerType, extract
 from polyfed.graphs.architecture import TRANSPOSED, unique_types
-from polyfed.graphs.contraction import Contraction
+from polyfed.graphs.contraction import ContractionOptions
 from polyfed.graphs.tables import keep_tables_local
 from polyfed.models import MODELS, build
 
@@ -189,7 +189,7 @@ def test_words_and_positions(extracted):
         "positions",
         "linear",
     ]
-    local = Contraction(tables="local").apply(graph)
+    local = ContractionOptions(tables="local").apply(graph)
     assert list(local.local_reasons) == ["words.weight"]
     assert "tables=generated generates them" in local.local_reasons["words.weight"]
     bags = extracted(nn.Sequential(nn.EmbeddingBag(6, 4), line()), TOKENS)

@@ -6,11 +6,11 @@ from torch import nn
 
 from polyfed.core.errors import UserError
 from polyfed.graphs import LayerCatalogue, LayerType, extract
-from polyfed.graphs.contraction import Contraction
+from polyfed.graphs.contraction import ContractionOptions
 from polyfed.models import ModelSpec, build
 
 SHAPE, CLASSES = (1, 8, 8), 3
-EXTRACTED, LAYERS, EDGES = Contraction(), Contraction("layers"), Contraction("layers", joins=False)
+EXTRACTED, LAYERS, EDGES = ContractionOptions(), ContractionOptions("layers"), ContractionOptions("layers", joins=False)
 
 
 def network(name):
@@ -75,7 +75,7 @@ def test_a_norm_that_is_none_is_refused(wrong):
 
 def test_without_norms_their_parameters_stay_with_the_client():
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
-    graph = Contraction("local").apply(extract(net, torch.zeros(2, 1, 8, 8)))
+    graph = ContractionOptions("local").apply(extract(net, torch.zeros(2, 1, 8, 8)))
     assert [node.name for node in graph.nodes] == ["0", "4"]
     assert graph.edges == ((0, 1),)
     assert list(graph.local_reasons) == ["1.weight", "1.bias"]
@@ -191,7 +191,7 @@ def test_odd_networks_lose_no_parameter(name, check):
     make, with_norm, nodes = ODD[name]
     net = make()
     extracted = extract(net, torch.zeros(2, *SHAPE))
-    graph = Contraction("layers").apply(extracted)
+    graph = ContractionOptions("layers").apply(extracted)
     check(graph, net)
     assert [n.name for n in graph.nodes if not isinstance(n.type, str) and n.type.norm != "none"] == with_norm
     assert sum(not isinstance(n.type, str) and n.type.is_norm for n in graph.nodes) == nodes
@@ -200,7 +200,11 @@ def test_odd_networks_lose_no_parameter(name, check):
         extracted.coverage,
         extracted.head_parameter_names,
     )
-    for contraction in (Contraction("layers", joins=False), Contraction("local"), Contraction("local", joins=False)):
+    for contraction in (
+        ContractionOptions("layers", joins=False),
+        ContractionOptions("local"),
+        ContractionOptions("local", joins=False),
+    ):
         other = contraction.apply(extracted)
         check(other, net)
         assert other.head_parameter_names == extracted.head_parameter_names
@@ -214,7 +218,7 @@ def test_odd_networks_lose_no_parameter(name, check):
 def test_a_transformer_keeps_the_norms_after_sums_as_nodes(check):
     net = build("vit", SHAPE, CLASSES)
     extracted = extract(net, torch.zeros(2, *SHAPE))
-    graph = Contraction("layers").apply(extracted)
+    graph = ContractionOptions("layers").apply(extracted)
     check(graph, net)
     norms = [n.name for n in graph.nodes if not isinstance(n.type, str) and n.type.is_norm]
     assert norms
@@ -229,7 +233,11 @@ def test_both_tracers_give_the_same_contracted_graph(name, monkeypatch):
         monkeypatch.setitem(extract.__globals__, "_TRACERS", {tracer: tracers[tracer]})
         graphs.append(extract(spec(), torch.zeros(2, *SHAPE)))
     assert [graph.tracer for graph in graphs] == ["torch.fx", "torch.export"]
-    for contraction in (Contraction("layers"), Contraction("layers", joins=False), Contraction("local")):
+    for contraction in (
+        ContractionOptions("layers"),
+        ContractionOptions("layers", joins=False),
+        ContractionOptions("local"),
+    ):
         one, other = (contraction.apply(graph) for graph in graphs)
         assert (one.edges, one.local_reasons, one.head_parameter_names) == (
             other.edges,

@@ -31,7 +31,7 @@ from secure_loop import SITES, STEPS, Loop, packed, step_of, write_keys
 from polyfed.core.errors import UserError
 from polyfed.deploy.protocol.wire import PackedEnvelope
 from polyfed.deploy.secure_aggregation.client import BOXES_GROUP
-from polyfed.deploy.secure_aggregation.protocol import SumId
+from polyfed.deploy.secure_aggregation.protocol import SecureSumId
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +80,9 @@ def test_keys_that_nobody_asked_for_give_no_part_in_a_sum(tmp_path, keys):
 
     def lie(loop, step, letter, answer):
         if step == "mask" and not letter.head.get("advertise"):
-            return told(advert=loop.members[LIAR].replace_keys_and_build_advertisement(SumId(loop.server.run, 2)))(
-                letter, answer
-            )
+            return told(
+                advert=loop.members[LIAR].replace_keys_and_build_advertisement(SecureSumId(loop.server.run, 2))
+            )(letter, answer)
         return answer
 
     loop = Loop(tmp_path, keys, lie, **{"clients-per-round": 3, "seed": 0})
@@ -96,7 +96,7 @@ def test_keys_that_nobody_asked_for_give_no_part_in_a_sum(tmp_path, keys):
 
 def test_the_first_to_answer_does_not_decide_on_the_form(tmp_path, keys, monkeypatch):
     """In the first round of a method whose clients settle the form, that of most counts, as without secure sums."""
-    monkeypatch.setattr("polyfed.deploy.server.secure_rounds.sum_part_error", lambda *_: None)
+    monkeypatch.setattr("polyfed.deploy.server.secure_rounds.find_secure_reply_error", lambda *_: None)
     lie = whole([["model", "w", [3], "float32"]], 4)
     loop = Loop(tmp_path, keys, lambda loop, step, le, answer: lie(le, answer) if step == "mask" else answer)
     assert result_of(loop, 1) == "others"

@@ -18,7 +18,11 @@ from polyfed.core.nn.buffers import load_client_model
 from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers
 from polyfed.core.training.loop import fit
 from polyfed.testing import example_of
-from polyfed.testing.disclosure_audit import declared_facts, find_reply_reach, find_revealed_facts
+from polyfed.testing.disclosure_audit import (
+    collect_facts_declared_as_revealed,
+    find_how_reply_reaches_other_clients,
+    find_revealed_facts,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -37,7 +41,7 @@ def tabulate():
 @pytest.mark.parametrize("name", REGISTRY)
 def test_replies_reveal_what_the_method_declares(name):
     method = example_of(name).build(local_epochs=1)
-    assert find_revealed_facts(method, example_of(name).public(40)) <= declared_facts(method)
+    assert find_revealed_facts(method, example_of(name).public(40)) <= collect_facts_declared_as_revealed(method)
 
 
 @pytest.mark.slow
@@ -93,9 +97,9 @@ def test_class_counts_that_go_up_are_found(how):
         return {"x": COUNTS[how](torch.bincount(client.train.y, minlength=3))}
 
     method = leaking(sent)
-    assert "class counts" in find_revealed_facts(method) - declared_facts(method)
+    assert "class counts" in find_revealed_facts(method) - collect_facts_declared_as_revealed(method)
     object.__setattr__(method, "discloses", frozenset({"weights", "class_counts"}))
-    assert "class counts" in declared_facts(method)
+    assert "class counts" in collect_facts_declared_as_revealed(method)
 
 
 def test_which_classes_there_are_is_no_count():
@@ -106,7 +110,7 @@ def test_which_classes_there_are_is_no_count():
 @pytest.mark.parametrize("fact", LEAKS)
 def test_a_method_that_reveals_more_is_found(fact):
     method = leaking(LEAKS[fact])
-    assert fact in find_revealed_facts(method) - declared_facts(method)
+    assert fact in find_revealed_facts(method) - collect_facts_declared_as_revealed(method)
 
 
 def test_counters_that_go_up_as_training_left_them_are_found():
@@ -150,6 +154,6 @@ def test_without_weights_the_number_of_examples_does_not_show(name):
 
 
 def test_who_gets_what_a_site_sends():
-    assert find_reply_reach(REGISTRY["local"]()) == "nobody"
-    assert find_reply_reach(FedAvg()) == "combined with others"
-    assert find_reply_reach(REGISTRY["fedfomo"](num_models=3)) == "as it is"
+    assert find_how_reply_reaches_other_clients(REGISTRY["local"]()) == "nobody"
+    assert find_how_reply_reaches_other_clients(FedAvg()) == "combined with others"
+    assert find_how_reply_reaches_other_clients(REGISTRY["fedfomo"](num_models=3)) == "as it is"

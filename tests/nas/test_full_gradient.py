@@ -204,7 +204,7 @@ def test_the_meta_step_with_full_gradients(method):
         return loss.detach()
 
     drawn = []
-    method.build_meta_gradient(network)(loss_of)
+    method.build_meta_gradient_function(network)(loss_of)
     both = drawn[0] & drawn[1]
     alpha = sum((first[n] * second[n]).sum() for n in personal if n in both)
     for name, parameter in network.named_parameters():

@@ -24,7 +24,7 @@ from polyfed.nas import (  # fmt: skip
     SupernetPlan,
     build_network_with_operations,
     build_operations,
-    count_edge_parameters,
+    count_edge_operation_parameters,
     describe_network,
     gumbel_noise_like,
     load_network,
@@ -81,8 +81,8 @@ def test_table_3_counts_four_and_four_cells_with_all_operations_on_every_edge(ch
     halved = sum(cell.reduces * (i < cell.inputs) for cell in cells for i, _ in cell.edges)
     assert halved == 10
     assert on_edges == master + halved * (channels**2 + 2 * channels)
-    assert count_edge_parameters(network.plan) == master
-    assert count_edge_parameters(SupernetPlan(3, 10, channels, *plan_cell_stacks())) == 15 * edge + 3 * sum(
+    assert count_edge_operation_parameters(network.plan) == master
+    assert count_edge_operation_parameters(SupernetPlan(3, 10, channels, *plan_cell_stacks())) == 15 * edge + 3 * sum(
         p.numel() for p in build_operations(channels, SMALL_OPERATION_NAMES).parameters()
     )  # section 3.1's form, the default
 

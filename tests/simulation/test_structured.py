@@ -11,7 +11,7 @@ from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.core.examples.pytree import input_spec_of, named_leaves
 from polyfed.core.seeds import torch_generator
 from polyfed.data import IID, Shift, Split, make_clients
-from polyfed.data.formats.lazy_images import build_image_keys_and_decoder, index_image_files
+from polyfed.data.formats.lazy_images import build_image_keys_and_decoder, open_image_files_lazily
 from polyfed.data.partitioning.resplit import resplit_clients
 from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
 from polyfed.data.pool import PooledDataset
@@ -156,7 +156,7 @@ def test_one_part_may_be_images_that_stay_encoded(tmp_path):
     for k, picture in enumerate(pixels):
         files.append(tmp_path / f"{k}.png")
         Image.fromarray(picture.numpy()).save(files[-1])
-    keys, decoded = build_image_keys_and_decoder(index_image_files(files), "L", 6, len(files))
+    keys, decoded = build_image_keys_and_decoder(open_image_files_lazily(files), "L", 6, len(files))
     lazy = Examples({"image": keys, "age": x["age"]}, y, transform=PartwiseTransform({"image": decoded}))
     eager = Examples(
         {"image": pixels[:, None], "age": x["age"]}, y, transform=PartwiseTransform({"image": decoded.normalise})

@@ -18,7 +18,11 @@ from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.evaluation.simple_model import SimpleModelInputs
 from polyfed.tasks import Survival, get_task
 from polyfed.tasks.survival_losses import cox_loss, hazard_loss
-from polyfed.tasks.survival_models import fit_cox, fit_cox_ridge, log_partial_likelihood
+from polyfed.tasks.survival_models import (
+    fit_cox_coefficients,
+    fit_cross_validated_cox_coefficients,
+    log_partial_likelihood,
+)
 from polyfed.tasks.survival_scores import c_index, integrated_brier, kaplan_meier, uno_c_index
 
 HAZARD = Survival(model="hazard", cuts=(2, 5, 8, 12))
@@ -160,10 +164,12 @@ def test_cox_regression_is_that_of_lifelines_and_scikit_survival():
         [1.437751050379361, -0.34357896146405487, 0.14568019507345145],
         [1.350796754421026, -0.30208253020104187, 0.09034084155941123],
     )
-    assert fit_cox(X, Y, 0.0) == pytest.approx(efron, abs=1e-7)
-    assert fit_cox(X, Y, 0.0, efron=False) == pytest.approx(breslow, abs=1e-7)
-    assert log_partial_likelihood(X, Y, fit_cox(X, Y, 0.0)) == pytest.approx(-99.14645928266984, abs=1e-9)
-    assert fit_cox(X, Y, 3.0) == pytest.approx([1.2436046442942787, -0.2954786837671575, 0.12755365437770957], abs=1e-7)
+    assert fit_cox_coefficients(X, Y, 0.0) == pytest.approx(efron, abs=1e-7)
+    assert fit_cox_coefficients(X, Y, 0.0, efron=False) == pytest.approx(breslow, abs=1e-7)
+    assert log_partial_likelihood(X, Y, fit_cox_coefficients(X, Y, 0.0)) == pytest.approx(-99.14645928266984, abs=1e-9)
+    assert fit_cox_coefficients(X, Y, 3.0) == pytest.approx(
+        [1.2436046442942787, -0.2954786837671575, 0.12755365437770957], abs=1e-7
+    )
 
 
 def test_a_linear_network_trained_to_convergence_is_cox_regression():
@@ -177,18 +183,20 @@ def test_a_linear_network_trained_to_convergence_is_cox_regression():
         return loss
 
     optimiser.step(closure)
-    assert linear.weight.detach().numpy()[0] == pytest.approx(fit_cox(X, Y, 0.0), abs=1e-3)
+    assert linear.weight.detach().numpy()[0] == pytest.approx(fit_cox_coefficients(X, Y, 0.0), abs=1e-3)
 
 
 def test_ridge_is_chosen_and_nothing_is_fitted_without_events():
     rng = np.random.default_rng(2)
     noise = rng.normal(size=(60, 3))
-    strong, weak = (np.abs(fit_cox_ridge(SimpleModelInputs(x, Y, x, None), 0)).max() for x in (X, noise))
+    strong, weak = (
+        np.abs(fit_cross_validated_cox_coefficients(SimpleModelInputs(x, Y, x, None), 0)).max() for x in (X, noise)
+    )
     assert weak < 0.2 < strong
     groups = np.repeat(np.arange(20), 3)
-    assert fit_cox_ridge(SimpleModelInputs(X, Y, X, groups), 0).shape == (3,)
+    assert fit_cross_validated_cox_coefficients(SimpleModelInputs(X, Y, X, groups), 0).shape == (3,)
     censored = np.stack([Y[:, 0], np.zeros(60)], 1)
-    assert not fit_cox_ridge(SimpleModelInputs(X, censored, X, None), 0).any()
+    assert not fit_cross_validated_cox_coefficients(SimpleModelInputs(X, censored, X, None), 0).any()
 
 
 def test_the_simple_model_gives_hazards_of_its_own_baseline():

@@ -26,7 +26,7 @@ from polyfed.core.vectorized.stacked_module import Stacked
 
 
 @final
-class NetworkTarget:
+class NetworkKernelTarget:
     """Describes an alignment target that is one network's kernel matrix on the public examples (such as the global
     model's), computed when first needed.
 
@@ -37,7 +37,7 @@ class NetworkTarget:
         sigma: None for a linear kernel; otherwise the RBF kernel's width, see `rbf_kernel`.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    >>> NetworkTarget(net).compute_target(Examples(torch.randn(5, 4), torch.zeros(5)), torch.arange(5), "1").matrix.shape
+    >>> NetworkKernelTarget(net).compute_target(Examples(torch.randn(5, 4), torch.zeros(5)), torch.arange(5), "1").matrix.shape
     torch.Size([5, 8])
     """
 
@@ -54,10 +54,10 @@ class NetworkTarget:
             else AlignmentTarget(mean_rbf_kernel([a], [1.0], self._sigma), self._sigma)
         )
 
-    def has_same_kernel_given_same_architecture(self, other_target: "NetworkTarget | AlignmentTarget") -> bool:
+    def has_same_kernel_given_same_architecture(self, other_target: "NetworkKernelTarget | AlignmentTarget") -> bool:
         """Returns whether another target has the same kernel matrix; assumes that both networks have the same
         architecture."""
-        if not isinstance(other_target, NetworkTarget) or self._sigma != other_target._sigma:
+        if not isinstance(other_target, NetworkKernelTarget) or self._sigma != other_target._sigma:
             return False
         weights, other_weights = _kernel_weights(self._network), _kernel_weights(other_target._network)
         return len(weights) == len(other_weights) and all(
@@ -100,7 +100,7 @@ class AlignmentTerm:
     pool: Examples
     rows: Tensor
     module: str
-    target: AlignmentTarget | NetworkTarget
+    target: AlignmentTarget | NetworkKernelTarget
     distance: Distance
     eta: float
     num_rows: int
@@ -185,9 +185,9 @@ class AlignmentTerm:
         )
 
     def _has_same_target(self, other_term: "AlignmentTerm") -> bool:
-        if isinstance(self.target, NetworkTarget):
+        if isinstance(self.target, NetworkKernelTarget):
             return self.target.has_same_kernel_given_same_architecture(other_term.target)
-        if isinstance(other_term.target, NetworkTarget):
+        if isinstance(other_term.target, NetworkKernelTarget):
             return False
         return self.target.sigma == other_term.target.sigma and _tensors_equal(
             self.target.matrix, other_term.target.matrix

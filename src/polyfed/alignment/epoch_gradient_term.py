@@ -15,7 +15,7 @@ from polyfed.core.vectorized.stacked_module import sum_per_client
 
 @final
 @dataclass(frozen=True)
-class EpochGradientTerm:
+class CachedGradientAlignmentTerm:
     """Approximates the alignment term of a client's loss: computes its gradient at the first step of each local epoch,
     and reuses it for all steps of that epoch.
 

@@ -15,7 +15,7 @@ from polyfed.cli.commands.argv import (
     parse_whole_number,
     split_names,
 )
-from polyfed.cli.commands.short_help import COMPARE_HELP, RUN_HELP, asks_for_short_help, expand_help_all
+from polyfed.cli.commands.short_help import COMPARE_HELP, RUN_HELP, asks_for_short_help, replace_help_all_by_help
 from polyfed.comparison.storage.comparison_directory import check_can_hold_comparison
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
@@ -32,7 +32,7 @@ def run(argv: list[str]) -> None:
     from polyfed.cli.commands.options import configuration_parser, early_checks, recipes
     from polyfed.cli.commands.options.option_hints import describe_promotion
 
-    argv = expand_help_all(argv)
+    argv = replace_help_all_by_help(argv)
     parser = CommandParser(
         "polyfed run [RECIPE|config.yaml] [OPTIONS]",
         "Runs a federation and its baselines, and prints a table. Sources, partitions, networks, methods and metrics "
@@ -85,7 +85,7 @@ def compare(argv: list[str]) -> None:
     if asks_for_short_help(argv):
         print(COMPARE_HELP, end="")
         return
-    argv = expand_help_all(argv)
+    argv = replace_help_all_by_help(argv)
     from polyfed.cli.commands.compare.compare_options import (
         build_compare_parser,
         is_comparison_folder,

@@ -38,7 +38,7 @@ class Budget:
         return self.kind if self.limit is None else f"{self.kind}={self.limit:g}"
 
     @property
-    def is_fixed(self) -> bool:
+    def determines_compared_round(self) -> bool:
         """Returns True if the budget alone says at which round runs are compared; False for "best", which compares each
         run at its round of lowest validation loss.
 

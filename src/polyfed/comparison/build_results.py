@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.comparison.budget import Budget, ResultCriteria
-from polyfed.comparison.fold_tests import FoldTests
+from polyfed.comparison.fold_tests import FoldTestTargets
 from polyfed.comparison.statistics.convergence import advice_if_loss_still_falls, judge_convergence
 from polyfed.comparison.statistics.estimate import ALPHA, CONFIDENCE_LEVEL
 from polyfed.comparison.statistics.evidence import Evidence
-from polyfed.comparison.statistics.fold_evidence import FoldEvidence
-from polyfed.comparison.statistics.fold_statistics import describe_folds, use_cross_validated_scores
+from polyfed.comparison.statistics.fold_evidence import CrossValidationEvidence
+from polyfed.comparison.statistics.fold_statistics import describe_folds, replace_run_means_by_fold_scores
 from polyfed.comparison.statistics.learning_curve import (
     CurvePoint,
     build_learning_curve,
@@ -29,18 +29,18 @@ from polyfed.comparison.statistics.method_statistics import (
 )
 from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT
 from polyfed.comparison.verdicts.rival_gains import (
-    add_reference_gains,
-    leader_gain_over_alternatives,
+    add_gains_of_references_over_local,
+    collect_local_simple_model_scores,
+    leader_gain_over_local_alternatives,
     name_of_method_or_reference,
-    reference_scores,
 )
-from polyfed.comparison.verdicts.site_model import build_site_model
+from polyfed.comparison.verdicts.site_model import build_random_effects_gain_entry
 from polyfed.comparison.verdicts.verdict_sentences import (
     budget_sentence,
-    build_answers,
-    coverage_sentences,
-    note_sentences,
-    target_sentence,
+    build_join_answers,
+    describe_limits_of_results,
+    describe_result_scope,
+    describe_target_source,
     verdict_sentences,
 )
 from polyfed.comparison.verdicts.warning_sentences import warning_sentences
@@ -95,7 +95,7 @@ class ResultInputs:
     data_warnings: Sequence[str] = ()
     paths: Mapping[Run, str] = field(default_factory=dict)
     groups: Callable[[int, str], NDArray[np.int64] | None] = lambda seed, client: None
-    fold_tests: FoldTests | None = None
+    fold_tests: FoldTestTargets | None = None
     alpha: float = ALPHA
 
 
@@ -147,7 +147,7 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
         "limit": limit,
         "sentence": budget_sentence(kind, limit, has_limit=has_limit, validated=validated),
     }
-    content["target"] = {"score": target, "sentence": target_sentence(criteria.target, reference)}
+    content["target"] = {"score": target, "sentence": describe_target_source(criteria.target, reference)}
     content |= {
         "reference": reference,
         "best": max(ranks, key=ranks.__getitem__) if ranks else None,
@@ -167,8 +167,8 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
     evidence = _build_evidence(content, inputs, [label for label in labels if means_of[label] is not None])
     unclear = add_method_statistics(content, evidence)
     if evidence.folds is not None:
-        use_cross_validated_scores(content, evidence.folds)
-    add_reference_gains(content, evidence, metric)
+        replace_run_means_by_fold_scores(content, evidence.folds)
+    add_gains_of_references_over_local(content, evidence, metric)
     content["convergence"] = {label: _convergence_entry(label, inputs) for label in labels}
     content["predictions"] = any(
         inputs.outputs(label, int(s), client, run["round"]) is not None
@@ -183,16 +183,21 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
     by_class = (
         metric.per_example is None and get_task(description["task"]).rarest_limits_score
     )  # few examples of one class limit the score
-    content["answers"], content["mean_answer"] = build_answers(
-        content, leader, why_not, leader_gain_over_alternatives(content, evidence, leader), metric, by_class=by_class
+    content["answers"], content["mean_answer"] = build_join_answers(
+        content,
+        leader,
+        why_not,
+        leader_gain_over_local_alternatives(content, evidence, leader),
+        metric,
+        by_class=by_class,
     )
-    content["site_model"] = build_site_model(content["mean_answer"], evidence, metric)
+    content["site_model"] = build_random_effects_gain_entry(content["mean_answer"], evidence, metric)
     content["verdicts"] = verdict_sentences(content, content["answers"], content["mean_answer"])
     content |= {
-        "covers": coverage_sentences(content),
+        "covers": describe_result_scope(content),
         "warnings": warning_sentences(content, inputs.data_warnings, criteria.budget),
     }
-    content["notes"] = note_sentences(content, clients_without_score, unclear)
+    content["notes"] = describe_limits_of_results(content, clients_without_score, unclear)
     return content
 
 
@@ -249,14 +254,14 @@ def _leader_and_doubt(content: Mapping[str, Any], ranks: Mapping[str, float], bu
     """Returns the best method that may be compared with the reference, and why nothing is decided (may be empty)."""
     reference, convergence = content["reference"], content["convergence"]
     contenders = {label: rank for label, rank in ranks.items() if label != reference}
-    if budget.is_fixed or reference is None:
+    if budget.determines_compared_round or reference is None:
         ready = contenders
     else:
         ready = {label: rank for label, rank in contenders.items() if convergence[label]["converged"] is not False}
     leader = max(ready or contenders, key=(ready or contenders).__getitem__, default=None)
     if reference is None or leader is None:
         return leader, ""
-    if not budget.is_fixed and convergence[reference]["converged"] is False:
+    if not budget.determines_compared_round and convergence[reference]["converged"] is False:
         return leader, f"{reference} had not converged"
     if not ready:
         return leader, f"{leader} had not converged"
@@ -342,13 +347,13 @@ def _build_evidence(content: Mapping[str, Any], inputs: ResultInputs, scored: Se
     method_scores = {label: {int(s): run["scores"] for s, run in methods[label]["runs"].items()} for label in scored}
     tests, folds = inputs.fold_tests, None
     if tests is not None:
-        folds = FoldEvidence(
+        folds = CrossValidationEvidence(
             inputs.metric, seeds, tests.design.number, outputs, tests.targets, tests.units, inputs.alpha
         )
     return Evidence(
         metric=inputs.metric,
         seeds=seeds,
-        scores={**method_scores, **reference_scores(content["references"])},
+        scores={**method_scores, **collect_local_simple_model_scores(content["references"])},
         outputs=outputs,
         targets=lambda client: inputs.targets(seeds[0], client),  # type: ignore[misc]
         has_same_data=fixed,

@@ -10,8 +10,8 @@ from polyfed.algorithms import Local
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.build_results import ResultInputs, build_results
 from polyfed.comparison.final_runs import run_final_methods
-from polyfed.comparison.fold_tests import read_fold_tests
-from polyfed.comparison.forecast import count_runs, forecast_comparison
+from polyfed.comparison.fold_tests import collect_test_examples_of_folds
+from polyfed.comparison.forecast import count_runs, forecast_cost_and_detectable_gain
 from polyfed.comparison.method_selection import check_equal_training, select_methods
 from polyfed.comparison.plan import ClientSet, ComparisonPlan, Method, log_warnings
 from polyfed.comparison.references.fit_references import FittedReferences, fit_references
@@ -20,7 +20,7 @@ from polyfed.comparison.sequential_looks import run_until_decided
 from polyfed.comparison.storage import comparison_directory
 from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT, SELECTION_RULE, Comparison
 from polyfed.comparison.tuning import hyperparameter_search
-from polyfed.comparison.tuning.client_rounds import compared_rounds_of_local_runs, freeze_history_after
+from polyfed.comparison.tuning.client_rounds import freeze_history_after, select_compared_rounds_of_local_runs
 from polyfed.comparison.verdicts.answer_basis import count_client_examples
 from polyfed.core.algorithm import Client
 from polyfed.core.capabilities import describe_evaluated_network
@@ -45,7 +45,7 @@ from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint a
 from polyfed.simulation.checks.robustness import check_robust_rule
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.monitoring.progress_argument import resolve_own_progress
-from polyfed.simulation.rounds.federated_preprocessing import check_enough_values
+from polyfed.simulation.rounds.federated_preprocessing import check_sums_hide_single_values
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.preparation import check_method
 from polyfed.simulation.rounds.secure_aggregation import check_secure_support
@@ -246,7 +246,7 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
         description, data, class_names = _describe(plan)
     methods = {label: plan.methods[label] for label in description["methods"]}
     if plan.forecast_only:
-        return forecast_comparison(plan, methods, description["skipped"])
+        return forecast_cost_and_detectable_gain(plan, methods, description["skipped"])
     plan.display.expect(*count_runs(plan, methods))
     if plan.out is not None:
         comparison_directory.write_description(plan.out, description, plan.criteria)
@@ -267,7 +267,7 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
     description["methods"] = {label: _method_fields(method) for label, method in methods.items()}
     description["reference"] = _reference_label(methods)
     runs = {run: finished_run for run, finished_run in runs.items() if run[0] in methods}
-    rounds_by_run = compared_rounds_of_local_runs(plan, methods, runs, data, description.get("tuning"))
+    rounds_by_run = select_compared_rounds_of_local_runs(plan, methods, runs, data, description.get("tuning"))
     histories = {
         run: freeze_history_after(finished_run.history, rounds_by_run[run])
         if run in rounds_by_run
@@ -294,7 +294,7 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
             if finished_run.folder and plan.out
         },
         lambda seed, client: group_numbers(_test_set(plan, seed, client)),
-        read_fold_tests(plan),
+        collect_test_examples_of_folds(plan),
         plan.alpha,
     )
     content = build_results(inputs, plan.criteria)
@@ -319,7 +319,7 @@ def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tup
         settings = dataclasses.replace(plan.settings, seed=seed)
         requirements.check_clients(client_set.clients)
         requirements.check_networks_run(client_set.clients)
-        check_enough_values(client_set.clients, secure=settings.secure)
+        check_sums_hide_single_values(client_set.clients, secure=settings.secure)
         settings.cohort_size(len(client_set.clients))
         for label, method in plan.methods.items():
             if label in skipped:
@@ -355,7 +355,7 @@ def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tup
         description["folds"] = plan.folds.number
         if plan.most_repeats is not None:
             description["most_repeats"] = plan.most_repeats
-    if plan.search_space is not None and plan.search_budget.is_fixed:
+    if plan.search_space is not None and plan.search_budget.determines_compared_round:
         description["searched_at"] = str(plan.search_budget)
     return description, data, client_set.class_names
 

@@ -58,7 +58,7 @@ def run_final_methods(plan: ComparisonPlan, methods: Mapping[str, Method], descr
             next_choice = (
                 None
                 if search_result is None
-                else search_result.choice_to_replace_after_failure(job.label, failure, rank_by_choice)
+                else search_result.find_failed_choice_to_replace(job.label, failure, rank_by_choice)
             )
             if next_choice is not None:
                 to_repeat.add(next_choice)

@@ -15,7 +15,7 @@ from polyfed.data.partitioning.folds import Folds, unit_names
 
 @final
 @dataclass(frozen=True, eq=False)
-class FoldTests:
+class FoldTestTargets:
     """Holds, for each fold of a cross-validation, the targets of the test examples, and the unit (an example or a group
     of examples) to which each belongs.
 
@@ -32,7 +32,7 @@ class FoldTests:
     totals: Mapping[str, Mapping[str, Any]]
 
 
-def read_fold_tests(plan: ComparisonPlan) -> FoldTests | None:
+def collect_test_examples_of_folds(plan: ComparisonPlan) -> FoldTestTargets | None:
     """Collects the test examples of every fold of a comparison's cross-validation; returns None if the plan has no
     folds."""
     if plan.folds is None:
@@ -50,4 +50,4 @@ def read_fold_tests(plan: ComparisonPlan) -> FoldTests | None:
         totals[client.id] = {"test": len(labels), "rarest": None if rarest is None else list(rarest)}
         if client.test.group is not None:
             totals[client.id]["groups"] = [len(np.unique(groups))] * 2  # all are trained on, and all tested
-    return FoldTests(plan.folds, targets, units, totals)
+    return FoldTestTargets(plan.folds, targets, units, totals)

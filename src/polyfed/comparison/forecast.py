@@ -31,7 +31,9 @@ from polyfed.simulation.checks.fingerprints import data_fingerprint
 _WORTHWHILE = 0.9  # a design that decides a gain of less than this share of another's is worth its runs
 
 
-def forecast_comparison(plan: ComparisonPlan, methods: Mapping[str, Method], skipped: Mapping[str, str]) -> Comparison:
+def forecast_cost_and_detectable_gain(
+    plan: ComparisonPlan, methods: Mapping[str, Method], skipped: Mapping[str, str]
+) -> Comparison:
     """Forecasts a comparison from a short pilot: the number of runs, their duration in minutes, and the smallest gain
     that can be decided. Returns a `Comparison` without methods, and writes no file.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.validation import size_limit_error
+from polyfed.core.io.validation import explain_exceeded_size_limit
 from polyfed.core.state_dict import PyTree
 
 # What bytes that are no state make readers raise; torch refuses shapes and types by RuntimeError.
@@ -116,7 +116,7 @@ def deserialize_state(data: bytes, shared_tensors: Mapping[str, Tensor] | None =
         tensors = safetensors.torch.load(data)
     except (*_UNREADABLE, safetensors.SafetensorError) as error:
         raise UserError(f"{complaint} ({error})") from error
-    if wrong := size_limit_error(structure):
+    if wrong := explain_exceeded_size_limit(structure):
         raise UserError(f"{complaint} ({wrong})")
     sources = {"tensor": tensors, "shared": shared_tensors or {}}
 

@@ -87,7 +87,7 @@ def make_clients(
     rows, public = split_rows_by_client(strata, config, partition, seed, pool.columns, pool.group, pool.time)
     train = pool.train
     if pool.columns and train.index is None and train.columns is None:
-        by_time = config.resolve_order(pool.time, pool.group) != "random"
+        by_time = config.choose_split_order(pool.time, pool.group) != "random"
         columns = {name: column for name, column in pool.columns.items() if by_time or name != pool.time}
         train = replace(train, columns=columns, group=pool.group, time=pool.time if by_time else None)
     if pool.preprocessor is not None:

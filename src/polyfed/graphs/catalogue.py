@@ -100,7 +100,7 @@ class LayerCatalogue:
         return cls(tuple(_parse_layer_type(row, f"{path}, layer type {k}") for k, row in enumerate(rows, start=1)))
 
 
-def read_graph_variant(path: str | Path) -> str:
+def read_graph_variant_of_catalogue(path: str | Path) -> str:
     """Returns for which graphs a catalogue file was written, "layers" or "layers_and_norms" (norm layers are nodes,
     too); raises a `UserError` if the file cannot be read.
 

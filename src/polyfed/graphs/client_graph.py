@@ -12,14 +12,14 @@ from polyfed.core.nn.module_cache import FactoryCache, cached_module
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs.architecture import ArchitectureGraph
 from polyfed.graphs.catalogue import LayerCatalogue
-from polyfed.graphs.contraction import NO_CONTRACTION, Contraction
+from polyfed.graphs.contraction import NO_CONTRACTION, ContractionOptions
 from polyfed.graphs.graph_cache import extract_with_disk_cache
 
 _ROWS = 2  # BatchNorm and torch.export may treat a batch of one example as a special case
 
 
 def graph_of_client(
-    client: Client, catalogue: LayerCatalogue | None = None, contraction: Contraction = NO_CONTRACTION
+    client: Client, catalogue: LayerCatalogue | None = None, contraction: ContractionOptions = NO_CONTRACTION
 ) -> ArchitectureGraph:
     """Returns the graph of a client's network, with fewer nodes as `contraction` says; layers that `catalogue` lacks
     keep the client's weights.
@@ -36,7 +36,7 @@ def graph_of_client(
 
 
 def _extract_contracted(
-    factory: Architecture, form: InputSpec, catalogue: LayerCatalogue | None, contraction: Contraction
+    factory: Architecture, form: InputSpec, catalogue: LayerCatalogue | None, contraction: ContractionOptions
 ) -> ArchitectureGraph:
     uncontracted = replace(NO_CONTRACTION, kinds=contraction.kinds)
     if catalogue is not None or contraction != uncontracted:

@@ -19,7 +19,7 @@ _LOCAL = "norm layers stay with the client (norms=local)"
 
 @final
 @dataclass(frozen=True)
-class Contraction:
+class ContractionOptions:
     """Configures which operations of a network are nodes of its graph: norm layers, sums and concatenations, tables.
 
     Args:
@@ -34,7 +34,7 @@ class Contraction:
     >>> from torch import nn
     >>> from polyfed.graphs import extract
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
-    >>> graph = Contraction("layers").apply(extract(net, torch.zeros(2, 1, 8, 8)))
+    >>> graph = ContractionOptions("layers").apply(extract(net, torch.zeros(2, 1, 8, 8)))
     >>> [node.type.key for node in graph.nodes]
     ['conv2d-1-4-k3x3-s1x1-g1-b0-d1x1-relu-batch_norm-b1']
     """
@@ -55,7 +55,7 @@ class Contraction:
         return graph if self.joins else bypass_joins(graph)
 
 
-NO_CONTRACTION = Contraction()
+NO_CONTRACTION = ContractionOptions()
 """Leaves graphs as `extract` returns them."""
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from polyfed.graphs.architecture import TRANSPOSED, LayerKind, LayerType, RecurrentKind
-from polyfed.graphs.layer_recognition import LayerUse, build_layer_use, layer_kind, torch_operation_name
+from polyfed.graphs.layer_recognition import LayerOccurrence, build_layer_use, layer_kind, torch_operation_name
 
 _TRANSPOSED_CONVOLUTIONS: tuple[tuple[type[nn.Module], LayerKind], ...] = (
     (nn.ConvTranspose1d, "conv_transpose1d"),
@@ -184,7 +184,7 @@ def _plan_call(n: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     return None
 
 
-def _roles(layer: LayerUse) -> dict[str, Tensor]:
+def _roles(layer: LayerOccurrence) -> dict[str, Tensor]:
     return {str(role): tensor for role, tensor in layer.parameters.items()}
 
 

@@ -42,7 +42,7 @@ _AS = {"expand_as", "reshape_as", "type_as", "view_as"}
 
 @final
 @dataclass(frozen=True)
-class LayerUse:
+class LayerOccurrence:
     """Describes one use of a layer: its type, and the tensors that are its parameters."""
 
     type: LayerType
@@ -66,7 +66,7 @@ def has_only_weight_and_bias(module: nn.Module) -> bool:
     return not is_parametrized(module) and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
 
 
-def layer_of_module(module: nn.Module) -> LayerUse | None:
+def layer_of_module(module: nn.Module) -> LayerOccurrence | None:
     """Returns the layer type and the parameters of a module; None if its kind is unknown, or it has parameters that its
     kind does not have.
 
@@ -84,7 +84,7 @@ def layer_of_module(module: nn.Module) -> LayerUse | None:
     return build_layer_use(kind, tensors, stride, groups, dilation)
 
 
-def layer_of_call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayerUse | None:
+def layer_of_call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayerOccurrence | None:
     """Returns the type and parameters of the layer that a call of a function (such as `F.linear`) computes; None if it
     computes no layer.
 
@@ -116,7 +116,7 @@ def build_layer_use(
     stride: int | Sequence[int],
     groups: int,
     dilation: int | Sequence[int],
-) -> LayerUse | None:
+) -> LayerOccurrence | None:
     """Returns the use of a layer of this kind with these tensors; None if their shapes do not fit the kind."""
     parameters = {role: value for role, value in tensors.items() if isinstance(value, Tensor)}
     if "weight" not in parameters:
@@ -135,7 +135,7 @@ def build_layer_use(
         return None
     layer = LayerType(kind, c_in, c_out, shape[2:], steps, groups, "bias" in parameters, gaps)
     fits = {role: tuple(value.shape) for role, value in parameters.items()} == layer.parameter_shapes
-    return LayerUse(layer, parameters) if fits else None
+    return LayerOccurrence(layer, parameters) if fits else None
 
 
 def _per_dimension(numbers: int | Sequence[int], dimensions: int) -> tuple[int, ...]:

@@ -76,12 +76,13 @@ class TypeHead(nn.Module):
         return {
             "weight": weights,
             **{
-                role: getattr(self, name)(z).unbind(0) for role, name in self.linear_layer_by_role_except_weight.items()
+                role: getattr(self, name)(z).unbind(0)
+                for role, name in self.linear_layer_name_by_role_except_weight.items()
             },
         }
 
     @property
-    def linear_layer_by_role_except_weight(self) -> dict[ParameterRole, str]:
+    def linear_layer_name_by_role_except_weight(self) -> dict[ParameterRole, str]:
         """Returns `{role: name of the head's linear layer that generates it}` for all parameter roles except the
         weight.
         """

@@ -101,7 +101,7 @@ def _reset_head(head: TypeHead, kind: LayerType, variance: float) -> None:
     nn.init.constant_(
         head.out.bias, mean / math.sqrt(head.hidden.out_features) if isinstance(head.out, Factored) else mean
     )
-    for role, name in head.linear_layer_by_role_except_weight.items():
+    for role, name in head.linear_layer_name_by_role_except_weight.items():
         layer = head.get_submodule(name)
         nn.init.zeros_(layer.weight)  # type: ignore[arg-type]
         nn.init.constant_(layer.bias, 1.0 if role == "scale" else 0.0)  # type: ignore[arg-type]

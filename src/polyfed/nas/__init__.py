@@ -23,7 +23,7 @@ from polyfed.nas.sampling import (
     most_probable_operations,
     sample_operations,
 )
-from polyfed.nas.supernet import Network, Sampled, SupernetPlan, count_edge_parameters, plan_cell_stacks
+from polyfed.nas.supernet import Network, Sampled, SupernetPlan, count_edge_operation_parameters, plan_cell_stacks
 
 __all__ = [
     "OPERATION_NAMES",
@@ -39,7 +39,7 @@ __all__ = [
     "build_network_with_operations",
     "build_operation",
     "build_operations",
-    "count_edge_parameters",
+    "count_edge_operation_parameters",
     "describe_network",
     "gumbel_noise_like",
     "load_network",

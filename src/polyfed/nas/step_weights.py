@@ -36,7 +36,7 @@ class StepWeights:
         return (self.cosine - self.federated_cosine).abs()
 
 
-def compute_step_weights(local_gradients: Tensor, lookahead_gradients: Tensor) -> StepWeights:
+def compute_lookahead_step_weights(local_gradients: Tensor, lookahead_gradients: Tensor) -> StepWeights:
     """Returns, for each client, the inner product α_i of its gradient and its look-ahead gradient, and the cosines of
     Proposition 1; raises a `UserError` if shapes differ.
 
@@ -49,7 +49,7 @@ def compute_step_weights(local_gradients: Tensor, lookahead_gradients: Tensor) -
     Raises:
         UserError: the arguments are not matrices of one shape.
 
-    >>> found = compute_step_weights(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 0.0], [-4.0, 0.0]]))
+    >>> found = compute_lookahead_step_weights(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 0.0], [-4.0, 0.0]]))
     >>> found.alpha.tolist(), found.cosine.tolist(), found.federated_cosine.tolist()
     ([6.0, 0.0], [1.0, 0.0], [0.0, 0.0])
     """

@@ -96,7 +96,7 @@ def plan_cell_stacks(
     The cells at one third and two thirds of the base stack halve the image, and so does the last personal cell (these
     positions are from the authors' code). The defaults follow section 3.1, in which personal cells have no large operations.
     Table 3 counts another supernet: 32 edges of all nine operations, which are 4 base and 4 personal cells of 2 nodes (see
-    `count_edge_parameters`).
+    `count_edge_operation_parameters`).
 
     Raises:
         UserError: a size is below 1, or there are too many edges.
@@ -134,7 +134,7 @@ def plan_cell_stacks(
     return CellStacks(tuple(base), tuple(personal))
 
 
-def count_edge_parameters(plan: SupernetPlan) -> int:
+def count_edge_operation_parameters(plan: SupernetPlan) -> int:
     """Returns the number of parameters of the operations on all edges of a supernet, counted as Table 3 counts its
     MASTERARCHITECTURE.
 
@@ -142,7 +142,7 @@ def count_edge_parameters(plan: SupernetPlan) -> int:
     A skip of stride 2, which is a convolution here, does not count either: the table has 0 for it.
 
     >>> base, personal = plan_cell_stacks(4, 4, 2, 2, OPERATION_NAMES, OPERATION_NAMES)
-    >>> [count_edge_parameters(SupernetPlan(1, 10, channels, base, personal)) for channels in (32, 16)]
+    >>> [count_edge_operation_parameters(SupernetPlan(1, 10, channels, base, personal)) for channels in (32, 16)]
     [948224, 293888]
     """
     edges = Counter(names for cell in plan.base + plan.personal for names in cell.candidates)

@@ -17,7 +17,7 @@ from polyfed.core.evaluation.simple_model import Floats, SimpleModel, SimpleMode
 from polyfed.core.io.number_format import count_with_noun
 from polyfed.core.task import Task
 from polyfed.tasks.survival_losses import cox_loss, hazard_loss
-from polyfed.tasks.survival_models import fit_cox_ridge, hazard_logits_of_cox
+from polyfed.tasks.survival_models import fit_cross_validated_cox_coefficients, hazard_logits_of_cox
 from polyfed.tasks.survival_scores import c_index, integrated_brier, risk_of_outputs, survival_of_logits, uno_c_index
 
 _TASKS = frozenset({"survival"})
@@ -226,5 +226,5 @@ def _cox_ridge_outputs(
     table: SimpleModelInputs, num_outputs: int, seed: int, *, cuts: tuple[float, ...], efron: bool
 ) -> Floats:
     """Fits Cox regression and returns outputs in the form of a network's: log-risks, or the logits of hazards."""
-    beta = fit_cox_ridge(table, seed, efron=efron)
+    beta = fit_cross_validated_cox_coefficients(table, seed, efron=efron)
     return hazard_logits_of_cox(table, beta, np.asarray(cuts)) if cuts else (table.test @ beta)[:, None]

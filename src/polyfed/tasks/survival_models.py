@@ -44,7 +44,7 @@ def _risk_sets(time: Floats, event: NDArray[np.bool_], *, efron: bool) -> _RiskS
     return _RiskSets(events, end, first_tied, num_tied, share)
 
 
-def fit_cox(x: Floats, targets: Floats, penalty: float, *, efron: bool = True) -> Floats:
+def fit_cox_coefficients(x: Floats, targets: Floats, penalty: float, *, efron: bool = True) -> Floats:
     """Fits a Cox regression with this ridge penalty, and returns the coefficients of the log-risk, shape (features,).
 
     They minimise minus the log partial likelihood, summed over events, plus penalty/2 times their squared length, by
@@ -57,7 +57,7 @@ def fit_cox(x: Floats, targets: Floats, penalty: float, *, efron: bool = True) -
         efron: as in `polyfed.tasks.survival_losses.cox_loss`.
 
     >>> x = np.array([[0.0], [1.0], [0.0], [1.0]])
-    >>> fit_cox(x, np.array([[4.0, 1], [3.0, 1], [2.0, 1], [1.0, 1]]), 0.0).round(2)
+    >>> fit_cox_coefficients(x, np.array([[4.0, 1], [3.0, 1], [2.0, 1], [1.0, 1]]), 0.0).round(2)
     array([0.94])
     """
     order = np.argsort(-targets[:, 0], kind="stable")
@@ -136,7 +136,7 @@ def choose_penalty(table: SimpleModelInputs, seed: int, *, efron: bool = True) -
         total = 0.0
         for k in range(_FOLDS):
             others = fold != k
-            beta = fit_cox(table.fit[others], y[others], penalty, efron=efron)
+            beta = fit_cox_coefficients(table.fit[others], y[others], penalty, efron=efron)
             total += log_partial_likelihood(table.fit, y, beta, efron=efron)
             total -= log_partial_likelihood(table.fit[others], y[others], beta, efron=efron)
         return total
@@ -144,7 +144,7 @@ def choose_penalty(table: SimpleModelInputs, seed: int, *, efron: bool = True) -
     return max(_PENALTIES, key=cross_validated)
 
 
-def fit_cox_ridge(table: SimpleModelInputs, seed: int, *, efron: bool = True) -> Floats:
+def fit_cross_validated_cox_coefficients(table: SimpleModelInputs, seed: int, *, efron: bool = True) -> Floats:
     """Fits a Cox regression with a ridge penalty chosen by cross-validation, and returns the coefficients, shape
     (features,).
 
@@ -153,7 +153,7 @@ def fit_cox_ridge(table: SimpleModelInputs, seed: int, *, efron: bool = True) ->
     y = table.y.astype(np.float64)
     if not y[:, 1].any() or not table.fit.shape[1]:
         return np.zeros(table.fit.shape[1])
-    return fit_cox(table.fit, y, choose_penalty(table, seed, efron=efron), efron=efron)
+    return fit_cox_coefficients(table.fit, y, choose_penalty(table, seed, efron=efron), efron=efron)
 
 
 def hazard_logits_of_cox(table: SimpleModelInputs, beta: Floats, cuts: Floats) -> Floats:

@@ -38,8 +38,8 @@ from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.testing.disclosure_audit import (
     NETWORK_FACTS,
+    collect_facts_declared_as_revealed,
     contains_client_examples,
-    declared_facts,
     find_revealed_facts,
 )
 from polyfed.testing.run_equality import assert_runs_equal, without_durations
@@ -359,7 +359,7 @@ class AlgorithmContract(ABC):
         """
         if type(self).clients is AlgorithmContract.clients:
             public = as_examples(self.public()) if "public_data" in algorithm.requires else None
-            undeclared = find_revealed_facts(algorithm, public) - declared_facts(algorithm)
+            undeclared = find_revealed_facts(algorithm, public) - collect_facts_declared_as_revealed(algorithm)
             assert not undeclared, (
                 f"the replies reveal {sorted(undeclared)}, which the method does not declare: leave them out, or declare "
                 + " and ".join(

@@ -128,7 +128,7 @@ def build_audit_clients(model: Architecture | None = audit_network, image: bool 
     return clients
 
 
-def with_fact_changed(client: Client, fact: str) -> Client:
+def copy_client_with_one_fact_changed(client: Client, fact: str) -> Client:
     """Returns a copy of the client with one fact changed, such as its number of examples or the width of its network;
     `fact` is the fact's name."""
     x, y = client.train.input_tensor, client.train.y
@@ -175,7 +175,7 @@ def find_revealed_facts(algorithm: Algorithm[Any, Any], public: Examples | None 
     lone_signatures = _reply_signatures(algorithm, clients, public, None) if facts != DATA_FACTS else []
     revealed_facts = set()
     for fact in facts:
-        client = _with_suitable_network(with_fact_changed(clients[0], fact), algorithm)
+        client = _with_suitable_network(copy_client_with_one_fact_changed(clients[0], fact), algorithm)
         if fact in NETWORK_FACTS:
             is_revealed = _reply_signatures(algorithm, [client, *clients[1:]], public, None) != lone_signatures
         else:
@@ -222,7 +222,7 @@ def _proportional_rows(reply: Message, counts: Tensor) -> set[tuple[str, str, in
     return places
 
 
-def declared_facts(algorithm: Algorithm[Any, Any]) -> frozenset[str]:
+def collect_facts_declared_as_revealed(algorithm: Algorithm[Any, Any]) -> frozenset[str]:
     """Returns the names of the facts about a client that the method declares to reveal, by its attributes
     `scalars_needed`, `requires` and `discloses`."""
     facts = {"number of examples"} if "num_examples" in algorithm.scalars_needed else set()
@@ -243,7 +243,7 @@ def declared_facts(algorithm: Algorithm[Any, Any]) -> frozenset[str]:
     return frozenset(facts)
 
 
-def find_reply_reach(algorithm: Algorithm[Any, Any], public: Examples | None = None) -> ReplyReach:
+def find_how_reply_reaches_other_clients(algorithm: Algorithm[Any, Any], public: Examples | None = None) -> ReplyReach:
     """Determines how one client's reply reaches other clients in the next round, and returns "nobody", "combined with
     others" or "as it is".
 

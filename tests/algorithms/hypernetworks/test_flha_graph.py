@@ -14,7 +14,7 @@ from polyfed.core.algorithm import ClientInfo
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import LayerCatalogue, LayerType, extract
-from polyfed.graphs.contraction import Contraction
+from polyfed.graphs.contraction import ContractionOptions
 from polyfed.hypernetworks.ghn import catalogue_from_weights
 from polyfed.models import ModelSpec
 from polyfed.simulation.results.unseen_clients import build_unseen_client, compute_warm_start, load_trained_server
@@ -110,7 +110,7 @@ def test_a_round_is_that_of_plain_torch():
     for client in everyone:
         W = {name: tensor.clone().requires_grad_() for name, tensor in state["ghn"].items()}
         net = client.model()
-        graph = Contraction("layers").apply(extract(net, torch.zeros(2, *SHAPE)))
+        graph = ContractionOptions("layers").apply(extract(net, torch.zeros(2, *SHAPE)))
         net.train()
         x, y = client.train.batch(torch.arange(len(client.train)))
         for _ in range(2):

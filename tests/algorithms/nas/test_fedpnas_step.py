@@ -61,7 +61,7 @@ def step_direction(method, network, x, y):
         passes.append(batch)
         return loss.detach()
 
-    method.build_meta_gradient(network)(loss_of)
+    method.build_meta_gradient_function(network)(loss_of)
     return {n: p.grad.clone() for n, p in network.named_parameters()}, passes
 
 
@@ -100,7 +100,7 @@ def visited(method, network, x, y, steps=1):
         seen.append((point, [p.grad.clone() for p in personal]))
         return loss.detach()
 
-    direction = method.build_meta_gradient(network)
+    direction = method.build_meta_gradient_function(network)
     for _ in range(steps):
         direction(loss_of)
     return [(seen[k][0], seen[k][1], seen[k + 1][0]) for k in range(0, 2 * steps, 2)]
@@ -196,7 +196,7 @@ def test_the_meta_gradient_where_operations_are_drawn(eta):
     for seed in range(8):
         slopes.clear()
         with temporary_rng_seed(seed):
-            method.build_meta_gradient(network)(loss_of)
+            method.build_meta_gradient_function(network)(loss_of)
         (g, ahead), found = slopes, {n: p.grad for n, p in network.named_parameters()}
         personal = [n for n in names if n.startswith("personal.")]
         assert any("logits" in n for n in personal), "no sampler in the personal stack"

@@ -123,7 +123,7 @@ def test_the_rad_of_each_round_is_another_one_at_scale_paper(name):
 def test_scales_say_what_they_reduce(name):
     recipe = read(name)
     assert tuple(recipe.scales) == SCALES
-    assert recipe.chosen_or_cpu_scale() == "cpu"
+    assert recipe.resolve_scale_name() == "cpu"
     several = any("rank" in v.get("algorithm", {}) for v in recipe.variants.values())
     assert "two rounds share half of it" in recipe.reduction_note("paper").replace("\n", " ")
     assert ("reduced to 128 columns" in recipe.reduction_note("paper")) == several

@@ -18,7 +18,7 @@ from polyfed.core.training.config import LocalTraining
 from polyfed.data import IID
 from polyfed.data.partitioning.split import split_rows_by_client
 from polyfed.models import ModelSpec
-from polyfed.nas import count_edge_parameters
+from polyfed.nas import count_edge_operation_parameters
 from polyfed.simulation import federate
 from polyfed.simulation.experiment import build_experiment, load_participants
 from polyfed.simulation.monitoring.progress import SilentProgress
@@ -148,7 +148,7 @@ def test_the_form_of_the_search_space(name, variant, experiment):
                 edges = sum(len(cell.edges) for cell in plan.base + plan.personal)
                 if "table3" in (variant or ""):
                     master = {32: 948_224, 16: 293_888}[method.channels]
-                    assert (edges, count_edge_parameters(plan)) == (32, master)
+                    assert (edges, count_edge_operation_parameters(plan)) == (32, master)
                 else:
                     assert f"{edges} edges instead of 32" in read(name).reduction_note(scale)
 
@@ -239,7 +239,7 @@ def test_the_cpu_scale(name, variant, experiment):
 def test_scales_say_what_they_reduce(name):
     recipe = read(name)
     assert tuple(recipe.scales) == SCALES
-    assert recipe.chosen_or_cpu_scale() == "cpu"
+    assert recipe.resolve_scale_name() == "cpu"
     assert re.search(r"2,000 of each client's .* training images are its test set", recipe.reduction_note("paper"))
     assert re.search(
         r"00 training and \d+ test images .* \d+ rounds of 2 epochs .* stem that halves", recipe.reduction_note("cpu")

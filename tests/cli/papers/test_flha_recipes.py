@@ -73,7 +73,7 @@ def test_they_are_listed_with_their_variants(polyfed):
 def test_scales_say_what_they_reduce(name, experiment):
     recipe = read(name)
     assert tuple(recipe.scales) == SCALES
-    assert recipe.chosen_or_cpu_scale() == "cpu"
+    assert recipe.resolve_scale_name() == "cpu"
     own_test = {0.02: "2 % of each client's training images are", 0.1: "a tenth of each client's training images is"}
     ours = (
         "; not of the paper: normalise and Kaiming's variance at the start (its rate of "

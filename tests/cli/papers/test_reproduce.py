@@ -328,9 +328,9 @@ def test_the_drop_is_of_the_clients_that_keep_their_network(tmp_path):
     folder, table = tmp_path / "out", find_table("flha", "table7")
     networks = ["resnet18", "flha_arch1", "flha_arch2", "flha_arch3"]
     drop, spread = find_table("flha", "drop").cells
-    assert drop.needed_variants == spread.needed_variants == ("none", "arch3", "arch2", "arch1", "arch0")
+    assert drop.recipe_variants_to_run == spread.recipe_variants_to_run == ("none", "arch3", "arch2", "arch1", "arch0")
     runs = []
-    for variant in drop.needed_variants:
+    for variant in drop.recipe_variants_to_run:
         models = ["flha_small" if variant == f"arch{k}" else name for k, name in enumerate(networks)]
         scores = [cell.paper / 100 for cell in table.cells if cell.variant == variant]
         rows = {f"client-{k}": {"accuracy": 0, "global_accuracy": score} for k, score in enumerate(scores)}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyfed.comparison.statistics.cluster_jackknife import group_pseudo_values, number_groups
+from polyfed.comparison.statistics.cluster_jackknife import assign_group_numbers, jackknife_pseudo_values_by_group
 from polyfed.comparison.statistics.evidence import Evidence
 from polyfed.comparison.statistics.jackknife import NUM_GROUPS, score_with_pseudo_values
 from polyfed.comparison.statistics.mrmc import score_seeds
@@ -40,7 +40,7 @@ def test_each_group_is_left_out_in_turn(name, task, classes):
     """The closed forms equal the definition: G·A − (G − 1)·A without the group."""
     metric = METRICS[name]
     outputs, targets, of = drawn(task, classes=classes)
-    score, values = group_pseudo_values(metric, outputs, targets, of, NUM_GROUPS)
+    score, values = jackknife_pseudo_values_by_group(metric, outputs, targets, of, NUM_GROUPS)
     rest = [torch.from_numpy(np.flatnonzero(of != group)) for group in range(12)]
     expected = [12 * metric(outputs, targets) - 11 * metric(outputs[rows], targets[rows]) for rows in rest]
     assert score == pytest.approx(metric(outputs, targets))
@@ -68,7 +68,7 @@ def test_groups_of_one_row_change_nothing():
             score_seeds(METRICS[name], [outputs], targets, groups) for groups in (None, RNG.permutation(40))
         )
         assert np.array_equal(plain.pseudo_values, grouped.pseudo_values)
-    assert number_groups(np.arange(4), 4) is None
+    assert assign_group_numbers(np.arange(4), 4) is None
 
 
 def test_more_groups_than_blocks_and_a_single_group():

@@ -182,8 +182,8 @@ def test_a_budget_that_is_asked_for_is_the_question():
     right = three_sites()
     material = made(right, losses={"local": FALLING})
     assert material["budget"]["kind"] == "best"
-    assert not Budget().is_fixed
-    assert all(Budget(kind).is_fixed for kind in ("steps", "bytes", "seconds"))
+    assert not Budget().determines_compared_round
+    assert all(Budget(kind).determines_compared_round for kind in ("steps", "bytes", "seconds"))
 
 
 def test_methods_that_were_not_tuned_are_named_on_top():

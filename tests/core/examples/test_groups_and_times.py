@@ -22,7 +22,7 @@ def test_an_array_is_as_a_column():
     for examples in (by_array, by_name):
         assert group_numbers(examples).tolist() == [0, 0, 1, 1, 2, 2]
         assert group_numbers(examples.select(torch.tensor([5, 2]))).tolist() == [0, 1]
-        assert examples.shown_columns == ()
+        assert examples.columns_for_subgroup_scores == ()
     assert group_numbers(pf.Examples(X, Y)) is None
     assert pf.Examples(X, Y, group=[1, 1, None, None, 2, 2]).group == "group"
 

@@ -10,8 +10,8 @@ from polyfed.core.examples.examples import Examples, Normalise
 from polyfed.core.task import get_task
 from polyfed.core.training.cohort import (
     _try_training_together,
+    group_calls_to_predict_together,
     group_fit_calls,
-    group_predict_calls,
     predict_cohort,
     train_cohort,
 )
@@ -19,9 +19,9 @@ from polyfed.core.training.loop import fit
 from polyfed.core.vectorized.cohort_batches import CohortBatches, plan_batch_sizes
 from polyfed.core.vectorized.deferred_calls import (
     CallDeferred,
-    DeferredRun,
     FitCall,
     PerClientTerm,
+    ReplayedCallResults,
     copy_all_parameters_and_buffers,
     copy_tensors_into_module,
     current_deferred_run,
@@ -280,7 +280,7 @@ def test_outputs_together_are_those_alone():
     for same in (False, True):
         asked = [type("Call", (), {"module": c.module, "state": calls[0 if same else i].state, "sets": sets[i]})()
                  for i, c in enumerate(calls)]  # fmt: skip
-        assert group_predict_calls(asked) == [[0, 1, 2]]
+        assert group_calls_to_predict_together(asked) == [[0, 1, 2]]
         for i, found in enumerate(predict_cohort(asked)):
             network = alone[0 if same else i].eval()
             for mine, data in zip(found, sets[i], strict=True):
@@ -300,7 +300,7 @@ def test_buffers_that_no_layer_knows_must_be_equal():
 
 
 def test_a_half_is_parked_and_gets_what_was_found():
-    module, data, one = nn.Linear(4, 3).double(), examples((4,), 6, 1), DeferredRun()
+    module, data, one = nn.Linear(4, 3).double(), examples((4,), 6, 1), ReplayedCallResults()
     for number in (1, 2):
         one.restart_calls()
         try:
@@ -319,7 +319,7 @@ def test_training_alone_is_left_in_place():
     """With a function of the method's own, or an option that is not known to be the same for many."""
     data = examples((4,), 6, 1)
     for options, more in ((FedAvg(), {"penalty": lambda: torch.zeros(())}), (FedAvg(precision="bf16"), {})):
-        module, one = nn.Linear(4, 3), DeferredRun(stop_at_first_call=True)
+        module, one = nn.Linear(4, 3), ReplayedCallResults(stop_at_first_call=True)
         with pytest.raises(CallDeferred), deferring_calls(one):
             fit(module, data, options, lr=0.1, seed=0, **more)
         assert one.pending_call is None

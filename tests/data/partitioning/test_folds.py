@@ -7,7 +7,13 @@ import torch
 import polyfed as pf
 from polyfed.core.examples.examples import Examples
 from polyfed.data.concat import rows_in_stored_tensors
-from polyfed.data.partitioning.folds import Folds, build_folds, check_redrawing, deal_folds, unit_names
+from polyfed.data.partitioning.folds import (
+    Folds,
+    build_folds,
+    check_seeds_suit_resplit_or_folds,
+    deal_folds,
+    unit_names,
+)
 from polyfed.testing import small_clients
 
 
@@ -82,9 +88,9 @@ def test_what_is_refused():
     with pytest.raises(pf.UserError, match="fold_repeats=2 repeats folds; give their number too"):
         build_folds(None, 2)
     with pytest.raises(pf.UserError, match="give one of them"):
-        check_redrawing(3, Folds(3), range(3))
+        check_seeds_suit_resplit_or_folds(3, Folds(3), range(3))
     with pytest.raises(pf.UserError, match="needs 6 runs of each method, with a seed each; got 3 seeds"):
-        check_redrawing(None, Folds(3, 2), range(3))
+        check_seeds_suit_resplit_or_folds(None, Folds(3, 2), range(3))
     twice = small_clients(2)
     with pytest.raises(pf.UserError, match=r"hold the same example.*or leave folds out"):
         deal_folds([twice[0], pf.Client("z", twice[0].model, twice[0].train, twice[1].test)], Folds(3))

@@ -10,7 +10,7 @@ import polyfed as pf
 from polyfed.algorithms import FD, FML, FedAvg, Local
 from polyfed.core.errors import UserError
 from polyfed.data.tabular.schema import merge_schemas, read_schema
-from polyfed.deploy.protocol.table_summary import build_table_head_field, describe_table_difference
+from polyfed.deploy.protocol.table_summary import build_table_hashes_for_header, describe_table_difference
 
 from ..conftest import ALL, MemoryGrid
 
@@ -101,7 +101,7 @@ def test_what_no_honest_site_tells_is_as_if_it_had_no_table(table):
 
 
 def test_noise_is_not_undone_by_a_hash(play):
-    told = build_table_head_field(
+    told = build_table_hashes_for_header(
         client("a", ROWS), frozenset({"one_architecture"}), "run", with_names=True, adds_noise=True
     )
     assert told == {"table": {}}

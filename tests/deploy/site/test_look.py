@@ -14,7 +14,7 @@ from polyfed.data.look.columns import LookColumn
 from polyfed.deploy.flower.engine import envelope_from_record
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.errors import RefusalError
-from polyfed.deploy.site.look import LOOK_NAME, answer_look, build_allowed_look
+from polyfed.deploy.site.look import LOOK_NAME, answer_look, build_look_if_owner_allows
 from polyfed.simulation.rounds.federated_look import (
     FederatedLook,
     build_look_method,
@@ -99,7 +99,7 @@ FIELDS = {"columns": "[]", "by_site": True}
 def test_what_a_site_refuses(words, reason):
     given = {"fields": FIELDS, "secure": False, "consents": True, "protection": ReplyProtection(), **words}
     with pytest.raises(RefusalError, match=reason):
-        build_allowed_look(given.pop("fields"), **given)
+        build_look_if_owner_allows(given.pop("fields"), **given)
 
 
 def test_columns_are_told_for_a_look_alone_and_of_enough_rows():

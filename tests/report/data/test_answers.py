@@ -33,10 +33,10 @@ def test_an_answer_has_the_words_of_the_comparison_without_site_and_answer():
             "with ridge regression: fedavg is 4.1 to 6.0 points worse.",
         ),
     ):
-        assert SiteAnswer("x", kind, sentence=sentence).sentence_without_answer() == words
+        assert SiteAnswer("x", kind, sentence=sentence).sentence_without_site_and_advice() == words
     content = {"answers": [{"client": "x: y", "answer": "undecided", "sentence": "x: y: not decided: one seed"}]}
     (one,) = parse_site_answers(content)
-    assert one.sentence_without_answer() == "one seed."
+    assert one.sentence_without_site_and_advice() == "one seed."
     assert parse_site_answers({}) == []
     assert parse_answer_for_mean_over_sites({"mean_answer": None}) is None
 

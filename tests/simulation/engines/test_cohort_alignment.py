@@ -10,7 +10,7 @@ from torch import nn
 
 from polyfed.algorithms import FedHeNN, FedHeNNHomo
 from polyfed.alignment.alignment_target import AlignmentTarget
-from polyfed.alignment.alignment_term import AlignmentTerm, NetworkTarget
+from polyfed.alignment.alignment_term import AlignmentTerm, NetworkKernelTarget
 from polyfed.alignment.representations import differentiable_representations
 from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import derive_seed, torch_generator
@@ -83,8 +83,8 @@ def test_any_division_gives_the_same(monkeypatch):
 
 def test_what_all_clients_align_with_is_found_once_a_round(monkeypatch):
     found = []
-    real = NetworkTarget.compute_target
-    monkeypatch.setattr(NetworkTarget, "compute_target", lambda *given: found.append(1) or real(*given))
+    real = NetworkKernelTarget.compute_target
+    monkeypatch.setattr(NetworkKernelTarget, "compute_target", lambda *given: found.append(1) or real(*given))
     play(FedHeNNHomo(**ALIGNED), clients(), "cohort", rounds=2)
     assert len(found) == 2
     play(FedHeNNHomo(**ALIGNED), clients(), "inprocess", rounds=2)
@@ -98,8 +98,8 @@ def pool(seed=0):
 def term(**changes):
     torch.manual_seed(0)
     given = {
-        "pool": pool(), "rows": torch.arange(2, 12), "module": "3", "target": NetworkTarget(plain()), "distance": "cka",
-        "eta": 0.5, "num_rows": 6, "method_name": "FedHeNN",
+        "pool": pool(), "rows": torch.arange(2, 12), "module": "3", "target": NetworkKernelTarget(plain()),
+        "distance": "cka", "eta": 0.5, "num_rows": 6, "method_name": "FedHeNN",
     }  # fmt: skip
     return AlignmentTerm(**{**given, **changes})
 
@@ -109,7 +109,7 @@ def term(**changes):
 def test_each_client_meets_its_own_rows_at_every_step(number, sigma):
     """Against each network by itself, on rows drawn here; the gradients, too. A wrong pairing changes all of them."""
     networks, rows, examples = [plain() for _ in range(3)], torch.arange(2, 12), pool()
-    ours = term(num_rows=number, target=NetworkTarget(plain(), sigma))
+    ours = term(num_rows=number, target=NetworkKernelTarget(plain(), sigma))
     states = torch.stack([ours.build_penalty_for_client(seed).tensors[0] for seed in (5, 6, 7)])
     generators = [torch_generator(derive_seed(seed, "rad")) for seed in (5, 6, 7)]
     target = ours.target.compute_target(examples, rows, "3")
@@ -133,8 +133,9 @@ def test_terms_are_equal_where_they_are_the_same_function():
     assert term() == term()
     other = [
         term(eta=0.6), term(num_rows=5), term(module="0"), term(distance="procrustes"), term(rows=torch.arange(10)),
-        term(pool=pool(1)), term(pool=replace(pool(), transform=nn.Identity())), term(target=NetworkTarget(plain(), 0.5)),
-        term(target=NetworkTarget(plain())), term(target=AlignmentTarget(torch.ones(10, 5))),
+        term(pool=pool(1)), term(pool=replace(pool(), transform=nn.Identity())),
+        term(target=NetworkKernelTarget(plain(), 0.5)),
+        term(target=NetworkKernelTarget(plain())), term(target=AlignmentTarget(torch.ones(10, 5))),
     ]  # fmt: skip
     assert not any(term() == one or one == term() for one in other)
     assert term(target=AlignmentTarget(torch.ones(10, 5))) == term(target=AlignmentTarget(torch.ones(10, 5)))

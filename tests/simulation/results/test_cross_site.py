@@ -15,7 +15,7 @@ from polyfed.simulation.results.cross_site_scores import (
     read_cross_site,
     write_cross_site,
 )
-from polyfed.simulation.results.other_clients_examples import IncompatibleExamplesError, examples_for_model_of
+from polyfed.simulation.results.other_clients_examples import IncompatibleExamplesError, adapt_test_examples_to_model_of
 from polyfed.testing import small_clients
 
 
@@ -153,14 +153,14 @@ def test_columns_and_categories_are_found_by_name():
     other = {name: other[name] for name in ("sex", "dose", "age", "ill")} | {"lab": [1.0, 2.0] * 60}
     tables = pf.data.split_table(other, "ill", None, name="south")
     south = tables.build_clients(lambda: torch.nn.Linear(tables.num_features, tables.num_outputs))[0]
-    examples, _ = examples_for_model_of(north, south)
+    examples, _ = adapt_test_examples_to_model_of(north, south)
     position = [column.name for column in south.train.transform.columns].index
     names = [column.name for column in north.train.transform.columns]
     assert torch.equal(examples.x[:, names.index("age")], south.test.x[:, position("age")])
     sex = examples.x[:, names.index("sex")]
     assert set(sex.tolist()) == {1.0, -1.0}, "m by north's code, and x as none of its categories"
     with pytest.raises(IncompatibleExamplesError, match="north has no column 'lab', which the model of south reads"):
-        examples_for_model_of(south, north)
+        adapt_test_examples_to_model_of(south, north)
     cells = run_alone([north, south]).cross_site().matrix()
     assert cells[1][0].value is None
     assert "no column 'lab'" in cells[1][0].reason
@@ -170,8 +170,8 @@ def test_columns_and_categories_are_found_by_name():
 def test_classes_are_found_by_name():
     north, south = site("north", 0), site("south", 1, ill=["yes", "perhaps"] * 60)
     with pytest.raises(IncompatibleExamplesError, match="class 'perhaps', which the model of north does not know"):
-        examples_for_model_of(north, south)
-    _, convert = examples_for_model_of(
+        adapt_test_examples_to_model_of(north, south)
+    _, convert = adapt_test_examples_to_model_of(
         site("a", 0, ill=["no", "perhaps", "yes"] * 40), site("b", 1, ill=["yes", "perhaps"] * 60)
     )
     assert convert(torch.tensor([[1.0, 2.0, 3.0]])).tolist() == [[2.0, 3.0]]

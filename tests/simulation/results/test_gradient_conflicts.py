@@ -12,7 +12,7 @@ import polyfed as pf
 from polyfed.algorithms import FedDSNAS, FedPNAS
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.nas.step_weights import compute_step_weights
+from polyfed.nas.step_weights import compute_lookahead_step_weights
 from polyfed.simulation.results.gradient_conflicts import measure_gradient_conflicts
 
 ONE = {
@@ -26,7 +26,7 @@ def test_the_definition():
     """Products, cosines and the mean of unit gradients, by loops."""
     with temporary_rng_seed(1):
         g, ahead = torch.randn(2, 4, 9, dtype=torch.float64)
-    found = compute_step_weights(g, ahead)
+    found = compute_lookahead_step_weights(g, ahead)
     length = lambda v: float(sum(e * e for e in v.tolist()) ** 0.5)  # noqa: E731
     mean = [sum(float(ahead[j, e]) / length(ahead[j]) for j in range(4)) / 4 for e in range(9)]
     for i in range(4):
@@ -47,12 +47,12 @@ def test_proposition_1_is_exact_where_clients_do_not_differ():
     with temporary_rng_seed(2):
         g = torch.randn(1, 6, dtype=torch.float64)
         ahead = g + 0.2 * torch.randn(1, 6, dtype=torch.float64)
-    same = compute_step_weights(g.expand(5, -1), 3.0 * ahead.expand(5, -1))
+    same = compute_lookahead_step_weights(g.expand(5, -1), 3.0 * ahead.expand(5, -1))
     assert torch.allclose(same.cosine_gap, torch.zeros(5, dtype=torch.float64), atol=1e-14)
-    against = compute_step_weights(torch.cat([g, -g]), torch.cat([ahead, -100 * ahead]))
+    against = compute_lookahead_step_weights(torch.cat([g, -g]), torch.cat([ahead, -100 * ahead]))
     assert torch.allclose(against.federated_cosine, torch.zeros(2, dtype=torch.float64), atol=1e-14)
     assert torch.allclose(against.cosine, same.cosine[:2])
-    none = compute_step_weights(torch.zeros(2, 3), torch.ones(2, 3))
+    none = compute_lookahead_step_weights(torch.zeros(2, 3), torch.ones(2, 3))
     assert none.cosine.tolist() == none.federated_cosine.tolist() == [0.0, 0.0]
 
 
@@ -76,9 +76,9 @@ def test_equation_5_is_equation_4_with_these_weights():
             loss.backward()
             return loss.detach()
 
-        method.build_meta_gradient(network)(loss_of)
+        method.build_meta_gradient_function(network)(loss_of)
         steps.append(torch.cat([p.grad.flatten() for n, p in network.named_parameters() if n.startswith("personal.")]))
-    alpha = compute_step_weights(torch.stack(local), torch.stack(ahead)).alpha
+    alpha = compute_lookahead_step_weights(torch.stack(local), torch.stack(ahead)).alpha
     by_eq_4 = -OUTER * torch.stack(steps).mean(0)
     weighted = (alpha[:, None] * torch.stack(local)).mean(0)
     by_eq_5 = -OUTER * torch.stack(ahead).mean(0) + ETA * OUTER * weighted
@@ -122,7 +122,7 @@ def test_those_of_a_run_are_at_the_servers_theta():
     state = run.last.state
     network.load_state_dict({**network.state_dict(), **state["base"], **state["personal"]})
     pairs = [by_autograd(network, c.train.x.double(), c.train.labels) for c in clients()]
-    wanted = compute_step_weights(*(torch.stack(one) for one in zip(*pairs, strict=True)))
+    wanted = compute_lookahead_step_weights(*(torch.stack(one) for one in zip(*pairs, strict=True)))
     for name in ("alpha", "cosine", "federated_cosine"):
         assert torch.allclose(getattr(found, name), getattr(wanted, name), rtol=2e-3, atol=2e-5), name
     assert (found.cosine_gap > 1e-3).all(), "the clients' images differ"
@@ -141,7 +141,7 @@ def test_operations_are_drawn_alike_and_adam_steps_too():
 
 def test_what_is_refused():
     with pytest.raises(UserError, match=r"two matrices of one shape, a row per client, got \(3,\) and \(3,\)"):
-        compute_step_weights(torch.zeros(3), torch.zeros(3))
+        compute_lookahead_step_weights(torch.zeros(3), torch.zeros(3))
     run = pf.federate(clients(1), FedDSNAS(**ONE), rounds=1, workers=0)
     with pytest.raises(UserError, match="FedDSNAS takes no step ahead"):
         measure_gradient_conflicts(run)

@@ -26,7 +26,7 @@ from polyfed.core.errors import ClientError, UserError
 from polyfed.core.messages.fixed_point import parse_sum_message
 from polyfed.simulation.rounds.secure_aggregation import (
     encode_reply_in_fixed_point,
-    sum_part_error,
+    find_secure_reply_error,
     supports_secure_sum,
 )
 from polyfed.testing import assert_runs_equal, small_clients
@@ -223,7 +223,7 @@ def test_a_value_that_does_not_fit_is_the_failure_of_its_client():
 def test_parts_of_another_form_are_refused():
     method, down = FedAvg(lr=0.05), Message({"model": {"w": torch.zeros(2)}})
     good = encode_reply_in_fixed_point(Message({"model": {"w": torch.ones(2)}}, {"num_examples": 3}), method, 2)
-    assert sum_part_error(good, method, {}, down) is None
+    assert find_secure_reply_error(good, method, {}, down) is None
     assert parse_sum_message(good)[0][0] == 3
     for tree, sentence in (
         ({"w": torch.ones(3)}, "has shape"),
@@ -231,6 +231,6 @@ def test_parts_of_another_form_are_refused():
         ({"v": torch.ones(2)}, "is missing"),
     ):
         bad = encode_reply_in_fixed_point(Message({"model": tree}, {"num_examples": 3}), method, 2)
-        assert sentence in sum_part_error(bad, method, {}, down)
-    assert "not a Message" in sum_part_error(None, method, {}, down)
-    assert "a part of a secure sum is expected" in sum_part_error(down, method, {}, down)
+        assert sentence in find_secure_reply_error(bad, method, {}, down)
+    assert "not a Message" in find_secure_reply_error(None, method, {}, down)
+    assert "a part of a secure sum is expected" in find_secure_reply_error(down, method, {}, down)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.base.public_data import PublicDataMethod, convert_public_examples_to_client_form
 from polyfed.alignment.alignment_target import AlignmentTarget, Distance
-from polyfed.alignment.alignment_term import AlignmentTerm, NetworkTarget
-from polyfed.alignment.epoch_gradient_term import EpochGradientTerm
+from polyfed.alignment.alignment_term import AlignmentTerm, NetworkKernelTarget
+from polyfed.alignment.epoch_gradient_term import CachedGradientAlignmentTerm
 from polyfed.alignment.public_examples import draw_public_rows, noise_like
 from polyfed.alignment.representations import check_has_representation, representation_module_name
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
@@ -205,7 +205,7 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         network: nn.Module,
         client: Client,
         module: str,
-        target: AlignmentTarget | NetworkTarget,
+        target: AlignmentTarget | NetworkKernelTarget,
         pool: Examples,
         rows: Tensor,
         eta: float,
@@ -225,4 +225,4 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         batches = plan_batch_sizes(
             len(client.train), self.batch_size, 1, None, self.accumulate, has_batch_statistics(network)
         )
-        return EpochGradientTerm.build_penalty_for_client(term, network, len(batches), seed)
+        return CachedGradientAlignmentTerm.build_penalty_for_client(term, network, len(batches), seed)

@@ -16,7 +16,7 @@ from polyfed.algorithms.base.averaging import (
     ServerState,
     build_reply_and_client_state,
 )
-from polyfed.alignment.alignment_term import NetworkTarget
+from polyfed.alignment.alignment_term import NetworkKernelTarget
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model, load_model_for_eval
@@ -110,7 +110,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
         eta, term = message.scalars["eta"], None
         if eta:
             module = self._representation_module(net.module, client.id, client.train)
-            k_global = NetworkTarget(net.module, self.sigma if self.kernel == "rbf" else None)
+            k_global = NetworkKernelTarget(net.module, self.sigma if self.kernel == "rbf" else None)
             term = self._alignment_term(net.module, client, module, k_global, pool, rows, eta, seed)
         lr = message.scalars["lr"]
         fit_result = fit(net.module, client, self, lr=lr, seed=seed, penalty=term)

@@ -13,9 +13,9 @@ from polyfed.algorithms.base.averaging import Averaging, build_reply_and_client_
 from polyfed.algorithms.distillation.output_matching import softened_kl_divergence
 from polyfed.algorithms.distillation.shared_network import (
     build_model_spec,
+    check_network_factory_can_be_imported,
     client_with_shared_network,
     infer_shared_network_sizes,
-    validate_network_name,
 )
 from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
 from polyfed.core.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
@@ -117,7 +117,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         """Returns the server state before round 1, without a teacher network, which comes from the clients' first
         replies; raises a `UserError` if `teacher_rounds` leaves no round for phase 2.
         """
-        validate_network_name(self._teacher_options)
+        check_network_factory_can_be_imported(self._teacher_options)
         teacher_rounds = self._num_teacher_rounds(server.rounds)
         if self.teacher_rounds is not None and teacher_rounds >= server.rounds:
             raise UserError(

@@ -17,7 +17,11 @@ from polyfed.algorithms.distillation.low_rank import (
     expand_update,
     subtract_state,
 )
-from polyfed.algorithms.distillation.mutual_learning import MutualLearningMethod, NetworkPair, build_bridged_pair
+from polyfed.algorithms.distillation.mutual_learning import (
+    MutualLearningMethod,
+    NetworkPair,
+    join_networks_by_bridge_matrix,
+)
 from polyfed.algorithms.distillation.output_matching import softened_kl_divergence
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
@@ -192,7 +196,7 @@ class FedKD(MutualLearningMethod):
         for training.
         """
         return (
-            build_bridged_pair(personal, shared, client_state["bridge"], client)
+            join_networks_by_bridge_matrix(personal, shared, client_state["bridge"], client)
             if "bridge" in client_state
             else NetworkPair(personal, shared)
         )

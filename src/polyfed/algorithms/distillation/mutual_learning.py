@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
 from polyfed.algorithms.distillation.shared_network import (
     build_model_spec,
+    check_network_factory_can_be_imported,
     client_with_shared_network,
     infer_shared_network_sizes,
-    validate_network_name,
 )
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
@@ -93,7 +93,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         """Returns the server state before round 1, without the shared network, whose weights come from the clients'
         first replies.
         """
-        validate_network_name(self._shared_options)
+        check_network_factory_can_be_imported(self._shared_options)
         return {"model": {}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
@@ -198,7 +198,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
             **client_state,
             **buffer_state,
             "own": copy_trained_weights_and_buffers(pair.own),
-            **pair.bridge_client_state(),
+            **pair.bridge_weights_as_client_state(),
         }
 
     def _with_initial_bridge(self, client_state: ClientState, client: Client, seed: int) -> ClientState:
@@ -286,14 +286,16 @@ class NetworkPair(nn.Module):
         assert self.bridge is not None
         self.bridged = self.bridge(inputs[0].flatten(1))
 
-    def bridge_client_state(self) -> ClientState:
+    def bridge_weights_as_client_state(self) -> ClientState:
         """Returns `{"bridge": weights}` with the matrix that converts the shared network's representations to the
         client's; an empty dict if there is no matrix.
         """
         return {} if self.bridge is None else {"bridge": copy_trained_weights_and_buffers(self.bridge)}
 
 
-def build_bridged_pair(personal: nn.Module, shared: nn.Module, bridge: StateDict, client: Client) -> NetworkPair:
+def join_networks_by_bridge_matrix(
+    personal: nn.Module, shared: nn.Module, bridge: StateDict, client: Client
+) -> NetworkPair:
     """Combines a client's network and the shared one into one module for training, with the given matrix between their
     representations.
     """

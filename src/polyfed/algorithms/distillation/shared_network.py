@@ -50,7 +50,7 @@ def build_model_spec(network_options: Mapping[str, Any], input_shape: Sequence[i
     return ModelSpec(network_options["name"], arguments, tuple(input_shape), outputs)
 
 
-def validate_network_name(network_options: Mapping[str, Any]) -> None:
+def check_network_factory_can_be_imported(network_options: Mapping[str, Any]) -> None:
     """Raises a `UserError` if a network is named as "module:factory", and this factory cannot be imported; called
     before a run starts.
     """

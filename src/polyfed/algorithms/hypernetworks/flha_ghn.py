@@ -27,9 +27,9 @@ from polyfed.core.training.config import Schedule
 from polyfed.core.training.loop import fit, reply_scalars
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.graphs.architecture import NONE, PAPER_KINDS
-from polyfed.graphs.catalogue import read_graph_variant
+from polyfed.graphs.catalogue import read_graph_variant_of_catalogue
 from polyfed.graphs.client_graph import graph_of_client
-from polyfed.graphs.contraction import Contraction, NormTreatment
+from polyfed.graphs.contraction import ContractionOptions, NormTreatment
 from polyfed.graphs.layer_flow import Kinds
 from polyfed.hypernetworks.generated_network import GeneratedNetwork, build_generated_network
 from polyfed.hypernetworks.ghn import (
@@ -223,7 +223,9 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         if self.norms == "local":
             return catalogue
         type_with_norm = next((t for t in catalogue.types if t.norm != NONE), None)
-        if self.graph == "layers_and_norms" and (type_with_norm is not None or read_graph_variant(path) == "layers"):
+        if self.graph == "layers_and_norms" and (
+            type_with_norm is not None or read_graph_variant_of_catalogue(path) == "layers"
+        ):
             raise UserError(
                 f"the layer catalogue {path} is for graph='layers' (norms are part of layers), and this method has "
                 "graph='layers_and_norms'; give graph='layers', or write the catalogue with polyfed graph --graph "
@@ -335,12 +337,12 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         return graph_of_client(client, catalogue, self.contraction)
 
     @property
-    def contraction(self) -> Contraction:
+    def contraction(self) -> ContractionOptions:
         """Returns the setting that says which operations of a network become nodes of its graph."""
         norms: NormTreatment = "layers" if self.norms == "generate" else "local"
         if self.graph == "layers_and_norms":
             norms = "nodes"
-        return Contraction(norms, self.joins, self.kinds, self.tables)
+        return ContractionOptions(norms, self.joins, self.kinds, self.tables)
 
     def _refine_head(self, network: nn.Module, head: frozenset[str], client: Client, seed: int) -> None:
         """Trains the network's last layer for `refine_epochs` epochs; BatchNorm's statistics are updated, as in

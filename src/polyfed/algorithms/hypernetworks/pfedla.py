@@ -321,7 +321,9 @@ def retained_layer_mask(weights: Tensor, client_positions: Sequence[int], k: int
     return torch.zeros(own_weights.shape, dtype=torch.bool).scatter_(1, largest, True)
 
 
-def weights_with_layers_retained(weights: Tensor, client_positions: Sequence[int], retained_mask: Tensor) -> Tensor:
+def set_own_weight_in_retained_layers(
+    weights: Tensor, client_positions: Sequence[int], retained_mask: Tensor
+) -> Tensor:
     """Returns the weights with which θ̄_i is computed: the mixing weights, but in the layers that a client retains 1 for
     the client's model and 0 for all others."""
     own_only = torch.nn.functional.one_hot(torch.tensor(list(client_positions)), weights.shape[2]).to(weights.dtype)
@@ -340,7 +342,7 @@ def iterate_personalised_models(
         ids = [client_info.id for client_info in block]
         rows, alpha = client_positions(server_state, ids), compute_aggregation_weights(server_state, ids, options)
         retained_mask = retained_layer_mask(alpha, rows, k)
-        weights = weights_with_layers_retained(alpha, rows, retained_mask)
+        weights = set_own_weight_in_retained_layers(alpha, rows, retained_mask)
         mixed = mix_models_by_layer(models, weights, server_state["layers"])
         for client_info, model, retained_row in zip(block, mixed, retained_mask.tolist(), strict=True):
             names_to_send = [
@@ -366,7 +368,7 @@ def update_models_and_hypernetworks(
         return {**server_state, "models": {**server_state["models"], **replies}}
     clients = sorted(replies)
     rows, alpha = client_positions(server_state, clients), compute_aggregation_weights(server_state, clients, options)
-    weights_used = weights_with_layers_retained(alpha, rows, retained_layer_mask(alpha, rows, k))
+    weights_used = set_own_weight_in_retained_layers(alpha, rows, retained_layer_mask(alpha, rows, k))
     models = [server_state["models"][client] for client in server_state["clients"]]
     products = inner_products_with_updates(models, weights_used, [replies[c] for c in clients], server_state["layers"])
     rate = len(models) / 10 if options.hn_lr is None else options.hn_lr

@@ -59,11 +59,11 @@ class MetaSupernetMethod(SupernetMethod, ABC):
         net = self.load_supernet(message, client_state, client)
         fit_result = fit(
             net.module, client, self, lr=message.scalars["lr"], seed=seed,
-            gradient=self.build_meta_gradient(supernet_of(net)), lr_factor=self.sampler_lr_factor,
+            gradient=self.build_meta_gradient_function(supernet_of(net)), lr_factor=self.sampler_lr_factor,
         )  # fmt: skip
         return self.build_reply_and_client_state(net, client, fit_result.loss)
 
-    def build_meta_gradient(self, supernet: nn.Module) -> Callable[[Callable[[int], Tensor]], Tensor]:
+    def build_meta_gradient_function(self, supernet: nn.Module) -> Callable[[Callable[[int], Tensor]], Tensor]:
         """Returns the function that `fit` calls at each step: it writes the meta-gradient to the supernet's parameters,
         and returns the loss after the inner step.
 

@@ -102,7 +102,7 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
         The first replies settle which tensors φ has.
         """
         if "draw" in server_state and not mean["model"]:
-            emit_runtime_warning(describe_empty_body(self))
+            emit_runtime_warning(build_empty_body_warning(self))
         return {"model": mean["model"]}
 
     def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
@@ -195,7 +195,7 @@ def spec_of_sent_tensors(network_spec: StateDictSpec, reply: Message, group: str
     return {name: network_spec[name] for name in reply.tensors.get(group, ()) if name in network_spec}
 
 
-def describe_empty_body(method: Averaging) -> str:
+def build_empty_body_warning(method: Averaging) -> str:
     """Returns the text of the warning for a network of which every layer counts as its head, so that no layer is left
     to share.
     """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import ClientState, ServerState
 from polyfed.algorithms.partial_sharing.body_and_head import (
     BodyAndHeadMethod,
-    describe_empty_body,
+    build_empty_body_warning,
     emit_runtime_warning,
     train_head_then_body,
 )
@@ -104,7 +104,7 @@ class FedRep(BodyAndHeadMethod):
                 "FedRep: the head is empty, so nothing stays local: this is FedAvg with local_epochs=body_epochs"
             )
         elif not model:
-            emit_runtime_warning(describe_empty_body(self))
+            emit_runtime_warning(build_empty_body_warning(self))
         return {"model": model}
 
     # -- client ---------------------------------------------------------------------------------------------------

@@ -209,10 +209,10 @@ def list_user_code_and_ray_address(argv: Sequence[str]) -> list[str]:
     return names
 
 
-def bracket_metrics(argv: Sequence[str]) -> list[str]:
+def put_metric_names_in_brackets(argv: Sequence[str]) -> list[str]:
     """Returns the command line with brackets around the names after `--metrics`, so that they are parsed as one list.
 
-    >>> bracket_metrics(["--metrics", "auc,f1", "--metrics=auc", "--metrics", "[r2]"])
+    >>> put_metric_names_in_brackets(["--metrics", "auc,f1", "--metrics=auc", "--metrics", "[r2]"])
     ['--metrics', '[auc,f1]', '--metrics=[auc]', '--metrics', '[r2]']
     """
     result = list(argv)

@@ -64,10 +64,10 @@ _GROUPS = {
 }  # fmt: skip
 
 
-def find_group(key: str) -> str:
+def find_help_group_title(key: str) -> str:
     """Returns the title of the group in which the long help shows an option.
 
-    >>> find_group("data.partition.alpha"), find_group("secure"), find_group("rounds")
+    >>> find_help_group_title("data.partition.alpha"), find_help_group_title("secure"), find_help_group_title("rounds")
     ('data', 'messages', 'rounds and evaluation')
     """
     top = key.partition(".")[0]
@@ -84,6 +84,6 @@ def asks_for_short_help(argv: Sequence[str]) -> bool:
     return len(others) < len(argv) and not any(word.startswith("-") for word in others)
 
 
-def expand_help_all(argv: Sequence[str]) -> list[str]:
+def replace_help_all_by_help(argv: Sequence[str]) -> list[str]:
     """Returns the words with `--help-all` as `--help`, which the parsers of options know."""
     return ["--help" if word in ("--help-all", "--help_all") else word for word in argv]

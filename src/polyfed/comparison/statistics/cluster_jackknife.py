@@ -22,10 +22,10 @@ Groups = NDArray[np.int64]
 _PAIRS = 1_000_000  # positive x negative examples up to which all pairs are compared at once
 
 
-def number_groups(groups: NDArray[Any] | None, num_examples: int) -> Groups | None:
+def assign_group_numbers(groups: NDArray[Any] | None, num_examples: int) -> Groups | None:
     """Returns the group of each example as a number from 0; None if every example is the only one of its group.
 
-    >>> number_groups(np.array([7, 9, 7]), 3), number_groups(np.array([7, 9, 8]), 3)
+    >>> assign_group_numbers(np.array([7, 9, 7]), 3), assign_group_numbers(np.array([7, 9, 8]), 3)
     (array([0, 1, 0]), None)
     """
     if groups is None:
@@ -34,7 +34,7 @@ def number_groups(groups: NDArray[Any] | None, num_examples: int) -> Groups | No
     return None if len(different) == num_examples else numbers
 
 
-def group_pseudo_values(
+def jackknife_pseudo_values_by_group(
     metric: Metric, outputs: Tensor, targets: Tensor, groups: Groups, max_blocks: int
 ) -> tuple[float, Values]:
     """Returns the score of a network's outputs, and one jackknife pseudo-value (a contribution to the score) for each
@@ -43,12 +43,12 @@ def group_pseudo_values(
     Args:
         metric: the score.
         outputs, targets: of the n examples.
-        groups: from `number_groups`, shape (n,).
+        groups: from `assign_group_numbers`, shape (n,).
         max_blocks: number of blocks of groups that are left out in turn, for metrics without a closed form.
 
     >>> from polyfed.core.evaluation.metrics import METRICS
     >>> outputs = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-    >>> group_pseudo_values(METRICS["accuracy"], outputs, torch.tensor([0, 1, 1]), np.array([0, 0, 1]), 50)
+    >>> jackknife_pseudo_values_by_group(METRICS["accuracy"], outputs, torch.tensor([0, 1, 1]), np.array([0, 0, 1]), 50)
     (0.666..., array([0.333..., 0.833...]))
     """
     count = int(groups.max()) + 1

@@ -75,7 +75,7 @@ class FoldDifferences:
         return float((self.influence**2).sum(axis=1).mean()) + self.min_example_variance
 
     @property
-    def test_and_training_variance(self) -> float:
+    def variance_due_to_examples(self) -> float:
         """Returns the part of the variance of the mean difference `value` that is due to the choice of test and
         training examples."""
         return self.example_variance + TRAINING_VARIANCE_RATIO * self.repeat_variance
@@ -88,7 +88,7 @@ class FoldDifferences:
         return between - self.num_folds * self.repeat_variance
 
     @property
-    def network_freedom(self) -> int:
+    def network_degrees_of_freedom(self) -> int:
         """Returns the degrees of freedom of the estimate `network_variance`: R·(K − 1) for R repeats of K folds."""
         return int(self.folds.size - len(self.folds))
 
@@ -138,7 +138,11 @@ def estimate_clients_from_folds(
     common = pooled_network_variance(clients)
 
     def half_width(client: FoldDifferences, alpha: float) -> float:
-        examples, networks, free = client.test_and_training_variance, client.num_networks, client.network_freedom
+        examples, networks, free = (
+            client.variance_due_to_examples,
+            client.num_networks,
+            client.network_degrees_of_freedom,
+        )
         claim = alpha / num_claims
         together = (
             t_quantile(claim, client.freedom) ** 2 * examples
@@ -166,11 +170,11 @@ def estimate_mean_from_folds(
         num_tests: how many means have simultaneous intervals.
         alpha: the share of comparisons in which one of these may miss the truth.
     """
-    parts = np.array([client.test_and_training_variance for client in clients]) / len(clients) ** 2
-    examples, free = float(parts.sum()), clients[0].network_freedom
+    parts = np.array([client.variance_due_to_examples for client in clients]) / len(clients) ** 2
+    examples, free = float(parts.sum()), clients[0].network_degrees_of_freedom
     squares = sum(part**2 / client.freedom for part, client in zip(parts, clients, strict=True))
     freedom = examples**2 / squares if squares else 1.0
-    networks = common_network_variance(clients)
+    networks = estimate_variance_between_fold_runs(clients)
 
     def half_width(alpha: float) -> float:
         claim = alpha / num_tests
@@ -183,7 +187,7 @@ def estimate_mean_from_folds(
     return estimate_from_half_width(value, value, half_width, alpha)
 
 
-def common_network_variance(clients: Sequence[FoldDifferences]) -> float:
+def estimate_variance_between_fold_runs(clients: Sequence[FoldDifferences]) -> float:
     """Returns the variance, between the runs of different folds, of the mean over clients, as far as their test
     examples do not explain it; at least 0."""
     means = np.mean([client.folds for client in clients], axis=0)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.comparison.statistics.estimate import Estimate
-from polyfed.comparison.statistics.fold_evidence import FoldEvidence
+from polyfed.comparison.statistics.fold_evidence import CrossValidationEvidence
 from polyfed.comparison.statistics.mrmc import (
     GainOverRival,
     SeedScores,
@@ -117,7 +117,7 @@ class Evidence:
     has_same_clients: bool
     sizes: Mapping[int, Mapping[str, tuple[int, int]]]
     groups: Callable[[str], NDArray[np.int64] | None] = lambda client: None
-    folds: FoldEvidence | None = None
+    folds: CrossValidationEvidence | None = None
     _seed_scores_cache: dict[tuple[str, str], SeedScores | None] = field(default_factory=dict, repr=False)
 
     def estimate_scores_and_gains(
@@ -186,7 +186,7 @@ class Evidence:
 
     def _estimate_mean_gain(self, label: str, rival: str | None, tests: int) -> Estimate | None:
         if self.folds is not None:
-            return self.folds.estimate_mean(label, rival, tests)
+            return self.folds.estimate_mean_difference(label, rival, tests)
         clients = self.clients_scored_with_every_seed(label, rival)
         if not clients:
             return None
@@ -228,7 +228,7 @@ class Evidence:
         sites = [self._resplit_differences(values[c], [c]) for c in clients]
         return dict(zip(clients, estimate_client_means_over_resplits(sites, num_tests=tests), strict=True))
 
-    def model_sites(self, label: str, rival: str) -> tuple[list[str], RandomEffects] | None:
+    def fit_random_effects_of_gains(self, label: str, rival: str) -> tuple[list[str], RandomEffects] | None:
         """Models the clients' gains of the method `label` over `rival` as a mean and a deviation of each client;
         returns the client ids and the model, or None if there are too few clients.
 
@@ -255,10 +255,10 @@ class Evidence:
             return {}, SharedError()
         table = {c: [self._score_difference(label, rival, seed, c) for seed in self.seeds] for c in clients}
         sites = {c: self._resplit_differences(table[c], [c]) for c in clients}
-        variances = {c: site.mean_variance_factor * site.sample_variance for c, site in sites.items()}
+        variances = {c: site.variance_factor_of_mean * site.sample_variance for c, site in sites.items()}
         of_mean = self._resplit_differences([fmean(row) for row in zip(*table.values(), strict=True)], clients)
         apart = sum(variances.values()) / len(variances) ** 2
-        common = max(of_mean.mean_variance_factor * of_mean.sample_variance - apart, 0.0)
+        common = max(of_mean.variance_factor_of_mean * of_mean.sample_variance - apart, 0.0)
         gains = {c: SiteGain(fmean(table[c]), variances[c]) for c in clients}
         return gains, SharedError(common, len(self.seeds) - 1)
 

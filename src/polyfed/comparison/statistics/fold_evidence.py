@@ -10,10 +10,10 @@ from torch import Tensor
 
 from polyfed.comparison.statistics.cross_validation import (
     FoldDifferences,
-    common_network_variance,
     difference_over_folds,
     estimate_clients_from_folds,
     estimate_mean_from_folds,
+    estimate_variance_between_fold_runs,
     pooled_network_variance,
 )
 from polyfed.comparison.statistics.estimate import ALPHA, Estimate
@@ -24,7 +24,7 @@ from polyfed.core.evaluation.metric import Metric
 
 @final
 @dataclass(frozen=True, eq=False)
-class FoldEvidence:
+class CrossValidationEvidence:
     """Holds the predictions of all folds of a cross-validation, and estimates gains with confidence intervals from
     them.
 
@@ -76,7 +76,7 @@ class FoldEvidence:
                 by_client[client] = difference_over_folds(ours, theirs)
         return by_client
 
-    def estimate_mean(self, label: str, rival: str | None, num_tests: int) -> Estimate | None:
+    def estimate_mean_difference(self, label: str, rival: str | None, num_tests: int) -> Estimate | None:
         """Estimates the difference of two methods as a mean over clients; returns None if no client has scores for it."""
         differences = list(self.differences(label, rival).values())
         return estimate_mean_from_folds(differences, num_tests=num_tests, alpha=self.alpha) if differences else None
@@ -115,8 +115,10 @@ def describe_site_gains(differences: Mapping[str, FoldDifferences]) -> tuple[dic
         name: SiteGain(
             site.value,
             site.example_variance + of_seeds / networks,
-            site.test_and_training_variance - site.example_variance,
+            site.variance_due_to_examples - site.example_variance,
         )
         for name, site in differences.items()
     }
-    return gains, SharedError(common_network_variance(sites) / networks, sites[0].network_freedom)
+    return gains, SharedError(
+        estimate_variance_between_fold_runs(sites) / networks, sites[0].network_degrees_of_freedom
+    )

@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from polyfed.comparison.fold_tests import FoldTests
-from polyfed.comparison.statistics.fold_evidence import FoldEvidence
+from polyfed.comparison.fold_tests import FoldTestTargets
+from polyfed.comparison.statistics.fold_evidence import CrossValidationEvidence
 
 _DIGITS = 12  # digits after the decimal point of a difference; what is beyond is rounding error
 
 
-def describe_folds(tests: FoldTests | None, description: Mapping[str, Any]) -> dict[str, Any]:
+def describe_folds(tests: FoldTestTargets | None, description: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries of `comparison.json` that describe its cross-validation, such as the number of folds; an
     empty dict if there is no cross-validation."""
     if tests is None:
@@ -24,7 +24,7 @@ def describe_folds(tests: FoldTests | None, description: Mapping[str, Any]) -> d
     }
 
 
-def use_cross_validated_scores(content: dict[str, Any], folds: FoldEvidence) -> None:
+def replace_run_means_by_fold_scores(content: dict[str, Any], folds: CrossValidationEvidence) -> None:
     """Replaces, in the dict `content`, the means over runs of each method and reference model by the scores over all
     folds together.
 

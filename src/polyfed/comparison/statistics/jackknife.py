@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.comparison.statistics.cluster_jackknife import Groups, classes_of_groups, group_pseudo_values
+from polyfed.comparison.statistics.cluster_jackknife import Groups, classes_of_groups, jackknife_pseudo_values_by_group
 from polyfed.core.evaluation.metric import Metric
 from polyfed.tasks.score_functions import split_into_binary_problems
 
@@ -42,7 +42,7 @@ def score_with_pseudo_values(
 
     For n examples these have shape (n,), one per example, or (NUM_GROUPS,), one per group of examples. Groups depend
     on the targets alone, so that the values of two networks on the same examples can be compared one by one. With `groups`
-    (from `cluster_jackknife.number_groups`: the rows of a patient, say) there is one value per group in place of one per
+    (from `cluster_jackknife.assign_group_numbers`: the rows of a patient, say) there is one value per group in place of one per
     example.
 
     Returns:
@@ -55,7 +55,7 @@ def score_with_pseudo_values(
     ScoreWithPseudoValues(score=0.666..., pseudo_values=array([1., 0., 1.]))
     """
     if groups is not None:
-        score, values = group_pseudo_values(metric, outputs, targets, groups, NUM_GROUPS)
+        score, values = jackknife_pseudo_values_by_group(metric, outputs, targets, groups, NUM_GROUPS)
     elif metric.per_example is not None:
         values = np.asarray(metric.per_example(outputs, targets), dtype=np.float64)
         score = float(values.mean())

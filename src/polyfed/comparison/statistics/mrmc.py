@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.comparison.statistics.cluster_jackknife import Groups, count_groups_of_classes, number_groups
+from polyfed.comparison.statistics.cluster_jackknife import Groups, assign_group_numbers, count_groups_of_classes
 from polyfed.comparison.statistics.estimate import (
     ALPHA,
     Estimate,
@@ -144,7 +144,7 @@ def score_seeds(
 
     With `groups`, examples of equal value are one unit (module `cluster_jackknife`).
     """
-    units = number_groups(groups, len(targets))
+    units = assign_group_numbers(groups, len(targets))
     pairs = [score_with_pseudo_values(metric, seed_outputs, targets, units) for seed_outputs in outputs_by_seed]
     defined = [pair for pair in pairs if pair is not None]
     if len(defined) < len(pairs):

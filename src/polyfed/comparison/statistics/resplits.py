@@ -30,7 +30,7 @@ class ResplitDifferences:
     num_test: float
 
     @property
-    def mean_variance_factor(self) -> float:
+    def variance_factor_of_mean(self) -> float:
         """Returns the factor that converts the variance of one difference to the variance of their mean: 1/K +
         test/train for K splits; 0 if all differences are equal."""
         return (
@@ -66,7 +66,9 @@ def estimate_client_means_over_resplits(
         together = t_quantile(alpha / num_claims, len(differences_by_client) * free) ** 2 * max(
             common, site.sample_variance
         )
-        return math.sqrt(site.mean_variance_factor * max(together, t_quantile(alpha, free) ** 2 * site.sample_variance))
+        return math.sqrt(
+            site.variance_factor_of_mean * max(together, t_quantile(alpha, free) ** 2 * site.sample_variance)
+        )
 
     means = [float(np.mean(site.values)) for site in differences_by_client]
     return [

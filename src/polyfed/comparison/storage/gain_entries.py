@@ -18,7 +18,7 @@ class GainEntry(TypedDict, total=False):
     gain_interval: IntervalEnds
 
 
-class ClientTestsEntry(TypedDict, total=False):
+class ClientTestCountsEntry(TypedDict, total=False):
     """Holds the number of a client's examples that all folds of one repeat test together."""
 
     test: Required[int]
@@ -28,7 +28,7 @@ class ClientTestsEntry(TypedDict, total=False):
     """Number of groups of these examples, if they have any."""
 
 
-class SiteModelEntry(TypedDict, total=False):
+class RandomEffectsGainEntry(TypedDict, total=False):
     """Holds a random-effects model of the clients' gains: the best method against the alternative without federation
     that is best in the mean."""
 

@@ -9,7 +9,13 @@ it or it is not needed to show the results. Files are checked against these type
 from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, Required, TypedDict
 
-from polyfed.comparison.storage.gain_entries import ClientTestsEntry, GainEntry, IntervalEnds, Score, SiteModelEntry
+from polyfed.comparison.storage.gain_entries import (
+    ClientTestCountsEntry,
+    GainEntry,
+    IntervalEnds,
+    RandomEffectsGainEntry,
+    Score,
+)
 from polyfed.core.io.validation import validation_error
 
 AnswerWord = Literal["join", "stay", "undecided"]
@@ -257,9 +263,9 @@ class ComparisonResults(TypedDict, total=False):
     """Number of times that the folds were dealt."""
     most_repeats: int
     """How often at most, if it stops when the mean's answer is decided."""
-    tested: dict[str, ClientTestsEntry]
+    tested: dict[str, ClientTestCountsEntry]
     """Holds the examples that all folds together test, by client id."""
-    site_model: SiteModelEntry | None
+    site_model: RandomEffectsGainEntry | None
     """Holds the gains of sites as a mean and a deviation of each; None with few sites."""
     class_names: list[str] | None
     data: dict[str, dict[str, ClientSizesEntry]]

@@ -58,7 +58,7 @@ def lowest_loss_round_by_client(history: History, num_validation: Mapping[str, i
     return best_rounds
 
 
-def compared_rounds_of_local_runs(
+def select_compared_rounds_of_local_runs(
     plan: ComparisonPlan,
     methods: Mapping[str, Method],
     runs: Mapping[tuple[str, int], FinishedRun],
@@ -81,7 +81,7 @@ def compared_rounds_of_local_runs(
     """
     rounds_by_run: dict[tuple[str, int], dict[str, int]] = {}
     for (label, seed), run in runs.items():
-        if plan.criteria.budget.is_fixed or not isinstance(methods[label], Local):
+        if plan.criteria.budget.determines_compared_round or not isinstance(methods[label], Local):
             continue
         rounds: dict[str, int] | None = None
         if tuning_entry is not None and "rounds" in tuning_entry:

@@ -40,7 +40,7 @@ def resolve_search_values(method: Method, name: str, values: Any) -> Any:
     return [float(f"{value:.4g}") for value in around]
 
 
-def values_to_validate(name: str, values: Any) -> tuple[Any, ...]:
+def list_values_or_range_ends(name: str, values: Any) -> tuple[Any, ...]:
     """Returns the values with which to validate a hyper-parameter before the search: all of a list, or the two ends of
     a range; raises a `UserError` if `values` is neither."""
     if isinstance(values, str):
@@ -79,17 +79,17 @@ def next_value_beyond_edge(values: Sequence[Any], best: Any, is_integer: bool) -
     return None if further in values else further
 
 
-def may_extend_grid(values: Any) -> bool:
+def allows_values_beyond_listed(values: Any) -> bool:
     """Returns True if `values` contains the mark `...`, which allows the search to try values beyond the listed ones."""
     if isinstance(values, str):
         return values == EXTENDED_GRID
     return isinstance(values, Sequence) and any(isinstance(value, str) and value == EXTEND for value in values)
 
 
-def check_grid_extension(name: str, values: Any, trials: int | None) -> None:
+def check_grid_can_be_extended(name: str, values: Any, trials: int | None) -> None:
     """Raises a `UserError` if a grid with the mark `...` cannot be extended, because it holds anything but positive
     numbers, or because Optuna searches."""
-    if not may_extend_grid(values):
+    if not allows_values_beyond_listed(values):
         return
     if trials is not None:
         raise UserError(

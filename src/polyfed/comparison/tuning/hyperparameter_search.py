@@ -29,11 +29,11 @@ from polyfed.comparison.tuning.grid import (
     EXTEND,
     EXTENDED_GRID,
     GRID,
-    check_grid_extension,
-    may_extend_grid,
+    allows_values_beyond_listed,
+    check_grid_can_be_extended,
+    list_values_or_range_ends,
     next_value_beyond_edge,
     resolve_search_values,
-    values_to_validate,
 )
 from polyfed.comparison.tuning.optuna_search import OptunaSearch, import_optuna
 from polyfed.comparison.tuning.ranking import (
@@ -90,10 +90,10 @@ def validate_search(plan: ComparisonPlan) -> None:
             raise UserError(
                 f"no method of the comparison has a field {name!r} to search; {did_you_mean(name, field_names)}"
             )
-        check_grid_extension(name, values, trials)
+        check_grid_can_be_extended(name, values, trials)
         for method in plan.methods.values():
             if name in {f.name for f in _fields(method)}:
-                for value in values_to_validate(name, resolve_search_values(method, name, values)):
+                for value in list_values_or_range_ends(name, resolve_search_values(method, name, values)):
                     dataclasses.replace(method, **{name: value})  # type: ignore[type-var]  # which checks the value
     if trials is not None:
         import_optuna()
@@ -177,11 +177,11 @@ def run_search(plan: ComparisonPlan, methods: Mapping[str, Method], *, has_same_
             result = result.with_runs_added(new_runs)
             for search_run in new_runs:
                 is_complete = (
-                    search_run.deciding_loss is not None
+                    search_run.ranking_loss is not None
                     and search_run.validation_losses_by_client.keys() == result.clients_with_loss
                 )
                 studies[search_run.label].report_score(
-                    -search_run.deciding_loss[0] if is_complete and search_run.deciding_loss is not None else None
+                    -search_run.ranking_loss[0] if is_complete and search_run.ranking_loss is not None else None
                 )
     return result
 
@@ -194,7 +194,7 @@ def _extended_candidates(result: SearchResult, label: str) -> list[Fields]:
     plan, method, runs = result.plan, result.methods[label], result.runs_by_label[label]
     candidates: list[Fields] = []
     for name, listed_values in _search_values(plan, method).items():
-        if not may_extend_grid((plan.search_space or {})[name]):
+        if not allows_values_beyond_listed((plan.search_space or {})[name]):
             continue
         tried = {search_run.fields[name] for search_run in runs}
         is_integer = not any(f.name == name and "float" in str(f.type) for f in _fields(method))
@@ -262,7 +262,7 @@ def build_search_variants(plan: ComparisonPlan, method: Method) -> list[Method]:
     if plan.num_trials is None:
         tries = _all_combinations(plan, method)
     else:
-        ends = {name: values_to_validate(name, values) for name, values in _search_values(plan, method).items()}
+        ends = {name: list_values_or_range_ends(name, values) for name, values in _search_values(plan, method).items()}
         tries = [{name: extremes[k] for name, extremes in ends.items()} for k in (0, -1)] if ends else []
     return [dataclasses.replace(method, **fields) for fields in tries]  # type: ignore[type-var]
 

@@ -128,13 +128,13 @@ def first_loss(loss_by_round: Mapping[int, float]) -> float:
     return loss_by_round[min(loss_by_round)]
 
 
-def losses_with_clients_stopped(
+def hold_losses_after_clients_stop(
     losses_by_client: Mapping[str, Mapping[int, float]], last_round_by_client: Mapping[str, int]
 ) -> dict[str, dict[int, float]]:
     """Returns a copy of all clients' losses by round, as if each client had stopped training after its round in
     `last_round_by_client`.
 
-    >>> losses_with_clients_stopped({"a": {1: 0.5, 2: 0.75}, "b": {1: 0.5, 2: 0.25}}, {"a": 1, "b": 2})
+    >>> hold_losses_after_clients_stop({"a": {1: 0.5, 2: 0.75}, "b": {1: 0.5, 2: 0.25}}, {"a": 1, "b": 2})
     {'a': {1: 0.5, 2: 0.5}, 'b': {1: 0.5, 2: 0.25}}
     """
     return {
@@ -217,34 +217,34 @@ class SearchRun:
         evaluated round."""
         return pool_losses(self.validation_losses_by_client, self.num_validation)
 
-    def deciding_loss_of_curve(self, curve: LossCurve) -> LossAtRound | None:
+    def ranking_loss_of_curve(self, curve: LossCurve) -> LossAtRound | None:
         """Returns the loss (with its round) by which this run would be ranked if `curve` were its loss by round; None
         for an empty curve."""
-        if self.budget.is_fixed:
+        if self.budget.determines_compared_round:
             return mean_of_last_losses(curve, self.cost_by_round, self.budget.limit)
         return lowest_smoothed_loss(curve)
 
     @cached_property
-    def deciding_loss(self) -> LossAtRound | None:
+    def ranking_loss(self) -> LossAtRound | None:
         """Returns the validation loss by which this run is ranked, with its round; None if the run has no loss."""
-        return self.deciding_loss_of_curve(self.pooled_loss_curve)
+        return self.ranking_loss_of_curve(self.pooled_loss_curve)
 
     @property
-    def deciding_round(self) -> int | None:
-        """Returns the round whose validation loss ranks this run (see `deciding_loss`); None if the run has no loss."""
-        return None if self.deciding_loss is None else self.deciding_loss.round
+    def ranking_round(self) -> int | None:
+        """Returns the round whose validation loss ranks this run (see `ranking_loss`); None if the run has no loss."""
+        return None if self.ranking_loss is None else self.ranking_loss.round
 
     @property
     def mean_validation_score(self) -> float | None:
-        """Returns the mean over clients of the validation score after the round `deciding_round`; None if it is not
+        """Returns the mean over clients of the validation score after the round `ranking_round`; None if it is not
         defined.
 
         It is reported only, and does not change the ranking.
         """
-        if self.deciding_round is None:
+        if self.ranking_round is None:
             return None
         mean: float | None = (
-            self.history[self.deciding_round - 1]["summary"].get(f"val_{self.metric_name}", {}).get("mean")
+            self.history[self.ranking_round - 1]["summary"].get(f"val_{self.metric_name}", {}).get("mean")
         )
         return mean
 
@@ -255,10 +255,10 @@ def rank_runs_by_pooled_loss(runs: Sequence[SearchRun], clients_with_loss: froze
     complete_runs = [
         run
         for run in runs
-        if run.deciding_loss is not None and run.validation_losses_by_client.keys() == clients_with_loss
+        if run.ranking_loss is not None and run.validation_losses_by_client.keys() == clients_with_loss
     ]
     return sorted(
-        complete_runs, key=lambda run: _sort_key(run, run.deciding_loss or LossAtRound(0.0, 0), run.pooled_loss_curve)
+        complete_runs, key=lambda run: _sort_key(run, run.ranking_loss or LossAtRound(0.0, 0), run.pooled_loss_curve)
     )
 
 
@@ -300,7 +300,7 @@ def rank_runs_for_one_client(runs: Sequence[SearchRun], client: str) -> list[Run
         curve = shrink_client_loss_to_pooled_loss(
             client_losses, run.num_validation.get(client, 0), pool_losses(filled, run.num_validation)
         )
-        if (place := run.deciding_loss_of_curve(curve)) is not None:
+        if (place := run.ranking_loss_of_curve(curve)) is not None:
             entries.append((_sort_key(run, place, curve), len(entries), run, place.round))
     return [RunWithBestRound(run, number) for _, _, run, number in sorted(entries, key=lambda entry: entry[:2])]
 

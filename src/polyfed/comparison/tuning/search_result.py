@@ -8,14 +8,14 @@ from typing import Any, NamedTuple, final
 
 from polyfed.algorithms import Local
 from polyfed.comparison.plan import ComparisonPlan, Failure, Method
-from polyfed.comparison.tuning.grid import is_number, may_extend_grid
+from polyfed.comparison.tuning.grid import allows_values_beyond_listed, is_number
 from polyfed.comparison.tuning.ranking import (
     POOLED_LOSS_WEIGHT,
     SMOOTHED_ROUNDS,
     Fields,
     RunWithBestRound,
     SearchRun,
-    losses_with_clients_stopped,
+    hold_losses_after_clients_stop,
     rank_runs_by_pooled_loss,
     rank_runs_for_one_client,
 )
@@ -137,7 +137,7 @@ class SearchResult:
                 failures[label] = next((run.failure for run in runs if run.failure is not None), lost)
         return failures
 
-    def choice_to_replace_after_failure(
+    def find_failed_choice_to_replace(
         self, label: str, failure: Failure, rank_by_choice: Mapping[ChoiceKey, int]
     ) -> ChoiceKey | None:
         """Returns the key of the choice of hyper-parameters to replace by the next best one, after a final run failed
@@ -184,7 +184,7 @@ class SearchResult:
                 best = order[rank]
                 tuned_methods[label] = dataclasses.replace(tuned_methods[label], **best.fields)  # type: ignore[type-var]
                 entry["chosen"] = best.fields
-                rounds[label], losses[label] = best.deciding_round, [list(point) for point in best.pooled_loss_curve]
+                rounds[label], losses[label] = best.ranking_round, [list(point) for point in best.pooled_loss_curve]
                 edge += [] if label in self.ranked_runs_by_label_and_client else [
                     f"{name} of {label}" for name in best.fields if _is_at_edge(name, best, runs)]  # fmt: skip
             if label in self.ranked_runs_by_label_and_client:
@@ -197,7 +197,7 @@ class SearchResult:
                 )
                 entry["by_client"] = {c: search_run.fields for c, (search_run, _) in choice_by_client.items()}
                 entry["rounds"] = {
-                    c: choice_by_client[c][1] if c in choice_by_client else best.deciding_round
+                    c: choice_by_client[c][1] if c in choice_by_client else best.ranking_round
                     for c in sorted(self.num_validation)
                 }
                 rounds[label] = max(entry["rounds"].values())
@@ -215,8 +215,8 @@ class SearchResult:
             entry["tried"] = [
                 {
                     "fields": search_run.fields,
-                    "loss": search_run.deciding_loss.loss
-                    if id(search_run) in complete_ids and search_run.deciding_loss
+                    "loss": search_run.ranking_loss.loss
+                    if id(search_run) in complete_ids and search_run.ranking_loss
                     else None,
                     "validation": search_run.mean_validation_score if id(search_run) in complete_ids else None,
                 }
@@ -237,7 +237,7 @@ class SearchResult:
         return [
             list(point)
             for point in pool_losses(
-                losses_with_clients_stopped(histories, {c: n for c, (_, n) in choice_by_client.items()}),
+                hold_losses_after_clients_stop(histories, {c: n for c, (_, n) in choice_by_client.items()}),
                 self.num_validation,
             )
         ]
@@ -246,14 +246,16 @@ class SearchResult:
         """Describes the search in a sentence for users."""
         plan, at = self.plan, self.plan.search_budget
         how = "all combinations" if plan.num_trials is None else "by Optuna"
-        if plan.num_trials is None and any(may_extend_grid(values) for values in (plan.search_space or {}).values()):
+        if plan.num_trials is None and any(
+            allows_values_beyond_listed(values) for values in (plan.search_space or {}).values()
+        ):
             how += f", and up to {MAX_EXTENSIONS} values beyond where the best was the smallest or the largest"
         runs = (
             f"up to {max_runs} {'run' if max_runs == 1 else 'runs'} of {plan.settings.rounds} rounds with seed "
             f"{plan.seeds[0]}"
         )
         score = "lowest loss on all validation examples together"
-        if at.is_fixed:
+        if at.determines_compared_round:
             score += f", of the last {SMOOTHED_ROUNDS} evaluated rounds" + ("" if at.limit is None else f" within {at}")
         sentence = (
             f"{', '.join(plan.search_space or {})}, {how}: {runs} for each method that has the fields, chosen by the "
@@ -266,7 +268,7 @@ class SearchResult:
             )
         if not self.held_out:
             return sentence
-        also = "" if at.is_fixed else "which also chose the number of rounds, "
+        also = "" if at.determines_compared_round else "which also chose the number of rounds, "
         return (
             f"{sentence}; clients without validation examples held out a fifth of their training examples for the search, "
             f"{also}and train on all of them afterwards"

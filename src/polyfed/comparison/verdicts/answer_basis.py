@@ -71,7 +71,7 @@ def _count_groups(client: Client) -> dict[str, list[int]]:
     return {"groups": [int(n.max()) + 1 for n in numbers]} if len(numbers) == 2 else {}
 
 
-def tested_examples(content: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def count_test_examples_by_seed(content: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Returns one mapping for each seed, from client ids to numbers of test examples; if the runs are folds of a
     cross-validation, a single mapping for all folds together."""
     return [content["tested"]] if content.get("tested") else list(content["data"].values())
@@ -86,7 +86,7 @@ def count_examples_behind_answer(content: Mapping[str, Any], clients: Sequence[s
         clients: one client, or all for their mean.
         by_class: whether to count the rarest class.
     """
-    sizes_by_seed = tested_examples(content)
+    sizes_by_seed = count_test_examples_by_seed(content)
     examples = min(sum(sizes[c]["test"] for c in clients if c in sizes) for sizes in sizes_by_seed)
     words = f"{examples} test example{'' if examples == 1 else 's'}"
     by_group = [[sizes[c].get("groups") for c in clients if c in sizes] for sizes in sizes_by_seed]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def describe_fold_coverage(content: Mapping[str, Any]) -> list[str]:
+def describe_fold_interval_coverage(content: Mapping[str, Any]) -> list[str]:
     """Returns sentences that say what the confidence intervals of a cross-validation cover, from the content of its
     `comparison.json`."""
     folds, repeats = content["folds"], content["fold_repeats"]

@@ -32,7 +32,7 @@ def name_of_method_or_reference(key: str) -> str:
     return key[1:-1] if key.startswith("(") else key
 
 
-def reference_scores(references: Mapping[str, Any]) -> ScoresByMethod:
+def collect_local_simple_model_scores(references: Mapping[str, Any]) -> ScoresByMethod:
     """Returns the scores of the simple models that clients fit on their own data only, as `{key: {seed: {client id:
     score}}}`."""
     return {
@@ -42,7 +42,7 @@ def reference_scores(references: Mapping[str, Any]) -> ScoresByMethod:
     }
 
 
-def leader_gain_over_alternatives(
+def leader_gain_over_local_alternatives(
     content: Mapping[str, Any], evidence: Evidence, leader: str | None
 ) -> GainsOverBestRival:
     """Estimates the gain of the method `leader` over the best alternative without federation (a network or simple model
@@ -66,7 +66,7 @@ def leader_gain_over_alternatives(
     return evidence.gain_over_best_rival(leader, [reference, *simple], max(1, len(methods)))
 
 
-def add_reference_gains(content: Mapping[str, Any], evidence: Evidence, metric: Metric) -> None:
+def add_gains_of_references_over_local(content: Mapping[str, Any], evidence: Evidence, metric: Metric) -> None:
     """Adds to each simple model in `content["references"]` its gain over the network that clients train on their own
     data only, with simultaneous confidence intervals."""
     simple, reference = _simple_model_keys(content), content["reference"]

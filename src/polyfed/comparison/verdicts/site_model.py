@@ -11,7 +11,7 @@ MANY_SITES = 10
 """Fewest sites for a sentence of its own: with fewer, an interval with sites as units is very wide."""
 
 
-def build_site_model(
+def build_random_effects_gain_entry(
     mean_answer: Mapping[str, Any] | None, evidence: Evidence, metric: Metric
 ) -> dict[str, Any] | None:
     """Builds the entry `site_model` of `comparison.json`, a random-effects model of the best method's gain over the
@@ -26,7 +26,7 @@ def build_site_model(
     rival = over if over in evidence.scores else bracketed_simple_model_name(over)
     if leader not in evidence.scores or rival not in evidence.scores:
         return None
-    modelled = evidence.model_sites(leader, rival)
+    modelled = evidence.fit_random_effects_of_gains(leader, rival)
     if modelled is None:
         return None
     clients, model = modelled
@@ -43,7 +43,7 @@ def build_site_model(
     }
 
 
-def describe_site_model(content: Mapping[str, Any]) -> list[str]:
+def describe_mean_gain_over_similar_sites(content: Mapping[str, Any]) -> list[str]:
     """Returns a list with the sentence on the mean gain over sites like these; an empty list for fewer than
     `MANY_SITES` sites."""
     model = content.get("site_model")

@@ -6,10 +6,14 @@ from typing import Any
 
 from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL
 from polyfed.comparison.statistics.evidence import GainOverRivals, clip_interval_to_metric_range
-from polyfed.comparison.verdicts.answer_basis import AnswerBasis, count_examples_behind_answer, tested_examples
-from polyfed.comparison.verdicts.fold_sentences import describe_fold_coverage
+from polyfed.comparison.verdicts.answer_basis import (
+    AnswerBasis,
+    count_examples_behind_answer,
+    count_test_examples_by_seed,
+)
+from polyfed.comparison.verdicts.fold_sentences import describe_fold_interval_coverage
 from polyfed.comparison.verdicts.rival_gains import name_of_method_or_reference
-from polyfed.comparison.verdicts.site_model import describe_site_model
+from polyfed.comparison.verdicts.site_model import describe_mean_gain_over_similar_sites
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.task import TaskSpec, get_task, registered_tasks
 
@@ -55,14 +59,14 @@ def _better_or_worse(value: float, unit: str, label: str) -> str:
     return f"{format_difference(value, unit, label)} {'worse' if value < 0 else 'better'}"
 
 
-def decide_answer(gain: float | None, interval: Sequence[float] | None, may_decide: bool) -> str:
+def decide_whether_to_join(gain: float | None, interval: Sequence[float] | None, may_decide: bool) -> str:
     """Returns "join", "stay" or "undecided": whether a client should join the federation, decided from its gain and the
     gain's confidence interval.
 
     With `may_decide` false the answer is always "undecided".
 
-    >>> (decide_answer(0.05, [0.04, 0.06], True), decide_answer(-0.05, [-0.06, -0.04], True),
-    ...  decide_answer(0.05, [-0.01, 0.1], True))
+    >>> (decide_whether_to_join(0.05, [0.04, 0.06], True), decide_whether_to_join(-0.05, [-0.06, -0.04], True),
+    ...  decide_whether_to_join(0.05, [-0.01, 0.1], True))
     ('join', 'stay', 'undecided')
     """
     if gain is None or interval is None or not may_decide or interval[0] <= 0 <= interval[1]:
@@ -70,7 +74,7 @@ def decide_answer(gain: float | None, interval: Sequence[float] | None, may_deci
     return "join" if interval[0] > 0 else "stay"
 
 
-def build_answers(
+def build_join_answers(
     content: Mapping[str, Any], leader: str | None, reason_undecided: str,
     leader_gains: tuple[GainOverRivals | None, Mapping[str, GainOverRivals | None]], metric: Metric, *, by_class: bool,
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:  # fmt: skip
@@ -126,7 +130,7 @@ def _answer_entry(
     if rival_gain is not None:
         gain, over = round(rival_gain.estimate.value, _ROUNDED), name_of_method_or_reference(rival_gain.best_rival)
         interval = clip_interval_to_metric_range(rival_gain.estimate, metric, difference=True)
-    word = decide_answer(gain, interval, not why_not)
+    word = decide_whether_to_join(gain, interval, not why_not)
     row = {"client": client, "answer": word, "method": leader, "gain": gain, "interval": interval, "over": over}
     row |= {"test_examples": basis.num_examples, "rarest": basis.num_rarest, "basis": basis.sentence}
     gains = {} if rival_gain is None else rival_gain.gain_by_rival
@@ -147,7 +151,7 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
     if leader is None:
         return f"{subject}: not decided: {why_not or f'no method can be compared with {reference}'}"
     is_simple_model = row["over"] != reference
-    rival = describe_alternative(row["over"], reference, content["task"])
+    rival = describe_local_alternative(row["over"], reference, content["task"])
     first = f"{rival} is as good; " if is_simple_model and row["gain"] is not None and row["gain"] <= 0 else ""
     if interval is None:
         few = f"too few {get_task(content['task']).limiting_examples} for an interval of {leader}"
@@ -181,11 +185,11 @@ def _is_too_wide(interval: Sequence[float], content: Mapping[str, Any]) -> bool:
     return interval[1] - interval[0] > _WIDE.get(score, math.inf)
 
 
-def describe_alternative(name: str, reference: str | None, task: TaskSpec) -> str:
+def describe_local_alternative(name: str, reference: str | None, task: TaskSpec) -> str:
     """Describes in words an alternative to federation: the client's network, or a simple model, trained on its own data
     only.
 
-    >>> describe_alternative("ridge", "local", "regression"), describe_alternative("local", "local", "regression")
+    >>> describe_local_alternative("ridge", "local", "regression"), describe_local_alternative("local", "local", "regression")
     ('ridge regression alone', 'training alone')
     """
     if name == reference:
@@ -211,7 +215,11 @@ def verdict_sentences(
     ranked = sorted(client_answers, key=lambda row: (-(row["gain"] or 0.0), row["client"]))
     decided = [row["sentence"] for row in ranked if row["answer"] != "undecided"]
     undecided = [row for row in ranked if row["answer"] == "undecided"]
-    first = [mean_answer["sentence"], *describe_site_model(content), *_simple_model_sentences(content)]
+    first = [
+        mean_answer["sentence"],
+        *describe_mean_gain_over_similar_sites(content),
+        *_simple_model_sentences(content),
+    ]
     if len(client_answers) <= _LINES:
         return [*first, *decided, *(row["sentence"] for row in undecided)]
     return [*first, *decided, f"not decided: {join_names([row['client'] for row in undecided])}"]
@@ -226,7 +234,7 @@ def _simple_model_sentences(content: Mapping[str, Any]) -> list[str]:
     name = max(with_gain, key=lambda name: with_gain[name]["gain"])
     gain, ends = with_gain[name]["gain"], with_gain[name].get("gain_interval")
     unit, label = content["score_unit"], content["score_label"]
-    rival, network = describe_alternative(name, None, content["task"]), "training alone"
+    rival, network = describe_local_alternative(name, None, content["task"]), "training alone"
     estimate = f"(best estimate {_better_or_worse(gain, unit, label)})"
     if ends is None or _is_too_wide(ends, content):
         return [f"mean over clients: whether {rival} is better than {network} is not decided {estimate}"]
@@ -249,7 +257,7 @@ def join_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
-def coverage_sentences(content: Mapping[str, Any]) -> list[str]:
+def describe_result_scope(content: Mapping[str, Any]) -> list[str]:
     """Returns sentences that explain, from the content of `comparison.json`, what the results estimate and what they do
     not cover."""
     return [*_estimation_sentences(content), *_alternatives_sentences(content)]
@@ -263,7 +271,7 @@ def _alternatives_sentences(content: Mapping[str, Any]) -> list[str]:
     if not names:
         return ["The answers compare with training alone only: no simple models of each site were fitted (--no-references, "
                 "references=False)."]  # fmt: skip
-    models = ", ".join(describe_alternative(name, None, content["task"]) for name in names)
+    models = ", ".join(describe_local_alternative(name, None, content["task"]) for name in names)
     rule = (
         f"A site is told to join only if the method beats everything it has alone: training alone, {models}. The gain is "
         "over the best of these."
@@ -283,7 +291,7 @@ def _estimation_sentences(content: Mapping[str, Any]) -> list[str]:
         "the means of all methods, and those of all sites and methods."
     )
     if content.get("folds"):
-        return [estimated, level, *describe_fold_coverage(content)]
+        return [estimated, level, *describe_fold_interval_coverage(content)]
     if resplit:
         return [
             estimated,
@@ -321,7 +329,7 @@ def _estimation_sentences(content: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def note_sentences(
+def describe_limits_of_results(
     content: Mapping[str, Any], clients_without_score: Mapping[tuple[str, str], Sequence[str]], unclear: Sequence[str]
 ) -> list[str]:
     """Returns sentences that warn of limits of the results, such as clients without a score.
@@ -340,7 +348,7 @@ def note_sentences(
             f"{join_names(unclear)}: too few {get_task(content['task']).limiting_examples} for an interval of "
             f"{content['score_label']}; left out of the interval of the mean"
         )
-    few = sorted({c for rows in tested_examples(content) for c, row in rows.items() if row["test"] < _FEW})
+    few = sorted({c for rows in count_test_examples_by_seed(content) for c, row in rows.items() if row["test"] < _FEW})
     if content["score"] == "r2" and few:
         sentences.append(
             f"{join_names(few)}: R² of fewer than {_FEW} test examples has a very wide interval; let the mean absolute "
@@ -388,7 +396,7 @@ def budget_sentence(kind: str, limit: float | None, *, has_limit: bool, validate
     return f"each run at its last evaluated round within {amount}{whose}"
 
 
-def target_sentence(target: float | None, reference: str | None) -> str:
+def describe_target_source(target: float | None, reference: str | None) -> str:
     """Returns a phrase that says where the target score comes from: the user asked for it, or a reference method
     reaches it."""
     if target is not None:

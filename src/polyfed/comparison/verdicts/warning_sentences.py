@@ -56,7 +56,7 @@ def warning_sentences(content: Mapping[str, Any], data_warnings: Sequence[str], 
         sentences.append("Two seeds say little of what another seed would give, so that intervals are many times as wide as "
                      "with five: give more (--seeds 0,1,2,3,4, or --resplit 5).")  # fmt: skip
     not_converged = [label for label, entry in content["convergence"].items() if entry["converged"] is False]
-    if not_converged and not budget.is_fixed:
+    if not_converged and not budget.determines_compared_round:
         helps = {label: content["convergence"][label]["advice"] for label in not_converged}
         each = (
             [f"{label}: {words}" for label, words in helps.items()]

@@ -42,7 +42,7 @@ def predict_sets(model: nn.Module, sets: Sequence[Examples]) -> list[Tensor]:
     """
     if (deferred_run := current_deferred_run()) is not None:
         single_tensors = all(isinstance(examples.x, Tensor) for examples in sets)  # several parts are not stacked
-        outputs = deferred_run.result_of_next_call(
+        outputs = deferred_run.replay_or_defer_next_call(
             lambda: PredictCall(model, copy_all_parameters_and_buffers(model), sets) if single_tensors else None
         )
         if isinstance(outputs, list):

@@ -144,7 +144,9 @@ def _import_metric(path: str, task: Task) -> Metric:
 def metric_path_or_name(metric: Metric) -> str:
     """Returns the text that names a metric in a configuration: `module:name` if the metric was imported, else its name."""
     return (
-        trusted_code.recorded_import_path(metric) or trusted_code.recorded_import_path(metric.function) or metric.name
+        trusted_code.find_trusted_import_path(metric)
+        or trusted_code.find_trusted_import_path(metric.function)
+        or metric.name
     )
 
 

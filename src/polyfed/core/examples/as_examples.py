@@ -12,8 +12,8 @@ from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransfor
 from polyfed.core.examples.nan_checks import check_examples_finite
 from polyfed.core.examples.pytree import (
     Inputs,
+    explain_unreadable_rows,
     named_leaves,
-    row_access_obstacle,
     tree_map,
 )
 from polyfed.core.examples.text_labels import NumberedLabels
@@ -63,7 +63,7 @@ def as_examples(
         else _examples_with_channels(name, *read_inputs_and_labels(source, name, labelled, collate))
     )
     for _, tensor in (*named_leaves(examples.x), ("", examples.y)):
-        if error := row_access_obstacle(tensor):
+        if error := explain_unreadable_rows(tensor):
             raise UserError(f"{name} are {error}")
     if not isinstance(source, Examples) and examples.device.type != "cpu":
         examples = examples.to(torch.device("cpu"))  # each engine copies them to the device on which clients compute

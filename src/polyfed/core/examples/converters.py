@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples.loaders import read_data_loader
-from polyfed.core.examples.pytree import Inputs, check_and_convert_inputs, first_leaf, row_access_obstacle
+from polyfed.core.examples.pytree import Inputs, check_and_convert_inputs, explain_unreadable_rows, first_leaf
 from polyfed.core.examples.text_labels import NumberedLabels, holds_texts, number_text_labels
 
 Collate = Callable[[list[Any]], Any]
@@ -255,7 +255,7 @@ def to_number_tensor(value: Any, name: str) -> Tensor:
         UserError: it holds something else than numbers.
     """
     if isinstance(value, Tensor):
-        if error_text := row_access_obstacle(value):
+        if error_text := explain_unreadable_rows(value):
             raise UserError(f"{name}: {error_text}")
         return value.detach().resolve_conj().resolve_neg()
     if isinstance(value, Iterator):

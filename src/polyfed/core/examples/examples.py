@@ -14,10 +14,10 @@ from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.pytree import (
     Inputs,
     check_and_convert_inputs,
+    explain_unreadable_rows,
     first_leaf,
     input_spec_of,
     named_leaves,
-    row_access_obstacle,
     tree_map,
 )
 from polyfed.core.examples.times import times_as_numbers
@@ -238,7 +238,7 @@ class Examples:
         return None if self.time is None else times_as_numbers(self.column(self.time), f"time: column {self.time!r}")
 
     @property
-    def shown_columns(self) -> tuple[str, ...]:
+    def columns_for_subgroup_scores(self) -> tuple[str, ...]:
         """Returns the names of the columns by which scores of subgroups may be shown: all but the group column and the
         time column.
         """
@@ -315,7 +315,7 @@ def _store_error(x: Inputs, y: Any, index: Any) -> str:
         ("labels", y),
     ):
         if not tensor.is_meta and (
-            error := row_access_obstacle(tensor)
+            error := explain_unreadable_rows(tensor)
         ):  # meta tensors stand for the form of inputs alone
             return f"{name} are {error}"
     if index is None:

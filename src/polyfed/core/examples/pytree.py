@@ -135,11 +135,11 @@ def concatenate_batches(batches: Sequence[Any]) -> Any:
     return tree_map(lambda *parts: torch.cat(parts), *batches)
 
 
-def row_access_obstacle(tensor: Tensor) -> str | None:
+def explain_unreadable_rows(tensor: Tensor) -> str | None:
     """Returns half a sentence that says why rows of a tensor cannot be read one by one (it is sparse, say), and what to
     do; None if they can.
 
-    >>> row_access_obstacle(torch.zeros(2).to_sparse())
+    >>> explain_unreadable_rows(torch.zeros(2).to_sparse())
     'a sparse tensor (torch.sparse_coo); give tensor.to_dense()'
     """
     if tensor.is_nested:

@@ -157,12 +157,12 @@ def import_trusted_callable(import_path: str, role: str = "network") -> Callable
     return obj  # type: ignore[no-any-return]
 
 
-def recorded_import_path(obj: Any) -> str | None:
+def find_trusted_import_path(obj: Any) -> str | None:
     """Returns the path `module:name` by which `import_trusted_callable` imported an object; None for any other object.
 
     >>> with restore_trusted_names_afterwards():
     ...     trust_code("torch.nn:Identity")
-    ...     recorded_import_path(import_trusted_callable("torch.nn:Identity")), recorded_import_path(len)
+    ...     find_trusted_import_path(import_trusted_callable("torch.nn:Identity")), find_trusted_import_path(len)
     ('torch.nn:Identity', None)
     """
     try:

@@ -48,7 +48,7 @@ def parse_json(text: str | bytes) -> Any:
         value = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if wrong := size_limit_error(value):
+    if wrong := explain_exceeded_size_limit(value):
         raise ValueError(wrong)
     return value
 
@@ -77,7 +77,7 @@ def parse_yaml(text: str | bytes) -> Any:
         where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"{where}{problem or first}") from error
-    if wrong := size_limit_error(value):
+    if wrong := explain_exceeded_size_limit(value):
         raise ValueError(wrong)
     return value
 
@@ -119,13 +119,13 @@ def _refuse_constant(text: str) -> float:
     raise ValueError(f"it has {text}, which is no number")
 
 
-def size_limit_error(value: Any) -> str | None:
+def explain_exceeded_size_limit(value: Any) -> str | None:
     """Returns half a sentence that says why a value from a file is nested too deeply or too large; None if it is within
     the limits.
 
     A YAML file of few bytes may stand for a mapping that contains itself, or for billions of values.
 
-    >>> size_limit_error([1, [2]]), size_limit_error([[]] * 3_000_000)
+    >>> explain_exceeded_size_limit([1, [2]]), explain_exceeded_size_limit([[]] * 3_000_000)
     (None, 'it holds more than 2000000 values')
     """
     level, count = [value], 0

@@ -83,7 +83,7 @@ def adapter_averaging_mode(algorithm: Algorithm[Any, Any]) -> AdapterMode | None
     return mode
 
 
-def architecture_key_ignoring_averaged_ranks(algorithm: Algorithm[Any, Any], net: CachedModule) -> str:
+def architecture_key_without_averaged_lora_ranks(algorithm: Algorithm[Any, Any], net: CachedModule) -> str:
     """Returns a key that is equal for networks of one architecture; if the method averages adapters of different ranks,
     the ranks do not change the key.
     """
@@ -103,7 +103,7 @@ def architecture_key_ignoring_averaged_ranks(algorithm: Algorithm[Any, Any], net
     return f"{digest}-{frozen}" if frozen else digest
 
 
-def adapter_rank_by_a_name(net: CachedModule) -> dict[str, int]:
+def lora_rank_by_matrix_a_name(net: CachedModule) -> dict[str, int]:
     """Returns `{name of matrix A: rank}` for the LoRA adapters of a network."""
     state = net.module.state_dict()
     return {pair.a: state[pair.a].shape[0] for pair in find_adapters(state)}
@@ -124,7 +124,7 @@ def network_with_largest_ranks(networks: Mapping[str, Architecture], mode: Adapt
     cached_modules = {i: cached_module(factory) for i, factory in sorted(networks.items())}
     largest: dict[str, int] = {}
     for i, net in cached_modules.items():
-        if not (client_ranks := adapter_rank_by_a_name(net)):
+        if not (client_ranks := lora_rank_by_matrix_a_name(net)):
             raise UserError(
                 f"adapters={mode!r} is for networks with low-rank adapters, and that of client {i!r} has no parameters "
                 "called lora_A and lora_B; leave it out"
@@ -144,7 +144,7 @@ def network_with_largest_ranks(networks: Mapping[str, Architecture], mode: Adapt
                 _frozen_weight(net.module, pair)
         largest = {name: max(rank, largest.get(name, 0)) for name, rank in client_ranks.items()}
     for i, net in cached_modules.items():
-        if adapter_rank_by_a_name(net) == largest:
+        if lora_rank_by_matrix_a_name(net) == largest:
             return networks[i]
     raise UserError(
         f"adapters={mode!r}: no client has the largest rank in all layers, and the server's adapters are those of one "
@@ -156,7 +156,7 @@ def network_with_largest_ranks(networks: Mapping[str, Architecture], mode: Adapt
 
 
 @contextmanager
-def message_at_client_rank_within_block(
+def cut_message_to_client_rank_within_block(
     algorithm: Algorithm[Any, Any], client: Client, message: Message
 ) -> Iterator[Message]:
     """Yields the server's message with adapters cut to the client's rank; it is a context manager, since the client's
@@ -197,7 +197,7 @@ def message_at_client_rank_within_block(
             base.data.copy_(value)
 
 
-def reply_with_scaled_adapters(algorithm: Algorithm[Any, Any], client: Client, reply: Message) -> Message:
+def fold_adapter_scales_into_reply(algorithm: Algorithm[Any, Any], client: Client, reply: Message) -> Message:
     """Returns a client's reply with each adapter's scale α/r multiplied into the adapter's matrix B, before it is sent."""
     if adapter_averaging_mode(algorithm) is None or client.model is None or message_error(reply):
         return reply

@@ -103,10 +103,10 @@ def decompressed_specs(
     return {g: {e.name: e.spec for e in _parse_entries(g, form, reference, compressor)} for g, form in specs.items()}
 
 
-def uncompressed_tensors(entries: StateDict) -> dict[str, Tensor]:
+def select_uncompressed_tensors(entries: StateDict) -> dict[str, Tensor]:
     """Returns `{name: tensor}` for those tensors of a group that `compress_message` left uncompressed.
 
-    >>> uncompressed_tensors({"n:": torch.tensor(3), ":scales": torch.ones(1)})
+    >>> select_uncompressed_tensors({"n:": torch.tensor(3), ":scales": torch.ones(1)})
     {'n': tensor(3)}
     """
     return {name[:-1]: tensor for name, tensor in entries.items() if name.endswith(":")}

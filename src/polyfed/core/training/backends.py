@@ -316,7 +316,7 @@ def fit_with_cohort(
             batches_per_step, reported_loss,
         )  # fmt: skip
 
-    result = deferred_run.result_of_next_call(make_call)
+    result = deferred_run.replay_or_defer_next_call(make_call)
     if not isinstance(result, FitCallResult):
         return None
     result.copy_into_network(model, *(term.tensors for term in (penalty, gradient) if isinstance(term, PerClientTerm)))

@@ -284,7 +284,7 @@ def _are_close(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> bool:
     )
 
 
-def group_predict_calls(calls: Sequence[PredictCall]) -> list[list[int]]:
+def group_calls_to_predict_together(calls: Sequence[PredictCall]) -> list[list[int]]:
     """Returns lists of positions in `calls`: the calls of `predict_sets` at the positions in one list can be computed
     together."""
     places_by_key: dict[Hashable, list[int]] = {}
@@ -301,7 +301,7 @@ def group_predict_calls(calls: Sequence[PredictCall]) -> list[list[int]]:
 
 @torch.no_grad()
 def predict_cohort(calls: Sequence[PredictCall]) -> list[list[Tensor]]:
-    """Computes outputs for one group from `group_predict_calls`: for each call, one tensor per set of examples.
+    """Computes outputs for one group from `group_calls_to_predict_together`: for each call, one tensor per set of examples.
 
     They equal those of `predict` up to rounding. If all networks have the same weights, the weights are not stacked.
 

@@ -114,7 +114,7 @@ class FitCallResult:
 
 @final
 @dataclass(eq=False)
-class DeferredRun:
+class ReplayedCallResults:
     """Holds the results of the calls of `fit` and `predict_sets` in one client's code, in order, while the code is run
     again until each call has a result.
 
@@ -132,7 +132,7 @@ class DeferredRun:
         """Goes back to the first call; must be called before each run of the client's code."""
         self._next, self.pending_call = 0, None
 
-    def result_of_next_call(
+    def replay_or_defer_next_call(
         self, make_call: Callable[[], FitCall | PredictCall | None]
     ) -> FitCallResult | list[Tensor] | None:
         """Returns the stored result of the next call in the client's code; None if the caller has to carry it out
@@ -153,16 +153,16 @@ class DeferredRun:
         raise CallDeferred
 
 
-_CURRENT_RUN: ContextVar[DeferredRun | None] = ContextVar("the client half that is run", default=None)
+_CURRENT_RUN: ContextVar[ReplayedCallResults | None] = ContextVar("the client half that is run", default=None)
 
 
-def current_deferred_run() -> DeferredRun | None:
-    """Returns the `DeferredRun` that is collecting calls now; None outside a `deferring_calls` block."""
+def current_deferred_run() -> ReplayedCallResults | None:
+    """Returns the `ReplayedCallResults` that is collecting calls now; None outside a `deferring_calls` block."""
     return _CURRENT_RUN.get()
 
 
 @contextmanager
-def deferring_calls(run: DeferredRun | None) -> Iterator[None]:
+def deferring_calls(run: ReplayedCallResults | None) -> Iterator[None]:
     """Collects in `run` the calls of `fit` and `predict_sets` made inside the `with` block; collects nothing if `run`
     is None.
     """

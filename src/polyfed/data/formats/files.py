@@ -180,7 +180,7 @@ def column_to_numpy(table: Table, name: str) -> NDArray[Any]:
     return np.stack([np.asarray(row) for row in cells])
 
 
-def complete_discrete_columns(table: Table, skipped: Iterable[str]) -> dict[str, NDArray[Any]]:
+def select_discrete_columns_without_missing(table: Table, skipped: Iterable[str]) -> dict[str, NDArray[Any]]:
     """Returns `{name: array}` for the table's columns of integers, truth values and strings without missing values,
     except those in `skipped`.
     """

@@ -239,6 +239,6 @@ def build_image_keys_and_decoder(
     return torch.from_numpy(keys).view(-1, 1), LazyImageDecoder(mode, size, normalise, digest, images, keys)
 
 
-def index_image_files(files: Sequence[Path]) -> EncodedImageFiles:
+def open_image_files_lazily(files: Sequence[Path]) -> EncodedImageFiles:
     """Returns an object that reads each of these image files only when it is needed."""
     return EncodedImageFiles(tuple(str(file.resolve()) for file in files))

@@ -51,7 +51,7 @@ class SiteColumns:
     parts: Mapping[str, int]
     different_tokens: int | None = None
 
-    def in_columns(self, columns: Sequence[LookColumn]) -> "SiteColumns":
+    def align_to_columns(self, columns: Sequence[LookColumn]) -> "SiteColumns":
         """Returns the same examples arranged in `columns`, the columns of all sites; a column that this site lacks gets
         no values.
         """
@@ -123,7 +123,7 @@ def read_site_columns(sets: Mapping[str, Examples], class_names: Sequence[str] =
     columns = merge_columns([part.columns for part in by_set])
     return SiteColumns(
         columns,
-        torch.cat([part.in_columns(columns).cells for part in by_set]),
+        torch.cat([part.align_to_columns(columns).cells for part in by_set]),
         {name: len(examples) for name, examples in sets.items()},
         len(tokens) or None,
     )

@@ -36,7 +36,7 @@ UNIVERSAL_EDGES = torch.cat([-_POSITIVE_EDGES.flip(0), torch.tensor([-1e-12, 1e-
 Counts = dict[str, Tensor]
 
 
-def number_positions(columns: Sequence[LookColumn]) -> list[int]:
+def find_numeric_column_positions(columns: Sequence[LookColumn]) -> list[int]:
     """Returns the positions of those columns that hold numbers, not categories."""
     return [position for position, column in enumerate(columns) if column.values is None]
 
@@ -50,7 +50,7 @@ def count_values(site: SiteColumns) -> Counts:
         (numbers, universal cells); categories, (sum of categories + 1 for each column,), the last of each column being
         rows without a value. All float64.
     """
-    numeric = number_positions(site.columns)
+    numeric = find_numeric_column_positions(site.columns)
     x = site.cells[:, numeric]
     present = ~x.isnan()
     values = torch.where(present, x, 0.0)
@@ -76,7 +76,7 @@ def sum_squares(site: SiteColumns, center: Tensor, scale: Tensor) -> Counts:
     """Returns `{"squares": tensor}`: for each column of numbers, the sum of ((x − center) / scale)² over a site's rows
     (second pass).
     """
-    x = (site.cells[:, number_positions(site.columns)] - center) / scale
+    x = (site.cells[:, find_numeric_column_positions(site.columns)] - center) / scale
     return {"squares": torch.where(x.isnan(), 0.0, x**2).sum(0)}
 
 
@@ -84,7 +84,7 @@ def count_histograms(site: SiteColumns, low: Tensor, high: Tensor) -> Counts:
     """Returns `{"histograms": tensor}`: for each column of numbers, the counts below `low`, in `BINS` cells of equal
     width, and from `high` on (third pass).
     """
-    x = site.cells[:, number_positions(site.columns)]
+    x = site.cells[:, find_numeric_column_positions(site.columns)]
     rows = [
         _count_in_cells(x[:, k], torch.linspace(float(low[k]), float(high[k]), BINS + 1, dtype=torch.float64))
         for k in range(x.shape[1])
@@ -170,7 +170,7 @@ def _ends_of_cells(occupied: Sequence[int]) -> tuple[float, float]:
     return edges[first], edges[last + 1]
 
 
-def choose_edges(counts: Mapping[str, Tensor], center: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def choose_histogram_limits(counts: Mapping[str, Tensor], center: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the lowest and the highest edge of the histogram of each column of numbers, given the sum of all sites'
     counts.
 
@@ -180,7 +180,7 @@ def choose_edges(counts: Mapping[str, Tensor], center: Tensor, scale: Tensor) ->
     lows, highs = [], []
     for k, cells in enumerate(counts["cells"]):
         statistics = number_statistics(counts, k, center, scale)
-        far_codes = statistics.far_codes(min_share=0.005)
+        far_codes = statistics.codes_far_from_other_values(min_share=0.005)
         rest = statistics.without(far_codes)
         is_occupied = cells > 0
         for code in far_codes:

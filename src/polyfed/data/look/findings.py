@@ -12,7 +12,7 @@ from polyfed.core.io.number_format import join_first_and_count_rest
 from polyfed.data.look.columns import LookColumn
 from polyfed.data.look.counts import MIN_COUNT
 from polyfed.data.look.number_statistics import GRADES, NumberStatistics
-from polyfed.data.look.summaries import SiteLook, SiteSummaries
+from polyfed.data.look.summaries import SiteDataStatistics, SiteSummaries
 from polyfed.data.look.units import describe_unit_difference
 
 FEW = 10
@@ -42,7 +42,7 @@ _ORDER: tuple[Kind, ...] = (
 
 @final
 @dataclass(frozen=True)
-class LookFinding:
+class SiteDifferenceFinding:
     """Describes one difference between sites: the column, the sites, and what the difference means for federated
     training.
 
@@ -66,7 +66,7 @@ class LookFinding:
                 "meaning": self.meaning}  # fmt: skip
 
 
-def find_differences(look: SiteSummaries) -> list[LookFinding]:
+def find_differences(look: SiteSummaries) -> list[SiteDifferenceFinding]:
     """Returns the differences between the sites, the most serious first: numbers that mean "not measured", other units,
     empty columns, rare classes.
     """
@@ -79,10 +79,10 @@ def find_differences(look: SiteSummaries) -> list[LookFinding]:
     return sorted(findings, key=lambda finding: _ORDER.index(finding.kind))
 
 
-def _find_few_examples(look: SiteSummaries) -> Iterator[LookFinding]:
+def _find_few_examples(look: SiteSummaries) -> Iterator[SiteDifferenceFinding]:
     sites = {name: f"{site.rows}" for name, site in look.sites.items() if site.rows < _FEW_ROWS}
     if sites:
-        yield LookFinding(
+        yield SiteDifferenceFinding(
             "few", "", tuple(sites), f"few examples: {_list_sites(sites)}",
             "an answer about such a site rests on a handful of test examples; deal them several times (--resplit), and read "
             "its interval rather than its score",
@@ -107,9 +107,9 @@ class _NumberColumn:
         self._clean = {name: s.without(self._codes.get(name, ())) for name, s in self._statistics.items()}
         self._clean = {name: s for name, s in self._clean.items() if s.count >= MIN_COUNT}
 
-    def find_all(self) -> list[LookFinding]:
+    def find_all(self) -> list[SiteDifferenceFinding]:
         """Returns all findings about this column."""
-        rules: tuple[Callable[[], Iterator[LookFinding]], ...] = (
+        rules: tuple[Callable[[], Iterator[SiteDifferenceFinding]], ...] = (
             self._find_codes, self._find_empty, self._find_constant, self._find_units_and_shifts,
         )  # fmt: skip
         return [finding for rule in rules for finding in rule()]
@@ -124,7 +124,7 @@ class _NumberColumn:
             for code, count in site.codes.items():
                 if count < MIN_COUNT or site.code_share(code) < _CODE_SHARE:
                     continue
-                is_far = total.without([code]).is_far(code)
+                is_far = total.without([code]).is_far_from_mean(code)
                 is_only_here = (
                     site.code_share(code) >= _ONLY_HERE
                     and others.count >= 20
@@ -136,7 +136,7 @@ class _NumberColumn:
                     codes.setdefault(name, []).append(code)
         return codes
 
-    def _find_codes(self) -> Iterator[LookFinding]:
+    def _find_codes(self) -> Iterator[SiteDifferenceFinding]:
         for code in sorted({code for codes in self._codes.values() for code in codes}):
             sites = {
                 name: f"{self._statistics[name].codes[code]:.0f} of {self._statistics[name].count:.0f} values"
@@ -145,14 +145,14 @@ class _NumberColumn:
             }
             free = [name for name, s in self._statistics.items() if s.codes.get(code, 0.0) == 0]
             elsewhere = f", never at {join_first_and_count_rest(free, _NAMED)}" if free else ""
-            yield LookFinding(
+            yield SiteDifferenceFinding(
                 "code", self._name, tuple(sites),
                 f"{self._name} is {code:g} at {_list_sites(sites)}{elsewhere}: does {code:g} stand for \"not measured\"?",
                 f"networks would learn it as a value, and a mean and scale over all sites would be spoilt; if {code:g} "
                 "means not measured, empty these cells before",
             )  # fmt: skip
 
-    def _find_empty(self) -> Iterator[LookFinding]:
+    def _find_empty(self) -> Iterator[SiteDifferenceFinding]:
         shares = {name: 1 - max(s.statistics.count, 0.0) / self._rows[name] for name, s in self._sites.items()}
         if not shares or min(shares.values()) > 0.5:
             return
@@ -170,29 +170,29 @@ class _NumberColumn:
             refusal = (
                 f"; with fewer than {MIN_COUNT} values at a site preprocess='federated' is refused" if too_few else ""
             )
-            yield LookFinding(
+            yield SiteDifferenceFinding(
                 "empty", self._name, tuple(empty), f"{self._name} is empty or nearly so at {_list_sites(empty)}",
                 f"there it is a constant, and a common network learns it from the other sites alone; leave it out "
                 f"(--data.drop {self._name}), or let sites have networks of their own{refusal}",
             )  # fmt: skip
         if often:
-            yield LookFinding(
+            yield SiteDifferenceFinding(
                 "missing", self._name, tuple(often), f"{self._name} has often no value at {_list_sites(often)}",
                 "that a value is missing then says which site a row is from; compare with the column left out",
             )  # fmt: skip
 
-    def _find_constant(self) -> Iterator[LookFinding]:
+    def _find_constant(self) -> Iterator[SiteDifferenceFinding]:
         constant = {name: f"{s.mean:g}" for name, s in self._statistics.items() if s.sd == 0}
         varying = [name for name, s in self._statistics.items() if s.sd > 0]
         constant = {name: text for name, text in constant.items() if not self._codes.get(name)}
         if constant and varying:
-            yield LookFinding(
+            yield SiteDifferenceFinding(
                 "constant", self._name, tuple(constant), f"{self._name} has one value only at {_list_sites(constant)}",
                 "scaled by the site's own rows it becomes 0 there, whatever a later patient has; scale over all sites "
                 "(--data.preprocess federated), or leave it out",
             )  # fmt: skip
 
-    def _find_units_and_shifts(self) -> Iterator[LookFinding]:
+    def _find_units_and_shifts(self) -> Iterator[SiteDifferenceFinding]:
         varying = {name: s for name, s in self._clean.items() if s.sd > 0 and s.count >= _ENOUGH}
         if len(varying) < 2:
             return
@@ -204,7 +204,7 @@ class _NumberColumn:
             elif abs(site.mean - reference.mean) > _SHIFT * math.sqrt((site.sd**2 + reference.sd**2) / 2):
                 shifts[name] = f"{site.mean:.3g} ± {site.sd:.2g}"
         if units:
-            yield LookFinding(
+            yield SiteDifferenceFinding(
                 "unit", self._name, tuple(units),
                 f"{self._name} seems to have another unit at {_list_sites(units)}; the others' mean is {reference.mean:.3g}",
                 "a common network and a common scale take these for other patients; bring all sites to one unit before",
@@ -215,7 +215,7 @@ class _NumberColumn:
                 if self._column.is_target
                 else "scaled by its own rows a site loses this difference, and scaled over all sites it keeps it; try both"
             )
-            yield LookFinding(
+            yield SiteDifferenceFinding(
                 "shift", self._name, tuple(shifts),
                 f"{self._name} lies elsewhere at {_list_sites(shifts)}; the others have {reference.mean:.3g} ± "
                 f"{reference.sd:.2g}", meaning,
@@ -244,7 +244,7 @@ def _weighted_median(sites: Mapping[str, NumberStatistics]) -> NumberStatistics:
     return ordered[-1]
 
 
-def _find_in_categories(look: SiteSummaries, column: LookColumn) -> Iterator[LookFinding]:
+def _find_in_categories(look: SiteSummaries, column: LookColumn) -> Iterator[SiteDifferenceFinding]:
     """Finds rare and absent classes in a target, and in a feature categories that a site lacks or has alone."""
     name, values = column.name, column.values or ()
     counts = {site: look.sites[site].categories[name] for site in look.sites}
@@ -275,12 +275,12 @@ def _find_in_categories(look: SiteSummaries, column: LookColumn) -> Iterator[Loo
             for sites, absent_values in absent.items()
         }
     for sites, text in texts.items():
-        yield LookFinding(
+        yield SiteDifferenceFinding(
             "classes", name, sites, text,
             "such a site cannot learn it alone or be tested on it; a common network can still say it there",
         )  # fmt: skip
     if few:
-        yield LookFinding(
+        yield SiteDifferenceFinding(
             "few", name, tuple(few_sites), f"{name} has few examples of {join_first_and_count_rest(few, _NAMED)}",
             "scores and intervals rest on these few and not on the number of rows: one example more or less can turn a "
             "choice; expect \"not decided\", and let no such site choose learning rates for all",
@@ -291,7 +291,7 @@ def _find_in_categories(look: SiteSummaries, column: LookColumn) -> Iterator[Loo
         value, by_site = max(shares.items(), key=lambda item: max(item[1].values()) - min(item[1].values()))
         low, high = min(by_site, key=lambda site: by_site[site]), max(by_site, key=lambda site: by_site[site])
         if by_site[high] - by_site[low] >= _BALANCE:
-            yield LookFinding(
+            yield SiteDifferenceFinding(
                 "balance", name, (low, high),
                 f"{name} {value!r} makes up {100 * by_site[low]:.0f} % of {low} and {100 * by_site[high]:.0f} % of {high}",
                 "a common network's probabilities fit neither; scores that depend on a threshold gain from a part of the "
@@ -305,7 +305,7 @@ def _count_text(count: float) -> str:
 
 def _find_in_features(
     name: str, values: Sequence[str], counts: Mapping[str, Mapping[str, float]], rows: Mapping[str, float]
-) -> Iterator[LookFinding]:
+) -> Iterator[SiteDifferenceFinding]:
     present = {site: rows[site] - max(counts[site][""], 0.0) for site in counts}
     filled = [site for site in counts if present[site] >= MIN_COUNT]
     empty = {
@@ -314,7 +314,7 @@ def _find_in_features(
         if rows[site] and present[site] < (1 - _EMPTY) * rows[site]
     }
     if empty and len(empty) < len(counts):
-        yield LookFinding(
+        yield SiteDifferenceFinding(
             "empty", name, tuple(empty), f"{name} is empty or nearly so at {_list_sites(empty)}",
             "there it is a constant, and a common network learns it from the other sites alone; leave it out "
             f"(--data.drop {name}), or let sites have networks of their own",
@@ -329,7 +329,7 @@ def _find_in_features(
             if counts[site][value] == 0 and share_elsewhere * present[site] >= MIN_COUNT and share_elsewhere >= 0.05:
                 lacking_sites.setdefault(value, []).append(site)
     for value, sites in lacking_sites.items():
-        yield LookFinding(
+        yield SiteDifferenceFinding(
             "category", name, tuple(sites),
             f"{name} is never {value!r} at {join_first_and_count_rest(sites, _NAMED)}, and often elsewhere",
             "the weights of this category are learned at the other sites alone; if it is only written differently, give it "
@@ -337,7 +337,9 @@ def _find_in_features(
         )  # fmt: skip
 
 
-def marked_sites(look: SiteSummaries, findings: Sequence[LookFinding]) -> dict[tuple[str, str], str]:
+def find_most_serious_kind_per_site_column(
+    look: SiteSummaries, findings: Sequence[SiteDifferenceFinding]
+) -> dict[tuple[str, str], str]:
     """Returns `{(column, site): kind}` with the kind of the most serious finding for each column and site that has one."""
     marks: dict[tuple[str, str], str] = {}
     for finding in findings:
@@ -346,7 +348,7 @@ def marked_sites(look: SiteSummaries, findings: Sequence[LookFinding]) -> dict[t
     return marks
 
 
-def events_of(look: SiteSummaries, site: SiteLook) -> str:
+def describe_class_counts_of_site(look: SiteSummaries, site: SiteDataStatistics) -> str:
     """Returns text with the number of a site's examples of each class; "" if all targets are numbers."""
     parts = []
     for column in look.columns:

@@ -11,8 +11,8 @@ from polyfed.data.clients import ClientData
 from polyfed.data.look import counts as passes
 from polyfed.data.look.columns import LookColumn, SiteColumns, merge_columns, read_site_columns
 from polyfed.data.look.counts import MIN_COUNT
-from polyfed.data.look.findings import LookFinding, find_differences
-from polyfed.data.look.summaries import LookFrame, SiteLook, SiteSummaries, build_summaries
+from polyfed.data.look.findings import SiteDifferenceFinding, find_differences
+from polyfed.data.look.summaries import CommonScaleAndRange, SiteDataStatistics, SiteSummaries, build_summaries
 from polyfed.data.look.text import format_look
 from polyfed.data.table import ClientTables
 from polyfed.data.tabular.columns import sorted_unique_texts
@@ -34,7 +34,7 @@ class Look:
     """
 
     summaries: SiteSummaries
-    findings: tuple[LookFinding, ...]
+    findings: tuple[SiteDifferenceFinding, ...]
 
     @classmethod
     def of(cls, summaries: SiteSummaries) -> "Look":
@@ -53,7 +53,7 @@ class Look:
         return self.summaries.columns
 
     @property
-    def sites(self) -> Mapping[str, SiteLook]:
+    def sites(self) -> Mapping[str, SiteDataStatistics]:
         """Returns `{site: statistics of its examples}`."""
         return self.summaries.sites
 
@@ -80,7 +80,7 @@ class Look:
         }
 
 
-def read_sites(
+def read_columns_by_site(
     clients: Iterable[Client | ClientData] | ClientTables, class_names: Sequence[str] = ()
 ) -> dict[str, SiteColumns]:
     """Returns `{site: columns}` with the examples of each client as columns; raises a `UserError` if there are no
@@ -117,14 +117,14 @@ def look_at_sites(clients: Iterable[Client | ClientData] | ClientTables, class_n
         clients: clients, or a table that was divided by `polyfed.data.split_table`.
         class_names: names of the classes; empty for those of a table, or numbers.
     """
-    sites = read_sites(clients, class_names)
+    sites = read_columns_by_site(clients, class_names)
     columns = merge_columns([site.columns for site in sites.values()])
-    common = {name: site.in_columns(columns) for name, site in sites.items()}
+    common = {name: site.align_to_columns(columns) for name, site in sites.items()}
     counts = {name: passes.count_values(site) for name, site in common.items()}
     center, scale = passes.choose_center_and_scale(passes.add_counts(list(counts.values())))
     for name, site in common.items():
         counts[name] |= passes.sum_squares(site, center, scale)
-    low, high = passes.choose_edges(passes.add_counts(list(counts.values())), center, scale)
+    low, high = passes.choose_histogram_limits(passes.add_counts(list(counts.values())), center, scale)
     for name, site in common.items():
         counts[name] |= passes.count_histograms(site, low, high)
-    return Look.of(build_summaries(columns, counts, LookFrame(center, scale, low, high), common))
+    return Look.of(build_summaries(columns, counts, CommonScaleAndRange(center, scale, low, high), common))

@@ -67,20 +67,20 @@ class NumberStatistics:
             self.is_whole,
         )
 
-    def far_codes(self, min_share: float) -> list[float]:
+    def codes_far_from_other_values(self, min_share: float) -> list[float]:
         """Returns those of `codes` that lie far from all other values, and that at least the share `min_share` of the
         values are equal to.
 
-        >>> NumberStatistics(5.0, 300.0, 75.0, 5629.0, {0.0: 1.0}).far_codes(0.1)
+        >>> NumberStatistics(5.0, 300.0, 75.0, 5629.0, {0.0: 1.0}).codes_far_from_other_values(0.1)
         [0.0]
         """
         return [
             code
             for code, count in self.codes.items()
-            if count > 0 and self.code_share(code) >= min_share and self.without([code]).is_far(code)
+            if count > 0 and self.code_share(code) >= min_share and self.without([code]).is_far_from_mean(code)
         ]
 
-    def is_far(self, code: float) -> bool:
+    def is_far_from_mean(self, code: float) -> bool:
         """Returns whether `code` is more than `FAR` standard deviations from the mean of these values and, if all are
         whole numbers, also at least `GRADES` away.
         """

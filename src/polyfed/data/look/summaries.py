@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from polyfed.data.look.columns import LookColumn, SiteColumns
-from polyfed.data.look.counts import MIN_COUNT, Counts, number_positions, number_statistics
+from polyfed.data.look.counts import MIN_COUNT, Counts, find_numeric_column_positions, number_statistics
 from polyfed.data.look.number_statistics import NumberStatistics
 
 ALL_SITES = "all sites"
@@ -43,7 +43,7 @@ class NumberSummary:
 
 @final
 @dataclass(frozen=True)
-class SiteLook:
+class SiteDataStatistics:
     """Holds the statistics of the examples of one site.
 
     Args:
@@ -75,7 +75,7 @@ class SiteSummaries:
     """
 
     columns: tuple[LookColumn, ...]
-    sites: Mapping[str, SiteLook]
+    sites: Mapping[str, SiteDataStatistics]
     edges: Mapping[str, tuple[float, float]]
     is_local: bool = True
 
@@ -129,7 +129,7 @@ def _finite(value: float) -> float | None:
 
 @final
 @dataclass(frozen=True, eq=False)
-class LookFrame:
+class CommonScaleAndRange:
     """Holds what all sites use to count each column of numbers: center and scale for sums of squares, and the lowest
     and highest edge of the histogram.
     """
@@ -143,7 +143,7 @@ class LookFrame:
 def build_summaries(
     columns: Sequence[LookColumn],
     counts: Mapping[str, Counts],
-    frame: LookFrame,
+    frame: CommonScaleAndRange,
     local_sites: Mapping[str, SiteColumns] | None = None,
 ) -> SiteSummaries:
     """Computes the statistics of all sites from their counts, `{site: counts}`.
@@ -154,7 +154,7 @@ def build_summaries(
         frame: centers, scales and edges of the columns of numbers.
         local_sites: the sites' examples, where they are in this process: for exact percentiles and ends.
     """
-    numeric = number_positions(columns)
+    numeric = find_numeric_column_positions(columns)
     edges = {columns[i].name: (float(frame.low[k]), float(frame.high[k])) for k, i in enumerate(numeric)}
     sites = {}
     for name, site_counts in counts.items():
@@ -171,7 +171,7 @@ def build_summaries(
                 part = site_counts["categories"][start : start + len(column.values) + 1].tolist()
                 start += len(part)
                 categories[column.name] = dict(zip((*column.values, ""), part, strict=True))
-        sites[name] = SiteLook(
+        sites[name] = SiteDataStatistics(
             round(float(site_counts["rows"][0])),
             {} if local is None else local.parts,
             numbers,
@@ -181,7 +181,7 @@ def build_summaries(
     return SiteSummaries(tuple(columns), sites, edges, local_sites is not None)
 
 
-def _summarize_number(counts: Counts, position: int, frame: LookFrame, values: Any) -> NumberSummary:
+def _summarize_number(counts: Counts, position: int, frame: CommonScaleAndRange, values: Any) -> NumberSummary:
     statistics = number_statistics(counts, position, frame.center, frame.scale)
     histogram = tuple(counts["histograms"][position].tolist())
     missing: float | None = float(counts["rows"][0]) - statistics.count

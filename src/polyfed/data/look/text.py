@@ -8,18 +8,22 @@ from collections.abc import Sequence
 from polyfed.core.io.number_format import capitalize_first, count_with_noun, end_with_period
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.data.look.counts import MIN_COUNT
-from polyfed.data.look.findings import LookFinding, events_of, marked_sites
+from polyfed.data.look.findings import (
+    SiteDifferenceFinding,
+    describe_class_counts_of_site,
+    find_most_serious_kind_per_site_column,
+)
 from polyfed.data.look.summaries import NumberSummary, SiteSummaries
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SITES, _COLUMNS = 8, 30  # shown on the terminal; the page and JSON have all
 
 
-def spark(counts: Sequence[float]) -> str:
+def format_sparkline(counts: Sequence[float]) -> str:
     """Returns counts as one line of block characters, the largest as a full block; a space stands for none, and a dot
     for a hidden count.
 
-    >>> spark([0, 1, 8, -1])
+    >>> format_sparkline([0, 1, 8, -1])
     ' ▁█·'
     """
     most = max([*counts, 1.0])
@@ -29,9 +33,9 @@ def spark(counts: Sequence[float]) -> str:
     )
 
 
-def format_look(look: SiteSummaries, findings: Sequence[LookFinding]) -> str:
+def format_look(look: SiteSummaries, findings: Sequence[SiteDifferenceFinding]) -> str:
     """Returns a description of several sites' data, with the differences between them, as text for a terminal."""
-    marks = marked_sites(look, findings)
+    marks = find_most_serious_kind_per_site_column(look, findings)
     shown_sites = list(look.sites)
     if len(shown_sites) > _SITES:
         marked = [site for site in shown_sites if any(place[1] == site for place in marks)]
@@ -42,7 +46,7 @@ def format_look(look: SiteSummaries, findings: Sequence[LookFinding]) -> str:
         site = look.sites[name]
         parts = f" ({', '.join(f'{count} {part}' for part, count in site.parts.items())})" if site.parts else ""
         tokens = f"; {site.different_tokens} different tokens" if site.different_tokens else ""
-        events = events_of(look, site)
+        events = describe_class_counts_of_site(look, site)
         total = sum(site.parts.values()) or site.rows
         lines.append(f"{name}: {count_with_noun(total, 'example')}{parts}{tokens}{'; ' if events else ''}{events}")
     if hidden := len(look.sites) - len(shown_sites):
@@ -71,7 +75,7 @@ def format_look(look: SiteSummaries, findings: Sequence[LookFinding]) -> str:
     return "\n".join(map(sanitise_for_terminal, lines))
 
 
-def format_findings(findings: Sequence[LookFinding]) -> list[str]:
+def format_findings(findings: Sequence[SiteDifferenceFinding]) -> list[str]:
     """Returns the differences between sites as lines of text."""
     if not findings:
         return ["No column differs between the sites in a way that is known to mislead."]
@@ -105,4 +109,6 @@ def _number_line(summary: NumberSummary, rows: int) -> str:
     ends = "–" if summary.percentiles is None else f"{summary.percentiles[0]:.4g} to {summary.percentiles[2]:.4g}"
     moments = f"{statistics.mean:.4g} ± {format_short(statistics.sd)}"
     zeros = _percent(statistics.codes.get(0.0, 0.0), round(statistics.count))
-    return f"{_percent(summary.missing, rows):>8}{moments:>20}{zeros:>7}{ends:>22}  {spark(summary.histogram)}"
+    return (
+        f"{_percent(summary.missing, rows):>8}{moments:>20}{zeros:>7}{ends:>22}  {format_sparkline(summary.histogram)}"
+    )

@@ -71,7 +71,7 @@ def build_folds(folds: int | None, fold_repeats: int | None = None) -> Folds | N
     return Folds(folds, 1 if fold_repeats is None else fold_repeats)
 
 
-def check_redrawing(resplit: int | None, folds: Folds | None, seeds: Sequence[int]) -> None:
+def check_seeds_suit_resplit_or_folds(resplit: int | None, folds: Folds | None, seeds: Sequence[int]) -> None:
     """Raises a `UserError` if both `resplit` and `folds` are given, or if the number of seeds is not the number of runs
     that they need.
 
@@ -100,9 +100,9 @@ def redraw_clients(
     None if neither is given.
 
     Raises:
-        UserError: what `check_redrawing`, `resplit_clients` or `deal_folds` refuses.
+        UserError: what `check_seeds_suit_resplit_or_folds`, `resplit_clients` or `deal_folds` refuses.
     """
-    check_redrawing(resplit, folds, seeds)
+    check_seeds_suit_resplit_or_folds(resplit, folds, seeds)
     if folds is not None:
         return deal_folds(clients, folds)
     return None if resplit is None else resplit_clients(clients, resplit)

@@ -89,7 +89,7 @@ class Split:
         if self.global_test < -1:
             raise UserError(f"global_test must be a number of examples, 0 or -1 (all), got {self.global_test}")
 
-    def resolve_order(self, time: str | None, group: str | None) -> SplitOrder:
+    def choose_split_order(self, time: str | None, group: str | None) -> SplitOrder:
         """Returns how rows are split, "random", "time" or "time_within_group"; raises a `UserError` if times or groups
         are missing for it.
 
@@ -100,7 +100,7 @@ class Split:
         Raises:
             UserError: a split by time without times, or within groups without groups.
 
-        >>> Split().resolve_order("day", None), Split().resolve_order(None, None)
+        >>> Split().choose_split_order("day", None), Split().choose_split_order(None, None)
         ('time', 'random')
         """
         if self.split == "auto":
@@ -173,7 +173,7 @@ def split_rows_by_client(
     ([(28, 12), (28, 12)], 20)
     """
     num = len(labels)
-    order = config.resolve_order(time, group)
+    order = config.choose_split_order(time, group)
     if group is not None or order != "random":
         _check_whole_sets(config, "a group" if order == "random" else "a split by time")
     public = draw_stratified_rows(labels, _share_or_one(config.public_fraction, num), derive_seed(seed, "public"))

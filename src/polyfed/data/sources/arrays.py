@@ -17,12 +17,12 @@ from polyfed.data.formats.files import (
     Table,
     class_names_from_hub_metadata,
     column_to_numpy,
-    complete_discrete_columns,
     find_parquet_files_by_split,
     first_existing_column_name,
     read_image_bytes,
     read_parquet_splits,
     resolve_existing_path,
+    select_discrete_columns_without_missing,
 )
 from polyfed.data.formats.images import decode_images, measure_normalisation
 from polyfed.data.formats.lazy_images import (
@@ -89,7 +89,9 @@ class Parquet(Source):
             for table in (train, test)
             if table is not None
         ]
-        return _build_dataset(inputs, labels, names, complete_discrete_columns(train, (self.x, self.label)))
+        return _build_dataset(
+            inputs, labels, names, select_discrete_columns_without_missing(train, (self.x, self.label))
+        )
 
     def _load_lazily(self, path: Path) -> PooledDataset:
         files = find_parquet_files_by_split(path)
@@ -115,7 +117,7 @@ class Parquet(Source):
             list(torch.split(x, sizes)),
             labels,
             names,
-            complete_discrete_columns(tables["train"], (self.label,)),
+            select_discrete_columns_without_missing(tables["train"], (self.label,)),
         )
         test = None if pool.test is None else replace(pool.test, transform=decoded)
         return replace(pool, train=replace(pool.train, transform=decoded), test=test)

@@ -18,7 +18,7 @@ from polyfed.core.io.number_format import format_row_numbers
 from polyfed.core.io.validation import check_field_types
 from polyfed.data.formats.files import resolve_existing_path
 from polyfed.data.formats.images import Mode, measure_normalisation, read_images
-from polyfed.data.formats.lazy_images import build_image_keys_and_decoder, index_image_files
+from polyfed.data.formats.lazy_images import build_image_keys_and_decoder, open_image_files_lazily
 from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset
 from polyfed.data.sources.table_file import parse_column_names
 from polyfed.data.tabular.columns import check_task_option, has_few_values, read_targets
@@ -230,6 +230,6 @@ def load_images_and_transform(
         x = [read_images(part, mode, size) for part in parts]
         return x, measure_normalisation(x[0])
     stored, transform = build_image_keys_and_decoder(
-        index_image_files([file for part in parts for file in part]), mode, size, len(parts[0])
+        open_image_files_lazily([file for part in parts for file in part]), mode, size, len(parts[0])
     )
     return list(torch.split(stored, [len(part) for part in parts])), transform

@@ -19,10 +19,10 @@ from polyfed.data.tabular.columns import (
     has_few_values,
     infer_feature_column,
     read_targets,
-    to_float32_if_precise,
+    to_float32_unless_precision_lost,
     warn_of_duplicate_rows,
 )
-from polyfed.data.tabular.positive_class import makes_two_classes
+from polyfed.data.tabular.positive_class import is_condition_or_value_list
 from polyfed.data.tabular.preprocessing import Column, Scope, TablePreprocessor, encode_table
 from polyfed.data.tabular.schema import read_schema, recode_targets_to_schema
 from polyfed.data.tabular.suspicious_columns import warn_of_suspicious_columns
@@ -102,7 +102,7 @@ class TableFile(Source):
         if self.delimiter != "auto" and len(self.delimiter) != 1:
             raise UserError(f"delimiter must be one character or auto, got {self.delimiter!r}")
         conflicting = [name for name in ("columns", "drop", "categorical", "positive") if getattr(self, name)]
-        if makes_two_classes(self.positive):  # a schema has the classes that it makes, and not how
+        if is_condition_or_value_list(self.positive):  # a schema has the classes that it makes, and not how
             conflicting = [name for name in conflicting if name != "positive"]
         if self.schema is not None and conflicting:
             raise UserError(
@@ -163,7 +163,7 @@ class TableFile(Source):
         )
         x = encode_table(table, features)
         if self.preprocess == "site":  # otherwise the type would depend on the rows at this site
-            x = to_float32_if_precise(x, features)
+            x = to_float32_unless_precision_lost(x, features)
         if warn:
             warn_of_duplicate_rows(table, self.site)
             feature_names, own_roles = [c.name for c in features], [n for n in (self.group, self.time) if n is not None]

@@ -14,10 +14,10 @@ from polyfed.core.io.atomic_files import check_regular_file, expand_user_path
 from polyfed.data.formats.files import (
     Table,
     column_to_numpy,
-    complete_discrete_columns,
     first_existing_column_name,
     read_parquet_splits,
     resolve_existing_path,
+    select_discrete_columns_without_missing,
 )
 from polyfed.data.formats.hub import load_hub_tables
 from polyfed.data.formats.text import Vocabulary, build_vocabulary, load_vocabulary
@@ -132,7 +132,7 @@ def _read_tweets(table: Table) -> tuple[list[str], Tensor, dict[str, NDArray[Any
     rows = np.flatnonzero(values != 2)
     columns = {
         name: column[rows]
-        for name, column in complete_discrete_columns(table, (text, label, "id", "date", "query")).items()
+        for name, column in select_discrete_columns_without_missing(table, (text, label, "id", "date", "query")).items()
     }
     texts = table.column(text).to_pylist()
     return [str(texts[row]) for row in rows], torch.from_numpy((values[rows] == positive).astype(np.int64)), columns

@@ -17,13 +17,13 @@ from polyfed.data.formats.files import (
     Table,
     class_names_from_hub_metadata,
     column_to_numpy,
-    complete_discrete_columns,
     find_idx_file,
     first_existing_column_name,
     read_idx_file,
     read_image_bytes,
     read_parquet_splits,
     resolve_existing_path,
+    select_discrete_columns_without_missing,
 )
 from polyfed.data.formats.hub import load_hub_tables
 from polyfed.data.formats.images import Mode, decode_images
@@ -244,13 +244,13 @@ def _from_tables(tables: Mapping[str, Table], mode: Mode) -> _ImageSplits:
     if "test" in tables:
         test, test_columns = (
             read(tables["test"]),
-            complete_discrete_columns(tables["test"], _image_columns(tables["test"])),
+            select_discrete_columns_without_missing(tables["test"], _image_columns(tables["test"])),
         )
     return _ImageSplits(
         read(train),
         test,
         class_names_from_hub_metadata(train, label),
-        complete_discrete_columns(train, (image, label)),
+        select_discrete_columns_without_missing(train, (image, label)),
         test_columns,
     )
 

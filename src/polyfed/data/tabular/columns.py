@@ -15,7 +15,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.number_format import format_row_numbers
 from polyfed.core.task import DEFAULT_TASK, Task, TaskSpec, get_task
 from polyfed.data.formats.files import Table
-from polyfed.data.tabular.positive_class import makes_two_classes, split_by_positive
+from polyfed.data.tabular.positive_class import is_condition_or_value_list, split_by_positive
 from polyfed.data.tabular.preprocessing import Column
 from polyfed.data.tabular.table_reader import (
     DECIMAL_COMMA,
@@ -176,7 +176,7 @@ def warn_of_duplicate_rows(table: Table, ignored_column: str | None) -> None:
     )
 
 
-def to_float32_if_precise(stored: Tensor, features: Sequence[Column]) -> Tensor:
+def to_float32_unless_precision_lost(stored: Tensor, features: Sequence[Column]) -> Tensor:
     """Returns cells as float32, or unchanged if that would lose too much precision relative to a column's standard
     deviation.
     """
@@ -204,7 +204,7 @@ def read_targets(
     """
     for name in names:
         check_no_missing_values(column_as_texts(table, name), name, "target")
-    if task == "auto" and len(names) == 1 and makes_two_classes(positive):
+    if task == "auto" and len(names) == 1 and is_condition_or_value_list(positive):
         task = DEFAULT_TASK
     resolved_task = _infer_task(table, names) if task == "auto" else get_task(task)
     if resolved_task.one_class_per_example:
@@ -213,7 +213,7 @@ def read_targets(
                 f"{resolved_task} has one target, got {', '.join(names)}; give --data.task multilabel for several"
             )
         column = column_as_texts(table, names[0])
-        if positive is not None and makes_two_classes(positive) and positive not in column:
+        if positive is not None and is_condition_or_value_list(positive) and positive not in column:
             codes, two_classes = split_by_positive(column, names[0], positive)
             return torch.from_numpy(codes), two_classes, resolved_task
         classes = _infer_classes(column, names[0], positive)

@@ -19,11 +19,11 @@ _COMPARISONS: Mapping[str, tuple[Callable[[Any, Any], Any], str]] = {  # of numb
 }  # fmt: skip
 
 
-def makes_two_classes(positive: str | None) -> bool:
+def is_condition_or_value_list(positive: str | None) -> bool:
     """Returns whether `positive` is a condition or a list of values, rather than the name of one of two existing
     classes.
 
-    >>> [makes_two_classes(text) for text in (">0", "= yes", "1,2,3", "yes", None)]
+    >>> [is_condition_or_value_list(text) for text in (">0", "= yes", "1,2,3", "yes", None)]
     [True, True, True, False, False]
     """
     return positive is not None and (_CONDITION.fullmatch(positive.strip()) is not None or "," in positive)

@@ -16,7 +16,7 @@ from polyfed.deploy.flower.private_api import try_to_shorten_reply_polling
 from polyfed.deploy.logs import send_logs_to_stderr
 from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, Envelope
 from polyfed.deploy.server.look import look_at_data
-from polyfed.deploy.server.preprocessing import agree_on_preprocessing
+from polyfed.deploy.server.preprocessing import compute_common_preprocessing_with_sites
 from polyfed.deploy.server.server_config import build_or_restore_server
 from polyfed.deploy.site.node_config import answer_or_refuse_message, build_site
 from polyfed.simulation.monitoring.progress import LineProgress, Progress
@@ -39,14 +39,16 @@ def run_deployment(grid: Grid, config: Mapping[str, Any], progress: Progress | N
         ClientError, RoundError: as `federate`.
     """
     server = build_or_restore_server(config)
-    sites = SiteRegistry(grid, server.deployment.sites, server.build_introduction_head(), server.first_introductions)
+    sites = SiteRegistry(
+        grid, server.deployment.sites, server.build_introduction_request_header(), server.first_introductions
+    )
     introductions = sites.wait_for_all_introductions(server.deployment.join_seconds)
     look_at_data(server, introductions, partial(FlowerEngine, grid, sites))
-    prepared_server = agree_on_preprocessing(server, introductions, partial(FlowerEngine, grid, sites))
+    prepared_server = compute_common_preprocessing_with_sites(server, introductions, partial(FlowerEngine, grid, sites))
     if prepared_server is not server:  # sites are introduced again, with the preprocessing
         server = prepared_server
         sites = SiteRegistry(
-            grid, server.deployment.sites, server.build_introduction_head(), server.first_introductions
+            grid, server.deployment.sites, server.build_introduction_request_header(), server.first_introductions
         )
         introductions = sites.wait_for_all_introductions(server.deployment.join_seconds)
     federation, engine = server.build_checked_federation(introductions), FlowerEngine(grid, sites, server)

@@ -46,7 +46,7 @@ class SchemaSummary(TypedDict, total=False):
     schema: dict[str, Any]  # the schema, if its owner allows it
 
 
-def build_table_head_field(
+def build_table_hashes_for_header(
     client: Client,
     method_requires: frozenset[str],
     run_id: str,

@@ -170,7 +170,7 @@ def unpack_tensors(packed_group: bytes) -> dict[str, torch.Tensor]:
     return {names[position]: tensors[names[position]] for position in order}
 
 
-def compression_head_fields(settings: Settings) -> dict[str, str]:
+def build_compressor_head_fields(settings: Settings) -> dict[str, str]:
     """Returns the header fields that name a run's compressors, as a dict; an empty dict if the run compresses nothing."""
     fields = {"compress": settings.compress, "compress_down": settings.compress_down}
     return {} if set(fields.values()) == {NO_COMPRESSION} else fields
@@ -272,18 +272,18 @@ def first_non_finite_tensor(message: Message) -> str | None:
     )
 
 
-def find_code_reference(value: Any) -> str | None:
+def find_first_importable_name(value: Any) -> str | None:
     """Searches the fields of a method for a text of the form `module:name`, which would import code, and returns the
     first; None if there is none.
 
-    >>> (find_code_reference({"teacher": {"name": "os:system"}}),
-    ...  find_code_reference({"lr": 0.1, "catalogue": "C:/catalogue.yaml"}))
+    >>> (find_first_importable_name({"teacher": {"name": "os:system"}}),
+    ...  find_first_importable_name({"lr": 0.1, "catalogue": "C:/catalogue.yaml"}))
     ('os:system', None)
     """
     if isinstance(value, Mapping):
-        return next((reference for item in value.values() if (reference := find_code_reference(item))), None)
+        return next((reference for item in value.values() if (reference := find_first_importable_name(item))), None)
     if isinstance(value, list | tuple):
-        return next((reference for item in value if (reference := find_code_reference(item))), None)
+        return next((reference for item in value if (reference := find_first_importable_name(item))), None)
     return value if isinstance(value, str) and _FACTORY_PATTERN.fullmatch(value) else None
 
 

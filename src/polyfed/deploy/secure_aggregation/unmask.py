@@ -11,7 +11,7 @@ from polyfed.deploy.secure_aggregation import crypto
 from polyfed.deploy.secure_aggregation.crypto import Words
 from polyfed.deploy.secure_aggregation.protocol import (
     KeyAdvertisement,
-    SumId,
+    SecureSumId,
     UnmaskingShares,
     compute_participants_digest,
     derive_pairwise_mask_key,
@@ -22,7 +22,7 @@ from polyfed.deploy.secure_aggregation.shamir import ELEMENT_BYTES, PRIME, field
 
 
 def unmask_sum(
-    sum_id: SumId,
+    sum_id: SecureSumId,
     adverts: Sequence[KeyAdvertisement],
     threshold: int,
     sharing_sites: Collection[str],

@@ -13,7 +13,7 @@ from polyfed.core.io.atomic_files import create_private_folder_if_missing, write
 from polyfed.data.look.columns import LookColumn, merge_columns
 from polyfed.data.look.look import Look
 from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, SITE_HEAD_BYTES, Envelope, parse_head
-from polyfed.deploy.server.preprocessing import EnvelopeEngine
+from polyfed.deploy.server.preprocessing import MessageExchangeEngine
 from polyfed.deploy.server.reply_validation import sanitize_line
 from polyfed.deploy.server.server import DeploymentServer
 from polyfed.report.page.look import write_look_page
@@ -42,7 +42,7 @@ def look_at_data(
     Args:
         server: the server of a run.
         introductions: header of each site's introduction.
-        build_engine: builds the engine (`EnvelopeEngine`) of a server.
+        build_engine: builds the engine (`MessageExchangeEngine`) of a server.
 
     Returns:
         The look; None if it was not asked for, or the run is resumed.
@@ -88,10 +88,14 @@ def look_at_data(
     return seen
 
 
-def _collect_columns(server: DeploymentServer, sites: list[str], engine: EnvelopeEngine) -> tuple[LookColumn, ...]:
+def _collect_columns(
+    server: DeploymentServer, sites: list[str], engine: MessageExchangeEngine
+) -> tuple[LookColumn, ...]:
     """Requests from each site the names and categories of its columns, and returns those of all sites."""
     by_site: dict[str, tuple[LookColumn, ...]] = {}
-    envelopes = {site: Envelope({**server.build_introduction_head(), "kind": "look", "client": site}) for site in sites}
+    envelopes = {
+        site: Envelope({**server.build_introduction_request_header(), "kind": "look", "client": site}) for site in sites
+    }
     for site, answer in engine.exchange(envelopes, 0):
         try:
             head: dict[str, Any] = {"refused": answer} if isinstance(answer, str) else parse_head(answer.head)

@@ -29,7 +29,7 @@ _MAX_COLUMNS = 5000  # of a table
 _MAX_NAME_LENGTH = 200  # characters of a column's name or of a category
 
 
-class EnvelopeEngine(Protocol):
+class MessageExchangeEngine(Protocol):
     """Describes an engine that exchanges messages of any kind with the sites, besides training and evaluation tasks."""
 
     def bind_federation(self, federation: Federation) -> None:
@@ -43,7 +43,7 @@ class EnvelopeEngine(Protocol):
         """
 
 
-def agree_on_preprocessing(
+def compute_common_preprocessing_with_sites(
     server: DeploymentServer,
     introductions: Mapping[str, Mapping[str, Any]],
     build_engine: Callable[[DeploymentServer], Any],
@@ -54,7 +54,7 @@ def agree_on_preprocessing(
     Args:
         server: the server of a run that has not begun.
         introductions: header of each site's introduction.
-        build_engine: builds the engine (`EnvelopeEngine`) of a server.
+        build_engine: builds the engine (`MessageExchangeEngine`) of a server.
 
     Returns:
         The server with the preprocessing; `server` itself if no site asks for one.
@@ -108,12 +108,13 @@ def agree_on_preprocessing(
 
 
 def _collect_schema_summaries(
-    server: DeploymentServer, sites: list[str], engine: EnvelopeEngine
+    server: DeploymentServer, sites: list[str], engine: MessageExchangeEngine
 ) -> dict[str, tuple[SchemaSummary, Any]]:
     """Requests from each site a summary of its table, and returns (summary, kind of task) by site."""
     summaries: dict[str, tuple[SchemaSummary, Any]] = {}
     envelopes = {
-        site: Envelope({**server.build_introduction_head(), "kind": "prepare", "client": site}) for site in sites
+        site: Envelope({**server.build_introduction_request_header(), "kind": "prepare", "client": site})
+        for site in sites
     }
     for site, answer in engine.exchange(envelopes, 0):
         try:

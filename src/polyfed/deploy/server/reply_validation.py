@@ -17,7 +17,7 @@ from polyfed.core.evaluation.evaluate import split_metric_column
 from polyfed.core.evaluation.metrics import METRICS, metric_by_name
 from polyfed.core.messages.compressors import parse_compressor
 from polyfed.core.messages.lora import reply_at_server_rank, reply_spec_at_server_rank
-from polyfed.core.messages.message_compression import decompressed_specs, uncompressed_tensors
+from polyfed.core.messages.message_compression import decompressed_specs, select_uncompressed_tensors
 from polyfed.core.state_dict import spec_mismatch
 from polyfed.deploy.protocol.piggyback import EVALUATION_KEY
 from polyfed.deploy.protocol.wire import PackedEnvelope, TensorSpec, parse_head, unpack_small_tensors
@@ -202,7 +202,7 @@ def reply_spec_error(
             small = (
                 small
                 if reply_compression is None
-                else {group: uncompressed_tensors(tree) for group, tree in small.items()}
+                else {group: select_uncompressed_tensors(tree) for group, tree in small.items()}
             )
             meta = {group: {**tree, **small[group]} for group, tree in meta.items()}
             reply_spec = server.algorithm.reply_spec(server_state, message, Message(meta, scalars))

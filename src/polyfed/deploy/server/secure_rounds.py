@@ -27,7 +27,7 @@ from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, parse_head
 from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_key_advertisement
 from polyfed.deploy.secure_aggregation.protocol import (
     KeyAdvertisement,
-    SumId,
+    SecureSumId,
     UnmaskingShares,
     bytes_of_shares_from_one_site_to_another,
 )
@@ -41,7 +41,7 @@ from polyfed.deploy.server.reply_validation import (
 from polyfed.deploy.server.server import MAX_EXAMPLES, DeploymentServer
 from polyfed.simulation.engines.base import ClientTask, TaskResult
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.secure_aggregation import sum_part_error
+from polyfed.simulation.rounds.secure_aggregation import find_secure_reply_error
 
 _NO_WORDS: FixedPointWords = np.zeros(1, dtype=np.uint64)
 _LOG = logging.getLogger("polyfed.server")
@@ -239,7 +239,7 @@ class SecureRoundServer:
                 sanitize_line(f"a part of a secure sum is expected, and the reply holds {sorted(names_by_group)[:9]}")
             )
         body = answer.unpack_body()
-        if flaw := sum_part_error(body, self._server.algorithm, server_state, task.message):
+        if flaw := find_secure_reply_error(body, self._server.algorithm, server_state, task.message):
             raise UserError(sanitize_line(flaw))
         return parse_sum_message(body)
 
@@ -273,7 +273,7 @@ class SecureRoundServer:
         )
         if has_enough:
             try:
-                sum_id = SumId(self._server.run, round_number)
+                sum_id = SecureSumId(self._server.run, round_number)
                 shared, adverts = self._boxes[round_number], list(self._adverts[round_number].values())
                 sum_words = unmask_sum(
                     sum_id, adverts, self._server.secure_sum_threshold, shared, survivors, total[0], shares_by_site

@@ -28,7 +28,7 @@ from polyfed.deploy.protocol.handshake import (
     merge_data_specs,
 )
 from polyfed.deploy.protocol.table_summary import describe_table_difference
-from polyfed.deploy.protocol.wire import DATA_SPEC_REQUIREMENTS, PROTOCOL, compression_head_fields
+from polyfed.deploy.protocol.wire import DATA_SPEC_REQUIREMENTS, PROTOCOL, build_compressor_head_fields
 from polyfed.deploy.server.update_bound import MaxUpdateNorm, parse_max_update_norm
 from polyfed.simulation.engines.base import ClientTask, Engine
 from polyfed.simulation.federate import run_remaining_rounds
@@ -127,7 +127,7 @@ class DeploymentServer:
     preprocessing: Mapping[str, Any] | None = None
     preprocessing_facts: Mapping[str, int] = field(default_factory=dict)
 
-    def build_introduction_head(self) -> dict[str, Any]:
+    def build_introduction_request_header(self) -> dict[str, Any]:
         """Returns the header of the first message to a site, which announces the run and asks the site to describe
         itself.
         """
@@ -149,7 +149,7 @@ class DeploymentServer:
             "seed": task.seed, "run_seed": task.run_seed,
             "state": None if task.client_state is None else task.client_state["round"],
             "keep": max(0, task.round - span), "metrics": list(self.settings.metrics),
-            **compression_head_fields(self.settings),
+            **build_compressor_head_fields(self.settings),
         }  # fmt: skip
 
     def _common_head(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.trusted_code import execute_file_and_get_function, is_code_trusted, trust_code
 from polyfed.core.io.validation import parse_yaml
-from polyfed.core.messages.lora import architecture_key_ignoring_averaged_ranks
+from polyfed.core.messages.lora import architecture_key_without_averaged_lora_ranks
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.deploy.server.server import Deployment, DeploymentServer
 from polyfed.deploy.server.update_bound import bound_updates
@@ -175,7 +175,7 @@ def _check_and_build_server(
     models: dict[str, Architecture] = {}
     if "one_architecture" in needs:
         model: Architecture = _load_server_function(deployment, "model", f"{name} needs one architecture")
-        models = {architecture_key_ignoring_averaged_ranks(algorithm, cached_module(model)): model}
+        models = {architecture_key_without_averaged_lora_ranks(algorithm, cached_module(model)): model}
     if "architectures" in needs:
         factories: Sequence[Architecture] = _load_server_function(
             deployment, "architectures", f"{name} needs all architectures"

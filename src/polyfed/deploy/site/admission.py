@@ -10,13 +10,13 @@ from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.declared_words import CONSENT
 from polyfed.core.errors import UserError
-from polyfed.core.messages.lora import adapter_averaging_mode, architecture_key_ignoring_averaged_ranks
+from polyfed.core.messages.lora import adapter_averaging_mode, architecture_key_without_averaged_lora_ranks
 from polyfed.core.nn.module_cache import architectures_differ_only_in_frozen_values, cached_module
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, noise_incompatibility_error
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.handshake import check_public_inputs, input_spec_by_part
-from polyfed.deploy.protocol.wire import DATA_SPEC_REQUIREMENTS, find_code_reference
-from polyfed.deploy.site.look import LOOK_NAME, build_allowed_look
+from polyfed.deploy.protocol.wire import DATA_SPEC_REQUIREMENTS, find_first_importable_name
+from polyfed.deploy.site.look import LOOK_NAME, build_look_if_owner_allows
 from polyfed.deploy.site.preprocessing import MOMENTS_NAME
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.client_init import check_client_init
@@ -54,7 +54,7 @@ def build_allowed_algorithm(
     if secure_only and not secure:
         raise RefusalError("this site takes part in secure sums only (secure=true in its node-config)")
     if name == LOOK_NAME:  # has a consent of its own
-        return build_allowed_look(fields, secure=secure, consents=allow_look, protection=protection)
+        return build_look_if_owner_allows(fields, secure=secure, consents=allow_look, protection=protection)
     # The site's own table decides later whether `Moments` may run.
     algorithm = Moments() if name == MOMENTS_NAME else _build_registered(name, fields, methods)
     if secure and not supports_secure_sum(algorithm):
@@ -77,7 +77,7 @@ def build_allowed_algorithm(
 def _build_registered(name: str, fields: Mapping[str, Any], methods: frozenset[str] | None) -> Algorithm[Any, Any]:
     if methods is not None and name not in methods:
         raise RefusalError(f"this site runs {', '.join(sorted(methods))} only, not {name}")
-    if code := find_code_reference(fields):
+    if code := find_first_importable_name(fields):
         raise RefusalError(f"{name} would load {code!r} at this site, which runs no code that the server names")
     algorithm: Algorithm[Any, Any] = get(name)(**fields)
     return algorithm
@@ -133,7 +133,7 @@ def check_client_and_get_architecture(
         check_public_inputs(head["public"], client)
     architecture = None
     if client.model is not None:
-        architecture = architecture_key_ignoring_averaged_ranks(algorithm, cached_module(client.model))
+        architecture = architecture_key_without_averaged_lora_ranks(algorithm, cached_module(client.model))
     if adapter_averaging_mode(algorithm) is not None and clips_updates:
         raise RefusalError("it clips its updates, and an adapter of its own rank has nothing to be compared with")
     # Decided by the method, not by the header: otherwise a server could ask a site of any method for its architecture.

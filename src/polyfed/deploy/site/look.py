@@ -11,13 +11,18 @@ from polyfed.core.errors import UserError
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.wire import Envelope
-from polyfed.simulation.rounds.federated_look import FederatedLook, columns_from_json, columns_to_json, read_own_columns
+from polyfed.simulation.rounds.federated_look import (
+    FederatedLook,
+    columns_from_json,
+    columns_to_json,
+    read_columns_if_enough_examples,
+)
 
 LOOK_NAME = registry_name(FederatedLook())
 LOOK = "look"  # an entry of `disclose`
 
 
-def build_allowed_look(
+def build_look_if_owner_allows(
     fields: Mapping[str, Any], *, secure: bool, consents: bool, protection: ReplyProtection
 ) -> FederatedLook:
     """Builds the method that computes summary statistics of the site's data from the fields that the server sends;
@@ -52,7 +57,7 @@ def answer_look(head: Mapping[str, Any], algorithm: Algorithm[Any, Any], client:
     if not isinstance(algorithm, FederatedLook):
         raise RefusalError("the server asks for a look under the name of another method")
     try:
-        columns = columns_to_json(read_own_columns(client).columns)
+        columns = columns_to_json(read_columns_if_enough_examples(client).columns)
     except UserError as error:
         raise RefusalError(str(error)) from error
     return Envelope({"client": client.id, "run": head["run"], "columns": columns})

@@ -19,7 +19,7 @@ from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.piggyback import EVALUATION_KEY, split_training_and_evaluation
-from polyfed.deploy.protocol.table_summary import COLUMNS, build_table_head_field
+from polyfed.deploy.protocol.table_summary import COLUMNS, build_table_hashes_for_header
 from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
 from polyfed.deploy.site.admission import (
     build_allowed_algorithm,
@@ -53,7 +53,7 @@ from polyfed.simulation.rounds.federated_preprocessing import Moments
 
 if TYPE_CHECKING:
     from polyfed.deploy.secure_aggregation.client import SecureSumClient
-    from polyfed.deploy.secure_aggregation.protocol import SumId
+    from polyfed.deploy.secure_aggregation.protocol import SecureSumId
 
 ActionResult = TypeVar("ActionResult")
 _LOG = logging.getLogger("polyfed.site")
@@ -228,7 +228,7 @@ class Site:
                 return Envelope({"client": client.id, "task": client.task.spec, "prepares": True})
             check_and_save_common_preprocessing(folder, head["prepared"], client)
             client = apply_common_preprocessing(client, folder)
-        table |= build_table_head_field(
+        table |= build_table_hashes_for_header(
             client, algorithm.requires, head["run"], with_names=self._sends_column_names,
             adds_noise=bool(self.protection.noise_multiplier), method_discloses=algorithm.discloses,
         )  # fmt: skip
@@ -383,10 +383,10 @@ class Site:
             return Envelope({"client": self.name, "refused": reason})
         return Envelope({**answer, "failure": reason})
 
-    def _sum_id(self, head: Mapping[str, Any], round_number: int) -> "SumId":
-        from polyfed.deploy.secure_aggregation.protocol import SumId
+    def _sum_id(self, head: Mapping[str, Any], round_number: int) -> "SecureSumId":
+        from polyfed.deploy.secure_aggregation.protocol import SecureSumId
 
-        return SumId(head["run"], round_number)
+        return SecureSumId(head["run"], round_number)
 
     def _next_sum_keys(self, site_task: SiteTask) -> dict[str, Any]:
         """Returns new public keys for the next round's secure sum; empty if the server has not asked for keys."""

@@ -30,7 +30,7 @@ class SiteAnswer:
     Raises:
         UserError: `kind` is none of the three.
 
-    >>> SiteAnswer("north", "join", sentence="north: join with fedavg: 4.1 to 6.0 points better").sentence_without_answer()
+    >>> SiteAnswer("north", "join", sentence="north: join with fedavg: 4.1 to 6.0 points better").sentence_without_site_and_advice()
     'with fedavg: 4.1 to 6.0 points better.'
     """
 
@@ -50,7 +50,7 @@ class SiteAnswer:
                 f"an answer is one of {', '.join(ANSWER_LABELS)}, got {self.kind!r}; make it again: polyfed compare DIR"
             )
 
-    def sentence_without_answer(self) -> str:
+    def sentence_without_site_and_advice(self) -> str:
         """Returns the sentence of the advice without the site's name and the word for the advice, which the page shows
         before it.
         """

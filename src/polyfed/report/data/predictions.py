@@ -25,7 +25,7 @@ _MANY_CLIENTS = 100  # clients from which only these two are read
 
 @final
 @dataclass(frozen=True, eq=False)
-class BinaryQuestion:
+class BinaryClassOutput:
     """Describes one yes/no question of a classification task, such as "is the example of this class?"; `column` is the
     position of the network output that answers it.
     """
@@ -68,15 +68,15 @@ class GroupPredictions:
         return self.task.one_class_per_example and len(self.class_names) == 2
 
     @cached_property
-    def binary_questions(self) -> tuple[BinaryQuestion, ...]:
+    def binary_questions(self) -> tuple[BinaryClassOutput, ...]:
         """Returns the yes/no questions of the task: for two classes one question, whether an example is of the second
         class; otherwise one question per class or label.
         """
         columns = self.task.yes_no_columns(len(self.class_names))
-        return tuple(BinaryQuestion(self.class_names[k], k) for k in columns)
+        return tuple(BinaryClassOutput(self.class_names[k], k) for k in columns)
 
     def binary_predictions(
-        self, method: str, seed: int, clients: Sequence[str], question: BinaryQuestion
+        self, method: str, seed: int, clients: Sequence[str], question: BinaryClassOutput
     ) -> BinaryPredictions:
         """Returns, for all test examples of the given clients, the predicted probability of the answer "yes" and
         whether "yes" is true, as two arrays.

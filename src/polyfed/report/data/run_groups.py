@@ -118,7 +118,7 @@ class RunGroup:
             sorted({client for method in self.methods for run in method.runs for client in run.score_by_client})
         )
 
-    def participant_name(self, client: str, seed: int) -> str:
+    def client_name_with_seed(self, client: str, seed: int) -> str:
         """Returns a client's name on the page: its id, and the seed if seeds have different clients."""
         return client if self.same_clients or len(self.seeds) == 1 else f"{client}, seed {seed}"
 
@@ -166,7 +166,7 @@ class RunGroup:
         values_by_name: dict[str, list[float | None]] = {}
         for run in self.runs_of_common_seeds_or_all(method) if self.same_clients else method.runs:
             for client, value in run.score_by_client.items():
-                values_by_name.setdefault(self.participant_name(client, run.seed), []).append(value)
+                values_by_name.setdefault(self.client_name_with_seed(client, run.seed), []).append(value)
         return {name: mean_of_defined(values) for name, values in sorted(values_by_name.items())}
 
     def gains_over_local(self, method: MethodRuns) -> list[ClientGain]:
@@ -183,7 +183,7 @@ class RunGroup:
             for client, value in run.score_by_client.items():
                 base = local_scores.get(run.seed, {}).get(client)
                 if value is not None and base is not None:
-                    gains_by_name.setdefault(self.participant_name(client, run.seed), []).append(
+                    gains_by_name.setdefault(self.client_name_with_seed(client, run.seed), []).append(
                         self.score_format.positive_if_better(value - base)
                     )
         gains = [

@@ -27,7 +27,7 @@ from polyfed.report.page.performance import (
     NO_VERDICT,
     binary_performance,
     describe_auc,
-    describe_averaging,
+    name_averaged_sites_and_seeds,
     svg_roc_curve,
     svg_unit_square,
 )
@@ -64,7 +64,7 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
     mean_text = ""
     if mean_answer is not None:
         separator = " " if mean_answer.kind == "join" else ": "
-        mean_text = f"{ANSWER_LABELS[mean_answer.kind]}{separator}{mean_answer.sentence_without_answer()}"
+        mean_text = f"{ANSWER_LABELS[mean_answer.kind]}{separator}{mean_answer.sentence_without_site_and_advice()}"
     is_long, axis = len(answers) > _LISTED, gain_axis(answers)
     figures = [_html_caterpillar_figure(answers, run_group, level, f"{key}-forest")] if is_long else []
     figures.append(_html_roc_or_learning_curves(run_group, predictions, level, f"{key}-top"))
@@ -238,7 +238,8 @@ def _html_roc_or_learning_curves(
                 [describe_auc(name, performance) for performance, name, _ in drawable],
                 [style for _, _, style in drawable],
             )
-            caption = f"ROC curve of {question.name} against the rest. {describe_averaging(predictions)} {NO_VERDICT}"
+            averaged = name_averaged_sites_and_seeds(predictions)
+            caption = f"ROC curve of {question.name} against the rest. {averaged} {NO_VERDICT}"
             return html_figure(chart + texts, caption)
     drawn_lines = [
         ChartLine(

@@ -22,8 +22,8 @@ from polyfed.report.page.look import LOOK_HEADING, html_look
 from polyfed.report.page.method_panels import (
     MethodResult,
     PanelInputs,
-    build_image_panel,
     build_method_panels,
+    build_segmentation_panel,
     load_participants_offline,
 )
 from polyfed.report.page.sections import PageExtras
@@ -81,7 +81,7 @@ def _class_counts_and_panels(
         }
         inputs = PanelInputs(run, participants, panel_key, max_panels, on_result)
         panels |= build_method_panels(inputs)
-        panels |= build_image_panel(inputs, reason) if show_images else {}
+        panels |= build_segmentation_panel(inputs, reason) if show_images else {}
         for heading, html in panels.items():
             if html:
                 method_views.setdefault(heading, {})[panel_name] = html

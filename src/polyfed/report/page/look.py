@@ -15,9 +15,9 @@ from polyfed.core.io.atomic_files import write_file_atomically
 from polyfed.core.io.number_format import capitalize_first, count_with_noun, end_with_period, shorten_name
 from polyfed.data.look.columns import LookColumn
 from polyfed.data.look.counts import BINS, MIN_COUNT
-from polyfed.data.look.findings import events_of, marked_sites
+from polyfed.data.look.findings import describe_class_counts_of_site, find_most_serious_kind_per_site_column
 from polyfed.data.look.look import Look
-from polyfed.data.look.summaries import NumberSummary, SiteLook
+from polyfed.data.look.summaries import NumberSummary, SiteDataStatistics
 from polyfed.data.look.text import format_short
 from polyfed.report.page.elements import html_bullet_list, html_figure, html_side_by_side, html_table, render_template
 from polyfed.report.page.svg_charts import (
@@ -36,7 +36,7 @@ _ROW = 30  # height of a site's histogram
 
 def html_look(look: Look, key: str) -> Markup:
     """Renders what differs between the data of the sites, the sites' numbers of examples, and a figure for each column."""
-    marks = marked_sites(look.summaries, look.findings)
+    marks = find_most_serious_kind_per_site_column(look.summaries, look.findings)
     sentences = [
         f"{end_with_period(capitalize_first(finding.text))} {capitalize_first(finding.meaning)}."
         for finding in look.findings
@@ -45,7 +45,7 @@ def html_look(look: Look, key: str) -> Markup:
         sentences.append(f"Counts of fewer than {MIN_COUNT} rows stay at their site and are shown as <{MIN_COUNT}.")
     sizes = [
         [name, str(site.rows), *(str(site.parts.get(part, "–")) for part in ("train", "val", "test")),
-         events_of(look.summaries, site) or "–"]
+         describe_class_counts_of_site(look.summaries, site) or "–"]
         for name, site in look.sites.items()
     ]  # fmt: skip
     sizes_table = html_table("Examples of each site", ["site", "rows", "train", "val", "test", "targets"], sizes)
@@ -165,13 +165,13 @@ def svg_site_histograms(
     return svg_element_with_title(key, column.name, description, bottom + 20, parts)
 
 
-def _bars(site: SiteLook, column: LookColumn) -> Sequence[float]:
+def _bars(site: SiteDataStatistics, column: LookColumn) -> Sequence[float]:
     if column.values is not None:
         return [site.categories[column.name][value] for value in column.values[: 2 * BINS]]
     return site.numbers[column.name].histogram
 
 
-def _describe(site: SiteLook, column: LookColumn) -> str:
+def _describe(site: SiteDataStatistics, column: LookColumn) -> str:
     if column.values is not None:
         return ", ".join(f"{value} {_count(site.categories[column.name][value])}" for value in column.values[:8])
     values, missing, mean, sd, *_ = _number_cells(site.numbers[column.name])

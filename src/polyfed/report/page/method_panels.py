@@ -55,7 +55,7 @@ def build_method_panels(inputs: PanelInputs) -> dict[str, Markup]:
     return panels
 
 
-def build_image_panel(inputs: PanelInputs, reason_missing: str) -> dict[str, Markup]:
+def build_segmentation_panel(inputs: PanelInputs, reason_missing: str) -> dict[str, Markup]:
     """Builds the panel with test images of segmentations, truth and prediction (heading -> HTML); the panel says why it is
     empty.
 
@@ -82,7 +82,7 @@ def method_adds_panels(method_name: str) -> bool:
 
 
 @final
-class OfflineParticipants(NamedTuple):
+class ParticipantsOrReasonMissing(NamedTuple):
     """Holds the clients of a run; if they cannot be loaded without a download, holds None and a sentence with the
     reason.
     """
@@ -91,17 +91,17 @@ class OfflineParticipants(NamedTuple):
     reason_missing: str
 
 
-def load_participants_offline(run: RunRecord) -> OfflineParticipants:
+def load_participants_offline(run: RunRecord) -> ParticipantsOrReasonMissing:
     """Loads the clients of a run from its configuration without a download; if this is impossible, returns None in
     their place and a sentence with the reason.
     """
     data = run.config.get("data")
     if not isinstance(data, Mapping):
-        return OfflineParticipants(
+        return ParticipantsOrReasonMissing(
             None, "The clients were made in Python, so that the run directory does not know their classes."
         )
     if _needs_download(run):
-        return OfflineParticipants(
+        return ParticipantsOrReasonMissing(
             None,
             f"The data ({data.get('name')}) come from the Hugging Face hub and are not loaded for a page; runs with "
             "--data.path FOLDER show who has which classes.",
@@ -109,13 +109,13 @@ def load_participants_offline(run: RunRecord) -> OfflineParticipants:
     try:
         participants = load_participants(build_experiment(run.config))
     except UserError as error:
-        return OfflineParticipants(None, f"The data of the run could not be read again: {error}.")
+        return ParticipantsOrReasonMissing(None, f"The data of the run could not be read again: {error}.")
     before = read_manifest(run.folder or "").get("partition_fingerprint")
     if before not in (None, participants.partition_fingerprint):
-        return OfflineParticipants(
+        return ParticipantsOrReasonMissing(
             None, "The data are no longer divided as in the run, so that the classes of its clients are not known."
         )
-    return OfflineParticipants(participants, "")
+    return ParticipantsOrReasonMissing(participants, "")
 
 
 _WITHOUT_FILES = frozenset(

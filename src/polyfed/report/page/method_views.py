@@ -21,7 +21,7 @@ from polyfed.core.examples.pytree import tree_map
 from polyfed.core.io.atomic_files import read_file
 from polyfed.core.io.number_format import format_number
 from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.graphs.contraction import Contraction
+from polyfed.graphs.contraction import ContractionOptions
 from polyfed.models import ModelSpec
 from polyfed.report.figures.aggregation import read_aggregation_weights
 from polyfed.report.figures.alignment import RepresentationAlignment
@@ -38,7 +38,7 @@ from polyfed.report.page.elements import (
     render_template,
 )
 from polyfed.report.page.svg_charts import ChartBar, ChartLine, svg_bar_chart, svg_heat_map, svg_line_chart
-from polyfed.simulation.results.unseen_clients import TrainingCurves
+from polyfed.simulation.results.unseen_clients import WarmAndScratchCurves
 
 WARM_START_FILE = "unseen/curves.json"  # in the run directory: {id: {"score": name, "warm": [...], "scratch": [...]}}
 MAX_PANELS = 12  # panels of one kind, so that a page stays below 3 MB
@@ -167,7 +167,7 @@ def html_searched_cells(search_result: ArchitectureSearchResult, key: str, max_c
     return html_dropdown_panels(f"{key}-cells", "Client", panels) + more
 
 
-def html_generatable_parameter_share(clients: Sequence[Client], key: str, contraction: Contraction) -> Markup:
+def html_generatable_parameter_share(clients: Sequence[Client], key: str, contraction: ContractionOptions) -> Markup:
     """Renders the share of each client's parameters that a graph hypernetwork can generate, and the reasons why the
     other parameters stay with the client.
 
@@ -248,7 +248,7 @@ def html_warm_starts(folder: Path, key: str) -> Markup:
         if unequal_clients:
             raise ValueError(f"the two curves of {unequal_clients[0][:60]!r} are not of one length")
         curves = {
-            name: TrainingCurves(str(entry["score"]), tuple(entry["warm"]), tuple(entry["scratch"]))
+            name: WarmAndScratchCurves(str(entry["score"]), tuple(entry["warm"]), tuple(entry["scratch"]))
             for name, entry in content.items()
         }
     except (OSError, ValueError) as error:

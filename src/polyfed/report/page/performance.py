@@ -25,7 +25,7 @@ from polyfed.report.data.binary_stats import (
     roc_curve_and_area,
     z_of_confidence_level,
 )
-from polyfed.report.data.predictions import BinaryQuestion, GroupPredictions
+from polyfed.report.data.predictions import BinaryClassOutput, GroupPredictions
 from polyfed.report.page.confusion import html_confusion_matrix, html_confusion_tables_at_threshold
 from polyfed.report.page.elements import html_paragraph, render_template
 from polyfed.report.page.svg_charts import CHART_WIDTH, COLOUR_COUNT, svg_element_with_title, svg_text
@@ -77,7 +77,7 @@ def performance_numbers_for_script(predictions: GroupPredictions, level: float) 
 
 
 def binary_performance(
-    predictions: GroupPredictions, method: str, clients: Sequence[str], question: BinaryQuestion, level: float
+    predictions: GroupPredictions, method: str, clients: Sequence[str], question: BinaryClassOutput, level: float
 ) -> dict[str, Any] | None:
     """Computes the ROC curve, calibration curve and counts of one method for one yes/no question, on the given clients'
     test examples; None if there are no examples.
@@ -319,14 +319,14 @@ def _roc_figure(
         ),
         "texts": [describe_auc(name, performance, page_data["level"]) for performance, name, _ in slots],
         "caption": f"ROC curve: sensitivity against the false alarm rate at every threshold. The diagonal is chance. "
-        f"{describe_averaging(predictions)}{dot} Intervals of AUC: {100 * page_data['level']:g} %, by the number of "
-        "test examples (Hanley and McNeil).",
+        f"{name_averaged_sites_and_seeds(predictions)}{dot} Intervals of AUC: {100 * page_data['level']:g} %, by the number "
+        "of test examples (Hanley and McNeil).",
         "columns": ["method", *(f"sensitivity at {p} % specificity" for p in (95, 90, 80))],
         "rows": [[name, *(_sensitivity_at(performance, k) for k in (3, 6, 12))] for performance, name, _ in slots],
     }  # fmt: skip
 
 
-def describe_averaging(predictions: GroupPredictions) -> str:
+def name_averaged_sites_and_seeds(predictions: GroupPredictions) -> str:
     """Returns sentences that name the sites and seeds over which a curve is averaged."""
     sites_sentence = "All sites: their test examples together, each with its own site's network."
     if len(predictions.seeds) == 1:

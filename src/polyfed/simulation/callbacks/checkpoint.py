@@ -35,7 +35,7 @@ class CheckpointSaver(Callback):
         if run.settings.keep != "last" and run.checkpoint.round:
             run.best = load_kept_checkpoint(directory, run.federation, earlier_records, run.checkpoint)
         self._kept_rounds = _rounds_of(run.best)
-        self._binding = integrity.run_binding(read_config(directory.path), directory.read_manifest())
+        self._binding = integrity.compute_run_binding_hashes(read_config(directory.path), directory.read_manifest())
         if outdated := {"files", "stopped"} & directory.read_manifest().keys():  # of the end that the run had before
             directory.add_to_manifest({name: {} for name in outdated})
 
@@ -88,7 +88,7 @@ class CheckpointSaver(Callback):
         run.predictions.write_one_file_per_client()
         if directory is not None:
             files = integrity.hash_files(directory.path, ("models", "predictions"))
-            directory.add_to_manifest({"files": files, **run.stop_manifest_entry()})
+            directory.add_to_manifest({"files": files, **run.build_manifest_entry_of_stop()})
 
 
 def _rounds_of(state: Checkpoint | None) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import named_leaves
 from polyfed.core.nn.module_cache import build_module, cached_module, hash_tensors, legacy_architecture_hash
 from polyfed.core.nn.tied_weights import first_name_by_alias
-from polyfed.simulation.checks.requirements import architecture_keys_by_client, example_sets, stable_repr
+from polyfed.simulation.checks.requirements import architecture_keys_by_client, examples_by_split, stable_repr
 
 
 def initial_weights_fingerprint(clients: Sequence[Client]) -> str:
@@ -46,7 +46,7 @@ def _describe_loss(client: Client) -> str:
     return "" if client.loss is None else stable_repr(client.loss)
 
 
-def former_version_error(run_fingerprint: str, clients: Sequence[Client], public: Examples | None) -> str | None:
+def earlier_version_run_error(run_fingerprint: str, clients: Sequence[Client], public: Examples | None) -> str | None:
     """Returns an error message if the run was started with these clients by an earlier version of polyfed, and so
     cannot be resumed; None if it was not.
     """
@@ -100,7 +100,7 @@ def data_fingerprint(
     for client in sorted(clients, key=lambda c: c.id):
         total.update(repr((client.id, client.task.spec, architecture_by_client.get(client.id))).encode())
         total.update(_describe_loss(client).encode())
-        for name, data in example_sets(client).items():
+        for name, data in examples_by_split(client).items():
             total.update(
                 repr((name, digests(data.x), digest(data.y), digest(data.index), stable_repr(data.transform))).encode()
             )

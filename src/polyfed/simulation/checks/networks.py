@@ -74,7 +74,7 @@ def check_network_tensors_and_layers(clients: Sequence[Client], algorithm: Algor
                 ) from error
 
 
-def check_single_example_batches(
+def check_batch_norm_gets_no_single_example(
     clients: Sequence[Client],
     algorithm: Algorithm[Any, Any],
     examples_by_field: Mapping[str, Examples | None],

@@ -23,7 +23,7 @@ from polyfed.core.examples.pytree import input_spec_of as form_of_inputs
 from polyfed.core.examples.pytree import named_leaves
 from polyfed.core.messages.lora import (
     adapter_averaging_mode,
-    architecture_key_ignoring_averaged_ranks,
+    architecture_key_without_averaged_lora_ranks,
     network_with_largest_ranks,
 )
 from polyfed.core.nn.module_cache import (
@@ -41,8 +41,8 @@ from polyfed.simulation.checks.client_list import list_clients
 from polyfed.simulation.checks.data_leakage import warn_of_test_leakage
 from polyfed.simulation.checks.networks import (
     cached_module_of,
+    check_batch_norm_gets_no_single_example,
     check_network_tensors_and_layers,
-    check_single_example_batches,
 )
 from polyfed.simulation.checks.table_schemas import check_public_table, check_table_schemas
 from polyfed.simulation.checks.token_range import check_tokens_in_vocabulary
@@ -86,7 +86,7 @@ def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any]
     check_client_init(clients, algorithm)
     if public is not None:
         fields = ("digest_batch_size", *(("server_batch_size",) if "architectures" in algorithm.requires else ()))
-        check_single_example_batches(clients, algorithm, dict.fromkeys(fields, public))
+        check_batch_norm_gets_no_single_example(clients, algorithm, dict.fromkeys(fields, public))
 
 
 def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
@@ -120,16 +120,17 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
                 raise UserError(f"{name} brings networks with one output vector an example, and has none for the task "
                                 f"{clients[0].task}; choose a method that trains the clients' own networks")  # fmt: skip
             method_network = algorithm.network_for(common_data_spec(clients, name))
-            check_single_example_batches(clients, algorithm, {"batch_size": None}, method_network)
+            check_batch_norm_gets_no_single_example(clients, algorithm, {"batch_size": None}, method_network)
         return
     ids_without_model = [client.id for client in clients if client.model is None]
     if ids_without_model:
         raise UserError(f"{name} trains each client's own network, but client {ids_without_model[0]!r} has model=None")
     architecture_by_client = {
-        client.id: architecture_key_ignoring_averaged_ranks(algorithm, cached_module_of(client)) for client in clients
+        client.id: architecture_key_without_averaged_lora_ranks(algorithm, cached_module_of(client))
+        for client in clients
     }
     check_network_tensors_and_layers(clients, algorithm)
-    check_single_example_batches(clients, algorithm, {"batch_size": None})
+    check_batch_norm_gets_no_single_example(clients, algorithm, {"batch_size": None})
     if "one_representation" in requirements:
         widths = {client.id: representation_width(client) for client in clients}
         if other_id := next((i for i in widths if widths[i] != widths[clients[0].id]), None):
@@ -201,7 +202,7 @@ def client_data_spec(client: Client) -> DataSpec:
 
 def num_outputs_needed(client: Client) -> int:
     """Returns the number of logits that a client's network needs for its labels."""
-    return max(client.task.num_outputs(data.labels) for data in example_sets(client).values())
+    return max(client.task.num_outputs(data.labels) for data in examples_by_split(client).values())
 
 
 def _first_input(client: Client) -> Any:
@@ -308,7 +309,7 @@ def check_networks_run(
         if not any(parameter.requires_grad for parameter in cached.module.parameters()):
             raise UserError(f"client {client.id!r}: its network has no parameters that can be trained "
                             "(requires_grad); there is nothing to federate")  # fmt: skip
-        for name, data in example_sets(client).items():
+        for name, data in examples_by_split(client).items():
             key = (cached.architecture, form_of_inputs(data.x), repr(data.transform))
             check_tokens_in_vocabulary(cached.module, data, f"client {client.id!r}: {name}")
             if key not in outputs:
@@ -370,7 +371,7 @@ def _describe_outputs(shape: tuple[int, ...]) -> str:
     return f"{shape[0]} outputs" if len(shape) == 1 else f"outputs of shape {shape}"
 
 
-def example_sets(client: Client) -> dict[str, Examples]:
+def examples_by_split(client: Client) -> dict[str, Examples]:
     """Returns a client's examples by the name of their split: "train", "test" and, if the client has them, "val" and
     "global_test".
     """

@@ -16,8 +16,8 @@ from polyfed.core.training.cohort import group_fit_calls, train_cohort
 from polyfed.core.training.loop import fit
 from polyfed.core.vectorized.deferred_calls import (
     CallDeferred,
-    DeferredRun,
     FitCall,
+    ReplayedCallResults,
     copy_tensors_into_module,
     deferring_calls,
 )
@@ -122,7 +122,7 @@ def benchmark_engines(
 def _first_fit(engine: InProcessEngine, task: ClientTask) -> FitCall | None:
     """Returns the arguments of a client's first call of `fit`; None if that call cannot be stacked with the calls of other
     clients."""
-    deferred_run = DeferredRun(stop_at_first_call=True)
+    deferred_run = ReplayedCallResults(stop_at_first_call=True)
     try:
         with deferring_calls(deferred_run):
             list(engine.run([task]))

@@ -19,17 +19,17 @@ from polyfed.core.messages.compressors import Compressor
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.training.cohort import (
     MIN_COHORT_SIZE,
+    group_calls_to_predict_together,
     group_fit_calls,
-    group_predict_calls,
     predict_cohort,
     train_cohort,
 )
 from polyfed.core.vectorized.deferred_calls import (
     CallDeferred,
-    DeferredRun,
     FitCall,
     FitCallResult,
     PredictCall,
+    ReplayedCallResults,
     deferring_calls,
 )
 from polyfed.core.vectorized.stacked_module import CannotStackError
@@ -43,7 +43,7 @@ class _PendingTask:
     """Holds a task that waits for a stacked computation, its deferred calls, and the seconds spent on it so far."""
 
     task: ClientTask
-    deferred_run: DeferredRun = field(default_factory=DeferredRun)
+    deferred_run: ReplayedCallResults = field(default_factory=ReplayedCallResults)
     seconds: float = 0.0
 
 
@@ -87,7 +87,7 @@ class CohortEngine(Engine):
         ordered by their ids.
         """
         waiting = [
-            _PendingTask(task, DeferredRun(runs_alone=task.client in self._sequential_ids))
+            _PendingTask(task, ReplayedCallResults(runs_alone=task.client in self._sequential_ids))
             for task in sorted(tasks, key=lambda task: task.client)
         ]
         while waiting:
@@ -129,7 +129,7 @@ class CohortEngine(Engine):
             for pending in predicting
             if isinstance(pending.deferred_run.pending_call, PredictCall)
         ]
-        for places in group_predict_calls(predict_calls):
+        for places in group_calls_to_predict_together(predict_calls):
             self._compute_together(
                 [predicting[p] for p in places], partial(predict_cohort, [predict_calls[p] for p in places])
             )

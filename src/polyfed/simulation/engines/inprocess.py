@@ -27,7 +27,7 @@ from polyfed.core.examples.nan_checks import nonfinite_state_error
 from polyfed.core.machine.allocator import make_malloc_keep_freed_memory
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.messages.contiguous import as_contiguous, contiguous_message, message_error
-from polyfed.core.messages.lora import message_at_client_rank_within_block, reply_with_scaled_adapters
+from polyfed.core.messages.lora import cut_message_to_client_rank_within_block, fold_adapter_scales_into_reply
 from polyfed.core.messages.message_compression import compress_message
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.module_cache import restore_all_but_weights_and_set_eval
@@ -74,14 +74,14 @@ class InProcessEngine(Engine):
             client, start = self._clients[task.client], time.perf_counter()
             try:
                 # Networks and methods may draw from torch's global generator.
-                adapted_message = message_at_client_rank_within_block(algorithm, client, task.message)
+                adapted_message = cut_message_to_client_rank_within_block(algorithm, client, task.message)
                 with grad_enabled(), temporary_rng_seed(task.seed, self._device), adapted_message as message:
                     client_state = (
                         algorithm.client_init(client, task.run_seed) if task.client_state is None else task.client_state
                     )
                     if task.phase == "local":
                         reply, client_state = algorithm.local_update(message, client_state, client, task.seed)
-                        reply = reply_with_scaled_adapters(algorithm, client, reply)
+                        reply = fold_adapter_scales_into_reply(algorithm, client, reply)
                         check_serializable(client_state, "the private state")
                         _check_finite(algorithm, reply, client_state)
                         if not message_error(reply):  # an invalid reply is rejected later, unchanged
@@ -153,7 +153,7 @@ class InProcessEngine(Engine):
         try:
             with (
                 temporary_rng_seed(task.seed, self._device),
-                message_at_client_rank_within_block(self._algorithm, client, task.message) as message,
+                cut_message_to_client_rank_within_block(self._algorithm, client, task.message) as message,
             ):
                 client_state = (
                     self._algorithm.client_init(client, task.run_seed)

@@ -165,7 +165,7 @@ def store_clients(clients: Sequence[Client], put: Callable[[FlatTensor], Any]) -
 
 
 @final
-class SharedTensors:
+class SharedTensorStore:
     """Puts tensors that several tasks receive into Ray's object store once, instead of sending them with each task; all
     tensors with the same receivers become one object.
 

@@ -34,7 +34,7 @@ from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, sort
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.object_store import (
     FlatTensor,
-    SharedTensors,
+    SharedTensorStore,
     StoredClient,
     store_clients,
     unflatten_tensor,
@@ -146,7 +146,7 @@ class RayEngine(Engine):
                 self._restart_worker(position)
         self._call += 1
         waiting = deque((task, 1) for task in sort_longest_first(tasks, self._clients))
-        shared = SharedTensors(tasks, ray.put)
+        shared = SharedTensorStore(tasks, ray.put)
         while waiting or any(worker.tasks for worker in self._workers):
             self._send_tasks(waiting, shared)
             position = self._wait_for_worker()
@@ -169,7 +169,7 @@ class RayEngine(Engine):
                 self._send_tasks(waiting, shared)  # first of all, so that the worker does not wait
                 yield replace(decode_result(data, task), incidents=self._take_incidents(task))
 
-    def _send_tasks(self, waiting: deque[tuple[ClientTask, int]], shared: SharedTensors) -> None:
+    def _send_tasks(self, waiting: deque[tuple[ClientTask, int]], shared: SharedTensorStore) -> None:
         """Sends a task to every idle worker, and a second one ahead while enough tasks are left for all workers."""
         for depth, reserve in ((1, 0), (2, len(self._workers))):
             for worker in self._workers:

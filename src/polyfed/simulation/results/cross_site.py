@@ -24,7 +24,7 @@ from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.results.cross_site_scores import LEVEL, CrossSiteCell, CrossSiteScores
-from polyfed.simulation.results.other_clients_examples import IncompatibleExamplesError, examples_for_model_of
+from polyfed.simulation.results.other_clients_examples import IncompatibleExamplesError, adapt_test_examples_to_model_of
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.storage.checkpoint import Checkpoint
 
@@ -85,7 +85,7 @@ def _outputs_or_reason(
     """Returns the outputs of the owner's model for another client's test examples, and their targets; a sentence if there
     are none."""
     try:
-        examples, convert = examples_for_model_of(owner, client)
+        examples, convert = adapt_test_examples_to_model_of(owner, client)
         outputs = engine.predict(task, examples)
         return convert(outputs), client.test.labels.cpu()
     except IncompatibleExamplesError as reason:

@@ -16,7 +16,7 @@ from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
-from polyfed.nas.step_weights import StepWeights, compute_step_weights
+from polyfed.nas.step_weights import StepWeights, compute_lookahead_step_weights
 from polyfed.simulation.results.run import Run
 
 _ROWS = 256
@@ -73,7 +73,7 @@ def measure_gradient_conflicts(run: Run, *, rows: int = _ROWS, draws: int = 1, s
             _ClientGradients(method, run.federation.clients[client], rows, seed).mean_gradients(message, draws)
         )
     stacked = (torch.stack(gradients_of_clients) for gradients_of_clients in zip(*pairs, strict=True))
-    return GradientConflicts(ids, compute_step_weights(*stacked))
+    return GradientConflicts(ids, compute_lookahead_step_weights(*stacked))
 
 
 @final
@@ -112,6 +112,6 @@ class _ClientGradients:
             passes.append(torch.cat([slope.flatten().double().cpu() for slope in slopes]))
             return loss.detach()
 
-        self.method.build_meta_gradient(supernet)(loss_of)
+        self.method.build_meta_gradient_function(supernet)(loss_of)
         supernet.zero_grad()
         return passes[0], passes[1]

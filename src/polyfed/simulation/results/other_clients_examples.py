@@ -17,7 +17,7 @@ class IncompatibleExamplesError(ValueError):
     """Raised when a client's model cannot read another client's examples, or cannot be scored on them."""
 
 
-def examples_for_model_of(owner: Client, client: Client) -> tuple[Examples, Callable[[Tensor], Tensor]]:
+def adapt_test_examples_to_model_of(owner: Client, client: Client) -> tuple[Examples, Callable[[Tensor], Tensor]]:
     """Returns a client's test examples as the owner's model takes them, and a function that converts the model's
     outputs to the client's classes or unit; raises an error if they are incompatible.
 

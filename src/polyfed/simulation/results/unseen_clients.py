@@ -104,13 +104,13 @@ class WarmStart:
 
 @final
 @dataclass(frozen=True)
-class TrainingCurves:
+class WarmAndScratchCurves:
     """Holds the test scores of a client that took no part in training after 0, 1, ... epochs, once from generated
     weights ("warm") and once from scratch.
 
     A score that is not defined, of a training that diverged, is None.
 
-    >>> curves = TrainingCurves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7))
+    >>> curves = WarmAndScratchCurves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7))
     >>> curves.epochs, curves.epochs_to_match_scratch
     (2, 1)
     """
@@ -152,7 +152,7 @@ def load_trained_server(out: str | Path) -> TrainedServer:
     settings, algorithm = restore_settings_and_method(config, None)
     algorithm = _require_flha_ghn(algorithm, str(folder))
     integrity.check_config_unchanged(folder, config, manifest)
-    binding = integrity.run_binding(config, manifest)
+    binding = integrity.compute_run_binding_hashes(config, manifest)
     checkpoint, notes = checkpoints.load_newest_checkpoint(
         folder / "checkpoint", expected_binding_of_round=lambda number: binding
     )
@@ -361,7 +361,7 @@ def training_curve(
 
 def compare_with_scratch(
     server: TrainedServer, start: WarmStart, epochs: int, lr: float | None = None, scratch_lr: float | None = None
-) -> TrainingCurves:
+) -> WarmAndScratchCurves:
     """Trains the network of a client that took no part in training, once from its generated weights and once from
     scratch, and returns both curves of scores.
 
@@ -386,4 +386,4 @@ def compare_with_scratch(
             (initial_weights(server, client), lr if scratch_lr is None else scratch_lr),
         )
     )
-    return TrainingCurves(score, *(tuple(metrics[score] for metrics in curve) for curve in (warm, cold)))
+    return WarmAndScratchCurves(score, *(tuple(metrics[score] for metrics in curve) for curve in (warm, cold)))

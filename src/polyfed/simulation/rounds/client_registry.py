@@ -8,7 +8,7 @@ from polyfed.core.algorithm import Architecture, Client, DataSpec
 from polyfed.core.task import Task as TaskKind
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
-from polyfed.graphs.contraction import Contraction
+from polyfed.graphs.contraction import ContractionOptions
 from polyfed.simulation.checks import requirements
 
 
@@ -59,7 +59,7 @@ class ClientRegistry:
                 if c.model is not None
             }
         if "layer_catalogue" in requires:
-            contraction = Contraction("layers" if "norms_in_layers" in requires else "nodes")
+            contraction = ContractionOptions("layers" if "norms_in_layers" in requires else "nodes")
             catalogue = LayerCatalogue.from_graphs(
                 graph_of_client(client, contraction=contraction) for client in clients
             )

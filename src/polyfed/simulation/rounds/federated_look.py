@@ -21,9 +21,9 @@ from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 from polyfed.data.look import counts as passes
 from polyfed.data.look.columns import LookColumn, SiteColumns, merge_columns
-from polyfed.data.look.counts import MIN_COUNT, Counts, number_positions, suppress_small_counts
-from polyfed.data.look.look import Look, read_sites
-from polyfed.data.look.summaries import ALL_SITES, LookFrame, build_summaries
+from polyfed.data.look.counts import MIN_COUNT, Counts, find_numeric_column_positions, suppress_small_counts
+from polyfed.data.look.look import Look, read_columns_by_site
+from polyfed.data.look.summaries import ALL_SITES, CommonScaleAndRange, build_summaries
 from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.monitoring.progress import SilentProgress
@@ -95,7 +95,7 @@ class FederatedLook(Averaging):
 
     def server_init(self, server: ServerContext) -> dict[str, Any]:
         """Returns the server's state before round 1, which holds no counts yet."""
-        count = len(number_positions(columns_from_json(self.columns)))
+        count = len(find_numeric_column_positions(columns_from_json(self.columns)))
         zeros, ones = torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.float64)
         return {
             "frame": {"center": zeros, "scale": ones, "low": zeros, "high": ones},
@@ -117,7 +117,10 @@ class FederatedLook(Averaging):
         clients hides them.
         """
         done = int(message.scalars["done"])
-        site, frame = read_own_columns(client).in_columns(columns_from_json(self.columns)), message.tensors["frame"]
+        site, frame = (
+            read_columns_if_enough_examples(client).align_to_columns(columns_from_json(self.columns)),
+            message.tensors["frame"],
+        )
         counts = passes.count_values(site)
         if done == 1:
             counts |= passes.sum_squares(site, frame["center"], frame["scale"])
@@ -177,7 +180,7 @@ class FederatedLook(Averaging):
         if server_state["done"] == 0:
             frame["center"], frame["scale"] = passes.choose_center_and_scale(counts)
         elif server_state["done"] == 1:
-            frame["low"], frame["high"] = passes.choose_edges(counts, frame["center"], frame["scale"])
+            frame["low"], frame["high"] = passes.choose_histogram_limits(counts, frame["center"], frame["scale"])
         return {**server_state, "sum": counts, "frame": frame, "done": server_state["done"] + 1}
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
@@ -185,14 +188,14 @@ class FederatedLook(Averaging):
         return nn.Identity()
 
 
-def read_own_columns(client: Client) -> SiteColumns:
+def read_columns_if_enough_examples(client: Client) -> SiteColumns:
     """Returns the columns of one client's examples; raises a `UserError` if the client has too few examples for any
     count of them to be sent.
 
     Raises:
         UserError: the client has too few examples for any count of them to leave it.
     """
-    site = read_sites([client])[client.id]
+    site = read_columns_by_site([client])[client.id]
     if len(site.cells) < MIN_COUNT:
         raise UserError(f"client {client.id!r} has fewer than {MIN_COUNT} examples, of which no count may leave it")
     return site
@@ -212,7 +215,7 @@ def look_between_sites(clients: Iterable[Client], *, seed: int = 0, secure: bool
         UserError: a client has fewer than five examples, or sums are too large for fixed point.
     """
     client_by_id = {client.id: client for client in sorted(clients, key=lambda client: client.id)}
-    columns = merge_columns([read_own_columns(client).columns for client in client_by_id.values()])
+    columns = merge_columns([read_columns_if_enough_examples(client).columns for client in client_by_id.values()])
     federation = Federation(client_by_id, build_look_method(columns, secure), build_look_settings(seed, secure))
     engine = InProcessEngine(federation.algorithm, list(client_by_id.values()), torch.device("cpu"), federation.metrics)
     return run_look_rounds(federation, engine, columns)
@@ -239,4 +242,4 @@ def run_look_rounds(federation: Federation, engine: Engine, columns: Sequence[Lo
         checkpoint = replace(next_checkpoint, unevaluated_record=None)  # there is nothing to evaluate
     state: Any = checkpoint.state
     sites = state["sites"] or {ALL_SITES: suppress_small_counts(state["sum"], columns)}
-    return Look.of(build_summaries(columns, sites, LookFrame(**state["frame"])))
+    return Look.of(build_summaries(columns, sites, CommonScaleAndRange(**state["frame"])))

@@ -139,7 +139,7 @@ def fit_common_preprocessing(clients: Sequence[Client], *, seed: int = 0, secure
     Raises:
         UserError: examples of no table or of different ones, or sums that fixed point cannot hold.
     """
-    check_enough_values(clients, secure=secure)
+    check_sums_hide_single_values(clients, secure=secure)
     client_by_id = {client.id: client for client in sorted(clients, key=lambda client: client.id)}
     template = merge_table_definitions({i: preprocessor_of(client.train) for i, client in client_by_id.items()})
     federation = Federation(client_by_id, build_moments_method(template), build_moments_settings(seed, secure))
@@ -157,7 +157,7 @@ def columns_with_few_values(client: Client) -> list[str]:
     return [name for name, rows in zip(names, count.tolist(), strict=False) if 0 < rows < MIN_ROWS]
 
 
-def check_enough_values(clients: Sequence[Client], *, secure: bool) -> None:
+def check_sums_hide_single_values(clients: Sequence[Client], *, secure: bool) -> None:
     """Raises a `UserError` if real sites would refuse to send their sums: a column has so few values that its sum
     nearly reveals them, and no secure sum hides it.
 
@@ -244,7 +244,7 @@ def apply_preprocessing(client: Client, common: TablePreprocessor) -> Client:
     return replace(client, model=model, train=train, test=test, val=val[0] if val else None)
 
 
-def with_common_preprocessing(clients: Sequence[Client], seed: int, secure: bool) -> Sequence[Client]:
+def unify_preprocessing_of_clients(clients: Sequence[Client], seed: int, secure: bool) -> Sequence[Client]:
     """Returns the clients with one common preprocessing if their tables were read one by one, otherwise unchanged;
     raises a `UserError` if their tables differ, or some have none.
 
@@ -252,7 +252,7 @@ def with_common_preprocessing(clients: Sequence[Client], seed: int, secure: bool
         UserError: their tables differ, or some have none.
     """
     tables = [c.train.transform for c in clients if isinstance(c.train.transform, TablePreprocessor)]
-    check_enough_values(clients, secure=secure)
+    check_sums_hide_single_values(clients, secure=secure)
     if not needs_common_preprocessing(tables):
         return clients
     common = fit_common_preprocessing(clients, seed=seed, secure=secure).prepared

@@ -17,11 +17,11 @@ from polyfed.core.training.config import LocalTraining
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.client_list import class_names_of, list_clients
-from polyfed.simulation.checks.fingerprints import data_fingerprint, former_version_error
+from polyfed.simulation.checks.fingerprints import data_fingerprint, earlier_version_run_error
 from polyfed.simulation.checks.private_training import with_privacy_if_possible
 from polyfed.simulation.checks.robustness import check_robust_rule
 from polyfed.simulation.engines.devices import check_engine_installed, choose_client_device
-from polyfed.simulation.rounds.federated_preprocessing import with_common_preprocessing
+from polyfed.simulation.rounds.federated_preprocessing import unify_preprocessing_of_clients
 from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
 from polyfed.simulation.rounds.secure_aggregation import check_secure_support
 from polyfed.simulation.settings import Settings
@@ -60,7 +60,7 @@ def check_and_build_federation(
     given_clients = list_clients(clients)
     if not clients_are_checked:
         requirements.check_clients(given_clients)
-    clients = with_common_preprocessing(given_clients, settings.seed, settings.secure)
+    clients = unify_preprocessing_of_clients(given_clients, settings.seed, settings.secure)
     public_examples = apply_common_preprocessing_to_public(public_examples, clients)
     task = clients[0].task
     if resumed is None:
@@ -159,7 +159,7 @@ def check_clients_are_those_of_run(directory: RunDirectory, federation: Federati
         return
     integrity.check_manifest_unchanged(out, fingerprint_now)
     clients = list(federation.clients.values())
-    if version_error := former_version_error(str(fingerprint_before), clients, federation.public):
+    if version_error := earlier_version_run_error(str(fingerprint_before), clients, federation.public):
         raise UserError(f"the run in {out} cannot be resumed: {version_error}")
     raise UserError(
         f"the clients are not those of the run in {out}: its data fingerprint is {fingerprint_before}, theirs "

@@ -108,7 +108,7 @@ class RunState:
         if self.stopped_by is None and self.current_round < self.settings.rounds:
             self.stopped_by, self.last_round = callback_name, self.current_round
 
-    def stop_manifest_entry(self) -> dict[str, Any]:
+    def build_manifest_entry_of_stop(self) -> dict[str, Any]:
         """Returns which callback stopped the run, and after which round, for `manifest.json`: `{"stopped": {"round":
         round, "by": callback}}`; an empty dict if none did.
         """

@@ -152,7 +152,7 @@ def encode_reply_in_fixed_point(
     return build_sum_message(words, SumLayout.from_tensor_groups(groups))
 
 
-def sum_part_error(
+def find_secure_reply_error(
     part: Message | None, algorithm: Algorithm[Any, Any], server_state: Any, message: Message
 ) -> str | None:
     """Returns, as half a sentence, the reason why a client's encoded reply cannot be added to a secure sum; None if it

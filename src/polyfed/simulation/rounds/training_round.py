@@ -32,7 +32,7 @@ from polyfed.simulation.monitoring.update_norms import (
 )
 from polyfed.simulation.rounds.aggregator import ReplyAggregator
 from polyfed.simulation.rounds.federation import Federation, mean_train_loss
-from polyfed.simulation.rounds.secure_aggregation import encode_reply_in_fixed_point, sum_part_error
+from polyfed.simulation.rounds.secure_aggregation import encode_reply_in_fixed_point, find_secure_reply_error
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.directory import RunDirectory
@@ -150,7 +150,9 @@ def _validate_reply(
     """
     task, reply = result.task, result.reply
     if result.masked:
-        if reply is not None and (flaw := sum_part_error(reply, federation.algorithm, checkpoint.state, task.message)):
+        if reply is not None and (
+            flaw := find_secure_reply_error(reply, federation.algorithm, checkpoint.state, task.message)
+        ):
             raise ValueError(flaw)
         return reply, reply, MeasuredUpdate(None, None)  # no reply of a site that is in no sum of this round
     decoded = federation.decode_reply_for_server(reply, task.message)
@@ -325,7 +327,7 @@ def _describe_training(
 
 
 @final
-class CompletedRecord(NamedTuple):
+class RoundRecordWithOutputs(NamedTuple):
     """Holds the complete record of a round, and the outputs of the evaluated networks for each client."""
 
     record: dict[str, Any]
@@ -337,7 +339,7 @@ def complete_record(
     incomplete_record: Mapping[str, Any],
     evaluation_results: PhaseResults | None,
     history: Sequence[Mapping[str, Any]],
-) -> CompletedRecord:
+) -> RoundRecordWithOutputs:
     """Completes the record of a round for `metrics.jsonl` with the results of its evaluation, and returns it with the
     outputs of the evaluated networks.
 
@@ -367,7 +369,7 @@ def complete_record(
         earlier_records = [history[history[-1]["best_round"] - 1]] if history[-1]["best_round"] else []
     best = federation.best_round([*earlier_records, full_record])
     completed = {**full_record, "warnings": describe_round_warnings(full_record, history), "best_round": best}
-    return CompletedRecord(completed, outputs)
+    return RoundRecordWithOutputs(completed, outputs)
 
 
 def write_personal_models(

@@ -29,7 +29,7 @@ from polyfed.core.state_dict import PyTree, iter_tensors
 from polyfed.simulation.storage.integrity import (
     COMPLETE_FILE,
     Binding,
-    binding_error,
+    checkpoint_mismatch_error,
     hash_file,
     read_checkpoint_hashes,
 )
@@ -192,7 +192,7 @@ def load_newest_checkpoint(
             metrics = folder.parent / "metrics.jsonl"
             notes.append(f"{metrics} does not hold rounds 1 to {last}, which checkpoint {candidate} follows")
             continue
-        reason = expected_binding_of_round and binding_error(
+        reason = expected_binding_of_round and checkpoint_mismatch_error(
             _read_binding(candidate), expected_binding_of_round(last), candidate, last
         )
         if reason:
@@ -221,7 +221,7 @@ def load_round_checkpoint(
     except (UserError, OSError, ValueError, KeyError) as error:
         raise UserError(f"checkpoint {round_folder} is missing or damaged ({error})") from error
     if expected_binding_of_round and (
-        reason := binding_error(
+        reason := checkpoint_mismatch_error(
             _read_binding(round_folder),
             expected_binding_of_round(checkpoint.last_recorded_round),
             round_folder,

@@ -11,7 +11,7 @@ from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import is_built_in_metric, resolve_metrics
 from polyfed.core.evaluation.metrics import metric_path_or_name as written_metric
 from polyfed.core.io.former_fields import rename_former_fields
-from polyfed.core.io.trusted_code import import_trusted_dataclass, recorded_import_path
+from polyfed.core.io.trusted_code import find_trusted_import_path, import_trusted_dataclass
 from polyfed.core.io.validation import build_dataclass, validation_error
 from polyfed.core.privacy.options import Privacy
 from polyfed.core.task import Task, TaskSpec
@@ -33,7 +33,7 @@ def _describe_method(algorithm: Algorithm[Any, Any]) -> dict[str, Any]:
     if isinstance(privacy := fields.get("privacy"), Privacy):
         fields["privacy"] = dataclasses.asdict(privacy)
     return {
-        "name": recorded_import_path(type(algorithm)) or registry_name(algorithm),
+        "name": find_trusted_import_path(type(algorithm)) or registry_name(algorithm),
         **to_plain_values(fields, registry_name(algorithm)),
     }
 

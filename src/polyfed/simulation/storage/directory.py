@@ -22,7 +22,11 @@ from polyfed.core.io.atomic_files import (
 )
 from polyfed.core.io.atomic_files import write_file_atomically as write_file_atomically  # deployments take it from here
 from polyfed.core.io.validation import parse_json, parse_yaml, validation_error
-from polyfed.simulation.storage.integrity import RunningHash, hash_settings_that_affect_results, read_newest_binding
+from polyfed.simulation.storage.integrity import (
+    RunningHash,
+    hash_settings_that_affect_results,
+    read_newest_binding_hashes,
+)
 from polyfed.simulation.storage.integrity import describe_changed_files as changes_of
 from polyfed.simulation.storage.paths import safe_file_name
 
@@ -314,7 +318,7 @@ def describe_changed_files_of_run(folder: str | Path, *, include_outputs: bool =
     Raises:
         UserError: its configuration cannot be read.
     """
-    newest = read_newest_binding(Path(folder) / "checkpoint")
+    newest = read_newest_binding_hashes(Path(folder) / "checkpoint")
     return changes_of(Path(folder), read_config(folder), read_manifest(folder), newest, include_outputs)
 
 

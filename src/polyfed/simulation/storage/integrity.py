@@ -38,10 +38,10 @@ def hash_settings_that_affect_results(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(deciding_fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def hashes_of_first_lines(text: str) -> list[str]:
+def hash_line_prefixes(text: str) -> list[str]:
     """Returns a list of hashes of the text of `metrics.jsonl`: entry n is the hash of its first n lines, from n = 0.
 
-    >>> hashes_of_first_lines("")[0] == hashlib.sha256().hexdigest(), len(hashes_of_first_lines("a\\nb\\n"))
+    >>> hash_line_prefixes("")[0] == hashlib.sha256().hexdigest(), len(hash_line_prefixes("a\\nb\\n"))
     (True, 3)
     """
     running = hashlib.sha256()
@@ -62,7 +62,7 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it supports readinto
 
 
-def run_binding(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> Binding:
+def compute_run_binding_hashes(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> Binding:
     """Returns the hashes by which each checkpoint shows that it belongs to a run, as `{"config": hash, "data": hash}`;
     in a deployment the run's id takes the place of the hash of the data.
     """
@@ -70,7 +70,7 @@ def run_binding(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> Bindi
     return {"config": hash_settings_that_affect_results(config), "data": str(data)}
 
 
-def binding_error(bound: Binding, expected: Binding, checkpoint: Path, round_number: int) -> str | None:
+def checkpoint_mismatch_error(bound: Binding, expected: Binding, checkpoint: Path, round_number: int) -> str | None:
     """Returns, as a sentence, the reason why a checkpoint does not belong to a run, by comparing the stored hashes with
     the expected ones; None if it does.
     """
@@ -96,7 +96,7 @@ def expected_binding_by_round(
     """Returns a function that takes a round number, and returns the hashes that a checkpoint of the run after that
     round must store.
     """
-    constant_binding, lines = run_binding(config, manifest), hashes_of_first_lines(metrics)
+    constant_binding, lines = compute_run_binding_hashes(config, manifest), hash_line_prefixes(metrics)
     return lambda round_number: {
         **constant_binding,
         "metrics": lines[round_number] if round_number < len(lines) else "",
@@ -128,7 +128,7 @@ def check_manifest_unchanged(folder: Path, fingerprint: str) -> None:
     Raises:
         UserError: `manifest.json` was changed.
     """
-    if read_newest_binding(folder / "checkpoint").get("data") == fingerprint:
+    if read_newest_binding_hashes(folder / "checkpoint").get("data") == fingerprint:
         raise UserError(
             f"{folder / 'manifest.json'} was changed since the run began: its data_fingerprint is not that of the run, to "
             "which the checkpoints are bound; put back a copy of it"
@@ -160,11 +160,11 @@ def describe_changed_files(
     sentences = [sentence] if (sentence := _config_change(folder, config, manifest)) else []
     if newest:
         try:
-            lines = hashes_of_first_lines(
+            lines = hash_line_prefixes(
                 read_file(folder / "metrics.jsonl", MAX_ROUNDS_BYTES).decode(errors="surrogateescape")
             )
         except OSError:
-            lines = hashes_of_first_lines("")  # there is none before the first round has been evaluated
+            lines = hash_line_prefixes("")  # there is none before the first round has been evaluated
         records_text = newest.get("records", "")
         number = int(records_text if records_text.isdecimal() and len(records_text) < 10 else newest["round"])
         if number >= len(lines) or lines[number] != newest.get("metrics"):
@@ -221,7 +221,7 @@ def read_checkpoint_hashes(folder: Path, section: str) -> dict[str, str]:
     return hashes if isinstance(hashes, dict) and sound else {}
 
 
-def read_newest_binding(folder: Path) -> Binding:
+def read_newest_binding_hashes(folder: Path) -> Binding:
     """Returns the hashes by which the newest checkpoint identifies its run, and the checkpoint's round under "round";
     an empty dict if no checkpoint has hashes.
     """

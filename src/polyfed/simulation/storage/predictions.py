@@ -235,7 +235,7 @@ class PredictionStore:
         if round not in available:
             raise UserError(missing_predictions_message(client, split, round, available))
         examples = getattr(self._clients[client], split)
-        columns = {name: examples.column(name) for name in examples.shown_columns}
+        columns = {name: examples.column(name) for name in examples.columns_for_subgroup_scores}
         outputs = self._memory[round][client][split]
         targets = self._clients[client].task.stored_targets(examples.labels.cpu(), outputs)
         return Predictions(round, outputs, targets, columns, group_numbers(examples))

@@ -67,7 +67,7 @@ def write_outputs_of_client(path: Path, client: Client, outputs_by_round: Mappin
     groups = {id(data): group_numbers(data) for _, _, _, data in rows}
     if all(numbers is not None for numbers in groups.values()):
         arrays["group"] = pa.array(np.concatenate([groups[id(data)] for _, _, _, data in rows]).astype(np.int32))
-    names = sorted({name for _, _, _, data in rows for name in data.shown_columns})
+    names = sorted({name for _, _, _, data in rows for name in data.columns_for_subgroup_scores})
     stored_names = {name: f"{name}_" if name in _RESERVED else name for name in names}
     arrays |= {stored_names[name]: _column(name, [data for _, _, _, data in rows]) for name in names}
     header = {

@@ -24,8 +24,8 @@ from polyfed.comparison.tuning.grid import EXTEND, EXTENDED_GRID, GRID
 from polyfed.comparison.tuning.hyperparameter_search import AUTO, NONE, parse_search_space
 from polyfed.comparison.tuning.optuna_search import parse_number_or_text
 from polyfed.core.errors import RoundError, UserError, did_you_mean
-from polyfed.core.io.trusted_code import recorded_import_path
-from polyfed.data.partitioning.folds import Folds, build_folds, check_redrawing, redraw_clients
+from polyfed.core.io.trusted_code import find_trusted_import_path
+from polyfed.data.partitioning.folds import Folds, build_folds, check_seeds_suit_resplit_or_folds, redraw_clients
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.experiment import (
@@ -75,7 +75,7 @@ def run_compare_command(
     num_runs = DEFAULT_NUM_SEEDS if options.resplit is None else max(options.resplit, 1)
     seeds = options.seeds or tuple(range(num_runs if folds is None else folds.num_runs))
     if folds is not None:
-        check_redrawing(options.resplit, folds, seeds)
+        check_seeds_suit_resplit_or_folds(options.resplit, folds, seeds)
         description["folds"] = folds.number
     if options.stop_when_decided:
         description["stop_when_decided"] = list(seeds)
@@ -168,7 +168,7 @@ def _build_plan(
     config, resplit = description["config"], description["resplit"]
     number = description.get("folds")
     folds = None if number is None else Folds(number, max(len(seeds) // number, 1))
-    check_redrawing(resplit, folds, seeds)
+    check_seeds_suit_resplit_or_folds(resplit, folds, seeds)
     is_redrawn = resplit is not None or folds is not None
 
     @cache
@@ -234,7 +234,7 @@ def _methods_by_label(experiment: Experiment, options: CompareOptions) -> dict[s
 
 
 def _method_name(method: Method) -> str:
-    return recorded_import_path(type(method)) or registry_name(method)
+    return find_trusted_import_path(type(method)) or registry_name(method)
 
 
 def _build_method(

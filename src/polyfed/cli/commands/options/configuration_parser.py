@@ -17,8 +17,13 @@ from typing import Any, final, get_args, get_origin, get_type_hints
 import yaml
 from docstring_parser import parse as parse_docstring
 
-from polyfed.cli.commands.argv import bracket_metrics, has_help_flag, list_user_code_and_ray_address, option_name
-from polyfed.cli.commands.options.option_hints import find_leaf, promote_baseline
+from polyfed.cli.commands.argv import (
+    has_help_flag,
+    list_user_code_and_ray_address,
+    option_name,
+    put_metric_names_in_brackets,
+)
+from polyfed.cli.commands.options.option_hints import build_changes_to_run_baseline, suggest_section_for_field
 from polyfed.cli.commands.options.option_types import describe_type, type_on_command_line
 from polyfed.cli.commands.options.site_options import (
     find_last_option_value,
@@ -26,7 +31,7 @@ from polyfed.cli.commands.options.site_options import (
     parse_networks_by_site,
     partition_options_of_site_column,
 )
-from polyfed.cli.commands.short_help import find_group
+from polyfed.cli.commands.short_help import find_help_group_title
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES, read_value_or_outline_without_import
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.former_fields import OTHER_NAMES, rename_former_fields
@@ -119,7 +124,7 @@ def parse_configuration(
     config_values = {key: value for key, value in _flatten_configuration(config).items() if is_offered(key)}
     if isinstance(config_values.get("metrics"), str):
         config_values["metrics"] = config_values["metrics"].split(",")
-    argv = bracket_metrics(_normalize_options(arguments))
+    argv = put_metric_names_in_brackets(_normalize_options(arguments))
     print_config = "--print_config" in argv
     if valued_flags := [word for word in argv if word.startswith("--print_config=")]:
         raise UserError(f"--print-config takes no value, got {valued_flags[0]!r}")
@@ -132,7 +137,7 @@ def parse_configuration(
     if networks is not None:
         names_by_option["model"], argv = None, _drop_model_choice(argv)
         config_values = {key: value for key, value in config_values.items() if not key.startswith("model.")}
-    promoted = promote_baseline(config_values, names_by_option["algorithm"], argv)
+    promoted = build_changes_to_run_baseline(config_values, names_by_option["algorithm"], argv)
     config_values = _drop_replaced_choices(config_values, names_by_option) | promoted
     names = {
         s: _validate_choice(s, names_by_option[s] or config_values.get(f"{s}.name", default))
@@ -218,9 +223,9 @@ def _parse_values(
     given_keys |= config_values.keys() | {key.rpartition(".")[0] for key in given_keys}  # an entry gives its mapping
     groups: dict[str, Any] = {}
     for option in options:
-        if is_help and (title := find_group(option.key)) not in groups:
+        if is_help and (title := find_help_group_title(option.key)) not in groups:
             groups[title] = parser.add_argument_group(title)
-        place = groups[find_group(option.key)] if is_help else parser
+        place = groups[find_help_group_title(option.key)] if is_help else parser
         if is_help or option.required or option.key in given_keys:  # the others' defaults need no check
             place.add_argument(f"--{option.key}", type=option.type, default=option.default, required=option.required,
                                help=option.help or None)  # fmt: skip
@@ -256,7 +261,11 @@ def _unknown_key_message(key: str, option_by_key: Mapping[str, Option], prefix: 
     shown = option_name(f"{prefix}{key}")
     section, _, field = key.rpartition(".")
     if section not in _REGISTRIES or (section != "model" and f"{section}.name" not in option_by_key):
-        hint = None if section else find_leaf(OTHER_NAMES.get(key, key), option_by_key, _choices_with, prefix)
+        hint = (
+            None
+            if section
+            else suggest_section_for_field(OTHER_NAMES.get(key, key), option_by_key, _choices_with, prefix)
+        )
         if hint is not None:
             return f"{shown}; {hint}"
         top = {option_name(f"{prefix}{k.partition('.')[0]}") for k in option_by_key}

@@ -6,7 +6,7 @@ from typing import Any
 from polyfed.cli.commands.argv import option_name
 
 
-def find_leaf(
+def suggest_section_for_field(
     field: str, keys: Iterable[str], choices_with: Callable[[str, str], Sequence[str]], prefix: str
 ) -> str | None:
     """Returns a hint for a field that was given without its section, such as `--lr`; None if no section has it.
@@ -17,9 +17,9 @@ def find_leaf(
         choices_with: from a section and a key to the choices of the section that have it.
         prefix: "--" on the command line; empty in a file.
 
-    >>> find_leaf("lr", ["rounds", "algorithm.lr"], lambda section, key: [], "--")
+    >>> suggest_section_for_field("lr", ["rounds", "algorithm.lr"], lambda section, key: [], "--")
     'did you mean --algorithm.lr?'
-    >>> find_leaf("mu", ["algorithm.name"], lambda section, key: ["fedprox"] if section == "algorithm" else [], "--")
+    >>> suggest_section_for_field("mu", ["algorithm.name"], lambda section, key: ["fedprox"] if section == "algorithm" else [], "--")
     'fedprox has it: --algorithm fedprox --algorithm.mu VALUE'
     """
     if field == "name":
@@ -50,13 +50,15 @@ def _baseline_names(baselines: Iterable[Any]) -> list[Any]:
     return [entry.get("name") if isinstance(entry, Mapping) else entry for entry in baselines]
 
 
-def promote_baseline(config_values: Mapping[str, Any], algorithm: str | None, argv: Sequence[str]) -> dict[str, Any]:
+def build_changes_to_run_baseline(
+    config_values: Mapping[str, Any], algorithm: str | None, argv: Sequence[str]
+) -> dict[str, Any]:
     """Returns the changes to a configuration whose baseline `algorithm` becomes the method of the run.
 
     It keeps the fields that it has among the baselines, and is no longer one of them. The changes are empty where the
     configuration has no such baseline, or the command line gives the baselines.
 
-    >>> promote_baseline({"baselines": ["local", {"name": "fedprox", "mu": 1}]}, "fedprox", [])
+    >>> build_changes_to_run_baseline({"baselines": ["local", {"name": "fedprox", "mu": 1}]}, "fedprox", [])
     {'baselines': ['local'], 'algorithm.mu': 1}
     """
     baselines = config_values.get("baselines")

@@ -60,7 +60,7 @@ class Recipe:
         """
         return _resolve_choice(self.name, "variant", name, self.variants, next(iter(self.variants), None))
 
-    def chosen_or_cpu_scale(self, name: str | None = None) -> str | None:
+    def resolve_scale_name(self, name: str | None = None) -> str | None:
         """Returns the name of the scale to run: `name`, or "cpu" by default; None for a recipe without scales. Raises
         an error if there is no such scale.
 
@@ -77,7 +77,7 @@ class Recipe:
         Raises:
             UserError: there is no such scale or variant.
         """
-        chosen_scale, chosen_variant = self.chosen_or_cpu_scale(scale), self.chosen_or_first_variant(variant)
+        chosen_scale, chosen_variant = self.resolve_scale_name(scale), self.chosen_or_first_variant(variant)
         config = dict(self.base)
         if chosen_variant is not None:
             config = merge_configurations(config, self.variants[chosen_variant])
@@ -92,7 +92,7 @@ class Recipe:
 
     def reduction_note(self, scale: str | None = None) -> str:
         """Returns a note on what a scale leaves out of the paper's experiment; empty if the recipe names nothing."""
-        chosen_scale = self.chosen_or_cpu_scale(scale)
+        chosen_scale = self.resolve_scale_name(scale)
         return "" if chosen_scale is None else " ".join(str(self.scales[chosen_scale].get("reduced") or "").split())
 
     def title(self, scale: str | None = None, variant: str | None = None) -> str:
@@ -101,7 +101,7 @@ class Recipe:
         >>> read_recipe("quickstart").title()
         'quickstart'
         """
-        parts = {"variant": self.chosen_or_first_variant(variant), "scale": self.chosen_or_cpu_scale(scale)}
+        parts = {"variant": self.chosen_or_first_variant(variant), "scale": self.resolve_scale_name(scale)}
         return ", ".join([self.name, *(f"{kind} {name}" for kind, name in parts.items() if name is not None)])
 
 

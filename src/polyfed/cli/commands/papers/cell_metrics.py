@@ -22,7 +22,13 @@ from polyfed.data import Shift
 from polyfed.graphs import LayerCatalogue, LayerType, extract
 from polyfed.hypernetworks.ghn import GHNConfig
 from polyfed.models import build
-from polyfed.nas import OPERATION_NAMES, SupernetPlan, build_operations, count_edge_parameters, plan_cell_stacks
+from polyfed.nas import (
+    OPERATION_NAMES,
+    SupernetPlan,
+    build_operations,
+    count_edge_operation_parameters,
+    plan_cell_stacks,
+)
 from polyfed.report.figures import aggregation
 from polyfed.report.figures.generation import generate_untrained_weights
 from polyfed.simulation import federate
@@ -269,7 +275,7 @@ def _parameter_count(cell: PaperCell, run: None) -> float:
     and 4 personal cells of 2 nodes); needs no run."""
     if cell.part["operation"] == "network":
         base, personal = plan_cell_stacks(4, 4, 2, 2, OPERATION_NAMES, OPERATION_NAMES)
-        return float(count_edge_parameters(SupernetPlan(1, 10, cell.part["channels"], base, personal)))
+        return float(count_edge_operation_parameters(SupernetPlan(1, 10, cell.part["channels"], base, personal)))
     edge, name = build_operations(cell.part["channels"]), cell.part["operation"]
     return float(sum(p.numel() for p in (edge if name == "all" else edge[name]).parameters()))
 

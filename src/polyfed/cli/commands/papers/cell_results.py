@@ -58,7 +58,9 @@ def measure_cell_over_seeds(
         return CellResult(cell, {} if value is None else {0: value}, ())
     recipe, places = recipes[cell.recipe], []
     by_seed: dict[int, float] = {}
-    variants = [first_variant_with_same_configuration(recipe, scale, variant) for variant in cell.needed_variants]
+    variants = [
+        first_variant_with_same_configuration(recipe, scale, variant) for variant in cell.recipe_variants_to_run
+    ]
     for seed in seeds:
         number = recipe.configuration(scale, variants[0])["seed"] if seed is None else seed
         run, *others = (RecipeRun(job_folder(out, recipe.name, variant, number), scale) for variant in variants)

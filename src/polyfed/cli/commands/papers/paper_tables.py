@@ -56,7 +56,7 @@ class PaperCell:
     part: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def needed_variants(self) -> tuple[str | None, ...]:
+    def recipe_variants_to_run(self) -> tuple[str | None, ...]:
         """Returns the recipe variants whose runs the cell needs: the cell's variant, and the variants `others` with
         which the cell compares it.
         """
@@ -114,7 +114,7 @@ class PaperTable:
         names_by_recipe: dict[str, dict[str | None, None]] = {}
         for cell in self.cells:
             if cell.recipe:
-                names_by_recipe.setdefault(cell.recipe, {}).update(dict.fromkeys(cell.needed_variants))
+                names_by_recipe.setdefault(cell.recipe, {}).update(dict.fromkeys(cell.recipe_variants_to_run))
         return {recipe: tuple(names) for recipe, names in names_by_recipe.items()}
 
 

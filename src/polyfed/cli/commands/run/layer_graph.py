@@ -15,8 +15,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.nn.module_cache import build_module
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType
-from polyfed.graphs.catalogue import read_graph_variant
-from polyfed.graphs.contraction import Contraction
+from polyfed.graphs.catalogue import read_graph_variant_of_catalogue
+from polyfed.graphs.contraction import ContractionOptions
 from polyfed.graphs.draw import draw_graph
 from polyfed.graphs.graph_cache import extract_with_disk_cache
 from polyfed.models import ModelSpec
@@ -24,7 +24,7 @@ from polyfed.models import ModelSpec
 
 def print_and_draw_layer_graph(
     spec: ModelSpec,
-    contraction: Contraction,
+    contraction: ContractionOptions,
     *,
     integer: bool,
     plot: Path | None = None,
@@ -71,11 +71,11 @@ def _random_example(shape: Sequence[int], integer: bool) -> Tensor:
     return torch.randn(2, *shape, generator=generator)
 
 
-def _extend_catalogue(graph: ArchitectureGraph, path: Path, contraction: Contraction) -> str:
+def _extend_catalogue(graph: ArchitectureGraph, path: Path, contraction: ContractionOptions) -> str:
     """Writes the union of the file's catalogue and the graph's types; returns a line that says so."""
     catalogue_types = LayerCatalogue.read_yaml(path).types if path.exists() else ()
     nodes = "layers_and_norms" if contraction.norms == "nodes" else "layers"
-    if catalogue_types and (stated_graph := read_graph_variant(path)) != nodes:
+    if catalogue_types and (stated_graph := read_graph_variant_of_catalogue(path)) != nodes:
         part = "part of the layer before it" if stated_graph == "layers" else "a layer type of its own"
         raise UserError(
             f"in the layer catalogue {path} a norm is {part}; add to it with --graph {stated_graph}, or write another file"

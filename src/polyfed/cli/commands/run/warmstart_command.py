@@ -28,7 +28,7 @@ from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.experiment import Participants, build_experiment, load_participants, model_spec_for_data
 from polyfed.simulation.results.unseen_clients import (
     TrainedServer,
-    TrainingCurves,
+    WarmAndScratchCurves,
     WarmStart,
     compare_with_scratch,
     compute_warm_start,
@@ -337,7 +337,7 @@ def _format_number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _add_curves_to_file(file: Path, curves: Mapping[str, TrainingCurves]) -> None:
+def _add_curves_to_file(file: Path, curves: Mapping[str, WarmAndScratchCurves]) -> None:
     """Adds the training curves to the file with those of the run's other unseen clients, for `polyfed report`."""
     create_private_folder_if_missing(file.parent)
     stored_curves: dict[str, Any] = {}
@@ -353,7 +353,10 @@ def _add_curves_to_file(file: Path, curves: Mapping[str, TrainingCurves]) -> Non
 
 
 def _show_curves(
-    curves: Mapping[str, TrainingCurves], server: TrainedServer, warmstart_options: WarmStartOptions, console: Console
+    curves: Mapping[str, WarmAndScratchCurves],
+    server: TrainedServer,
+    warmstart_options: WarmStartOptions,
+    console: Console,
 ) -> None:
     for name, client_curves in curves.items():
         table = PlainTable(
@@ -378,11 +381,11 @@ def _show_curves(
         print_line(console, rates_text)
 
 
-def describe_epochs_to_scratch_score(curves: TrainingCurves) -> str:
+def describe_epochs_to_scratch_score(curves: WarmAndScratchCurves) -> str:
     """Returns a sentence that says after how many epochs training from generated weights reaches the final score of
     training from scratch.
 
-    >>> describe_epochs_to_scratch_score(TrainingCurves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7)))
+    >>> describe_epochs_to_scratch_score(WarmAndScratchCurves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7)))
     'the warm start has after 1 epoch what training from scratch has after 2 (0.700)'
     """
     goal, epochs = curves.scratch[-1], curves.epochs
