@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from polyfed.deploy.secure_aggregation.crypto import make_signing_function
 from polyfed.deploy.secure_aggregation.protocol import (
-    SecureSumId,
+    SumId,
     check_and_share_secrets,
     create_signed_keys,
     decrypt_received_shares,
@@ -18,7 +18,7 @@ from polyfed.deploy.secure_aggregation.protocol import (
 from polyfed.deploy.secure_aggregation.unmask import unmask_sum
 
 STEPS = ("advertise", "share", "mask", "hand out")
-WHICH = SecureSumId("run-a", 1)
+WHICH = SumId("run-a", 1)
 
 
 @cache
@@ -36,7 +36,7 @@ class Server:
 
     names: tuple[str, ...]
     threshold: int
-    which: SecureSumId = WHICH
+    which: SumId = WHICH
     states: dict = field(default_factory=dict)
     adverts: list = field(default_factory=list)
     boxes: dict = field(default_factory=dict)

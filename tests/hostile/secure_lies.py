@@ -13,7 +13,7 @@ from polyfed.deploy.protocol.wire import Envelope
 from polyfed.deploy.secure_aggregation import crypto as primitives
 from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_key_advertisement
 from polyfed.deploy.secure_aggregation.crypto import make_signing_function
-from polyfed.deploy.secure_aggregation.protocol import SecureSumId, create_signed_keys
+from polyfed.deploy.secure_aggregation.protocol import SumId, create_signed_keys
 from polyfed.deploy.secure_aggregation.shamir import PRIME
 
 LIAR, *OTHERS = SITES
@@ -254,7 +254,7 @@ def signed(keys, which, name=LIAR, **fields):
 def of_keys(kind, loop, keys, letter):
     """Keys that are signed, and lie otherwise."""
     number = letter.head["advertise"]
-    which = SecureSumId(loop.server.run, number)
+    which = SumId(loop.server.run, number)
     if kind == "zero":
         return signed(keys, which, cipher_public=bytes(32))
     if kind == "copied":
@@ -266,8 +266,8 @@ def of_keys(kind, loop, keys, letter):
             mask_public=parse_key_advertisement(theirs.head["advert"]).mask_public,
         )
     if kind == "other round":
-        return signed(keys, SecureSumId(loop.server.run, number + 1))
-    return signed(keys, SecureSumId("other", number))
+        return signed(keys, SumId(loop.server.run, number + 1))
+    return signed(keys, SumId("other", number))
 
 
 def outcome(folder, keys, kind, rounds=2):

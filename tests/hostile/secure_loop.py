@@ -14,7 +14,7 @@ from polyfed.core.messages.fixed_point import mean_from_fixed_point, parse_sum_m
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, pack_tensors
 from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, SecureSumClient
-from polyfed.deploy.secure_aggregation.protocol import SecureSumId
+from polyfed.deploy.secure_aggregation.protocol import SumId
 from polyfed.deploy.server.secure_rounds import SecureRoundServer
 from polyfed.deploy.server.server_config import build_or_restore_server
 from polyfed.simulation.rounds.secure_aggregation import SecureSum, encode_reply_in_fixed_point
@@ -102,7 +102,7 @@ class Loop:
             body, more = Message(), {}
             if head["part"]:
                 place = member.decrypt_shares_and_join_sum(
-                    SecureSumId(head["run"], head["round"]), letter.body.tensors.get(BOXES_GROUP, {})
+                    SumId(head["run"], head["round"]), letter.body.tensors.get(BOXES_GROUP, {})
                 )
                 place.mark_used()
                 reply = self.reply(name, letter.body.tensors)
@@ -110,9 +110,7 @@ class Loop:
                     encode_reply_in_fixed_point(reply, self.server.algorithm, place.max_sites)
                 )
             if head.get("advertise"):
-                more["advert"] = member.replace_keys_and_build_advertisement(
-                    SecureSumId(head["run"], head["advertise"])
-                )
+                more["advert"] = member.replace_keys_and_build_advertisement(SumId(head["run"], head["advertise"]))
             same = {n: head[n] for n in ("run", "round", "phase")}
             return Envelope({"client": name, **same, "failure": None, "seconds": 0.0, **more}, body)
         except (RefusalError, UserError) as refusal:

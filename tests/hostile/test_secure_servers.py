@@ -16,7 +16,7 @@ from polyfed.core.errors import RoundError
 from polyfed.core.messages.fixed_point import parse_sum_message
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_key_advertisement
-from polyfed.deploy.secure_aggregation.protocol import SecureSumId, UnmaskingShares
+from polyfed.deploy.secure_aggregation.protocol import SumId, UnmaskingShares
 from polyfed.deploy.secure_aggregation.unmask import unmask_sum
 from polyfed.simulation.rounds.secure_aggregation import encode_reply_in_fixed_point
 
@@ -60,7 +60,7 @@ def adverts(change):
 
 def own_key(listed, loop):
     """Keys for the site itself that the server knows, with no signature of its."""
-    made = signed(loop.folder_of_keys, SecureSumId(loop.server.run, 1), SITES[1])
+    made = signed(loop.folder_of_keys, SumId(loop.server.run, 1), SITES[1])
     return [{**made, "name": a["name"]} if a["name"] == LIAR else a for a in listed]
 
 
@@ -68,7 +68,7 @@ def others(number, run=None):
     """The others' keys of another round or run, which they have signed."""
 
     def change(listed, loop):
-        which = SecureSumId(run or loop.server.run, number)
+        which = SumId(run or loop.server.run, number)
         return [a if a["name"] == LIAR else signed(loop.folder_of_keys, which, a["name"]) for a in listed]
 
     return change
@@ -120,7 +120,7 @@ def test_a_site_refuses_what_a_server_may_not_ask(at, step):
 
 def test_a_site_refuses_keys_of_its_own_that_it_has_replaced(at):
     loop, letter = at("share")
-    loop.members[LIAR].replace_keys_and_build_advertisement(SecureSumId(loop.server.run, 1))
+    loop.members[LIAR].replace_keys_and_build_advertisement(SumId(loop.server.run, 1))
     answer = loop.answer(LIAR, letter)
     assert "not those that this site has advertised last" in answer.head["refusals"]["share"]
 
@@ -219,7 +219,7 @@ def learnt(folder, keys, seed):
                 if rng.random() < 0.3 and got:
                     got.pop(rng.choice(sorted(got)))
                 try:
-                    place = loop.members[name].decrypt_shares_and_join_sum(SecureSumId(run, number), got)
+                    place = loop.members[name].decrypt_shares_and_join_sum(SumId(run, number), got)
                 except RefusalError:
                     continue
                 place.mark_used()
@@ -254,7 +254,7 @@ def openings(run, number, keys_of, second, handed, loop, down):
             adverts = [parse_key_advertisement(keys_of[n]) for n in listing]
             for fewest in {threshold, 2}:
                 try:
-                    words = unmask_sum(SecureSumId(run, number), adverts, fewest, everyone, survivors, total, handed)
+                    words = unmask_sum(SumId(run, number), adverts, fewest, everyone, survivors, total, handed)
                 except (RoundError, KeyError):
                     continue
                 parts = (encode_reply_in_fixed_point(loop.reply(n, down), loop.server.algorithm, 4) for n in survivors)

@@ -31,7 +31,7 @@ from secure_loop import SITES, STEPS, Loop, packed, step_of, write_keys
 from polyfed.core.errors import UserError
 from polyfed.deploy.protocol.wire import PackedEnvelope
 from polyfed.deploy.secure_aggregation.client import BOXES_GROUP
-from polyfed.deploy.secure_aggregation.protocol import SecureSumId
+from polyfed.deploy.secure_aggregation.protocol import SumId
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +80,9 @@ def test_keys_that_nobody_asked_for_give_no_part_in_a_sum(tmp_path, keys):
 
     def lie(loop, step, letter, answer):
         if step == "mask" and not letter.head.get("advertise"):
-            return told(
-                advert=loop.members[LIAR].replace_keys_and_build_advertisement(SecureSumId(loop.server.run, 2))
-            )(letter, answer)
+            return told(advert=loop.members[LIAR].replace_keys_and_build_advertisement(SumId(loop.server.run, 2)))(
+                letter, answer
+            )
         return answer
 
     loop = Loop(tmp_path, keys, lie, **{"clients-per-round": 3, "seed": 0})

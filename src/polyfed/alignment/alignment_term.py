@@ -37,7 +37,8 @@ class NetworkKernelTarget:
         sigma: None for a linear kernel; otherwise the RBF kernel's width, see `rbf_kernel`.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    >>> NetworkKernelTarget(net).compute_target(Examples(torch.randn(5, 4), torch.zeros(5)), torch.arange(5), "1").matrix.shape
+    >>> examples = Examples(torch.randn(5, 4), torch.zeros(5))
+    >>> NetworkKernelTarget(net).compute_target(examples, torch.arange(5), "1").matrix.shape
     torch.Size([5, 8])
     """
 

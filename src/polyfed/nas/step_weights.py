@@ -49,7 +49,8 @@ def compute_lookahead_step_weights(local_gradients: Tensor, lookahead_gradients:
     Raises:
         UserError: the arguments are not matrices of one shape.
 
-    >>> found = compute_lookahead_step_weights(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 0.0], [-4.0, 0.0]]))
+    >>> own, federated = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 0.0], [-4.0, 0.0]])
+    >>> found = compute_lookahead_step_weights(own, federated)
     >>> found.alpha.tolist(), found.cosine.tolist(), found.federated_cosine.tolist()
     ([6.0, 0.0], [1.0, 0.0], [0.0, 0.0])
     """

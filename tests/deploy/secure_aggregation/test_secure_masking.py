@@ -12,7 +12,7 @@ from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.secure_aggregation import crypto, shamir
 from polyfed.deploy.secure_aggregation.crypto import make_signing_function
 from polyfed.deploy.secure_aggregation.protocol import (
-    SecureSumId,
+    SumId,
     check_and_share_secrets,
     create_signed_keys,
     decrypt_received_shares,
@@ -182,8 +182,8 @@ def test_a_site_refuses_a_threshold_that_does_not_protect_it():
 
 def lies_of_keys():
     foreign = create_signed_keys(WHICH, "site-1", make_signing_function(registered("site-9")))[1]
-    other_run = create_signed_keys(SecureSumId("run-b", 1), "site-1", make_signing_function(registered("site-1")))[1]
-    former = create_signed_keys(SecureSumId("run-a", 0), "site-1", make_signing_function(registered("site-1")))[1]
+    other_run = create_signed_keys(SumId("run-b", 1), "site-1", make_signing_function(registered("site-1")))[1]
+    former = create_signed_keys(SumId("run-a", 0), "site-1", make_signing_function(registered("site-1")))[1]
     stranger = create_signed_keys(WHICH, "site-7", make_signing_function(registered("site-7")))[1]
     again = create_signed_keys(WHICH, "site-0", make_signing_function(registered("site-0")))[1]
 
@@ -231,7 +231,7 @@ def test_a_site_refuses_one_key_for_two_sites_and_keys_that_agree_with_everybody
 def test_a_site_refuses_boxes_that_are_not_for_it_in_this_sum():
     server = Server(names(4), 3).advertise(names(4)).share(names(4))
     state, boxes = server.states["site-0"], server.boxes_for("site-0")
-    other = Server(names(4), 3, SecureSumId("run-a", 2)).advertise(names(4)).share(names(4))
+    other = Server(names(4), 3, SumId("run-a", 2)).advertise(names(4)).share(names(4))
     lies = {
         "cannot be read": [
             {**boxes, "site-1": server.boxes["site-1"]["site-2"]},  # for another

@@ -11,7 +11,7 @@ from polyfed.data.plot import save_figure
 from polyfed.graphs import LayerCatalogue, extract
 from polyfed.hypernetworks.ghn import GHNConfig
 from polyfed.report.figures.generation import draw_warm_start_curves, generate_untrained_weights
-from polyfed.simulation.results.unseen_clients import WarmAndScratchCurves
+from polyfed.simulation.results.unseen_clients import UnseenClientCurves
 
 
 def lines(axes):
@@ -23,8 +23,8 @@ def lines(axes):
 
 def test_curves_are_drawn_as_they_are():
     figure = draw_warm_start_curves({
-        "a": WarmAndScratchCurves("accuracy", (0.5, 0.75, 0.875), (0.125, 0.25, 0.625)),
-        "b": WarmAndScratchCurves("accuracy", (0.25, 0.25, 0.25), (0.125, 0.25, 0.5)),
+        "a": UnseenClientCurves("accuracy", (0.5, 0.75, 0.875), (0.125, 0.25, 0.625)),
+        "b": UnseenClientCurves("accuracy", (0.25, 0.25, 0.25), (0.125, 0.25, 0.5)),
     })  # fmt: skip
     assert [axes.get_title() for axes in figure.axes] == ["a", "b"]
     assert [axes.get_ylabel() for axes in figure.axes] == ["accuracy"] * 2
@@ -40,7 +40,7 @@ def test_curves_are_drawn_as_they_are():
 
 
 def test_a_training_that_diverged_leaves_a_gap():
-    (axes,) = draw_warm_start_curves({"a": WarmAndScratchCurves("r2", (0.5, None, 0.5), (0.0, 0.25, None))}).axes
+    (axes,) = draw_warm_start_curves({"a": UnseenClientCurves("r2", (0.5, None, 0.5), (0.0, 0.25, None))}).axes
     assert math.isnan(lines(axes)["generated weights"][1])
     assert math.isnan(lines(axes)["from scratch"][2])
     assert len(axes.get_lines()) == 2
@@ -48,7 +48,7 @@ def test_a_training_that_diverged_leaves_a_gap():
 
 @pytest.mark.slow
 def test_many_newcomers_have_panels_of_their_own(tmp_path):
-    curves = {str(k): WarmAndScratchCurves("accuracy", (0.1, k / 10), (0.1, 0.2)) for k in range(4)}
+    curves = {str(k): UnseenClientCurves("accuracy", (0.1, k / 10), (0.1, 0.2)) for k in range(4)}
     figure = draw_warm_start_curves(curves)
     assert [axes.get_title() for axes in figure.axes if axes.get_visible()] == list(curves)
     for name in ("one.svg", "two.svg"):

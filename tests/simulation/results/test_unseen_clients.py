@@ -18,7 +18,7 @@ from polyfed.graphs import extract
 from polyfed.hypernetworks.ghn import GHN, catalogue_from_weights, graph_to_tensors
 from polyfed.simulation.results.unseen_clients import (
     TrainedServer,
-    WarmAndScratchCurves,
+    UnseenClientCurves,
     build_unseen_client,
     compare_with_scratch,
     compute_warm_start,
@@ -390,4 +390,4 @@ def test_curves_start_where_they_should(run):
     ],
 )
 def test_the_epoch_at_which_the_warm_start_has_the_goal(warm, scratch, reached):
-    assert WarmAndScratchCurves("accuracy", warm, scratch).epochs_to_match_scratch == reached
+    assert UnseenClientCurves("accuracy", warm, scratch).epochs_to_match_scratch == reached

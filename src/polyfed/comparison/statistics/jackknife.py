@@ -42,8 +42,8 @@ def score_with_pseudo_values(
 
     For n examples these have shape (n,), one per example, or (NUM_GROUPS,), one per group of examples. Groups depend
     on the targets alone, so that the values of two networks on the same examples can be compared one by one. With `groups`
-    (from `cluster_jackknife.assign_group_numbers`: the rows of a patient, say) there is one value per group in place of one per
-    example.
+    (from `cluster_jackknife.assign_group_numbers`: the rows of a patient, say) there is one value per group in place of one
+    per example.
 
     Returns:
         Both. None if the score is not defined, or is not once an example is left out: an AUC with one positive example,

@@ -186,11 +186,10 @@ def _is_too_wide(interval: Sequence[float], content: Mapping[str, Any]) -> bool:
 
 
 def describe_local_alternative(name: str, reference: str | None, task: TaskSpec) -> str:
-    """Describes in words an alternative to federation: the client's network, or a simple model, trained on its own data
-    only.
+    """Describes in words what a client has without federation: its network, or a simple model, on its own data alone.
 
-    >>> describe_local_alternative("ridge", "local", "regression"), describe_local_alternative("local", "local", "regression")
-    ('ridge regression alone', 'training alone')
+    >>> [describe_local_alternative(name, "local", "regression") for name in ("ridge", "local")]
+    ['ridge regression alone', 'training alone']
     """
     if name == reference:
         return "training alone"

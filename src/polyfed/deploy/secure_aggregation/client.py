@@ -31,7 +31,7 @@ from polyfed.deploy.secure_aggregation.protocol import (
     KeysAdvertisedState,
     MaskingState,
     SecretsSharedState,
-    SecureSumId,
+    SumId,
     check_and_share_secrets,
     create_signed_keys,
     decrypt_received_shares,
@@ -101,12 +101,12 @@ class SecureSumClient:
     def _advertise(
         self, run: str, round_number: Any, head_fields: dict[str, Any], body: dict[str, dict[str, Tensor]]
     ) -> None:
-        head_fields["advert"] = self.replace_keys_and_build_advertisement(SecureSumId(run, round_number))
+        head_fields["advert"] = self.replace_keys_and_build_advertisement(SumId(run, round_number))
 
     def _share(self, run: str, request: Any, head_fields: dict[str, Any], body: dict[str, dict[str, Tensor]]) -> None:
         if self.public_keys_folder is None:
             raise RefusalError(_NO_KEYS)
-        sum_id = SecureSumId(run, request["round"])
+        sum_id = SumId(run, request["round"])
         state = self._read_state(sum_id)
         if not isinstance(state, KeysAdvertisedState):
             raise RefusalError("this site has dealt its shares for this sum already")
@@ -124,7 +124,7 @@ class SecureSumClient:
     def _release_shares(
         self, run: str, request: Any, head_fields: dict[str, Any], body: dict[str, dict[str, Tensor]]
     ) -> None:
-        sum_id = SecureSumId(run, request["round"])
+        sum_id = SumId(run, request["round"])
         state = self._read_state(sum_id)
         if not isinstance(state, MaskingState):
             raise RefusalError("this site has sent no numbers for this sum")
@@ -138,7 +138,7 @@ class SecureSumClient:
         head_fields["tokens"] = {v: format(token, "x") for v, token in shares.tokens.items()}
         body[BUNDLE_GROUP] = {"bundle": bytes_to_tensor(shares.bundle)}
 
-    def replace_keys_and_build_advertisement(self, sum_id: SecureSumId) -> dict[str, str]:
+    def replace_keys_and_build_advertisement(self, sum_id: SumId) -> dict[str, str]:
         """Creates new keys for a secure sum, which replace earlier ones, and returns the signed public keys as header
         fields.
         """
@@ -154,9 +154,7 @@ class SecureSumClient:
         self._write_state(sum_id, state)
         return _advertisement_to_json(advert)
 
-    def decrypt_shares_and_join_sum(
-        self, sum_id: SecureSumId, encrypted_shares: Mapping[str, Tensor]
-    ) -> "SumParticipation":
+    def decrypt_shares_and_join_sum(self, sum_id: SumId, encrypted_shares: Mapping[str, Tensor]) -> "SumParticipation":
         """Decrypts the secret shares from the other sites, and returns an object that can mask this site's reply for
         the secure sum, once; raises an error if the site has already joined this sum or does not accept the shares.
 
@@ -179,7 +177,7 @@ class SecureSumClient:
             lambda: self._write_state(sum_id, masking_state),
         )
 
-    def _read_shared_state(self, sum_id: SecureSumId) -> SecretsSharedState:
+    def _read_shared_state(self, sum_id: SumId) -> SecretsSharedState:
         state = self._read_state(sum_id)
         if not isinstance(state, SecretsSharedState):
             raise RefusalError("this site has not dealt shares for this sum, or has sent numbers for it before")
@@ -189,17 +187,17 @@ class SecureSumClient:
     def _folder(self) -> Path:
         return self.folder / "secure"
 
-    def _state_file(self, sum_id: SecureSumId) -> Path:
+    def _state_file(self, sum_id: SumId) -> Path:
         return self._folder / f"round-{sum_id.round:06d}.json"
 
     def _read_opened_rounds(self) -> dict[str, list[str]]:
         file = self._folder / "opened.json"
         return dict(json.loads(read_file(file))) if file.exists() else {}
 
-    def _write_state(self, sum_id: SecureSumId, state: KeysAdvertisedState | SecretsSharedState | MaskingState) -> None:
+    def _write_state(self, sum_id: SumId, state: KeysAdvertisedState | SecretsSharedState | MaskingState) -> None:
         write_file_atomically(self._state_file(sum_id), json.dumps(_state_to_json(state)).encode())
 
-    def _read_state(self, sum_id: SecureSumId) -> KeysAdvertisedState | SecretsSharedState | MaskingState:
+    def _read_state(self, sum_id: SumId) -> KeysAdvertisedState | SecretsSharedState | MaskingState:
         file = self._state_file(sum_id)
         if not file.exists():
             raise RefusalError(f"this site has no keys for the secure sum of round {sum_id.round}, or has used them")
@@ -289,7 +287,7 @@ def _state_to_json(state: KeysAdvertisedState | SecretsSharedState | MaskingStat
 
 
 def _state_from_json(
-    sum_id: SecureSumId, name: str, content: Mapping[str, Any]
+    sum_id: SumId, name: str, content: Mapping[str, Any]
 ) -> KeysAdvertisedState | SecretsSharedState | MaskingState:
     advertised = KeysAdvertisedState(sum_id, name, bytes.fromhex(content["cipher"]), bytes.fromhex(content["mask"]))
     if "adverts" not in content:

@@ -29,7 +29,7 @@ _MAX_ROUNDS = 10**9
 
 @final
 @dataclass(frozen=True)
-class SecureSumId:
+class SumId:
     """Identifies a secure sum by run and round, so that signatures and keys of one sum are not valid for another.
 
     Raises:
@@ -66,7 +66,7 @@ class KeyAdvertisement:
     mask_public: bytes
     signature: bytes
 
-    def signed_content(self, sum_id: SecureSumId) -> bytes:
+    def signed_content(self, sum_id: SumId) -> bytes:
         """Returns the bytes that the site signs: the secure sum's run and round, the site's name, and its public keys."""
         return crypto.encode_length_prefixed(sum_id.id_bytes, "keys", self.name, self.cipher_public, self.mask_public)
 
@@ -76,7 +76,7 @@ class KeyAdvertisement:
 class KeysAdvertisedState:
     """Holds the private keys of a site that has advertised its public keys (after step 1)."""
 
-    sum_id: SecureSumId
+    sum_id: SumId
     name: str
     cipher_private: bytes
     mask_private: bytes
@@ -141,9 +141,7 @@ class UnmaskingShares:
     bundle: bytes
 
 
-def compute_participants_digest(
-    sum_id: SecureSumId, sorted_adverts: Sequence[KeyAdvertisement], threshold: int
-) -> bytes:
+def compute_participants_digest(sum_id: SumId, sorted_adverts: Sequence[KeyAdvertisement], threshold: int) -> bytes:
     """Returns a hash of everything that all sites of a secure sum must agree on: its run and round, the sites' names
     and public keys, and the threshold.
     """
@@ -176,7 +174,7 @@ def bytes_of_shares_from_one_site_to_another(num_sites: int) -> int:
 
 
 def create_signed_keys(
-    sum_id: SecureSumId, name: str, sign_function: SignFunction
+    sum_id: SumId, name: str, sign_function: SignFunction
 ) -> tuple[KeysAdvertisedState, KeyAdvertisement]:
     """Creates a site's two key pairs for a secure sum and signs the public keys (step 1: AdvertiseKeys, round 0 of the
     paper).

@@ -11,7 +11,7 @@ from polyfed.deploy.secure_aggregation import crypto
 from polyfed.deploy.secure_aggregation.crypto import Words
 from polyfed.deploy.secure_aggregation.protocol import (
     KeyAdvertisement,
-    SecureSumId,
+    SumId,
     UnmaskingShares,
     compute_participants_digest,
     derive_pairwise_mask_key,
@@ -22,7 +22,7 @@ from polyfed.deploy.secure_aggregation.shamir import ELEMENT_BYTES, PRIME, field
 
 
 def unmask_sum(
-    sum_id: SecureSumId,
+    sum_id: SumId,
     adverts: Sequence[KeyAdvertisement],
     threshold: int,
     sharing_sites: Collection[str],

@@ -27,7 +27,7 @@ from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, parse_head
 from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_key_advertisement
 from polyfed.deploy.secure_aggregation.protocol import (
     KeyAdvertisement,
-    SecureSumId,
+    SumId,
     UnmaskingShares,
     bytes_of_shares_from_one_site_to_another,
 )
@@ -273,7 +273,7 @@ class SecureRoundServer:
         )
         if has_enough:
             try:
-                sum_id = SecureSumId(self._server.run, round_number)
+                sum_id = SumId(self._server.run, round_number)
                 shared, adverts = self._boxes[round_number], list(self._adverts[round_number].values())
                 sum_words = unmask_sum(
                     sum_id, adverts, self._server.secure_sum_threshold, shared, survivors, total[0], shares_by_site

@@ -53,7 +53,7 @@ from polyfed.simulation.rounds.federated_preprocessing import Moments
 
 if TYPE_CHECKING:
     from polyfed.deploy.secure_aggregation.client import SecureSumClient
-    from polyfed.deploy.secure_aggregation.protocol import SecureSumId
+    from polyfed.deploy.secure_aggregation.protocol import SumId
 
 ActionResult = TypeVar("ActionResult")
 _LOG = logging.getLogger("polyfed.site")
@@ -383,10 +383,10 @@ class Site:
             return Envelope({"client": self.name, "refused": reason})
         return Envelope({**answer, "failure": reason})
 
-    def _sum_id(self, head: Mapping[str, Any], round_number: int) -> "SecureSumId":
-        from polyfed.deploy.secure_aggregation.protocol import SecureSumId
+    def _sum_id(self, head: Mapping[str, Any], round_number: int) -> "SumId":
+        from polyfed.deploy.secure_aggregation.protocol import SumId
 
-        return SecureSumId(head["run"], round_number)
+        return SumId(head["run"], round_number)
 
     def _next_sum_keys(self, site_task: SiteTask) -> dict[str, Any]:
         """Returns new public keys for the next round's secure sum; empty if the server has not asked for keys."""

@@ -30,7 +30,8 @@ class SiteAnswer:
     Raises:
         UserError: `kind` is none of the three.
 
-    >>> SiteAnswer("north", "join", sentence="north: join with fedavg: 4.1 to 6.0 points better").sentence_without_site_and_advice()
+    >>> answer = SiteAnswer("north", "join", sentence="north: join with fedavg: 4.1 to 6.0 points better")
+    >>> answer.sentence_without_site_and_advice()
     'with fedavg: 4.1 to 6.0 points better.'
     """
 

@@ -16,7 +16,7 @@ from polyfed.core.seeds import derive_seed, temporary_rng_seed
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors
 from polyfed.hypernetworks.ghn_start import init_ghn_params
-from polyfed.simulation.results.unseen_clients import WarmAndScratchCurves
+from polyfed.simulation.results.unseen_clients import UnseenClientCurves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,7 +25,7 @@ Initialisation = Literal["standard", "paper", "last_layer", "kaiming"]
 _WARM, _SCRATCH = "#0072B2", "#D55E00"
 
 
-def draw_warm_start_curves(curves: Mapping[str, WarmAndScratchCurves]) -> "Figure":
+def draw_warm_start_curves(curves: Mapping[str, UnseenClientCurves]) -> "Figure":
     """Draws each unseen client's score by epoch as two lines: trained from generated weights, and trained from scratch
     (FLHA-GHN's Figs. 3 and 7).
 

@@ -38,7 +38,7 @@ from polyfed.report.page.elements import (
     render_template,
 )
 from polyfed.report.page.svg_charts import ChartBar, ChartLine, svg_bar_chart, svg_heat_map, svg_line_chart
-from polyfed.simulation.results.unseen_clients import WarmAndScratchCurves
+from polyfed.simulation.results.unseen_clients import UnseenClientCurves
 
 WARM_START_FILE = "unseen/curves.json"  # in the run directory: {id: {"score": name, "warm": [...], "scratch": [...]}}
 MAX_PANELS = 12  # panels of one kind, so that a page stays below 3 MB
@@ -248,7 +248,7 @@ def html_warm_starts(folder: Path, key: str) -> Markup:
         if unequal_clients:
             raise ValueError(f"the two curves of {unequal_clients[0][:60]!r} are not of one length")
         curves = {
-            name: WarmAndScratchCurves(str(entry["score"]), tuple(entry["warm"]), tuple(entry["scratch"]))
+            name: UnseenClientCurves(str(entry["score"]), tuple(entry["warm"]), tuple(entry["scratch"]))
             for name, entry in content.items()
         }
     except (OSError, ValueError) as error:

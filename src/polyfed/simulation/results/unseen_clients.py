@@ -104,13 +104,13 @@ class WarmStart:
 
 @final
 @dataclass(frozen=True)
-class WarmAndScratchCurves:
+class UnseenClientCurves:
     """Holds the test scores of a client that took no part in training after 0, 1, ... epochs, once from generated
     weights ("warm") and once from scratch.
 
     A score that is not defined, of a training that diverged, is None.
 
-    >>> curves = WarmAndScratchCurves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7))
+    >>> curves = UnseenClientCurves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7))
     >>> curves.epochs, curves.epochs_to_match_scratch
     (2, 1)
     """
@@ -361,7 +361,7 @@ def training_curve(
 
 def compare_with_scratch(
     server: TrainedServer, start: WarmStart, epochs: int, lr: float | None = None, scratch_lr: float | None = None
-) -> WarmAndScratchCurves:
+) -> UnseenClientCurves:
     """Trains the network of a client that took no part in training, once from its generated weights and once from
     scratch, and returns both curves of scores.
 
@@ -386,4 +386,4 @@ def compare_with_scratch(
             (initial_weights(server, client), lr if scratch_lr is None else scratch_lr),
         )
     )
-    return WarmAndScratchCurves(score, *(tuple(metrics[score] for metrics in curve) for curve in (warm, cold)))
+    return UnseenClientCurves(score, *(tuple(metrics[score] for metrics in curve) for curve in (warm, cold)))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Required, TypedDict, final
+from typing import IO, Any, Required, TypedDict, final
 
 import yaml
 
@@ -29,9 +29,6 @@ from polyfed.simulation.storage.integrity import (
 )
 from polyfed.simulation.storage.integrity import describe_changed_files as changes_of
 from polyfed.simulation.storage.paths import safe_file_name
-
-if TYPE_CHECKING:
-    from polyfed.core.state_dict import StateDict
 
 BASELINES = "baselines"  # subfolder with a run directory for each baseline
 RUN_FORMAT = 1  # of run directories: grows when an older polyfed could misread one
@@ -202,19 +199,6 @@ class RunDirectory:
     def model_path(self, client: str) -> Path:
         """Returns the path of the file in which a client's personal model is saved."""
         return create_private_folder_if_missing(self.path / "models") / f"{safe_file_name(client)}.safetensors"
-
-
-def write_weights_and_description(
-    path: Path, weights: "StateDict", description: Mapping[str, Any] | None = None
-) -> None:
-    """Writes a network's weights as a safetensors file, and next to it the network's description, if there is one."""
-    import safetensors.torch  # imported late: it imports torch, which reading a configuration should not need
-
-    files = {path: safetensors.torch.save({n: t.contiguous() for n, t in weights.items()})}
-    if description is not None:
-        files[path.with_suffix(".json")] = json.dumps(description, indent=1).encode()
-    for file, content in files.items():
-        write_file_atomically(file, content)
 
 
 def encode_json(content: Any) -> bytes:

@@ -4,19 +4,22 @@ data.
 The file holds shapes, counts and constants of the preprocessing, and no example.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform
-from polyfed.core.io.atomic_files import read_file
+from polyfed.core.io.atomic_files import read_file, write_file_atomically
 from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.state_dict import StateDict
 from polyfed.core.task import TaskSpec
 from polyfed.data.formats.lazy_images import LazyImageDecoder
 from polyfed.data.tabular.preprocessing import TablePreprocessor
@@ -24,8 +27,6 @@ from polyfed.models import ModelSpec
 from polyfed.simulation.storage.directory import (
     encode_json,
     to_plain_values,
-    write_file_atomically,
-    write_weights_and_description,
 )
 
 SIGNATURE_SUFFIX = ".signature.json"
@@ -229,3 +230,12 @@ def _positions(tree: Any) -> list[int]:
         return [tree]
     parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else [None]
     return [position for part in parts for position in ([-1] if part is None else _positions(part))]
+
+
+def write_weights_and_description(path: Path, weights: StateDict, description: Mapping[str, Any] | None = None) -> None:
+    """Writes a network's weights as a safetensors file, and next to it the network's description, if there is one."""
+    files = {path: safetensors.torch.save({n: t.contiguous() for n, t in weights.items()})}
+    if description is not None:
+        files[path.with_suffix(".json")] = json.dumps(description, indent=1).encode()
+    for file, content in files.items():
+        write_file_atomically(file, content)

@@ -24,7 +24,7 @@ from polyfed.cli.commands.argv import (
     put_metric_names_in_brackets,
 )
 from polyfed.cli.commands.options.option_hints import build_changes_to_run_baseline, suggest_section_for_field
-from polyfed.cli.commands.options.option_types import describe_type, type_on_command_line
+from polyfed.cli.commands.options.option_types import rewrite_parser_error, type_on_command_line
 from polyfed.cli.commands.options.site_options import (
     find_last_option_value,
     networks_by_site,
@@ -235,7 +235,9 @@ def _parse_values(
     try:
         parsed = parser.parse_args([*(f"--{key}={_as_text(value)}" for key, value in config_values.items()), *argv])
     except (ArgumentError, TypeError, ValueError, KeyError) as error:
-        raise UserError(_rewrite_parser_error(str(error), option_by_key)) from error
+        raise UserError(
+            rewrite_parser_error(str(error), {key: option.type for key, option in option_by_key.items()})
+        ) from error
     values: dict[str, Any] = {}
     for option in options:
         section = values
@@ -291,26 +293,6 @@ def _as_text(value: Any) -> str:
         if isinstance(value, str)
         else yaml.safe_dump(value, default_flow_style=True, width=10**6).split("\n...")[0].strip()
     )
-
-
-def _rewrite_parser_error(message: str, option_by_key: Mapping[str, Option]) -> str:
-    """Rewrites jsonargparse's error as one sentence with the option and the value."""
-    text = " ".join(message.split())
-    if matched := re.match(r'Parser key "([^"]+)": .*Got value: (.*)', text) or re.match(
-        r'Parser key "([^"]+)": .*Given value: (.*)', text
-    ):
-        key, value = matched.groups()
-        expected = describe_type(option_by_key[key].type) if key in option_by_key else "of another type"
-        return f"{option_name(f'--{key}')} must be {expected}, got {value!r}"
-    if matched := re.match(r"argument --(\S+): expected one argument", text):
-        return f"{option_name(f'--{matched[1]}')} needs a value"
-    if matched := re.match(r"unrecognized arguments: (.*)", text, re.IGNORECASE):
-        return (
-            f"unexpected argument {matched[1]!r}; options begin with --, and a recipe or config.yaml comes before them"
-        )
-    if matched := re.match(r"the following arguments are required: ([\w.]+)", text):
-        return f"{option_name(f'--{matched[1]}')} is missing: give it a value"
-    return text
 
 
 def _normalize_options(arguments: Sequence[str]) -> list[str]:

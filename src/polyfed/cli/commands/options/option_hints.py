@@ -19,7 +19,8 @@ def suggest_section_for_field(
 
     >>> suggest_section_for_field("lr", ["rounds", "algorithm.lr"], lambda section, key: [], "--")
     'did you mean --algorithm.lr?'
-    >>> suggest_section_for_field("mu", ["algorithm.name"], lambda section, key: ["fedprox"] if section == "algorithm" else [], "--")
+    >>> def choices_with(section, key): return ["fedprox"] if section == "algorithm" else []
+    >>> suggest_section_for_field("mu", ["algorithm.name"], choices_with, "--")
     'fedprox has it: --algorithm fedprox --algorithm.mu VALUE'
     """
     if field == "name":

@@ -1,10 +1,12 @@
 """Describes in words which values an option accepts, for error messages."""
 
 import inspect
+import re
 from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
+from polyfed.cli.commands.argv import option_name
 from polyfed.core.io.validation import describe_annotation
 
 _LISTS: Mapping[Any, str] = {
@@ -47,3 +49,27 @@ def describe_type(value_type: Any) -> str:
     if origin in (list, tuple):
         return "a list such as " + _LISTS.get(inner[0], "[{rotation: 90}]")
     return describe_annotation(value_type)
+
+
+def rewrite_parser_error(message: str, type_by_key: Mapping[str, Any]) -> str:
+    """Rewrites jsonargparse's error as one sentence with the option and the value.
+
+    >>> rewrite_parser_error("argument --rounds: expected one argument", {})
+    '--rounds needs a value'
+    """
+    text = " ".join(message.split())
+    if matched := re.match(r'Parser key "([^"]+)": .*Got value: (.*)', text) or re.match(
+        r'Parser key "([^"]+)": .*Given value: (.*)', text
+    ):
+        key, value = matched.groups()
+        expected = describe_type(type_by_key[key]) if key in type_by_key else "of another type"
+        return f"{option_name(f'--{key}')} must be {expected}, got {value!r}"
+    if matched := re.match(r"argument --(\S+): expected one argument", text):
+        return f"{option_name(f'--{matched[1]}')} needs a value"
+    if matched := re.match(r"unrecognized arguments: (.*)", text, re.IGNORECASE):
+        return (
+            f"unexpected argument {matched[1]!r}; options begin with --, and a recipe or config.yaml comes before them"
+        )
+    if matched := re.match(r"the following arguments are required: ([\w.]+)", text):
+        return f"{option_name(f'--{matched[1]}')} is missing: give it a value"
+    return text

@@ -28,7 +28,7 @@ from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.experiment import Participants, build_experiment, load_participants, model_spec_for_data
 from polyfed.simulation.results.unseen_clients import (
     TrainedServer,
-    WarmAndScratchCurves,
+    UnseenClientCurves,
     WarmStart,
     compare_with_scratch,
     compute_warm_start,
@@ -337,7 +337,7 @@ def _format_number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _add_curves_to_file(file: Path, curves: Mapping[str, WarmAndScratchCurves]) -> None:
+def _add_curves_to_file(file: Path, curves: Mapping[str, UnseenClientCurves]) -> None:
     """Adds the training curves to the file with those of the run's other unseen clients, for `polyfed report`."""
     create_private_folder_if_missing(file.parent)
     stored_curves: dict[str, Any] = {}
@@ -353,10 +353,7 @@ def _add_curves_to_file(file: Path, curves: Mapping[str, WarmAndScratchCurves]) 
 
 
 def _show_curves(
-    curves: Mapping[str, WarmAndScratchCurves],
-    server: TrainedServer,
-    warmstart_options: WarmStartOptions,
-    console: Console,
+    curves: Mapping[str, UnseenClientCurves], server: TrainedServer, options: WarmStartOptions, console: Console
 ) -> None:
     for name, client_curves in curves.items():
         table = PlainTable(
@@ -369,11 +366,9 @@ def _show_curves(
         console.print(table)
         print_line(console, f"{name}: {describe_epochs_to_scratch_score(client_curves)}")
     if curves:
-        rate = server.algorithm.lr if warmstart_options.lr is None else warmstart_options.lr
-        plot_text = "" if warmstart_options.plot is None else f"; drawn in {warmstart_options.plot}"
-        scratch_rate_text = (
-            "" if warmstart_options.scratch_lr is None else f", from scratch {warmstart_options.scratch_lr:g}"
-        )
+        rate = server.algorithm.lr if options.lr is None else options.lr
+        plot_text = "" if options.plot is None else f"; drawn in {options.plot}"
+        scratch_rate_text = "" if options.scratch_lr is None else f", from scratch {options.scratch_lr:g}"
         rates_text = (
             f"both in the same batches at rate {rate:g}{scratch_rate_text}, momentum started afresh each "
             f"epoch{plot_text}"
@@ -381,11 +376,11 @@ def _show_curves(
         print_line(console, rates_text)
 
 
-def describe_epochs_to_scratch_score(curves: WarmAndScratchCurves) -> str:
+def describe_epochs_to_scratch_score(curves: UnseenClientCurves) -> str:
     """Returns a sentence that says after how many epochs training from generated weights reaches the final score of
     training from scratch.
 
-    >>> describe_epochs_to_scratch_score(WarmAndScratchCurves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7)))
+    >>> describe_epochs_to_scratch_score(UnseenClientCurves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7)))
     'the warm start has after 1 epoch what training from scratch has after 2 (0.700)'
     """
     goal, epochs = curves.scratch[-1], curves.epochs
