@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from polyfed.core.examples.examples import Examples
     from polyfed.core.io.trusted_code import trust_code
     from polyfed.core.privacy.options import Privacy
+    from polyfed.report.audit.audit import audit
     from polyfed.report.export.folder import export_model
     from polyfed.report.look import look
     from polyfed.simulation.callbacks.base import Callback
@@ -43,6 +44,7 @@ __all__ = [
     "ServerContext",
     "UserError",
     "algorithms",
+    "audit",
     "compare",
     "export_model",
     "federate",
@@ -68,6 +70,7 @@ _HOMES = {
     "Run": "simulation.results.run",
     "ServerContext": "core.algorithm",
     "UserError": "core.errors",
+    "audit": "report.audit.audit",
     "compare": "comparison.compare",
     "export_model": "report.export.folder",
     "federate": "simulation.federate",

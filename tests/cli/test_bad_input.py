@@ -50,7 +50,7 @@ def refused(here, capsys):
 
 
 UNKNOWN = {
-    "bogus": "unknown command 'bogus'; choices: compare, completion, data, export, flower, graph, help, list, look, "
+    "bogus": "unknown command 'bogus'; choices: audit, compare, completion, data, export, flower, graph, help, list, look, "
     "predict, report, reproduce, resume, run, show, version, warmstart",
     "rn": "unknown command 'rn'; did you mean run?",
     "run quickstrt": "there is no recipe or file 'quickstrt'; did you mean quickstart?",

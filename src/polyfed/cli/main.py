@@ -16,7 +16,7 @@ from polyfed.cli.command_table import format_overview
 from polyfed.cli.commands import completion_command
 from polyfed.cli.commands.argv import CommandParser, format_warning, print_error_and_return_status
 from polyfed.cli.commands.deploy import flower_options
-from polyfed.cli.commands.results import export_command, predict_command
+from polyfed.cli.commands.results import audit_command, export_command, predict_command
 from polyfed.cli.commands.run import inspect_commands, look_command
 from polyfed.core.errors import ClientError, RoundError, UserError, did_you_mean
 from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust_code
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         "report": subcommands.report,
         "show": subcommands.show,
         "warmstart": subcommands.warmstart,
+        "audit": audit_command.audit_command,
         "graph": inspect_commands.graph_command,
         "list": subcommands.list_choices,
         "flower": flower_options.parse_and_run_flower_command,

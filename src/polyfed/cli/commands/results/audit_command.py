@@ -1,0 +1,43 @@
+"""Implements `polyfed audit`: tries to find the training examples of a run from its networks."""
+
+import sys
+
+from polyfed.cli.commands.argv import CommandParser, has_help_flag, parse_whole_number
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.terminal_text import sanitise_for_terminal
+
+
+def audit_command(argv: list[str]) -> None:
+    """Parses the command line of `polyfed audit`, and prints how well training examples of a run were found."""
+    parser = CommandParser(
+        "polyfed audit DIR [--runs K] [--client ID] [--json]",
+        "Tries to find the training examples of the run in DIR from its clients' networks (membership inference): trains K "
+        "runs like it, each on a random half of every client's training examples, and attacks each with the others. Prints "
+        "the AUC of the attack and its true positive rates at 1 % and 10 % false positives, with 95 % intervals. "
+        "Classification only. It takes K times as long as the run; DIR is only read.",
+    )
+    parser.add_option("--runs", "K", "number of runs to train, at least 4 (default: 8)", parse_whole_number)
+    parser.add_option("--client", "ID", "attack this client's network alone")
+    parser.add_flag("--json", "print JSON (docs/json.md)")
+    if has_help_flag(argv):
+        parser.print_help()
+        return
+    options, (directory,) = parser.parse_options_and_words(argv, "one run directory")
+    from polyfed.cli.commands.options.early_checks import check_run_directory
+
+    folder = expand_user_path(directory, "the run directory")
+    check_run_directory(folder)
+    from polyfed.cli.commands.terminal import print_json
+    from polyfed.report.audit.audit import audit
+
+    num_runs = 8 if options.runs is None else options.runs
+    report = audit(
+        folder,
+        runs=num_runs,
+        client=options.client,
+        on_run=lambda number: print(f"audit: {number} of {num_runs} runs", file=sys.stderr),
+    )
+    if options.json:
+        print_json(report.to_json_dict())
+    else:
+        print("\n".join(map(sanitise_for_terminal, str(report).splitlines())))

@@ -1,0 +1,100 @@
+"""Computes how well scores tell members of a training set from non-members, with intervals."""
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+@final
+@dataclass(frozen=True)
+class AttackRate:
+    """Holds a share from 0 to 1 with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def attack_auc(scores: Floats, members: NDArray[np.bool_], units: NDArray[np.int64]) -> AttackRate:
+    """Returns the area under the ROC curve: how often a member has a higher score than a non-member; ties count half.
+
+    Args:
+        scores: a higher one says "member", shape (n,).
+        members: which of them were members; both kinds occur. Shape (n,).
+        units: the example, or patient, that each score belongs to; scores of one unit depend on one another. Shape (n,).
+
+    Returns:
+        Its interval is Clopper and Pearson's, for as many trials as have the variance over units (Obuchowski 1997).
+
+    >>> attack_auc(np.array([3.0, 1.0, 2.0, 0.0]), np.array([True, True, False, False]), np.arange(4)).value
+    0.75
+    """
+    inside, outside = np.sort(scores[members]), np.sort(scores[~members])
+    beaten = _share_below(outside, scores[members])
+    beating = 1 - _share_below(inside, scores[~members])
+    value = float(beaten.mean())
+    influence = np.empty(len(scores))
+    influence[members] = (beaten - value) / len(inside)
+    influence[~members] = (beating - value) / len(outside)
+    return _rate_with_interval(value, influence, units, most_trials=len(scores))
+
+
+def true_positive_rate(
+    scores: Floats, members: NDArray[np.bool_], units: NDArray[np.int64], false_positive_rate: float
+) -> AttackRate:
+    """Returns the share of members that are found at the lowest threshold that takes at most this share of non-members
+    for members.
+
+    Arguments are as for `attack_auc`. The interval is Clopper and Pearson's, for at most as many trials as there are
+    units; the threshold counts as known.
+
+    >>> true_positive_rate(np.array([3.0, 1.0, 2.0, 0.0]), np.array([True, True, False, False]), np.arange(4), 0.1).value
+    0.5
+    """
+    outside = np.sort(scores[~members])[::-1]
+    allowed = math.floor(false_positive_rate * len(outside) + 1e-9)
+    threshold = outside[allowed] if allowed < len(outside) else -np.inf
+    found_members = scores[members] > threshold
+    value = float(found_members.mean())
+    own_units = units[members]
+    influence = (found_members - value) / len(found_members)
+    return _rate_with_interval(value, influence, own_units, most_trials=len(np.unique(own_units)))
+
+
+def _share_below(ordered: Floats, values: Floats) -> Floats:
+    below, up_to = np.searchsorted(ordered, values, "left"), np.searchsorted(ordered, values, "right")
+    share: Floats = (below + up_to) / (2 * len(ordered))
+    return share
+
+
+def _rate_with_interval(value: float, influence: Floats, units: NDArray[np.int64], most_trials: int) -> AttackRate:
+    """Returns the rate with the interval of as many trials as would have its variance, where scores of one unit vary
+    together."""
+    _, places = np.unique(units, return_inverse=True)
+    sums = np.bincount(places, influence)
+    num_units = len(sums)
+    variance = float((sums**2).sum()) * num_units / max(num_units - 1, 1)
+    trials = value * (1 - value) / variance if variance > 0 else float(num_units)
+    return AttackRate(value, *_clopper_pearson(value, min(max(trials, 1.0), most_trials)))
+
+
+def _clopper_pearson(rate: float, trials: float) -> tuple[float, float]:
+    """Returns the 95 % interval of a share of `trials`, which need not be a whole number.
+
+    >>> [round(end, 4) for end in _clopper_pearson(0.0, 10)]
+    [0.0, 0.3085]
+    """
+    from scipy.special import betaincinv  # imported late, as in the rest of polyfed: it takes a while
+
+    hits = rate * trials
+    low = 0.0 if hits <= 0 else float(betaincinv(hits, trials - hits + 1, 0.025))
+    high = 1.0 if hits >= trials else float(betaincinv(hits + 1, trials - hits, 0.975))
+    return low, high

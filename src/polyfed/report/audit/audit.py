@@ -1,0 +1,250 @@
+"""Implements `polyfed.audit`: tries to find the training examples of a run from its networks."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from polyfed.algorithms import registry_name
+from polyfed.core.algorithm import Algorithm, Client
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.evaluation.metrics import is_built_in_metric
+from polyfed.core.examples.examples import Examples
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.seeds import derive_seed, numpy_generator
+from polyfed.report.audit.attack_rates import attack_auc, true_positive_rate
+from polyfed.report.audit.audit_report import AuditReport, ClientAudit
+from polyfed.report.audit.likelihood_ratio import logit_scaled_confidence, score_members
+from polyfed.simulation.checks.fingerprints import data_fingerprint
+from polyfed.simulation.experiment import check_ray_cluster_trusted, rebuild_clients
+from polyfed.simulation.federate import run_federation
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.results.run import Run
+from polyfed.simulation.rounds.preparation import check_and_build_federation
+from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage import integrity
+from polyfed.simulation.storage.configuration import restore_settings_and_method
+from polyfed.simulation.storage.directory import read_config, read_manifest
+
+FEWEST_RUNS = 4
+_FEWEST_UNITS = 4
+_FEW_NON_MEMBERS = 100
+
+Observations = dict[str, list[NDArray[Any]]]
+ScoredExamples = tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.int64]]  # scores, members, units
+
+
+def audit(
+    folder: str | Path,
+    *,
+    clients: Iterable[Client] | None = None,
+    algorithm: Algorithm[Any, Any] | None = None,
+    public: Any = None,
+    metrics: Any = None,
+    runs: int = 8,
+    client: str | None = None,
+    on_run: Callable[[int], object] | None = None,
+) -> AuditReport:
+    """Measures how well training examples of a run can be told from others by the clients' personal networks
+    (membership inference), and returns the rates with intervals.
+
+    It trains `runs` shadow runs like the run in `folder`, each on a random half of every client's training examples (of its
+    patients, with `group=`). Each is attacked with what the others show. So it takes `runs` times as long as training.
+
+    Args:
+        folder: a run directory; it is only read.
+        clients, algorithm, public: as they were given to `federate`; needed only if the run was not described by a file.
+            `algorithm` is needed only if it is not in the registry.
+        metrics: as for `federate`; needed only if one that is not built in chose the round that was kept.
+        runs: number of shadow runs, at least 4; more make the attack stronger.
+        client: id of a client, to attack this one alone; None attacks all.
+        on_run: called with the number of each finished shadow run.
+
+    Raises:
+        UserError: no run directory, fewer than 4 runs, an unknown client, clients that are not those of the run, a task
+            that is not classification, or a client with fewer than 4 training examples.
+
+    >>> audit("no/such/folder", runs=2)
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: an audit needs at least 4 runs, got runs=2
+    """
+    if not isinstance(runs, int) or isinstance(runs, bool) or runs < FEWEST_RUNS:
+        raise UserError(f"an audit needs at least {FEWEST_RUNS} runs, got runs={runs!r}")
+    path = expand_user_path(folder, "the run directory")
+    if not (path / "config.yaml").is_file():
+        raise UserError(f"{path} is not a run directory: it has no config.yaml")
+    config, manifest = read_config(path), read_manifest(path)
+    integrity.check_config_unchanged(path, config, manifest)
+    settings, method = restore_settings_and_method(config, algorithm)
+    check_ray_cluster_trusted(settings)
+    if clients is None:
+        clients, public = _rebuild_clients(config, path)
+    # Scores are not used, unless they choose the round.
+    settings = dataclasses.replace(
+        settings, cross_site=False, metrics=settings.metrics if settings.keep == "best" else ()
+    )
+    if metrics is None and (unknown := [name for name in settings.metrics if not _can_be_found(name)]):
+        raise UserError(
+            f"the run in {path} kept the round that the metric {unknown[0]!r} chose, which is not built in; give its "
+            f"metrics again: polyfed.audit({str(path)!r}, metrics=[...])"
+        )
+    metrics = metrics if settings.keep == "best" else None
+    federation = check_and_build_federation(clients, method, settings, public, metrics, path)
+    everyone = list(federation.clients.values())
+    if data_fingerprint(everyone, federation.public) != manifest.get("data_fingerprint"):
+        raise UserError(f"the clients are not those of the run in {path}; give those with which it was trained")
+    attacked = _choose_clients(everyone, client)
+    for one_client in everyone:
+        _check_can_be_halved(one_client)
+    observations: Observations = {attacked_client.id: [] for attacked_client in attacked}
+    memberships: Observations = {attacked_client.id: [] for attacked_client in attacked}
+    epsilons: dict[str, float] = {}
+    for number in range(runs):
+        seed = derive_seed(settings.seed, "audit", number)
+        rows = {c.id: _draw_half(c.train, derive_seed(seed, c.id)) for c in everyone}
+        run = _train_shadow_run(
+            everyone, rows, method, dataclasses.replace(settings, seed=seed), federation.public, metrics
+        )
+        for one_client in attacked:
+            outputs = predict(run.model(one_client.id), one_client.train)
+            observations[one_client.id].append(logit_scaled_confidence(outputs, one_client.train.labels.cpu()))
+            memberships[one_client.id].append(np.isin(np.arange(len(one_client.train)), rows[one_client.id]))
+        for name, value in run.history[-1].get("epsilon", {}).items():
+            epsilons[name] = max(value, epsilons.get(name, 0.0))
+        if on_run is not None:
+            on_run(number + 1)
+    return _summarise(attacked, observations, memberships, epsilons, method, settings)
+
+
+def _rebuild_clients(config: Mapping[str, Any], path: Path) -> tuple[Sequence[Client], Examples | None]:
+    if "deployment" in config:
+        raise UserError(
+            f"the run in {path} is of real sites, whose data are not here; audit a simulation with data like theirs"
+        )
+    if "data" not in config:
+        raise UserError(
+            f"the clients of {path} were made in Python; give them: polyfed.audit({str(path)!r}, clients=[...])"
+        )
+    return rebuild_clients(config, path)
+
+
+def _can_be_found(metric: str) -> bool:
+    return is_built_in_metric(metric) or ":" in metric
+
+
+def _choose_clients(clients: list[Client], client: str | None) -> list[Client]:
+    ids = [one_client.id for one_client in clients]
+    if client is None:
+        return clients
+    if client not in ids:
+        raise UserError(f"the run has no client {client!r}; {did_you_mean(str(client), ids)}")
+    return [clients[ids.index(client)]]
+
+
+def _check_can_be_halved(client: Client) -> None:
+    if not client.task.one_class_per_example:
+        task = client.task.name or type(client.task).__name__
+        raise UserError(
+            f"an audit attacks networks that choose one class for each example, and the task of client {client.id!r} is "
+            f"{task}; there is no attack for it here, which does not mean that its networks reveal nothing"
+        )
+    units = len(np.unique(_units_of(client.train)))
+    if units < _FEWEST_UNITS:
+        kind = "training examples" if client.train.group is None else "groups of training examples"
+        raise UserError(f"client {client.id!r} has {units} {kind}, and an audit needs at least {_FEWEST_UNITS}")
+
+
+def _units_of(examples: Examples) -> NDArray[np.int64]:
+    """Returns the number of each example's unit: of its group, or of itself without groups."""
+    if examples.group is None:
+        return np.arange(len(examples))
+    return np.unique(examples.column(examples.group), return_inverse=True)[1].astype(np.int64)
+
+
+def _draw_half(examples: Examples, seed: int) -> NDArray[np.int64]:
+    """Returns the positions of the examples of a random half of all units."""
+    units = _units_of(examples)
+    num_units = int(units.max()) + 1
+    half = numpy_generator(seed).permutation(num_units)[: num_units // 2]
+    return np.flatnonzero(np.isin(units, half))
+
+
+def _train_shadow_run(
+    clients: Sequence[Client],
+    rows: Mapping[str, NDArray[np.int64]],
+    method: Algorithm[Any, Any],
+    settings: Settings,
+    public: Examples | None,
+    metrics: Any,
+) -> Run:
+    halves = [
+        dataclasses.replace(
+            c, train=c.train.select(torch.as_tensor(rows[c.id], dtype=torch.int64, device=c.train.device))
+        )
+        for c in clients
+    ]
+    with warnings.catch_warnings():  # the checks of all clients have warned already
+        warnings.simplefilter("ignore", UserWarning)
+        return run_federation(halves, method, settings, progress=SilentProgress(), public=public, metrics=metrics)
+
+
+def _summarise(
+    clients: Sequence[Client],
+    observations: Observations,
+    memberships: Observations,
+    epsilons: Mapping[str, float],
+    method: Algorithm[Any, Any],
+    settings: Settings,
+) -> AuditReport:
+    entries, parts, first_unit = list[ClientAudit](), list[ScoredExamples](), 0
+    for client in clients:
+        members = np.stack(memberships[client.id])
+        scores, units = score_members(np.stack(observations[client.id]), members), _units_of(client.train)
+        part: ScoredExamples = (scores.ravel(), members.ravel(), np.tile(units, len(scores)))
+        entries.append(_measure_attack(client.id, len(client.train), part, epsilons.get(client.id)))
+        parts.append((part[0], part[1], part[2] + first_unit))
+        first_unit += int(units.max()) + 1
+    all_scores, all_members, all_units = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    num_examples = sum(entry.examples for entry in entries)
+    epsilon = max((entry.epsilon for entry in entries if entry.epsilon is not None), default=None)
+    overall = _measure_attack("all", num_examples, (all_scores, all_members, all_units), epsilon)
+    num_runs = len(observations[clients[0].id])
+    few = any(int((~np.stack(members)).sum()) < _FEW_NON_MEMBERS for members in memberships.values())
+    return AuditReport(
+        registry_name(method), num_runs, tuple(entries), overall, _describe_attempt(num_runs, method, settings, few)
+    )
+
+
+def _measure_attack(name: str, num_examples: int, part: ScoredExamples, epsilon: float | None) -> ClientAudit:
+    at_1_percent, at_10_percent = (true_positive_rate(*part, false_positive_rate=share) for share in (0.01, 0.1))
+    return ClientAudit(name, num_examples, attack_auc(*part), at_1_percent, at_10_percent, epsilon)
+
+
+def _describe_attempt(num_runs: int, method: Algorithm[Any, Any], settings: Settings, few: bool) -> tuple[str, ...]:
+    """Returns what was tried, and what the numbers do not say, as sentences."""
+    sentences = [
+        f"Tried: membership inference by a likelihood ratio (LiRA, one variance for each client) on each client's personal "
+        f"network; {num_runs} runs, each on a random half of the training examples, each attacked with the "
+        f"{num_runs - 1} others. In parentheses: 95 % intervals."
+    ]
+    if few:
+        sentences.append(
+            "Fewer than 100 scores of non-members for a client: there the rate at 1 % is the one without any false positive."
+        )
+    if "weights" in method.discloses:
+        receiver = "the server sees only their sum" if settings.secure else "the server sees each of them"
+        sentences.append(
+            f"Replies of {registry_name(method)} hold weights trained on a client's examples, of the whole model or a part "
+            f"of it, and {receiver}. They were not attacked, and may reveal more than these networks."
+        )
+    sentences.append(
+        "An attack that fails shows nothing: more runs, or attacks on the messages of all rounds, may succeed. "
+        "No number here is called safe."
+    )
+    return tuple(sentences)

@@ -1,0 +1,84 @@
+"""Defines `AuditReport`, the result of `polyfed.audit`."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, final
+
+from polyfed.core.errors import UserError
+from polyfed.report.audit.attack_rates import AttackRate
+
+JSON_FORMAT = 1
+
+
+@final
+@dataclass(frozen=True)
+class ClientAudit:
+    """Holds how well the attack found a client's training examples.
+
+    Attributes:
+        client: its id, or "all".
+        examples: number of training examples, of which each run was trained on a random half.
+        auc: how often a member has a higher score than a non-member; 0.5 is guessing.
+        tpr_at_1_percent, tpr_at_10_percent: share of members that are found, where 1 % or 10 % of non-members are taken for
+            members; 0.01 and 0.1 are guessing.
+        epsilon: ε of differentially private training, the largest of the runs; None without `privacy`.
+    """
+
+    client: str
+    examples: int
+    auc: AttackRate
+    tpr_at_1_percent: AttackRate
+    tpr_at_10_percent: AttackRate
+    epsilon: float | None = None
+
+
+@final
+@dataclass(frozen=True)
+class AuditReport:
+    """Holds what an audit found; `print` shows it.
+
+    Attributes:
+        method: name of the audited method.
+        shadow_runs: number of runs that were trained; each was attacked with what the others show.
+        clients: one entry for each client that was attacked.
+        overall: of all these clients together.
+        sentences: what was tried, and what the numbers do not say.
+    """
+
+    method: str
+    shadow_runs: int
+    clients: tuple[ClientAudit, ...]
+    overall: ClientAudit
+    sentences: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.clients:
+            raise UserError("an audit report needs at least one client, got none")
+
+    def table(self) -> list[dict[str, Any]]:
+        """Returns a row for each client and one for all, as dicts of plain numbers; ends of intervals are `auc_low`,
+        `auc_high` and so on.
+        """
+        rows = []
+        for entry in (*self.clients, self.overall):
+            row: dict[str, Any] = {"client": entry.client, "examples": entry.examples}
+            for name in ("auc", "tpr_at_1_percent", "tpr_at_10_percent"):
+                rate: AttackRate = getattr(entry, name)
+                row |= {name: rate.value, f"{name}_low": rate.low, f"{name}_high": rate.high}
+            rows.append(row | {"epsilon": entry.epsilon})
+        return rows
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Returns the report as plain values, as `polyfed audit --json` prints it."""
+        return {"format": JSON_FORMAT, **dataclasses.asdict(self)}
+
+    def __str__(self) -> str:
+        width = max(6, *(len(entry.client) for entry in (*self.clients, self.overall))) + 2
+        head = f"{'client':{width}}{'examples':>8}  {'AUC':23}{'TPR at 1 % FPR':23}{'TPR at 10 % FPR':23}"
+        with_epsilon = self.overall.epsilon is not None
+        lines = [(head + ("ε" if with_epsilon else "")).rstrip()]
+        for entry in (*self.clients, self.overall):
+            rates = (entry.auc, entry.tpr_at_1_percent, entry.tpr_at_10_percent)
+            line = f"{entry.client:{width}}{entry.examples:>8}  " + "".join(f"{rate!s:23}" for rate in rates)
+            lines.append((line + ("" if entry.epsilon is None else f"{entry.epsilon:.3g}")).rstrip())
+        return "\n".join([*lines, *self.sentences])
