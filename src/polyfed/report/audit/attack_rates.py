@@ -53,20 +53,40 @@ def true_positive_rate(
     """Returns the share of members that are found at the lowest threshold that takes at most this share of non-members
     for members.
 
-    Arguments are as for `attack_auc`. The interval is Clopper and Pearson's, for at most as many trials as there are
-    units; the threshold counts as known.
+    Arguments are as for `attack_auc`. The interval combines Clopper and Pearson's, for at most as many trials as there are
+    units, with that of the threshold (order statistics of non-members) by the method of Zou and Donner 2008. Without enough
+    non-members to bound the threshold from above, it begins at 0.
 
     >>> true_positive_rate(np.array([3.0, 1.0, 2.0, 0.0]), np.array([True, True, False, False]), np.arange(4), 0.1).value
     0.5
     """
+    from scipy.special import bdtr, bdtrik  # imported late: it takes a while
+
     outside = np.sort(scores[~members])[::-1]
-    allowed = math.floor(false_positive_rate * len(outside) + 1e-9)
-    threshold = outside[allowed] if allowed < len(outside) else -np.inf
-    found_members = scores[members] > threshold
-    value = float(found_members.mean())
+    num_outside = len(outside)
+
+    def members_above(place: int) -> NDArray[np.bool_]:
+        """Returns which members have a higher score than the non-member at this place from the top; -1 is above all."""
+        threshold = np.inf if place < 0 else outside[place] if place < num_outside else -np.inf
+        above: NDArray[np.bool_] = scores[members] > threshold
+        return above
+
+    hits = members_above(math.floor(false_positive_rate * num_outside + 1e-9))
     own_units = units[members]
-    influence = (found_members - value) / len(found_members)
-    return _rate_with_interval(value, influence, own_units, most_trials=len(np.unique(own_units)))
+    influence = (hits - hits.mean()) / len(hits)
+    rate = _rate_with_interval(float(hits.mean()), influence, own_units, most_trials=len(np.unique(own_units)))
+    if false_positive_rate >= 1:
+        return rate
+    fewest, most = (
+        0
+        if bdtr(0, num_outside, false_positive_rate) >= tail
+        else math.ceil(bdtrik(tail, num_outside, false_positive_rate))
+        for tail in (0.025, 0.975)
+    )
+    strictest, loosest = float(members_above(fewest - 1).mean()), float(members_above(most).mean())
+    low = rate.value - math.hypot(rate.value - rate.low, rate.value - strictest)
+    high = rate.value + math.hypot(rate.high - rate.value, loosest - rate.value)
+    return AttackRate(rate.value, max(low, 0.0), min(high, 1.0))
 
 
 def _share_below(ordered: Floats, values: Floats) -> Floats:

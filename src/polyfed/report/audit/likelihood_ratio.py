@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _LEAST_VARIANCE = 1e-12
+_LEAST_DIFFERENCE = 0.01  # of the means, in standard deviations
 
 
 def logit_scaled_confidence(outputs: Tensor, labels: Tensor) -> NDArray[np.float64]:
@@ -35,7 +36,8 @@ def score_members(confidences: NDArray[np.float64], members: NDArray[np.bool_]) 
     confidence is normal, with means of its own and one variance for all examples of the client.
 
     Source: LiRA with a fixed variance (Carlini et al. 2022, section V). With few runs the difference of an example's two
-    means is mostly noise, so it is shrunk towards the client's mean difference (empirical Bayes).
+    means is mostly noise, so it is shrunk towards the client's mean difference (empirical Bayes),
+    which is not negative.
 
     Args:
         confidences: `logit_scaled_confidence` of each run (rows) and example (columns), shape (runs, n).
@@ -70,7 +72,8 @@ def _fit_two_means(
     if not both.any():
         return np.zeros(len(both)), confidences.mean(0), variance
     noise = variance * (1 / np.maximum(num_in, 1) + 1 / np.maximum(num_out, 1))
-    mean_difference = float((mean_in - mean_out)[both].mean())
+    # Training does not make members less confident; were the sign free, errors of all runs would hang together.
+    mean_difference = max(float((mean_in - mean_out)[both].mean()), _LEAST_DIFFERENCE * float(np.sqrt(variance)))
     spread = max(float(np.var((mean_in - mean_out)[both]) - noise[both].mean()), 0.0)
     weight = np.where(both, spread / (spread + noise), 0.0)
     difference = weight * (mean_in - mean_out) + (1 - weight) * mean_difference
