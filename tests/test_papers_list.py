@@ -159,6 +159,7 @@ def scale(monkeypatch, tmp_path):
     return paper_scale
 
 
+@pytest.mark.thorough
 def test_a_run_at_the_papers_length_stops_after_its_hours_and_goes_on(scale, tmp_path, capsys):
     def given(hours):
         return argparse.Namespace(runs=str(tmp_path), hours=hours, data=[], only=None, workers=0)

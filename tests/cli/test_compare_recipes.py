@@ -15,7 +15,7 @@ class Stop(Exception):
     """Ends a command before it trains."""
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("recipe", [None, *(pytest.param(r, marks=pytest.mark.thorough) for r in RECIPES)])
 def test_a_recipe_can_be_compared(recipe, monkeypatch, tmp_path):
     plans = []
 

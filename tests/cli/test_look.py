@@ -75,6 +75,7 @@ def test_the_matrix_in_a_run_and_on_its_page(table, capsys):
     assert "The sites&#39; data side by side" in page
 
 
+@pytest.mark.thorough
 def test_the_matrix_in_a_comparison(table, capsys):
     words = ["compare", "--data", "table", "--data.path", "patients.csv", *WORDS, "--algorithms", "local,fedavg",
              "--rounds", "1", "--resplit", "2", "--tune", "none", "--no-references", "--quiet", "--parallel", "1",

@@ -55,6 +55,7 @@ def test_a_search_goes_on_beyond_the_edge_if_it_may(monkeypatch, best, values, t
     assert ("mu of fedprox" in found.results["tuning"]["edge"]) == (best in (0.01, 99) and len(tried) > 2)
 
 
+@pytest.mark.thorough
 def test_a_search_that_went_on_repeats_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(hyperparameter_search, "execute_or_load_runs", favouring("mu", 99))
     words = SHORT | {"tune": {"mu": [0.1, 0.2, ...]}, "out": tmp_path / "a"}

@@ -58,6 +58,7 @@ def deployed(tmp_path, nodes, clients, method, **words):
     return run_deployment(MemoryGrid(nodes(clients)), configuration(method, **given, **words), SilentProgress())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["svd", pytest.param("stack", marks=pytest.mark.slow),
                                   pytest.param("zero_pad", marks=pytest.mark.slow)])  # fmt: skip
 def test_sites_of_different_ranks(tmp_path, nodes, monkeypatch, mode):

@@ -44,6 +44,7 @@ def simulated(clients, method, how, public=None, rounds=3):
     return pf.federate(clients, method, rounds=rounds, seed=3, public=public, workers=0, **words)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "how"),
     [("fedavg", BOTH), *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)],

@@ -71,6 +71,7 @@ def test_a_liar_among_three_sites_is_bounded_and_named(run, tmp_path, monkeypatc
     assert honest_accuracy(free) <= honest_accuracy(bounded) <= honest_accuracy(plain) + 0.15
 
 
+@pytest.mark.thorough
 def test_the_default_changes_no_bit_where_nobody_lies(run):
     """3 times the median is above what honest sites send here."""
     bounded = run(method=FedAvg(lr=0.05), out="bounded", **{"max-update-norm": "auto"})

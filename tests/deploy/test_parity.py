@@ -139,6 +139,7 @@ def test_so_do_the_pool_and_ray(tmp_path, nodes, name, engine):
     assert_same(tmp_path, run, pf.federate(clients, method, rounds=3, seed=3, public=public, engine=engine, workers=2))
 
 
+@pytest.mark.thorough
 def test_so_it_does_when_not_all_sites_take_part_in_each_round(tmp_path, nodes):
     clients, method = small_clients(4), PFedLA(lr=0.05)
     run, _ = deployed(

@@ -109,6 +109,7 @@ def data(seed, count=60):
     return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
 
 
+@pytest.mark.thorough
 def test_networks_of_different_widths_learn_together_and_an_unseen_width_gets_weights():
     clients = [pf.Client(f"c{k}", lambda w=w: net(w), data(k), data(k + 9)) for k, w in enumerate((12, 16, 20))]
     method = FLHAGHN(head="lowrank", depth=2, lr=0.03, batch_size=16, local_epochs=3)

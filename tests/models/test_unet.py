@@ -37,7 +37,7 @@ def test_hypernetworks_generate_every_weight_and_the_bottleneck_is_the_represent
     assert len(tensor_names_by_module(network)) == sum(1 for module in network.modules() if module._parameters)
 
 
-@pytest.mark.parametrize("norm", ["instance", "batch"])
+@pytest.mark.parametrize("norm", ["instance", pytest.param("batch", marks=pytest.mark.thorough)])
 def test_a_u_net_learns_eight_blobs_by_heart(norm):
     generator = torch.Generator().manual_seed(0)
     y, x = torch.meshgrid(torch.arange(32), torch.arange(32), indexing="ij")

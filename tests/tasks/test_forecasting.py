@@ -152,6 +152,7 @@ def test_a_linear_network_is_better_than_the_naive_forecast_and_clients_train_to
     assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
+@pytest.mark.thorough
 def test_the_example_of_the_docs_is_better_than_the_naive_forecast():
     text = (Path(__file__).parents[2] / "docs/tasks.md").read_text(encoding="utf-8")
     (block,) = (b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "hourly_load" in b)
@@ -161,6 +162,7 @@ def test_the_example_of_the_docs_is_better_than_the_naive_forecast():
     assert namespace["found"].results["score"] == "mase"
 
 
+@pytest.mark.thorough
 def test_it_is_compared_with_simple_models_and_trained_by_other_methods():
     comparison = pf.compare(
         clients_of(3), ["local", "fedavg", "fedavg_ft"], seeds=[0], rounds=2, tune="none", progress=False

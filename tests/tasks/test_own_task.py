@@ -71,6 +71,7 @@ def test_it_runs_resumes_and_is_written_by_class_and_options(counts, tmp_path):
     assert "my_tasks:Counts" in (folder / "signature.json").read_text(encoding="utf-8")
 
 
+@pytest.mark.thorough
 def test_it_is_compared_and_its_references_cost_nothing(counts):
     comparison = pf.compare(
         clients_of(counts()), ["local", "fedavg"], seeds=[0, 1], rounds=1, tune="none", progress=False

@@ -56,6 +56,7 @@ def test_methods_that_cannot_segment_say_so_before_the_first_round(method, words
         pf.federate(clients, REGISTRY[method](), rounds=1, seed=0, workers=0)
 
 
+@pytest.mark.thorough
 def test_a_comparison_keeps_scores_alone_and_goes_on_with_and_without_references(tmp_path):
     clients, _ = sites()
     out = tmp_path / "comparison"

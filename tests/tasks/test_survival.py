@@ -327,6 +327,7 @@ def test_fedavg_orders_patients_and_is_resumed(tmp_path):
     assert run.predict("site0", _site(0)[1][0]).shape == (75, 1)
 
 
+@pytest.mark.thorough
 def test_a_comparison_has_intervals_references_and_curves(tmp_path):
     from polyfed.cli.main import main
 

@@ -75,6 +75,7 @@ def symmetric_root(k: Tensor) -> Tensor:
     return (vectors * values.clamp(min=0).sqrt()) @ vectors.T
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("normalise", [False, True])
 def test_a_step_descends_the_procrustes_distance_from_the_mean_kernel(normalise: bool) -> None:
     """Networks of two widths; K̄ by the definition, its symmetric root instead of the factor that travels."""

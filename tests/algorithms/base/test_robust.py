@@ -71,7 +71,9 @@ class TestContract(Wide):
             super().test_resumed_equals_uninterrupted(algorithm, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedavg_ft", "feddyn"])
+@pytest.mark.parametrize(
+    "name", ["fedavg", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("scaffold", "fedavg_ft", "feddyn"))]
+)
 def test_a_bound_that_limits_nothing_changes_no_bit(name):
     method = example_of(name).build()
     plain = pf.federate(small_clients(4), method, rounds=3, workers=0)

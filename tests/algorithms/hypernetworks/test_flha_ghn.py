@@ -279,6 +279,7 @@ def test_one_ghn_overfits_four_architectures_at_once(head):
     assert all(row["accuracy"] >= 0.95 for row in run.table())  # the test examples are the training examples
 
 
+@pytest.mark.thorough
 def test_weighted_replies_count_by_examples():
     sizes = {"a": 12, "b": 36}
     everyone = [pf.Client(i, ARCHITECTURES[1], examples(k, n), examples(9)) for k, (i, n) in enumerate(sizes.items())]

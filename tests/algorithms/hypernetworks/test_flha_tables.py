@@ -159,6 +159,7 @@ def test_generated_weights_start_at_the_size_of_the_networks_own(head):
     assert made["out.weight"].std().item() == pytest.approx(own["out.weight"].std().item(), rel=0.3)
 
 
+@pytest.mark.thorough
 def test_a_transformer_and_an_lstm_learn_in_one_federation():
     def data(seed):
         x = torch.randint(0, WORDS, (120, 4), generator=torch_generator(seed))

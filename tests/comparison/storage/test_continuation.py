@@ -17,6 +17,7 @@ def runs(folder):
     return {path: path.read_bytes() for path in folder.glob("*/seed-*/metrics.jsonl")}
 
 
+@pytest.mark.thorough
 def test_references_title_methods_and_seeds_may_be_added_to_finished_runs(tmp_path):
     out = tmp_path / "compared"
     first = pf.compare(CLIENTS, ["fedprox"], seeds=[0], references=False, out=out, **QUICK)
@@ -68,6 +69,7 @@ def hospitals(rows=90):
     return pd.DataFrame({"age": age, "crp": rng.normal(5, 2, rows), "hospital": place, "ill": (age > 50).astype(int)})
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:column 'age' nearly is the target")
 def test_fedhenn_is_compared_on_dealings_of_a_table_with_public_rows():
     sites = pf.data.split_table(hospitals(), "ill", "hospital", preprocess="federated", public_fraction=0.2)

@@ -229,6 +229,7 @@ def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
         assert {one["fields"]["mu"] for one in told["tried"] if one["loss"] is None} == {0.3}
 
 
+@pytest.mark.thorough
 def test_a_search_is_read_at_the_rounds_at_which_methods_are_compared(monkeypatch, tmp_path):
     """One value is best in the middle and falls, the other is best after all rounds. A directory keeps what was chosen."""
     clients, good = misleading(), hyperparameter_search.execute_or_load_runs

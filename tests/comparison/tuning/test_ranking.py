@@ -160,6 +160,7 @@ def test_the_search_goes_on_on_either_side_for_clients_that_choose_alone(monkeyp
     assert sorted(rates) == [0.0001, 0.001, 0.01, 0.1, 1.0, 10.0]
 
 
+@pytest.mark.thorough
 def test_a_choice_that_diverges_with_another_seed_gives_way_for_that_client_alone(monkeypatch, tmp_path):
     prepare(monkeypatch)
     good = final_runs.execute_or_load_runs
@@ -198,6 +199,7 @@ def test_a_rate_with_which_one_client_diverges_is_there_for_the_others():
     assert "local" in found.results["methods"]
 
 
+@pytest.mark.thorough
 def test_where_each_seed_deals_the_data_again_all_clients_have_one_choice(monkeypatch, tmp_path):
     prepare(monkeypatch)
     found = pf.compare(two(), ["fedprox"], **QUICK, tune={"lr": [0.01, 0.1, 1.0]})

@@ -129,7 +129,7 @@ def test_noise_has_the_stated_size_and_no_example_is_needed():
 # -- runs ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PRIVATE)
+@pytest.mark.parametrize("name", [n if n == "fedavg" else pytest.param(n, marks=pytest.mark.thorough) for n in PRIVATE])
 def test_each_method_that_privacy_covers_trains_reports_epsilon_and_no_training_loss(name):
     example = example_of(name)
     method = example.build(batch_size=8, privacy=Privacy(target_epsilon=5.0))
@@ -233,6 +233,7 @@ def test_an_epsilon_that_cannot_be_met_and_units_that_are_not_known_are_refused(
         )
 
 
+@pytest.mark.thorough
 def test_a_configuration_names_options_of_privacy(tmp_path, capsys):
     from polyfed.cli.main import main
 

@@ -123,6 +123,7 @@ def test_replies_of_another_form_are_refused(rule):
         rule.combine(trees, EVEN | {"z": 1.0})
 
 
+@pytest.mark.thorough
 @given(seed=st.integers(0, 10**6), clients=st.integers(5, 9), shift=st.integers(-8, 8))
 def test_the_result_moves_with_the_replies_and_not_with_their_order(seed, clients, shift):
     """Shifting all replies shifts the result; the order of clients changes no bit; the result lies among the replies."""

@@ -239,6 +239,7 @@ def test_protection_that_protects_nothing_is_refused(words, sentence):
         ReplyProtection(**words)
 
 
+@pytest.mark.thorough
 def test_a_run_with_noise_learns_its_price(tmp_path, nodes):
     """Three rounds at noise multiplier 4: the books of the sites tell what their messages have cost."""
     config = {"disclose": "", "clip-norm": 1.0, "noise-multiplier": 4.0}

@@ -80,6 +80,7 @@ def test_public_examples_of_another_form_are_refused_before_round_1(tmp_path, no
         assert "6" not in str(told.value), "the site's own form"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", [FedMD(lr=0.05), FedHeNN(lr=0.05, rad_size=4), FedDF(lr=0.05)])
 def test_public_examples_of_the_form_of_the_inputs_are_taken_and_a_run_goes_on(nodes, run, server_file, method):
     grid, file = MemoryGrid(nodes(small_clients())), server_file("torch.zeros(8, 6)")

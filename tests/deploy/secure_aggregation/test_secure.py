@@ -73,6 +73,7 @@ def test_a_deployment_gives_the_bits_of_a_simulation(tmp_path, secure_grid, secu
     assert exchanges(found) == once + ["local", "sum"] * 3 + ["evaluate", "export"]
 
 
+@pytest.mark.thorough
 def test_so_it_does_when_not_all_take_part_in_each_round(tmp_path, secure_grid, secure_play):
     clients = small_clients(4)
     secured = secure_grid(clients)
@@ -84,12 +85,14 @@ def test_so_it_does_when_not_all_take_part_in_each_round(tmp_path, secure_grid, 
     assert any("advertise" in head for head in asked)
 
 
+@pytest.mark.thorough
 def test_so_it_does_when_what_goes_down_is_compressed(tmp_path, secure_grid, secure_play):
     clients = small_clients(3)
     run = secure_play(secure_grid(clients), rounds=2, **{"compress-down": "int8"})
     assert_same(tmp_path, run, simulated(clients, rounds=2, compress_down="int8"))
 
 
+@pytest.mark.thorough
 def test_sites_that_train_outside_the_round_send_nothing(tmp_path, secure_grid, secure_play):
     clients, method = cases(tmp_path)["pfedme"]
     found = secure_grid(clients)

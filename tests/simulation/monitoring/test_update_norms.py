@@ -142,6 +142,7 @@ def test_integer_tensors_scalars_and_half_numbers():
     assert update_norm(Message({"m": {"a": sent}}), Message({"m": {"a": down}})) == pytest.approx(18**0.5)
 
 
+@pytest.mark.thorough
 def test_engines_and_resumed_runs_have_the_same_norms(tmp_path):
     whole = federate(rounds=3)
     pf.federate(small_clients(4), FedAvg(lr=0.01), rounds=3, workers=0, engine="cohort", out=tmp_path / "run")

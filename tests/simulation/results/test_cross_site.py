@@ -221,6 +221,7 @@ def test_the_mean_over_seeds_makes_no_interval_shorter(run):
     assert mean == scores
 
 
+@pytest.mark.thorough
 def test_a_comparison_keeps_the_matrix_of_each_compared_run(tmp_path):
     words = {"rounds": 1, "tune": {"lr": [0.1, 0.2]}, "references": False, "parallel": 1, "quiet": True}
     clients = small_clients(2)
