@@ -81,7 +81,6 @@ def test_a_round_is_one_exchange_and_gives_the_bits_of_a_simulation(tmp_path, no
     assert not [group for group in second.body.tensors if "evaluation" in group], "something travels twice"
 
 
-@pytest.mark.thorough
 def test_what_training_does_not_get_travels_beside(tmp_path, nodes):
     """FedAvg whose result is the mean over all sites' newest models: of the two that are evaluated, training gets one."""
     told = ",".join([ALL, *(f"cohort_{name}" for name in ALL.split(","))])
@@ -103,7 +102,6 @@ def test_who_does_not_train_is_evaluated_by_a_message_of_its_own_in_the_same_exc
     ]  # fmt: skip
 
 
-@pytest.mark.thorough
 def test_a_round_that_is_not_evaluated_has_its_record_at_once(tmp_path, nodes, exchanges):
     run, grid = deployed(tmp_path, nodes, small_clients(), Local(lr=0.05), "", rounds=4, **{"evaluate-every": 2})
     assert without_durations(run.history) == without_durations(
