@@ -289,7 +289,9 @@ METHODS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [n if n == "fedavg_ft" else pytest.param(n, marks=pytest.mark.thorough) for n in METHODS])
+@pytest.mark.parametrize(
+    "name", [n if n == "fedavg_ft" else pytest.param(n, marks=pytest.mark.thorough) for n in METHODS]
+)
 def test_methods_train_taggers(name):
     clients = grammar_clients(12)
     method = pf.algorithms.REGISTRY[name](lr=0.01, batch_size=4, **METHODS[name])

@@ -1,6 +1,7 @@
 """The recipes of FedPNAS (Hoang and Kingsford): each is a whole configuration, has the paper's numbers, which are
 written here from the paper by hand, and runs at scale `smoke`."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -92,7 +93,7 @@ def test_every_choice_is_a_whole_configuration(name, scale, variant, experiment)
     assert isinstance(found.algorithm, CAFedPNAS)
     assert (found.split.clients, len(found.shifts), type(found.partition)) == (5, 5, IID)
     assert found.split.test_fraction > 0
-    shared = {*LocalTraining.__dataclass_fields__} - {"buffers"}
+    shared = {field.name for field in dataclasses.fields(LocalTraining)} - {"buffers"}
     space = {"channels", "base_cells", "personal_cells", "base_nodes", "personal_nodes", "operations",
              "personal_operations", "join", "stem_stride"}  # fmt: skip
     for baseline in found.baselines.values():

@@ -86,7 +86,7 @@ def test_each_site_has_a_line_and_no_test_stands_above_the_details(page):
 
 def test_methods_that_were_left_out_are_on_the_first_screen_and_not_in_the_heading(page):
     top, _ = page(title="fedbn")
-    assert "Left out fedbn: fedbn needs one architecture." in top
+    assert "Left out, since clients have several architectures: fedbn." in top
     assert "<h1>Join, or train alone?</h1>" in top
 
 

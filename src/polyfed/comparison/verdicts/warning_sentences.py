@@ -24,7 +24,14 @@ def describe_omissions(content: Mapping[str, Any]) -> list[str]:
     """
     if "plan" in content:
         return []
-    sentences = [f"Left out {label}: {end_with_period(reason)}" for label, reason in content.get("skipped", {}).items()]
+    sentences, need_one_architecture = [], []
+    for label, reason in content.get("skipped", {}).items():
+        if "needs one architecture" in reason:
+            need_one_architecture.append(label)
+        else:
+            sentences.append(f"Left out {label}: {end_with_period(reason)}")
+    if need_one_architecture:
+        sentences.append(f"Left out, since clients have several architectures: {join_with_and(need_one_architecture)}.")
     sentences += [
         f"{label} failed and is not compared: {end_with_period(reason)}"
         for label, reason in content.get("failed", {}).items()
