@@ -149,6 +149,7 @@ def test_a_stopped_run_is_not_called_finished(tmp_path, paper):
 def test_the_command_tracks_baselines_too(tmp_path, paper, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("polyfed.cli.commands.options.early_checks._LOGGERS", {"paper": None})
+    monkeypatch.setattr("polyfed.cli.commands.options.early_checks.check_extra_installed", lambda *_: None)
     words = ["fedavg_digits", "--rounds", "1", "--workers", "0", "--quiet", "--out", "run", "--logger", "paper"]
     assert main(["run", *words]) == 0
     for folder in (tmp_path / "run", tmp_path / "run" / "baselines" / "local"):
