@@ -309,6 +309,7 @@ def test_methods_for_classes_say_so():
             pf.federate(grammar_clients(8), name, rounds=1)
 
 
+@pytest.mark.thorough
 def test_a_run_is_resumed_and_compared_and_has_a_page(tmp_path):
     clients = grammar_clients(12)
     method = pf.algorithms.FedAvg(lr=0.01, optimizer="adam", batch_size=4)

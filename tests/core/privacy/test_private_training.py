@@ -141,6 +141,7 @@ def test_each_method_that_privacy_covers_trains_reports_epsilon_and_no_training_
     assert run.history[0]["epsilon"]["client-0"] < run.history[1]["epsilon"]["client-0"]
 
 
+@pytest.mark.thorough
 def test_with_little_noise_it_learns_and_with_much_it_does_not():
     def accuracy(sigma):
         method = pf.algorithms.FedAvg(
