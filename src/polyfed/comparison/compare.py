@@ -42,6 +42,7 @@ from polyfed.simulation.checks.client_list import class_names_of, list_clients
 from polyfed.simulation.checks.data_leakage import limit_leak_warnings
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint as first_weights_of
+from polyfed.simulation.checks.private_training import with_privacy_if_possible
 from polyfed.simulation.checks.robustness import check_robust_rule
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.monitoring.progress_argument import resolve_own_progress
@@ -113,8 +114,7 @@ def compare(
         algorithms, methods (its former name): a method or its name, several of them as a list, or either by label.
         rounds, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every, checkpoint_every,
             on_error, min_replies, compress, compress_down, cross_site: of each run, as for `federate`.
-        secure: whether the server sees nothing but the sum of a round's replies. Methods that need each reply by itself are
-            left out; `local` sends none, and stays.
+        secure: whether the server sees only the sum of a round's replies; methods that need single replies are left out.
         seeds: one run of each method per seed (or how many: 3 is 0, 1, 2); default 0 to 4, or one for each dealing of
             `resplit` or fold of `folds`. With one seed nothing is decided, and with three only large gains are.
         resplit: how many times each client's training, validation and test examples are dealt again, each time with another
@@ -122,17 +122,16 @@ def compare(
         folds: tests every example of each client once, by k-fold cross-validation with this many folds, a run each. Decides
             more than as many dealings of `resplit`. Groups (`Examples.group`) stay together, and count as one in intervals.
         fold_repeats: how many times the folds are dealt again: 2 needs twice the runs, and decides smaller gains.
-        stop_when_decided: deals the folds again only until the mean's answer is decided, at most `fold_repeats` times. Each
-            look costs a little of the 5 % of false answers (O'Brien and Fleming's spending).
+        stop_when_decided: deals the folds again until the mean's answer is decided, at most `fold_repeats` times; each look
+            costs a little of the 5 % of false answers (O'Brien and Fleming's spending).
         plan_only: trains nothing but a pilot of four runs, and says how many runs and minutes the comparison takes and how
             small a gain it can decide: `results["plan"]`, and in sentences `verdicts`.
         metrics: names, functions `f(outputs, targets) -> float` or `polyfed.Metric` objects; the first decides. None takes
             accuracy, AUC (labels) or, for regression, the mean absolute error, and R² beside it.
         out: the directory (see `polyfed.comparison.storage.comparison_directory`); None keeps the results in memory.
         public: unlabelled examples that are no client's, for methods that need them; the others ignore them.
-        like: whose local training the methods get that are given by name (`by_name` says which part); default: that of the
-            first method in `algorithms` that is not a name and has no other defaults for it. Without any, they have equal
-            epochs and batches and otherwise their own defaults.
+        like: whose local training the methods get that are given by name; default: that of the first method in `algorithms`
+            that is not a name and has no other defaults for it. Without any, they have equal epochs and batches.
         budget: "best" compares each method at its best round by validation loss, and gives no answer over or with one
             that was still learning; "steps" compares after all rounds, "bytes" or "seconds" (or "bytes=5e6", "seconds=30")
             each run at its last evaluated round that has spent no more. `polyfed.comparison.budget.Budget` says more.
@@ -392,6 +391,7 @@ def _reason_unsuited(client_set: ClientSet, method: Method, settings: Settings) 
         if settings.secure and not isinstance(method, Local):
             check_secure_support(method, settings.cohort_size(len(client_set.clients)))
         check_robust_rule(method, settings.cohort_size(len(client_set.clients)))
+        with_privacy_if_possible(method, client_set.clients, settings.rounds)
         clients = {c.id: c for c in sorted(client_set.clients, key=lambda c: c.id)}
         Federation(clients, method, settings, client_set.public).initial_checkpoint()
     except UserError as reason:

@@ -120,6 +120,20 @@ def check_network_has_all_weights(method: Algorithm[Any, Any], network: nn.Modul
         )
 
 
+class AddsServerTensors(ABC):
+    """Puts tensors into its server state only when clients have replied, in a form that is known before."""
+
+    @abstractmethod
+    def later_server_tensors(self, server_state: Any) -> StateDict:
+        """Returns tensors, by name, of the form in which each client's will be in the server state; empty if none will.
+
+        A checkpoint whose tensors have another form is refused.
+
+        Args:
+            server_state: the server's state before round 1.
+        """
+
+
 class ResolvesAutoFields(ABC):
     """Chooses values for the fields that the user left open (such as "auto"), by looking at the clients before the
     first round.

@@ -246,6 +246,24 @@ def test_a_configuration_names_options_of_privacy(tmp_path, capsys):
         assert main([*words, "--algorithm.privacy.target_epsilon", "8"]) == 0
 
 
+def test_a_comparison_leaves_out_what_noise_does_not_cover():
+    clients_alike = clients(2)
+    private = pf.algorithms.FedAvg(lr=0.1, privacy=Privacy(target_epsilon=8.0))
+    found = pf.compare(
+        clients_alike, [private, "scaffold"], rounds=1, seeds=1, tune="none", references=False, parallel=1, quiet=True
+    )
+    assert "privacy is not known to cover" in found.skipped["scaffold"]
+    assert set(found.results["methods"]) == {"local", "fedavg", "fedavg_ft"}
+
+
+def test_one_client_alone_cannot_be_without():
+    with pytest.raises(UserError, match=r"by_client\['client-0'\] cannot have 'privacy'; it is the same for all"):
+        pf.algorithms.Local(privacy=Privacy(target_epsilon=8.0), by_client={"client-0": {"privacy": None}})
+    method = pf.algorithms.Local(privacy=Privacy(target_epsilon=8.0), by_client={"client-0": {"sampler": "balanced"}})
+    with pytest.raises(UserError, match="privacy does not cover sampler='balanced'"):
+        pf.federate(clients(), method, rounds=1, workers=0)
+
+
 def test_a_survival_loss_is_refused():
     x, y = torch.randn(12, 3), torch.stack([torch.arange(12) + 1.0, torch.ones(12)], 1)
     client = pf.Client("a", lambda: nn.Linear(3, 1), (x[:8], y[:8]), (x[8:], y[8:]), task="survival")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.capabilities import AddsServerTensors
 from polyfed.core.errors import UserError
 from polyfed.core.machine.memory_limit import check_fits_in_memory
 from polyfed.core.machine.threads import map_in_threads
@@ -44,6 +45,7 @@ from polyfed.hypernetworks.layer_aggregation import (
     stack_hypernetworks,
     update_aggregation_hypernetworks,
 )
+from polyfed.hypernetworks.retained_layers import retained_layer_mask, set_own_weight_in_retained_layers
 from polyfed.models.structure import tensor_names_by_module
 
 # "models": θ_j of every client; "hypernetworks": v_i, ψ_i of each client that has taken part; "clients" and "layers": names
@@ -55,7 +57,7 @@ _BLOCK = 2**26  # floats of the personalised models that are computed at one tim
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerAggregationMethod(LocalTraining, Algorithm[ServerState, ClientState], ABC):
+class LayerAggregationMethod(AddsServerTensors, LocalTraining, Algorithm[ServerState, ClientState], ABC):
     """Implements what pFedLA and HeurpFedLA share: the server computes for each client a weighted mean of all clients'
     models, with separate weights for each layer.
 
@@ -109,6 +111,11 @@ class LayerAggregationMethod(LocalTraining, Algorithm[ServerState, ClientState],
         """Returns the server state before round 1: the initial models, hypernetworks and embeddings of all clients
         (algorithms 1 and 2, line 1)."""
         return init_server_state(server, self, self._num_retained_layers)
+
+    def later_server_tensors(self, server_state: ServerState) -> StateDict:
+        """Returns a hypernetwork of the form that each client's has once it has replied."""
+        sizes = _hypernetwork_sizes(server_state, self)
+        return init_aggregation_hypernetwork("", sizes, 0) if self.weights == "hypernetwork" else {}
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
         """Yields the message to each client: its personalised model θ̄_i, without the layers that the client retains.
@@ -308,26 +315,6 @@ def compute_aggregation_weights(
             f"hn_lr, which is {options.hn_lr}"
         )
     return alpha
-
-
-def retained_layer_mask(weights: Tensor, client_positions: Sequence[int], k: int) -> Tensor:
-    """Returns for each client a mask of the layers that it retains, bool (clients, layers): the k layers in which its
-    model has the largest mixing weights (eq. 12).
-
-    Of layers with equal weights, the earlier ones are retained.
-    """
-    own_weights = weights[torch.arange(len(client_positions)), :, torch.tensor(list(client_positions))]
-    largest = own_weights.argsort(dim=1, descending=True, stable=True)[:, :k]
-    return torch.zeros(own_weights.shape, dtype=torch.bool).scatter_(1, largest, True)
-
-
-def set_own_weight_in_retained_layers(
-    weights: Tensor, client_positions: Sequence[int], retained_mask: Tensor
-) -> Tensor:
-    """Returns the weights with which θ̄_i is computed: the mixing weights, but in the layers that a client retains 1 for
-    the client's model and 0 for all others."""
-    own_only = torch.nn.functional.one_hot(torch.tensor(list(client_positions)), weights.shape[2]).to(weights.dtype)
-    return torch.where(retained_mask[:, :, None], own_only[:, None, :], weights)
 
 
 def iterate_personalised_models(

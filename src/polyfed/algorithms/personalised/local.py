@@ -20,7 +20,7 @@ from polyfed.core.training.loop import fit, reply_scalars
 ServerState = dict[str, StateDict]
 ClientState = dict[str, StateDict]
 # fields that `by_client` cannot change
-_SAME_FOR_ALL = frozenset({"by_client", "buffers", "local_epochs", "local_steps", "batch_size"})
+_SAME_FOR_ALL = frozenset({"by_client", "buffers", "local_epochs", "local_steps", "batch_size", "privacy"})
 
 
 @final

@@ -23,9 +23,10 @@ class Privacy:
         target_epsilon: ε of the whole run, from which the noise is computed for each client; give this or
             `noise_multiplier`.
         noise_multiplier: σ; the noise on a sum of gradients has standard deviation σ·`max_grad_norm`.
-        delta: δ; it should be well below one over the number of units.
-        max_grad_norm: each unit's gradient is scaled down to at most this global norm.
-        unit: what is protected: an "example", or a "group" of examples, such as all rows of a patient (`group=`).
+        delta: δ (1e-5, polyfed's choice); it should be well below one over the number of units.
+        max_grad_norm: C; each unit's gradient is scaled down to at most this global norm (1, polyfed's choice).
+        unit: what is protected: an "example" (polyfed's choice), or a "group" of examples, such as all rows of a patient
+            (`group=`).
         run_epochs, run_steps: how often the whole run goes through a client's units, and single steps beside; the run sets
             them.
 

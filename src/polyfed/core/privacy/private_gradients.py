@@ -20,14 +20,16 @@ def sum_clipped_gradients_of_examples(
 ) -> list[Tensor]:
     """Returns Σ_i g_i·min(1, C/‖g_i‖) over the examples of a batch, one tensor for each trained parameter.
 
-    The gradients of many examples are computed at once by `torch.func`; where a layer does not allow it, one after the
-    other.
+    The gradients of many examples are computed at once by `torch.func`.
 
     Args:
         model: the network, in training mode, without layers that mix examples.
         x, y: the batch.
         criterion: the mean loss of outputs and targets.
         max_norm: C.
+
+    Raises:
+        RuntimeError, NotImplementedError, ValueError: a layer has no rule for many examples at once.
     """
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
@@ -42,15 +44,9 @@ def sum_clipped_gradients_of_examples(
     for first in range(0, len(y), size):
         rows = slice(first, first + size)
         inputs = tree_map(lambda part, rows=rows: part[rows], x)
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "There is a performance drop"
-                )  # it computes one example after another
-                gradients = list(gradients_of(trained, inputs, y[rows]).values())
-        except (RuntimeError, NotImplementedError, ValueError):  # a layer without a rule for many examples at once
-            units = [torch.tensor([row], device=y.device) for row in range(len(y))]
-            return sum_clipped_gradients_of_groups(model, x, y, units, criterion, max_norm)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # torch computes one example after another
+            gradients = list(gradients_of(trained, inputs, y[rows]).values())
         factors = _clipping_factors([g.flatten(1).norm(dim=1) for g in gradients], max_norm)
         for total, gradient in zip(totals, gradients, strict=True):
             total.add_(torch.tensordot(factors, gradient.nan_to_num(0.0, 0.0, 0.0), dims=1))

@@ -80,8 +80,30 @@ class TrainingBackend(ABC):
         """Returns the mean training loss over all examples seen; for several networks, the mean of the networks' means."""
 
 
+class OneNetworkBackend(TrainingBackend, ABC):
+    """Implements the steps that all ways to train one network have in common."""
+
+    _model: nn.Module
+
+    def compute_outputs(self, batch: Minibatch) -> Tensor:
+        """Returns the network's logits for a minibatch, shape (batch, ...)."""
+        return logits_of(call_network(self._model, batch.x))
+
+    def compute_penalty_per_client(
+        self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]
+    ) -> Tensor:
+        """Returns the penalty that the method adds to the client's loss, a scalar tensor."""
+        if not isinstance(term, PerClientTerm):
+            return term()
+        return term(self._model if term.takes_network else parameters)
+
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
+        """Scales the gradients down in place, so that their global norm is at most `max_norm`."""
+        nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
 @final
-class SingleClientBackend(TrainingBackend):
+class SingleClientBackend(OneNetworkBackend):
     """Trains one network on one client's examples."""
 
     def __init__(
@@ -146,27 +168,11 @@ class SingleClientBackend(TrainingBackend):
             )
         return build_early_stopping(self._model, self._client, self.criterion(self._task), patience)
 
-    def compute_outputs(self, batch: Minibatch) -> Tensor:
-        """Returns the network's logits for a minibatch, shape (batch, ...)."""
-        return logits_of(call_network(self._model, batch.x))
-
-    def compute_penalty_per_client(
-        self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]
-    ) -> Tensor:
-        """Returns the penalty that the method adds to the client's loss, a scalar tensor."""
-        if not isinstance(term, PerClientTerm):
-            return term()
-        return term(self._model if term.takes_network else parameters)
-
     def write_direction_to_grad(self, gradient: Direction | PerClientTerm, loss_of: Callable[[int], Tensor]) -> Tensor:
         """Lets the method's function `gradient` write the step to the parameters' `grad`, and returns the loss to
         report.
         """
         return gradient(self._model, loss_of) if isinstance(gradient, PerClientTerm) else gradient(loss_of)
-
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
-        """Scales the gradients down in place, so that their global norm is at most `max_norm`."""
-        nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def record_loss(self, loss: Tensor) -> None:
         """Adds the loss of a step to the sum for `mean_loss`, weighted by the number of examples of the step."""

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
-from polyfed.core.examples.pytree import call_network, logits_of
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.optimizers import Optimizer
 from polyfed.core.privacy.options import Privacy
@@ -20,11 +19,10 @@ from polyfed.core.privacy.private_gradients import (
 )
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.task import Loss, Task
-from polyfed.core.training.backends import TrainingBackend
+from polyfed.core.training.backends import OneNetworkBackend
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.losses import build_loss
 from polyfed.core.vectorized.cohort_batches import Minibatch
-from polyfed.core.vectorized.deferred_calls import PerClientTerm
 
 WITHHELD_LOSS = -math.inf
 """The training loss that private training reports: none, since the loss itself would tell of the examples."""
@@ -36,7 +34,7 @@ def number_of_units(examples: Examples, privacy: Privacy) -> int:
 
 
 @final
-class PrivateBackend(TrainingBackend):
+class PrivateBackend(OneNetworkBackend):
     """Trains one network by DP-SGD (Abadi et al. 2016, algorithm 1): each step takes a Poisson sample of the units, sums
     their clipped gradients, adds Gaussian noise, and divides by the expected number of units in a sample."""
 
@@ -63,6 +61,7 @@ class PrivateBackend(TrainingBackend):
         self._generator = torch_generator(derive_seed(seed, "private training"))
         self._rows_of_units = None if options.privacy.unit == "example" else _rows_by_group(examples)
         self._drawn: list[Tensor] = []
+        self._computes_at_once = True
 
     def criterion(self, task: Task) -> Loss:
         """Returns the client's loss function (outputs, targets) -> mean loss, if it has one; else that of the task."""
@@ -87,15 +86,8 @@ class PrivateBackend(TrainingBackend):
         A penalty depends on weights and public examples alone, and is neither clipped nor noised.
         """
         trained = [p for p in self._model.parameters() if p.requires_grad]
-        max_norm = self._privacy.max_grad_norm
-        if not self._drawn:
-            sums = [torch.zeros_like(p) for p in trained]
-        elif self._rows_of_units is None:
-            sums = sum_clipped_gradients_of_examples(self._model, batch.x, batch.y, criterion, max_norm)
-        else:
-            places = torch.split(torch.arange(len(batch.y), device=self.device), [len(rows) for rows in self._drawn])
-            sums = sum_clipped_gradients_of_groups(self._model, batch.x, batch.y, places, criterion, max_norm)
-        scale = self._noise_multiplier * max_norm
+        sums = self._sum_clipped_gradients(batch, criterion) if self._drawn else [torch.zeros_like(p) for p in trained]
+        scale = self._noise_multiplier * self._privacy.max_grad_norm
         for parameter, total in zip(trained, sums, strict=True):
             noise = torch.randn(parameter.shape, generator=self._generator).to(parameter)
             parameter.grad = (total + scale * noise) / self._expected_units
@@ -103,25 +95,19 @@ class PrivateBackend(TrainingBackend):
             torch.autograd.backward(penalty())
         return torch.zeros((), device=self.device)
 
-    def compute_outputs(self, batch: Minibatch) -> Tensor:
-        """Returns the network's logits for a minibatch, shape (batch, ...)."""
-        return logits_of(call_network(self._model, batch.x))
-
-    def compute_penalty_per_client(
-        self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]
-    ) -> Tensor:
-        """Returns the penalty that the method adds to the client's loss, a scalar tensor."""
-        if not isinstance(term, PerClientTerm):
-            return term()
-        return term(self._model if term.takes_network else parameters)
+    def _sum_clipped_gradients(self, batch: Minibatch, criterion: Loss) -> list[Tensor]:
+        max_norm = self._privacy.max_grad_norm
+        if self._rows_of_units is None and self._computes_at_once:
+            try:
+                return sum_clipped_gradients_of_examples(self._model, batch.x, batch.y, criterion, max_norm)
+            except (RuntimeError, NotImplementedError, ValueError):  # no rule for a layer; other errors return below
+                self._computes_at_once = False
+        places = torch.split(torch.arange(len(batch.y), device=self.device), [len(rows) for rows in self._drawn])
+        return sum_clipped_gradients_of_groups(self._model, batch.x, batch.y, places, criterion, max_norm)
 
     def write_direction_to_grad(self, gradient: Any, loss_of: Callable[[int], Tensor]) -> Tensor:
         """Raises a `UserError`: a method's own direction may depend on examples in ways that noise does not cover."""
         raise UserError(f"{type(self._options).__name__}: its own direction of a step cannot be trained privately")
-
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
-        """Scales the noisy gradients down in place, so that their global norm is at most `max_norm`."""
-        nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def record_loss(self, loss: Tensor) -> None:
         """Does nothing, since private training reports no loss."""

@@ -1,7 +1,7 @@
 """Checks that a run can be trained with differential privacy, and computes the ε that each client has spent."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch.nn.modules.batchnorm import _NormBase
@@ -35,14 +35,12 @@ def with_privacy_if_possible(
             f"{name}: privacy is not known to cover all that this method computes from training examples; methods that it "
             f"covers: {', '.join(able)}"
         )
-    refused = {"patience": None, "sampler": "shuffle", "class_weights": None, "accumulate": 1}
-    for field, allowed in refused.items():
-        if (value := getattr(algorithm, field)) != allowed:
-            raise UserError(
-                f"{name}: privacy does not cover {field}={value!r}, which depends on the examples; leave it out"
-            )
+    options_for: Callable[[str], LocalTraining] = getattr(
+        algorithm, "options_for", lambda client: algorithm
+    )  # of `Local`
     for client in clients:
         _check_client(client, algorithm)
+        _check_options(options_for(client.id))
     private = algorithm.with_privacy_of_run(rounds)
     for client in clients:
         epsilon_spent(private, client, 1.0)  # raises an error if no noise gives the ε
@@ -67,6 +65,16 @@ def describe_epsilon(algorithm: Algorithm[Any, Any], clients: Iterable[Client], 
     if not isinstance(algorithm, LocalTraining) or algorithm.privacy is None:
         return {}
     return {"epsilon": {client.id: round(epsilon_spent(algorithm, client, share_of_run), 4) for client in clients}}
+
+
+def _check_options(options: LocalTraining) -> None:
+    allowed_values = {"patience": None, "sampler": "shuffle", "class_weights": None, "accumulate": 1}
+    for field, allowed in allowed_values.items():
+        if (value := getattr(options, field)) != allowed:
+            raise UserError(
+                f"{type(options).__name__}: privacy does not cover {field}={value!r}, which depends on the examples; leave "
+                "it out"
+            )
 
 
 def _check_client(client: Client, algorithm: LocalTraining) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.core.algorithm import Client
+from polyfed.core.capabilities import AddsServerTensors
 from polyfed.core.examples.nan_checks import nonfinite_state_error
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers
@@ -74,8 +75,11 @@ class StateValidator:
             )
         if not self._is_registered:
             return None
+        known_trees = [*_trees(self._initial_server_state)]
+        if isinstance(algorithm := self._federation.algorithm, AddsServerTensors):
+            known_trees.append(algorithm.later_server_tensors(self._initial_server_state))
         if error_text := _state_difference(
-            self._initial_server_state, checkpoint.state, [*_trees(self._initial_server_state)], ids
+            self._initial_server_state, checkpoint.state, known_trees, ids
         ) or nonfinite_state_error(checkpoint.state):
             return f"the server's state: {error_text}"
         wrongs = (
