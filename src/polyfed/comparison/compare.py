@@ -12,7 +12,7 @@ from polyfed.comparison.build_results import ResultInputs, build_results
 from polyfed.comparison.final_runs import run_final_methods
 from polyfed.comparison.fold_tests import collect_test_examples_of_folds
 from polyfed.comparison.forecast import count_runs, forecast_cost_and_detectable_gain
-from polyfed.comparison.method_selection import check_equal_training, select_methods
+from polyfed.comparison.method_selection import check_equal_training, labels_added_by_default, select_methods
 from polyfed.comparison.plan import ClientSet, ComparisonPlan, Method, log_warnings
 from polyfed.comparison.references.fit_references import FittedReferences, fit_references
 from polyfed.comparison.runs_display import open_runs_display
@@ -25,6 +25,7 @@ from polyfed.comparison.verdicts.answer_basis import count_client_examples
 from polyfed.core.algorithm import Client
 from polyfed.core.capabilities import describe_evaluated_network
 from polyfed.core.data_warnings import collect_data_warnings
+from polyfed.core.declared_words import NEEDS_ONE_ARCHITECTURE
 from polyfed.core.errors import RunInterrupt, UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
@@ -185,9 +186,12 @@ def compare(
     }
     is_single = isinstance(metrics, str | Metric) or callable(metrics)
     metric_list = () if metrics is None else (metrics,) if is_single else tuple(metrics)
+    requested: Any = algorithms if methods is None else methods
+    selected = select_methods(requested, like)
     plan = ComparisonPlan(
         title=title,
-        methods=select_methods(algorithms if methods is None else methods, like),  # type: ignore[arg-type]  # one is there
+        methods=selected,
+        unasked=labels_added_by_default(selected, requested),
         seeds=tuple(seeds),
         settings=settings,
         build_client_set=client_sets.__getitem__,
@@ -335,6 +339,7 @@ def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tup
         fingerprints[str(seed)] = data_fingerprint(client_set.clients, client_set.public)
         first_weights = first_weights or first_weights_of(client_set.clients)
     methods = {label: method for label, method in plan.methods.items() if label not in skipped}
+    skipped = {k: v for k, v in skipped.items() if k not in plan.unasked or NEEDS_ONE_ARCHITECTURE not in v}
     if all(isinstance(method, Local) for method in methods.values()):
         raise UserError(f"no method that federates suits these clients: {'; '.join(skipped.values())}")
     check_equal_training(methods)
@@ -347,7 +352,7 @@ def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tup
         "skipped": skipped, "reference": _reference_label(methods),
         "same_clients": bool(plan.num_resplits or plan.folds) or len(set(fingerprints.values())) == 1,
         "resplit": plan.num_resplits, "references": plan.with_references, "settings": settings_kept,
-        "fingerprints": fingerprints, "first_weights": first_weights, "search": _search_entry(plan),
+        "fingerprints": fingerprints, "first_weights": first_weights, "search": plan.describe_search(),
         "trials": plan.num_trials, "experiment": plan.experiment,
     }  # fmt: skip
     if plan.folds is not None:
@@ -372,12 +377,6 @@ def _metric_entry(metric: Metric) -> dict[str, Any]:
 
 def _reference_label(methods: Mapping[str, Method]) -> str | None:
     return next((label for label, method in methods.items() if isinstance(method, Local)), None)
-
-
-def _search_entry(plan: ComparisonPlan) -> dict[str, Any] | None:
-    if plan.search_space is None:
-        return None
-    return {name: values if isinstance(values, str) else list(values) for name, values in plan.search_space.items()}
 
 
 def _method_fields(method: Method) -> dict[str, Any]:

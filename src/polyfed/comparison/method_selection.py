@@ -68,6 +68,19 @@ def select_methods(
     } | by_label
 
 
+def labels_added_by_default(
+    selected: Mapping[str, Method], methods: Method | str | Sequence[Method | str] | Mapping[str, Method | str]
+) -> frozenset[str]:
+    """Returns the labels of the default methods that `select_methods` added to those that somebody asked for.
+
+    >>> sorted(labels_added_by_default(select_methods(["pfedla", "local"]), ["pfedla", "local"]))
+    ['fedavg', 'fedavg_ft']
+    """
+    entries = [methods] if isinstance(methods, str | Algorithm) else methods
+    requested = {entry if isinstance(entry, str) else registry_name(entry) for entry in entries}
+    return frozenset(selected.keys() & DEFAULT_METHODS.keys()) - requested
+
+
 def _training_template(name: str, candidates: Sequence[Any]) -> Any:
     """Returns the first candidate that by default trains as the method `name` does. If there is none, returns a `Local`
     with the epochs and the batch size of the first candidate; None without candidates."""

@@ -66,6 +66,8 @@ class ComparisonPlan:
     Args:
         title: for headings.
         methods: label -> method; methods that the clients do not suit are left out.
+        unasked: labels of default methods that nobody asked for: no sentence says that they are left out where the clients
+            have several architectures.
         seeds: of the runs; cohorts, weights and batches derive from them, the same for every method.
         settings: of every run, except for the seed.
         build_client_set: returns the clients, and what belongs to them, for a seed.
@@ -117,7 +119,14 @@ class ComparisonPlan:
     with_references: bool = False
     search_budget: Budget = field(default_factory=Budget)
     callbacks: tuple[Callback, ...] = ()
+    unasked: frozenset[str] = frozenset()
     display: RunsDisplay = field(default_factory=SilentRunsDisplay)
+
+    def describe_search(self) -> dict[str, Any] | None:
+        """Returns the search space as it is written to a file; None without a search."""
+        if self.search_space is None:
+            return None
+        return {k: v if isinstance(v, str) else list(v) for k, v in self.search_space.items()}
 
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyfed.comparison.budget import Budget
+from polyfed.core.declared_words import NEEDS_ONE_ARCHITECTURE
 from polyfed.core.io.number_format import end_with_period, join_with_and
 
 
@@ -26,7 +27,7 @@ def describe_omissions(content: Mapping[str, Any]) -> list[str]:
         return []
     sentences, need_one_architecture = [], []
     for label, reason in content.get("skipped", {}).items():
-        if "needs one architecture" in reason:
+        if NEEDS_ONE_ARCHITECTURE in reason:
             need_one_architecture.append(label)
         else:
             sentences.append(f"Left out {label}: {end_with_period(reason)}")

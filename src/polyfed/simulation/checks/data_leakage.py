@@ -34,6 +34,7 @@ _PRIME = 1_000_003  # factor for combining hashes
 _BLOCK = 2**26  # bytes that are copied at once
 
 _SEEN: WeakValueDictionary[tuple[int, int], Client] = WeakValueDictionary()
+_TEXTS: dict[int, list[str]] = {}  # the warnings of those that had any
 _WARNED: ContextVar[list[str] | None] = ContextVar("_WARNED", default=None)  # warnings within `limit_leak_warnings`
 
 Hashes = NDArray[np.int64]
@@ -73,8 +74,8 @@ def warn_of_test_leakage(clients: Sequence[Client]) -> None:
 
     It warns if at least two different test or validation examples of a client, and 5 % of them, are among its own
     training examples, or as many test examples among those of other clients. Clients are compared with each other if
-    they have at most 2 million examples in all. Clients that were checked together before are not checked again: a
-    comparison runs many methods on the same clients. See also `limit_leak_warnings`.
+    they have at most 2 million examples in all. Clients that were checked together before are not checked again, and a
+    comparison of them repeats the warning. See also `limit_leak_warnings`.
 
     >>> import warnings
     >>> x, y = torch.randn(40, 2), torch.arange(40) % 2
@@ -89,6 +90,8 @@ def warn_of_test_leakage(clients: Sequence[Client]) -> None:
         return
     group_key = hash(tuple(sorted(map(id, clients))))
     if all(_SEEN.get((group_key, id(client))) is client for client in clients):
+        if warned is not None:  # the results of a comparison do not depend on what ran before it
+            _emit(_TEXTS.get(group_key, []), warned)
         return
     _SEEN.update({(group_key, id(client)): client for client in clients})
     groups = list(_groups(clients))
@@ -107,6 +110,12 @@ def warn_of_test_leakage(clients: Sequence[Client]) -> None:
             f"{_GROUPS}: {_format_leaks(leaks)}; scores of them say little about new groups: split by group (a table's "
             "--data.group, Examples(..., group=...) and resplit), or give a time if later examples are predicted"
         )
+    if texts:
+        _TEXTS[group_key] = texts
+    _emit(texts, warned)
+
+
+def _emit(texts: Sequence[str], warned: list[str] | None) -> None:
     for text in texts:
         if warned is not None:
             warned.append(text)

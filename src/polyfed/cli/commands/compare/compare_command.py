@@ -13,7 +13,12 @@ from polyfed.cli.commands.compare.compare_options import CompareOptions
 from polyfed.cli.commands.compare.comparison_tables import show_comparison
 from polyfed.cli.commands.terminal import print_line
 from polyfed.comparison.compare import DEFAULT_NUM_SEEDS, run_comparison
-from polyfed.comparison.method_selection import DEFAULT_METHODS, build_method_with_training_of, select_methods
+from polyfed.comparison.method_selection import (
+    DEFAULT_METHODS,
+    build_method_with_training_of,
+    labels_added_by_default,
+    select_methods,
+)
 from polyfed.comparison.plan import ClientSet, ComparisonPlan, Method
 from polyfed.comparison.storage.comparison_directory import (
     DESCRIPTION,
@@ -55,7 +60,8 @@ def run_compare_command(
     """
     validate_logger_names(options.logger)
     experiment = build_experiment(config)
-    methods = _methods_by_label(experiment, options)
+    requested = _methods_by_label(experiment, options)
+    methods = select_methods(requested, like=experiment.algorithm)
     search = (
         parse_search_space(options.tune or AUTO, options.trials)
         if options.tune in (None, NONE)
@@ -70,6 +76,7 @@ def run_compare_command(
         "same_data": options.same_data,
         "resplit": options.resplit,
         "references": not options.no_references,
+        "unasked": sorted(labels_added_by_default(methods, requested)),
     }
     folds = build_folds(options.folds, options.fold_repeats)
     num_runs = DEFAULT_NUM_SEEDS if options.resplit is None else max(options.resplit, 1)
@@ -200,12 +207,12 @@ def _build_plan(
     return ComparisonPlan(
         title, methods, seeds, settings, clients_of_seed, out=out, experiment=description, metrics=settings.metrics,
         num_resplits=resplit, folds=folds, with_references=description["references"],
-        stop_when_decided=bool(description.get("stop_when_decided")),
+        stop_when_decided=bool(description.get("stop_when_decided")), unasked=frozenset(description.get("unasked", ())),
     )  # fmt: skip
 
 
 def _methods_by_label(experiment: Experiment, options: CompareOptions) -> dict[str, Method]:
-    """Builds the methods to compare, by label.
+    """Builds the methods that somebody asked for, by label.
 
     Each has the local training of the experiment's method, and its own fields from the experiment, the file of
     hyper-parameters, or its defaults.
@@ -224,13 +231,12 @@ def _methods_by_label(experiment: Experiment, options: CompareOptions) -> dict[s
             f"{options.method_config} has {unknown[0]!r}, which is not compared; {did_you_mean(unknown[0], labels)}"
         )
     # A label becomes the name of a folder, and ":" is none's.
-    method_by_label = {
+    return {
         label.replace(":", "."): _build_method(
             label, method_config.get(label), experiment_methods, experiment, options.method_config
         )
         for label in labels
     }
-    return select_methods(method_by_label, like=experiment.algorithm)
 
 
 def _method_name(method: Method) -> str:
