@@ -142,6 +142,8 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
     }
     validated = any(point is not None and _chosen_round(run, inputs) is not None for run, point in chosen.items())
     kind, has_limit = criteria.budget.kind, criteria.budget.limit is not None
+    panel = dict(description.get("panel") or {})
+    content |= {"panel": panel} if panel else {}
     content["budget"] = {
         "kind": kind,
         "limit": limit,
@@ -194,7 +196,7 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
     content["site_model"] = build_random_effects_gain_entry(content["mean_answer"], evidence, metric)
     content["verdicts"] = verdict_sentences(content, content["answers"], content["mean_answer"])
     content |= {
-        "covers": describe_result_scope(content),
+        "covers": [*([panel["sentence"]] if panel else ()), *describe_result_scope(content)],
         "warnings": warning_sentences(content, inputs.data_warnings, criteria.budget),
     }
     content["notes"] = describe_limits_of_results(content, clients_without_score, unclear)
@@ -281,7 +283,11 @@ def _run_entry(
     return {
         "path": inputs.paths.get((label, seed)),
         "round": None if compared_point is None else compared_point.round,
-        "scores": {client: row.get(inputs.metric.name) for client, row in rows.items()},
+        "scores": {
+            client: row.get(inputs.metric.name)
+            for client, row in rows.items()
+            if client in inputs.client_sizes[str(seed)]  # others only trained
+        },
         "mean": None if compared_point is None else compared_point.score,
         "validation": validation,
         "bytes": None if compared_point is None else compared_point.bytes,
@@ -364,6 +370,7 @@ def _build_evidence(content: Mapping[str, Any], inputs: ResultInputs, scored: Se
         },
         groups=lambda client: inputs.groups(seeds[0], client),
         folds=folds,
+        population=(inputs.description.get("panel") or {}).get("of"),
     )
 
 

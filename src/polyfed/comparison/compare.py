@@ -9,23 +9,27 @@ from typing import Any, Literal
 from polyfed.algorithms import Local
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.build_results import ResultInputs, build_results
+from polyfed.comparison.evaluation_panel import draw_panel
 from polyfed.comparison.final_runs import run_final_methods
 from polyfed.comparison.fold_tests import collect_test_examples_of_folds
 from polyfed.comparison.forecast import count_runs, forecast_cost_and_detectable_gain
-from polyfed.comparison.method_selection import check_equal_training, labels_added_by_default, select_methods
+from polyfed.comparison.method_selection import labels_added_by_default, select_methods
 from polyfed.comparison.plan import ClientSet, ComparisonPlan, Method, log_warnings
+from polyfed.comparison.plan_description import (
+    describe_comparison,
+    initial_search_budget,
+    method_fields,
+    reference_label,
+)
 from polyfed.comparison.references.fit_references import FittedReferences, fit_references
 from polyfed.comparison.runs_display import open_runs_display
 from polyfed.comparison.sequential_looks import run_until_decided
 from polyfed.comparison.storage import comparison_directory
-from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT, SELECTION_RULE, Comparison
+from polyfed.comparison.storage.comparison_directory import Comparison
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.tuning.client_rounds import freeze_history_after, select_compared_rounds_of_local_runs
-from polyfed.comparison.verdicts.answer_basis import count_client_examples
 from polyfed.core.algorithm import Client
-from polyfed.core.capabilities import describe_evaluated_network
 from polyfed.core.data_warnings import collect_data_warnings
-from polyfed.core.declared_words import NEEDS_ONE_ARCHITECTURE
 from polyfed.core.errors import RunInterrupt, UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
@@ -38,28 +42,17 @@ from polyfed.data.partitioning.folds import build_folds, redraw_clients
 from polyfed.data.partitioning.group_split import group_numbers
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.simulation.callbacks.base import Callback, RecordFunction, validate_callbacks
-from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.client_list import class_names_of, list_clients
 from polyfed.simulation.checks.data_leakage import limit_leak_warnings
-from polyfed.simulation.checks.fingerprints import data_fingerprint
-from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint as first_weights_of
-from polyfed.simulation.checks.private_training import with_privacy_if_possible
-from polyfed.simulation.checks.robustness import check_robust_rule
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.monitoring.progress_argument import resolve_own_progress
-from polyfed.simulation.rounds.federated_preprocessing import check_sums_hide_single_values
-from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.preparation import check_method
-from polyfed.simulation.rounds.secure_aggregation import check_secure_support
-from polyfed.simulation.settings import EXECUTION_FIELDS, EngineName, Settings
-from polyfed.simulation.storage.configuration import describe_method_and_settings
+from polyfed.simulation.settings import EngineName, Settings
 
 DEFAULT_NUM_SEEDS = 5
 """Sets the number of seeds of a comparison by default.
 
 A mean gain of 10 points of accuracy over 4 clients with 200 test examples each is found in 66 of 100 comparisons with 3
 seeds, in 99 with 5; one of 5 points in 25 and 56 (`benchmarks/verdicts.py`)."""
-_NOT_RESULTS = ("seed", "keep", "checkpoint_every", "cross_site", *EXECUTION_FIELDS)
 
 
 def compare(
@@ -90,6 +83,7 @@ def compare(
     gpus_per_worker: float = 0.0,
     device: str = "auto",
     evaluate_every: int = 1,
+    evaluate_clients: int | float | Sequence[str] = 1.0,
     checkpoint_every: int = 1,
     on_error: Literal["raise", "skip"] = "raise",
     min_replies: int = 1,
@@ -115,6 +109,8 @@ def compare(
         algorithms, methods (its former name): a method or its name, several of them as a list, or either by label.
         rounds, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every, checkpoint_every,
             on_error, min_replies, compress, compress_down, cross_site: of each run, as for `federate`.
+        evaluate_clients: the clients that every run evaluates: a number or a fraction, drawn once, the same for all methods,
+            seeds and rounds; or a list of ids. Intervals of means cover the draw.
         secure: whether the server sees only the sum of a round's replies; methods that need single replies are left out.
         seeds: one run of each method per seed (or how many: 3 is 0, 1, 2); default 0 to 4, or one for each dealing of
             `resplit` or fold of `folds`. With one seed nothing is decided, and with three only large gains are.
@@ -175,6 +171,7 @@ def compare(
     settings = Settings(
         rounds=rounds, clients_per_round=clients_per_round, engine=engine, workers=workers, ray_address=ray_address,
         gpus_per_worker=gpus_per_worker, device=device, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,
+        evaluate_clients=evaluate_clients,  # type: ignore[arg-type]  # a list
         on_error=on_error, min_replies=min_replies, secure=secure, cross_site=cross_site,
         compress=compress, compress_down=compress_down,  # type: ignore[arg-type]  # which they become
     )  # fmt: skip
@@ -240,13 +237,21 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
         plan, build_client_set=lru_cache(maxsize=1)(plan.build_client_set)
     )  # dealing may read and decode whole data sets
     with collect_data_warnings() as data_warnings:
-        task = plan.build_client_set(plan.seeds[0]).clients[0].task
+        first_clients = plan.build_client_set(plan.seeds[0]).clients
+        task = first_clients[0].task
+        panel = draw_panel(
+            plan.settings,
+            [c.id for c in first_clients],
+            plan.seeds[0],
+            deals_examples=bool(plan.folds or plan.num_resplits),
+        )
+        plan = dataclasses.replace(plan, panel=panel)
         metrics = resolve_metrics(plan.metrics or task.comparison_metrics, task)
         plan = dataclasses.replace(plan, metrics=metrics)
         plan.criteria.check_target(metrics[0].unit)
         hyperparameter_search.validate_search(plan)
-        plan = dataclasses.replace(plan, search_budget=_search_budget(plan))
-        description, data, class_names = _describe(plan)
+        plan = dataclasses.replace(plan, search_budget=initial_search_budget(plan))
+        description, data, class_names = describe_comparison(plan)
     methods = {label: plan.methods[label] for label in description["methods"]}
     if plan.forecast_only:
         return forecast_cost_and_detectable_gain(plan, methods, description["skipped"])
@@ -267,8 +272,8 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
         how = f"`polyfed compare {plan.out}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"
         raise RunInterrupt(f"interrupted; the complete rounds are saved: continue with {how}") from stop
     description["failed"] = {label: str(error) for label, error in failed.items()}
-    description["methods"] = {label: _method_fields(method) for label, method in methods.items()}
-    description["reference"] = _reference_label(methods)
+    description["methods"] = {label: method_fields(method) for label, method in methods.items()}
+    description["reference"] = reference_label(methods)
     runs = {run: finished_run for run, finished_run in runs.items() if run[0] in methods}
     rounds_by_run = select_compared_rounds_of_local_runs(plan, methods, runs, data, description.get("tuning"))
     histories = {
@@ -309,90 +314,3 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
 
 def _test_set(plan: ComparisonPlan, seed: int, client: str) -> Examples:
     return next(c.test for c in plan.build_client_set(seed).clients if c.id == client)
-
-
-def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...] | None]:
-    """Returns the content of `comparison.yaml`, the sizes of the clients' data by seed, and the names of the classes.
-    Every error that can be found before training is found here, for each seed."""
-    skipped: dict[str, str] = {}
-    data: dict[str, Any] = {}
-    fingerprints, first_weights = dict[str, str](), ""
-    for seed in plan.seeds:
-        client_set = plan.build_client_set(seed)
-        settings = dataclasses.replace(plan.settings, seed=seed)
-        requirements.check_clients(client_set.clients)
-        requirements.check_networks_run(client_set.clients)
-        check_sums_hide_single_values(client_set.clients, secure=settings.secure)
-        settings.cohort_size(len(client_set.clients))
-        for label, method in plan.methods.items():
-            if label in skipped:
-                continue
-            reasons = [
-                _reason_unsuited(client_set, variant, settings)
-                for variant in hyperparameter_search.build_search_variants(plan, method) or [method]
-            ]
-            if reason := next(filter(None, reasons), None):
-                if None in reasons:
-                    raise UserError(f"not all values that are to be searched for {label} suit these clients: {reason}")
-                skipped[label] = reason
-        data[str(seed)] = count_client_examples(client_set.clients, client_set.class_names)
-        fingerprints[str(seed)] = data_fingerprint(client_set.clients, client_set.public)
-        first_weights = first_weights or first_weights_of(client_set.clients)
-    methods = {label: method for label, method in plan.methods.items() if label not in skipped}
-    skipped = {k: v for k, v in skipped.items() if k not in plan.unasked or NEEDS_ONE_ARCHITECTURE not in v}
-    if all(isinstance(method, Local) for method in methods.values()):
-        raise UserError(f"no method that federates suits these clients: {'; '.join(skipped.values())}")
-    check_equal_training(methods)
-    settings_kept = {k: v for k, v in dataclasses.asdict(plan.settings).items() if k not in _NOT_RESULTS}
-    description = {
-        "format": RESULTS_FORMAT, "choices": SELECTION_RULE, "title": plan.title, "task": client_set.clients[0].task.spec,
-        "metrics": [_metric_entry(metric) for metric in plan.metrics], "seeds": list(plan.seeds),
-        "methods": {label: _method_fields(method) for label, method in methods.items()},
-        "evaluated": {label: describe_evaluated_network(method) for label, method in methods.items()},
-        "skipped": skipped, "reference": _reference_label(methods),
-        "same_clients": bool(plan.num_resplits or plan.folds) or len(set(fingerprints.values())) == 1,
-        "resplit": plan.num_resplits, "references": plan.with_references, "settings": settings_kept,
-        "fingerprints": fingerprints, "first_weights": first_weights, "search": plan.describe_search(),
-        "trials": plan.num_trials, "experiment": plan.experiment,
-    }  # fmt: skip
-    if plan.folds is not None:
-        description["folds"] = plan.folds.number
-        if plan.most_repeats is not None:
-            description["most_repeats"] = plan.most_repeats
-    if plan.search_space is not None and plan.search_budget.determines_compared_round:
-        description["searched_at"] = str(plan.search_budget)
-    return description, data, client_set.class_names
-
-
-def _search_budget(plan: ComparisonPlan) -> Budget:
-    """Returns the budget of the search, with which the comparison began; other budgets do not repeat the search."""
-    if plan.out is None or not (plan.out / comparison_directory.DESCRIPTION).exists():
-        return plan.criteria.budget
-    return Budget.from_text(comparison_directory.read_description(plan.out).get("searched_at", Budget().kind))
-
-
-def _metric_entry(metric: Metric) -> dict[str, Any]:
-    return {name: getattr(metric, name) for name in ("name", "label", "unit", "higher_is_better")}
-
-
-def _reference_label(methods: Mapping[str, Method]) -> str | None:
-    return next((label for label, method in methods.items() if isinstance(method, Local)), None)
-
-
-def _method_fields(method: Method) -> dict[str, Any]:
-    return dict(describe_method_and_settings(method, Settings())["algorithm"])
-
-
-def _reason_unsuited(client_set: ClientSet, method: Method, settings: Settings) -> str | None:
-    """Returns why the clients do not suit a method, as a run would say it in an error; None if they suit it."""
-    try:
-        check_method(client_set.clients, method, client_set.public)
-        if settings.secure and not isinstance(method, Local):
-            check_secure_support(method, settings.cohort_size(len(client_set.clients)))
-        check_robust_rule(method, settings.cohort_size(len(client_set.clients)))
-        with_privacy_if_possible(method, client_set.clients, settings.rounds)
-        clients = {c.id: c for c in sorted(client_set.clients, key=lambda c: c.id)}
-        Federation(clients, method, settings, client_set.public).initial_checkpoint()
-    except UserError as reason:
-        return str(reason)
-    return None

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, final
 from torch import Tensor
 
 from polyfed.comparison.budget import Budget, ResultCriteria
+from polyfed.comparison.evaluation_panel import EvaluationPanel
 from polyfed.comparison.process_pool import default_parallel_runs, run_in_processes, supports_forked_runs
 from polyfed.comparison.runs_display import RoundCounter, RunsDisplay, SilentRunsDisplay
 from polyfed.comparison.statistics.estimate import ALPHA
@@ -91,6 +92,7 @@ class ComparisonPlan:
         with_references: whether simple models and a network on all data pooled are compared with the methods.
         callbacks: the user's callbacks, called in each run that is compared, not in the runs of a search.
         display: shows how far the runs are.
+        panel: the clients that all runs evaluate.
 
     Raises:
         UserError: no seeds or repeated ones, or a label that cannot be a folder's name.
@@ -121,6 +123,7 @@ class ComparisonPlan:
     callbacks: tuple[Callback, ...] = ()
     unasked: frozenset[str] = frozenset()
     display: RunsDisplay = field(default_factory=SilentRunsDisplay)
+    panel: EvaluationPanel = field(default_factory=EvaluationPanel)
 
     def describe_search(self) -> dict[str, Any] | None:
         """Returns the search space as it is written to a file; None without a search."""
@@ -251,7 +254,8 @@ def execute_or_load_runs(
     missing = [job for job in run_specs if job not in finished_runs]
     processes = min(_num_processes(plan, len(clients)), max(1, len(missing)))
     in_this_process = processes == 1
-    settings = plan.settings if in_this_process else dataclasses.replace(plan.settings, engine="inprocess", workers=0)
+    settings = plan.panel.settings_of_run(plan.settings)
+    settings = settings if in_this_process else dataclasses.replace(settings, engine="inprocess", workers=0)
 
     counts = plan.display.begin(
         [f"{job.label}, {plan.describe_seed(job.seed)}" for job in missing], len(finished_runs), settings.rounds,

@@ -62,6 +62,8 @@ def federate(
     gpus_per_worker: float = 0.0,
     device: str = "auto",
     evaluate_every: int = 1,
+    evaluate_clients: int | float | Sequence[str] = 1.0,
+    evaluate_all_at_end: bool = False,
     checkpoint_every: int = 1,
     out: str | Path | None = None,
     on_error: Literal["raise", "skip"] = "raise",
@@ -96,7 +98,10 @@ def federate(
             environment's RAY_ADDRESS), HOST:PORT joins that one. A Ray that the process has joined already is used.
         gpus_per_worker: GPUs of each of Ray's workers; a fraction shares a GPU, and 0 computes on CPUs.
         device: "auto", "cpu", "cuda", "cuda:N" or "mps"; for Ray's workers `gpus_per_worker` decides.
-        evaluate_every: rounds between evaluations of all clients' personal models; the last round is always evaluated.
+        evaluate_every: rounds between evaluations of the clients' personal models; the last round is always evaluated.
+        evaluate_clients: clients that are evaluated: a fraction in (0, 1] or a whole number, drawn anew for each evaluation
+            from the seed and the round alone, so that every method evaluates the same; or a list of ids, the same each time.
+        evaluate_all_at_end: whether all clients are evaluated after the last round, whatever `evaluate_clients` says.
         checkpoint_every: rounds between checkpoints; the last round always has one.
         on_error: "raise" ends the run at a client's failure, "skip" records it and continues without that client.
         min_replies: a round with fewer valid replies ends the run.
@@ -142,6 +147,7 @@ def federate(
         rounds=rounds, seed=seed, clients_per_round=clients_per_round, engine=engine, workers=workers,
         ray_address=ray_address, gpus_per_worker=gpus_per_worker, device=device,
         evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,
+        evaluate_clients=evaluate_clients, evaluate_all_at_end=evaluate_all_at_end,  # type: ignore[arg-type]  # a list
         on_error=on_error, min_replies=min_replies, keep=keep, secure=secure, cross_site=cross_site,
         compress=compress, compress_down=compress_down,  # type: ignore[arg-type]  # which they become
     )  # fmt: skip

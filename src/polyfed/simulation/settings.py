@@ -32,7 +32,10 @@ class Settings:
             environment's RAY_ADDRESS), HOST:PORT joins that one. A Ray that the process has joined already is used.
         gpus_per_worker: GPUs of each of Ray's workers; a fraction shares a GPU, and 0 computes on CPUs.
         device: "auto", "cpu", "cuda", "cuda:N" or "mps"; for Ray's workers `gpus_per_worker` decides.
-        evaluate_every: rounds between evaluations of all clients' personal models; the last round is always evaluated.
+        evaluate_every: rounds between evaluations of the clients' personal models; the last round is always evaluated.
+        evaluate_clients: clients that are evaluated: a fraction in (0, 1] or a whole number, drawn anew for each evaluation
+            from the seed and the round alone, so that every method evaluates the same; or a list of ids, the same each time.
+        evaluate_all_at_end: whether all clients are evaluated after the last round, whatever `evaluate_clients` says.
         checkpoint_every: rounds between checkpoints; the last round always has one.
         on_error: "raise" ends the run at a client's failure, "skip" records it and continues without that client.
         min_replies: a round with fewer valid replies ends the run.
@@ -65,6 +68,8 @@ class Settings:
     gpus_per_worker: float = 0.0
     device: str = "auto"
     evaluate_every: int = 1
+    evaluate_clients: int | float | tuple[str, ...] = 1.0
+    evaluate_all_at_end: bool = False
     checkpoint_every: int = 1
     on_error: Literal["raise", "skip"] = "raise"
     min_replies: int = 1
@@ -87,21 +92,24 @@ class Settings:
                 raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise UserError(f"seed must be a whole number, got {self.seed!r}")
-        is_count = isinstance(self.clients_per_round, int) and not isinstance(self.clients_per_round, bool)
-        if not (
-            self.clients_per_round >= 1
-            if is_count
-            else isinstance(self.clients_per_round, float) and 0 < self.clients_per_round <= 1
-        ):
+        if not _is_share_or_count(self.clients_per_round):
             raise UserError(
                 f"clients_per_round must be a fraction above 0 and at most 1.0, or a number of clients from 1, "
                 f"got {self.clients_per_round!r}"
+            )
+        listed_ids: Any = self.evaluate_clients  # a list in a file
+        if isinstance(listed_ids, list):
+            object.__setattr__(self, "evaluate_clients", tuple(listed_ids))
+        if not (_is_share_or_count(self.evaluate_clients) or _is_list_of_ids(self.evaluate_clients)):
+            raise UserError(
+                "evaluate_clients must be a fraction above 0 and at most 1.0, a number of clients from 1, or a list of "
+                f"different ids, got {self.evaluate_clients!r}"
             )
         words = {"engine": get_args(EngineName), "on_error": ("raise", "skip")}
         for name, choices in words.items():
             if (value := getattr(self, name)) not in choices:
                 raise UserError(f"unknown {name} {value!r}; {did_you_mean(str(value), choices)}")
-        for name in ("secure", "cross_site"):
+        for name in ("secure", "cross_site", "evaluate_all_at_end"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} must be true or false, got {getattr(self, name)!r}")
         is_round = isinstance(self.keep, int) and not isinstance(self.keep, bool) and 1 <= self.keep <= self.rounds
@@ -163,14 +171,45 @@ class Settings:
         Raises:
             UserError: `clients_per_round` or `min_replies` asks for more clients than there are.
         """
-        if isinstance(self.clients_per_round, int):
-            if self.clients_per_round > num_clients:
-                raise UserError(
-                    f"clients_per_round={self.clients_per_round} asks for more clients than the {num_clients} there are"
-                )
-            size = self.clients_per_round
-        else:
-            size = max(1, round(self.clients_per_round * num_clients + 1e-9))
+        size = _count_clients("clients_per_round", self.clients_per_round, num_clients)
         if self.min_replies > size:
             raise UserError(f"min_replies={self.min_replies} is more than the {size} clients of a round")
         return size
+
+    def num_evaluated(self, num_clients: int) -> int:
+        """Returns the number of clients, out of `num_clients`, that are evaluated after a round that is not the last.
+
+        Raises:
+            UserError: `evaluate_clients` asks for more clients than there are.
+
+        >>> Settings(evaluate_clients=0.1).num_evaluated(50), Settings(evaluate_clients=("north",)).num_evaluated(50)
+        (5, 1)
+        """
+        if isinstance(self.evaluate_clients, tuple):
+            return len(self.evaluate_clients)
+        return _count_clients("evaluate_clients", self.evaluate_clients, num_clients)
+
+
+def _is_share_or_count(value: Any) -> bool:
+    """Returns whether a value is a fraction in (0, 1], or a whole number from 1."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value >= 1
+    return isinstance(value, float) and 0 < value <= 1
+
+
+def _is_list_of_ids(value: Any) -> bool:
+    return (
+        isinstance(value, tuple)
+        and bool(value)
+        and all(isinstance(client, str) for client in value)
+        and len(set(value)) == len(value)
+    )
+
+
+def _count_clients(name: str, share_or_count: float, num_clients: int) -> int:
+    """Returns how many of `num_clients` clients a fraction or a whole number means; a fraction means at least one."""
+    if isinstance(share_or_count, int):
+        if share_or_count > num_clients:
+            raise UserError(f"{name}={share_or_count} asks for more clients than the {num_clients} there are")
+        return share_or_count
+    return max(1, round(share_or_count * num_clients + 1e-9))

@@ -78,7 +78,7 @@ def fit_references(
     }
     runs = {name: dict[str, Scores]() for name in common_names}
     for seed in distinct_seeds:
-        targets = {c.id: c.test.labels.cpu() for c in plan.build_client_set(seed).clients}
+        targets = {c.id: c.test.labels.cpu() for c in plan.panel.select(plan.build_client_set(seed).clients)}
         for name in common_names:
             scores = {c: _score_or_none(metric, outputs[name][seed][c], target) for c, target in targets.items()}
             runs[name] |= {
@@ -98,7 +98,9 @@ def fit_references(
         network = train_pooled_reference(clients, local_method, rounds=plan.settings.rounds, seed=first)
         pooled_models = [*([] if network is None else [network]), *pooled_models]
     for pooled in pooled_models:
-        of_first = {c.id: _score_or_none(metric, pooled.outputs[c.id], c.test.labels.cpu()) for c in clients}
+        of_first = {
+            c.id: _score_or_none(metric, pooled.outputs[c.id], c.test.labels.cpu()) for c in plan.panel.select(clients)
+        }
         once = "; on the data of the first seed alone" if len(distinct_seeds) > 1 else ""
         references[pooled.name] = {
             "sentence": pooled.sentence + once,
@@ -117,7 +119,7 @@ def _fit_all_seeds(plan: ComparisonPlan, seeds: Sequence[int]) -> dict[int, dict
 
     def tasks() -> Iterator[tuple[int, Callable[[], Any]]]:
         for seed in seeds:
-            yield seed, partial(_fit_one_seed, plan.build_client_set(seed).clients, plan.seeds[0])
+            yield seed, partial(_fit_one_seed, plan.panel.select(plan.build_client_set(seed).clients), plan.seeds[0])
 
     for seed, seed_fit in run_in_processes(tasks(), min(processes, len(seeds))):
         fit_by_seed[seed] = seed_fit

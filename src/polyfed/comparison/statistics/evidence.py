@@ -105,6 +105,7 @@ class Evidence:
         has_same_clients: whether a client id names the same participant with every seed.
         sizes: seed -> client -> number of training and of test examples, or of their groups.
         groups: returns the group of each of a client's test examples, like `targets`; None if each is a unit of its own.
+        population: the number of clients from which those with scores were drawn at random; None if they were not drawn.
         folds: the predictions of all folds, if the runs are those of a cross-validation; gains are then estimated from them.
     """
 
@@ -118,6 +119,7 @@ class Evidence:
     sizes: Mapping[int, Mapping[str, tuple[int, int]]]
     groups: Callable[[str], NDArray[np.int64] | None] = lambda client: None
     folds: CrossValidationEvidence | None = None
+    population: int | None = None
     _seed_scores_cache: dict[tuple[str, str], SeedScores | None] = field(default_factory=dict, repr=False)
 
     def estimate_scores_and_gains(
@@ -196,7 +198,9 @@ class Evidence:
                 for c in clients
                 if (client_components := self._variance_components(label, rival, c)) is not None
             ]
-            return estimate_mean_over_clients(components, num_tests=tests) if components else None
+            if not components:
+                return None
+            return estimate_mean_over_clients(components, num_tests=tests, population=self.population)
         means = [fmean(self._score_difference(label, rival, seed, c) for c in clients) for seed in self.seeds]
         return (
             estimate_client_means_over_resplits([self._resplit_differences(means, clients)], num_tests=tests)[0]

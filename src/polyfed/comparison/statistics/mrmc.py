@@ -287,10 +287,14 @@ def estimate_client_means(
 
 
 def estimate_mean_over_clients(
-    components_by_client: Sequence[VarianceComponents], *, num_tests: int = 1, alpha: float = ALPHA
+    components_by_client: Sequence[VarianceComponents],
+    *,
+    num_tests: int = 1,
+    alpha: float = ALPHA,
+    population: int | None = None,
 ) -> Estimate:
     """Estimates the mean score or difference over clients, with a confidence interval; the clients are taken as fixed,
-    not as a sample of more clients.
+    or as drawn from `population` clients.
 
     The variance due to seeds is that of the means over clients, since one seed affects all clients.
 
@@ -298,6 +302,8 @@ def estimate_mean_over_clients(
         components_by_client: components of each client, at least one, with the same number of seeds each.
         num_tests: how many means have simultaneous intervals.
         alpha: the share of comparisons in which one of these may miss the truth.
+        population: N, where the n clients were drawn from N without replacement: the mean is then over all N, and the
+            variance of the draw, (1 - n/N)·s²/n with the variance s² of the clients' values, is added.
     """
     means = np.array([site.centres for site in components_by_client]).mean(axis=0)
     seeds = len(means)
@@ -311,8 +317,14 @@ def estimate_mean_over_clients(
     )
     of_seeds = float(means.var(ddof=1)) / seeds if seeds > 1 else 0.0
 
+    of_draw = _variance_of_draw([site.mean for site in components_by_client], population)
+
     def half_width(alpha: float) -> float:
         spread = t_quantile(alpha / num_tests, freedom) ** 2 * total_variance
+        if of_draw == math.inf:
+            return math.inf
+        if of_draw:
+            spread += t_quantile(alpha / num_tests, len(components_by_client) - 1) ** 2 * of_draw
         return math.sqrt(spread + (t_quantile(alpha / num_tests, seeds - 1) ** 2 * of_seeds if seeds > 1 else 0.0))
 
     value = float(np.mean([site.mean for site in components_by_client]))
@@ -321,6 +333,13 @@ def estimate_mean_over_clients(
     return estimate_from_half_width(
         value, value + (float(means.mean()) - value) / len(components_by_client), half_width, alpha
     )
+
+
+def _variance_of_draw(values: Sequence[float], population: int | None) -> float:
+    """Returns the variance of the mean of values drawn without replacement from `population`; infinite for one value."""
+    if population is None or len(values) == population:
+        return 0.0
+    return (1 - len(values) / population) * float(np.var(values, ddof=1)) / len(values) if len(values) > 1 else math.inf
 
 
 @final

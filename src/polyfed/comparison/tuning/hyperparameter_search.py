@@ -154,7 +154,7 @@ def run_search(plan: ComparisonPlan, methods: Mapping[str, Method], *, has_same_
     )
     plan = dataclasses.replace(plan, build_client_set=lambda seed: search_clients)
     data = data_fingerprint(search_clients.clients, search_clients.public)
-    sizes = {c.id: 0 if c.val is None else len(c.val) for c in search_clients.clients}
+    sizes = {c.id: 0 if c.val is None else len(c.val) for c in plan.panel.select(search_clients.clients)}
     result = SearchResult(plan, methods, {label: [] for label in methods}, sizes, held_out, has_same_clients)
     if plan.num_trials is None:
         candidates = [

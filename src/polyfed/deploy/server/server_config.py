@@ -56,6 +56,11 @@ def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
         raise UserError(
             f"keep = {config['keep']!r} is not possible between sites, which keep only their newest states; leave it out"
         )
+    if options.pop("evaluate-clients", None) is not None or options.pop("evaluate-all-at-end", None):
+        raise UserError(
+            "evaluate-clients draws some of many clients for a simulation; between sites every site is evaluated, with the "
+            "messages of the next round; leave it out"
+        )
     if options.pop("cross-site", False):
         raise UserError(
             "cross-site scores every site's model on the other sites' test examples, for which models would travel between "

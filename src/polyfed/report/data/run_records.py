@@ -76,6 +76,8 @@ class RunRecord:
         warnings: sentences about the rounds.
         data_warnings: sentences about the data.
         uses_secure_sums: whether the run used secure sums.
+        evaluated: how many of how many clients were evaluated after `scored_round` (`clients`, `of`), and the interval of
+            each mean over all clients (`mean_interval`); empty if all were.
     """
 
     folder: Path | None
@@ -93,6 +95,7 @@ class RunRecord:
     warnings: tuple[str, ...] = ()
     uses_secure_sums: bool = False
     data_warnings: tuple[str, ...] = ()
+    evaluated: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def cost_until_scored_round(self) -> RunCost:
@@ -148,10 +151,10 @@ def read_run_record(folder: Path) -> RunRecord | None:
     if score is None:
         return None
     score_format = score_format_of(score, score_fields if score_fields.get("name") == score else None)
-    curve, final = [], {}
+    curve, final, evaluated = [], {}, dict[str, Any]()
     for record, moved, seconds in iterate_records_with_costs_so_far(records):
         if scores := {client: row[score] for client, row in record["clients"].items() if score in row}:
-            final = scores
+            final, evaluated = scores, _sample_of_record(record)
             mean_score = mean_of_defined(list(scores.values()))
             curve.append(LearningCurvePoint(record["round"], mean_score, moved / 2**20, seconds))
     last_round = records[-1]["round"]
@@ -177,7 +180,23 @@ def read_run_record(folder: Path) -> RunRecord | None:
         warnings,
         config.get("secure") is True,
         data_warnings=_data_warnings(folder),
+        evaluated=evaluated,
     )
+
+
+def _sample_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns how many of how many clients a round evaluated, with the intervals of its means; empty if it was all, or if
+    the entry is damaged."""
+    sample = record.get("evaluated")
+    if not isinstance(sample, Mapping) or not all(type(sample.get(name)) is int for name in ("clients", "of")):
+        return {}
+    intervals = sample.get("mean_interval")
+    ends = {
+        str(name): list(pair)
+        for name, pair in (intervals.items() if isinstance(intervals, Mapping) else ())
+        if isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair))
+    }
+    return {"clients": sample["clients"], "of": sample["of"], "mean_interval": ends}
 
 
 def _data_warnings(folder: Path) -> tuple[str, ...]:

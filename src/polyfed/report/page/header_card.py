@@ -11,6 +11,7 @@ from polyfed.core.io.number_format import (
     count_with_noun,
     end_with_period,
     format_number,
+    format_number_without_percent_sign,
     format_three_significant_digits,
     join_with_and,
 )
@@ -54,7 +55,7 @@ def html_header_card(run_group: RunGroup, noun: str) -> Markup:
     else:
         kind, decision = "undecided", _summary_of_runs(run_group, method)
         facts = [KeyFact("Mean score", format_number(run_group.mean_score(method), run_group.score_format.unit),
-                         f"{run_group.score_format.label}, over {count_with_noun(cost.clients, noun)}"),
+                         f"{run_group.score_format.label}, over {_describe_evaluated(run_group, method, cost, noun)}"),
                  _mean_gain_of_runs(run_group, method, noun)]  # fmt: skip
     return render_template(
         "header_card",
@@ -64,6 +65,20 @@ def html_header_card(run_group: RunGroup, noun: str) -> Markup:
         method=method.label,
         why_round=why_this_round(run_group, method, cost),
     )
+
+
+def _describe_evaluated(run_group: RunGroup, method: MethodRuns, cost: MethodCost, noun: str) -> str:
+    """Returns in words the clients over which a mean is; where one run evaluated some of many, with the interval of the
+    mean over all."""
+    sample = method.runs[0].evaluated
+    if not sample:
+        return count_with_noun(cost.clients, noun)
+    text, form = f"{sample['clients']} of {count_with_noun(sample['of'], noun)}", run_group.score_format
+    ends = sample["mean_interval"].get(form.name) if len(method.runs) == 1 else None
+    if ends is None:
+        return text
+    low, high = format_number_without_percent_sign(ends[0], form.unit), format_number(ends[1], form.unit)
+    return f"{text}, drawn at random; 95 % interval of the mean over all {low} to {high}"
 
 
 def _decision(answers: Sequence[SiteAnswer], mean_answer: SiteAnswer | None) -> tuple[AnswerKind, str]:

@@ -1,10 +1,11 @@
-"""Evaluates all clients after a round, and completes the record of the round."""
+"""Evaluates the clients after a round, and completes the record of the round."""
 
 from typing import final
 
 from polyfed.simulation.callbacks.base import Callback
+from polyfed.simulation.rounds.evaluation_sample import is_evaluation_round
 from polyfed.simulation.rounds.run_state import RunState
-from polyfed.simulation.rounds.training_round import evaluate_clients, is_evaluation_round
+from polyfed.simulation.rounds.training_round import evaluate_clients
 
 
 @final
@@ -19,7 +20,7 @@ class RoundEvaluator(Callback):
         self._run = run
 
     def on_aggregated(self, round_number: int) -> None:
-        """Evaluates all clients after this round, or leaves that to the training of the next round, if the engine
+        """Evaluates the clients after this round, or leaves that to the training of the next round, if the engine
         evaluates and trains at once.
         """
         run, after = self._run, self._run.aggregated

@@ -27,6 +27,7 @@ from polyfed.simulation.results.cross_site_scores import CrossSiteScores
 from polyfed.simulation.results.frames import build_frame, list_scores_by_round
 from polyfed.simulation.results.notebook_html import run_html, unit_of_column
 from polyfed.simulation.results.plots import plot_learning_curves
+from polyfed.simulation.rounds.evaluation_sample import has_other_clients_each_round
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.metrics_table import build_metrics_table
@@ -68,8 +69,11 @@ class Run:
         score = federation.metrics[0].name
         mean = self.history[-1]["summary"].get(score, {}).get("mean") if self.history else None
         scored = "not evaluated" if mean is None else f"{score} {mean:.3g}"
+        sample = self.history[-1].get("evaluated") if self.history else None
+        evaluated = "" if sample is None else f" ({sample['clients']} evaluated)"
         return (
-            f"Run({type(federation.algorithm).__name__}, {count_with_noun(len(federation.client_registry.ids), 'client')}, "
+            f"Run({type(federation.algorithm).__name__}, "
+            f"{count_with_noun(len(federation.client_registry.ids), 'client')}{evaluated}, "
             f"{count_with_noun(len(self.history), 'round')}, {scored}, out={None if self.out is None else str(self.out)!r})"
         )
 
@@ -142,7 +146,8 @@ class Run:
 
         Columns: `client`, the metrics (the first decides), `loss`, `num_examples` (for training), `val_...` and
         `global_...` if there are such sets, and other networks that the method evaluates (`trained_...` of pFedLA,
-        `server_...` of pFedMe).
+        `server_...` of pFedMe). Where a sample of the clients was evaluated, the rows are theirs, and the means have
+        `evaluated` and `of` besides: how many of how many clients.
 
         Args:
             at: the last round, or the round with the best validation score (never the best on test).
@@ -153,6 +158,13 @@ class Run:
         if at not in ("last", "best"):
             raise UserError(f"table(at=) must be 'last' or 'best', got {at!r}")
         number = self.last.round if at == "last" else self.best_round
+        if number is None and has_other_clients_each_round(
+            self.federation.settings, len(self.federation.client_registry.ids)
+        ):
+            raise UserError(
+                "table(at='best') compares rounds, and each round of this run evaluated other clients; give "
+                "evaluate_clients=[...] with ids, the same in each round"
+            )
         if number is None:
             raise UserError("table(at='best') needs validation examples: give clients val=..., or --data.val-fraction")
         roster = self.federation.client_registry

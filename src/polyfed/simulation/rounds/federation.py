@@ -23,6 +23,7 @@ from polyfed.core.task import Task
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase
 from polyfed.simulation.monitoring.validation_losses import round_of_lowest_pooled_loss
 from polyfed.simulation.rounds.client_registry import ClientRegistry
+from polyfed.simulation.rounds.evaluation_sample import has_other_clients_each_round, sample_evaluated_clients
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.checkpoint import Checkpoint
 
@@ -81,10 +82,12 @@ class Federation:
 
     def best_round(self, history: Sequence[Mapping[str, Any]]) -> int | None:
         """Returns the number of the best round by validation score (or loss, with `keep="loss"`), the first of several
-        equally good; None if there are no validation scores.
+        equally good; None if there are no validation scores, or each round evaluates other clients.
 
         The mean validation score decides, or with `keep="loss"` the loss on all validation examples together.
         """
+        if has_other_clients_each_round(self.settings, len(self.client_registry.ids)):
+            return None
         if self.settings.keep == "loss":
             return round_of_lowest_pooled_loss(
                 history, {i: len(c.val) for i, c in self.clients.items() if c.val is not None}
@@ -141,12 +144,17 @@ class Federation:
         Returns:
             Client ids, sorted.
         """
-        ids = list(self.client_registry.ids)
+        ids = self.client_registry.ids
         size = self.settings.cohort_size(len(ids))
         if size == len(ids):
-            return ids
+            return list(ids)
         generator = numpy_generator(derive_seed(self.settings.seed, round_number, "cohort"))
         return sorted(ids[i] for i in generator.choice(len(ids), size, replace=False))
+
+    def sample_evaluated_clients(self, round_number: int) -> list[str]:
+        """Returns the ids, sorted, of the clients that are evaluated after a round: all, or those of the setting
+        `evaluate_clients`."""
+        return sample_evaluated_clients(self.settings, self.client_registry.ids, round_number)
 
     @cached_property
     def reply_compression(self) -> Compressor | None:

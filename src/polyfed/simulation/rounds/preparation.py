@@ -21,6 +21,7 @@ from polyfed.simulation.checks.fingerprints import data_fingerprint, earlier_ver
 from polyfed.simulation.checks.private_training import with_privacy_if_possible
 from polyfed.simulation.checks.robustness import check_robust_rule
 from polyfed.simulation.engines.devices import check_engine_installed, choose_client_device
+from polyfed.simulation.rounds.evaluation_sample import check_evaluation_sample
 from polyfed.simulation.rounds.federated_preprocessing import unify_preprocessing_of_clients
 from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
 from polyfed.simulation.rounds.secure_aggregation import check_secure_support
@@ -79,6 +80,7 @@ def check_and_build_federation(
             requirements.check_networks_run(clients)
         check_method(clients, algorithm, public_examples)
     cohort_size = settings.cohort_size(len(clients))
+    check_evaluation_sample(settings, sorted(client.id for client in clients))
     if settings.secure:
         check_secure_support(algorithm, cohort_size)
     check_robust_rule(algorithm, cohort_size)

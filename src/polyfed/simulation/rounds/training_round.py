@@ -31,9 +31,9 @@ from polyfed.simulation.monitoring.update_norms import (
     measure_update,
 )
 from polyfed.simulation.rounds.aggregator import ReplyAggregator
+from polyfed.simulation.rounds.evaluation_sample import describe_evaluation_sample
 from polyfed.simulation.rounds.federation import Federation, mean_train_loss
 from polyfed.simulation.rounds.secure_aggregation import encode_reply_in_fixed_point, find_secure_reply_error
-from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.directory import RunDirectory
 from polyfed.simulation.storage.model_signature import write_model_with_signature
@@ -91,7 +91,7 @@ def run_phase(
         phase, clients, round_number: the work, and who does it.
         checkpoint: the state from which the server makes its messages.
         aggregator: takes each accepted reply as it comes; the results do not hold replies.
-        evaluation_results: if not None, all clients are also evaluated from `checkpoint`, with the number of its round, and
+        evaluation_results: if not None, clients are also evaluated from `checkpoint`, with the number of its round, and
             their results are collected here. The engine gets the tasks of both together.
 
     Raises:
@@ -100,10 +100,11 @@ def run_phase(
     phase_results, done_by_phase, clock = PhaseResults(), {"local": 0, "evaluate": 0, "export": 0}, time.perf_counter
     phase_start = clock()
     blocks = federation.build_task_blocks(phase, clients, round_number, checkpoint, engine.max_block_bytes)
-    all_ids, evaluation_blocks = list(federation.client_registry.ids), iter(list[list[ClientTask]]())
+    evaluated_ids, evaluation_blocks = list[str](), iter(list[list[ClientTask]]())
     if evaluation_results is not None:
+        evaluated_ids = federation.sample_evaluated_clients(checkpoint.round)
         evaluation_blocks = federation.build_task_blocks(
-            "evaluate", all_ids, checkpoint.round, checkpoint, engine.max_block_bytes
+            "evaluate", evaluated_ids, checkpoint.round, checkpoint, engine.max_block_bytes
         )
     while True:
         dispatch_start = clock()
@@ -127,7 +128,9 @@ def run_phase(
             )
             done_by_phase[result_phase] += 1
             progress.show_clients_done(
-                result_phase, done_by_phase[result_phase], len(clients if destination is phase_results else all_ids)
+                result_phase,
+                done_by_phase[result_phase],
+                len(clients if destination is phase_results else evaluated_ids),
             )
         phase_results.seconds_clients += clock() - clients_start
     for part in (phase_results, evaluation_results) if evaluation_results is not None else (phase_results,):
@@ -212,20 +215,12 @@ def _record_result(
         phase_results.failures.append({**reason, "retried": False})
 
 
-def is_evaluation_round(settings: Settings, round_number: int) -> bool:
-    """Returns True if all clients are evaluated after this round: every `evaluate_every` rounds, and after the last
-    round.
-    """
-    return round_number % settings.evaluate_every == 0 or round_number == settings.rounds
-
-
 def evaluate_clients(
     federation: Federation, checkpoint: Checkpoint, engine: Engine, progress: Progress
 ) -> PhaseResults:
-    """Evaluates the personal models of all clients after a round, and returns the results by client."""
-    return run_phase(
-        federation, engine, "evaluate", list(federation.client_registry.ids), checkpoint.round, checkpoint, progress
-    )
+    """Evaluates the clients' personal models after a round, and returns the results by client."""
+    evaluated_ids = federation.sample_evaluated_clients(checkpoint.round)
+    return run_phase(federation, engine, "evaluate", evaluated_ids, checkpoint.round, checkpoint, progress)
 
 
 def train_and_aggregate_round(
@@ -346,7 +341,7 @@ def complete_record(
     Args:
         federation: of the run.
         incomplete_record: the incomplete record that `train_and_aggregate_round` made.
-        evaluation_results: the evaluation of all clients; None in a round without one.
+        evaluation_results: the evaluation of the clients; None in a round without one.
         history: the records of the rounds before.
     """
     full_record, outputs = dict(incomplete_record), dict[str, Mapping[str, Tensor]]()
@@ -361,7 +356,10 @@ def complete_record(
         full_record |= {
             "seconds": round(incomplete_record["seconds"] + evaluation_results.seconds, 4),
             "clients": {i: rows[i] for i in sorted(rows)},
-            "summary": summarise_clients(metrics, federation.client_registry.num_examples),
+            "summary": (summary := summarise_clients(metrics, federation.client_registry.num_examples)),
+            **describe_evaluation_sample(
+                federation.settings, len(federation.client_registry.ids), metrics, summary, metrics, federation.metrics
+            ),
             "failures": sorted([*incomplete_record["failures"], *evaluation_results.failures], key=failure_sort_key),
         }
     earlier_records: Sequence[Mapping[str, Any]] = history

@@ -12,7 +12,8 @@ def build_metrics_table(
 
     Args:
         record: of the round.
-        client_ids: of all clients; one that was not evaluated has None in all columns.
+        client_ids: of all clients; one that was not evaluated has None in all columns. If the round evaluated some alone
+            (`evaluated` in its record), the table is of these, and the row of means says how many of how many.
         num_examples: numbers of training examples, of the clients where they are known.
         metric_names: the metrics; the first decides.
 
@@ -22,6 +23,9 @@ def build_metrics_table(
     {'client': '10', 'r2': 0.5, 'loss': None, 'val_r2': None, 'num_examples': None}
     {'client': 'mean', 'r2': 0.6, 'loss': None, 'val_r2': None, 'num_examples': None}
     """
+    sample = record.get("evaluated")
+    if sample is not None:
+        client_ids = [client for client, row in record["clients"].items() if row.keys() & {"loss", *metric_names}]
     metrics = {client: record["clients"].get(client, {}) for client in _sort_ids(client_ids)}
     columns = {name for values in metrics.values() for name in values}
     other_networks = sorted({prefix for name in columns if (prefix := _prefix(name, metric_names))})
@@ -36,8 +40,10 @@ def build_metrics_table(
         row = {"client": client, **{n: values.get(n) for n in names}, "num_examples": num_examples.get(client)}
         rows.append(row)
     means = {n: record["summary"].get(n, {}).get("mean") for n in names}
-    total = sum(num_examples.values()) / len(rows) if rows and len(num_examples) == len(rows) else None
-    return [*rows, {"client": "mean", **means, "num_examples": total}]
+    counts = [num_examples[client] for client in metrics if client in num_examples]
+    total = sum(counts) / len(rows) if rows and len(counts) == len(rows) else None
+    sizes = {} if sample is None else {"evaluated": sample["clients"], "of": sample["of"]}
+    return [*rows, {"client": "mean", **means, "num_examples": total, **sizes}]
 
 
 def find_metric_names(records: Sequence[Mapping[str, Any]], first: str | None = None) -> list[str]:

@@ -155,9 +155,10 @@ def _present(folder: Path, names: Sequence[str]) -> dict[str, str]:
 def _state_sentence(content: ShownDirectory) -> str:
     state = "finished" if content["finished"] else "not finished"
     if content["kind"] == "run":
-        return (
-            f"run of {', '.join(content['methods'])}, {state}: {content['rounds_done']} of {content['rounds']} rounds"
-        )
+        means = content["table"][-1] if content["table"] else {}
+        sample = f"; {means['evaluated']} of {means['of']} clients evaluated" if "evaluated" in means else ""
+        rounds = f"{content['rounds_done']} of {content['rounds']} rounds"
+        return f"run of {', '.join(content['methods'])}, {state}: {rounds}{sample}"
     done = sum(run["finished"] for run in content["runs"])
     return (
         f"comparison of {', '.join(content['methods'])}, {state}: {done} of {len(content['runs'])} runs begun are done"
@@ -170,7 +171,7 @@ def _build_table(content: ShownDirectory) -> PlainTable:
     table = PlainTable(title=f"scores in {unit}" if unit else None, title_justify="left")
     if content["kind"] == "run":
         scores = [name for name in rows[0] if name not in ("client", "num_examples") and not name.endswith("loss")]
-        shown = [{name: _format(v, unit if name in scores else "") for name, v in row.items()} for row in rows]
+        shown = [{name: _format(row[name], unit if name in scores else "") for name in rows[0]} for row in rows]
     else:
         shown = [
             {

@@ -243,7 +243,9 @@ def print_scores_by_client_and_traffic(
     tables = {name: {row["client"]: row for row in run.table(at_round)} for name, run in runs.items()}
     criterion = "lowest validation loss" if runs[main].federation.settings.keep == "loss" else "best validation score"
     when = f"after round {runs[main].last.round}" if at_round == "last" else f"after the round with the {criterion}"
-    title = f"{score.label} on each client's own test examples, {when}"
+    sample = runs[main].table(at_round)[-1]
+    some = f"; {sample['evaluated']} of {sample['of']} clients evaluated" if "evaluated" in sample else ""
+    title = f"{score.label} on each client's own test examples, {when}{some}"
     table = PlainTable(title=title, title_justify="left")
     table.add_column("client")
     counted = []

@@ -1,0 +1,79 @@
+"""Draws the clients that every run of a comparison evaluates, where not all are evaluated."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import final
+
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
+from polyfed.simulation.rounds.evaluation_sample import check_evaluation_sample, draw_clients
+from polyfed.simulation.settings import Settings
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class EvaluationPanel:
+    """Holds the clients that all runs of a comparison evaluate: the same with every method and seed, and in each round.
+
+    Attributes:
+        clients: their ids, sorted; empty if all clients are evaluated.
+        population: the number of clients from which they were drawn at random; None if they were not drawn.
+    """
+
+    clients: tuple[str, ...] = ()
+    population: int | None = None
+
+    def settings_of_run(self, settings: Settings) -> Settings:
+        """Returns the settings of one run, which evaluates the clients of the panel."""
+        return dataclasses.replace(settings, evaluate_clients=self.clients) if self.clients else settings
+
+    def select(self, clients: Sequence[Client]) -> list[Client]:
+        """Returns those of the clients that are evaluated."""
+        return [client for client in clients if not self.clients or client.id in self.clients]
+
+    def describe(self) -> str:
+        """Returns a sentence on which clients were evaluated; "" if all were.
+
+        >>> EvaluationPanel(("north", "south"), 50).describe()[:58]
+        '2 of 50 clients, drawn at random, were evaluated, the same'
+        """
+        if not self.clients:
+            return ""
+        if self.population is None:
+            return f"Only the clients {', '.join(self.clients)} were evaluated; means are over these."
+        return (
+            f"{len(self.clients)} of {self.population} clients, drawn at random, were evaluated, the same with every "
+            "method, seed and round. The intervals of means are of all clients: they cover the draw too."
+        )
+
+
+def draw_panel(settings: Settings, client_ids: Sequence[str], seed: int, *, deals_examples: bool) -> EvaluationPanel:
+    """Draws the clients that a comparison evaluates, from its first seed.
+
+    Args:
+        settings: of the runs.
+        client_ids: of all clients.
+        seed: the first seed.
+        deals_examples: whether the comparison deals examples again (`folds`, `resplit`).
+
+    Raises:
+        UserError: more clients than there are, an unknown id, or settings that exclude one another.
+
+    >>> draw_panel(Settings(evaluate_clients=2), ["a", "b", "c", "d"], seed=0, deals_examples=False).population
+    4
+    """
+    ids = sorted(client_ids)
+    check_evaluation_sample(settings, ids)
+    number = settings.num_evaluated(len(ids))
+    if number == len(ids):
+        return EvaluationPanel()
+    if settings.evaluate_all_at_end:
+        raise UserError("evaluate_all_at_end: a comparison evaluates the same clients in every round; leave it out")
+    if isinstance(settings.evaluate_clients, tuple):
+        return EvaluationPanel(tuple(sorted(settings.evaluate_clients)))
+    if deals_examples:
+        raise UserError(
+            f"evaluate_clients={settings.evaluate_clients} draws some of many clients, and folds and resplit deal the few "
+            "examples of each client again; leave one of the two out"
+        )
+    return EvaluationPanel(tuple(draw_clients(ids, number, seed, 0)), len(ids))
