@@ -27,8 +27,10 @@ from polyfed.algorithms.hypernetworks.pfedhn import PFedHN
 from polyfed.algorithms.hypernetworks.pfedla import PFedLA
 from polyfed.algorithms.nas.feddsnas import CAFedDSNAS, FedDSNAS
 from polyfed.algorithms.nas.fedpnas import CAFedPNAS, FedPNAS
+from polyfed.algorithms.partial_sharing.fedbabu import FedBABU
 from polyfed.algorithms.partial_sharing.fedbn import FedBN
 from polyfed.algorithms.partial_sharing.fedpac import FedPAC
+from polyfed.algorithms.partial_sharing.fedper import FedPer
 from polyfed.algorithms.partial_sharing.fedrep import FedRep
 from polyfed.algorithms.partial_sharing.lg_fedavg import LGFedAvg
 from polyfed.algorithms.personalised.apfl import APFL
@@ -72,8 +74,10 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
     "ca_fedpnas": CAFedPNAS,
     "feddsnas": FedDSNAS,
     "fedpnas": FedPNAS,
+    "fedbabu": FedBABU,
     "fedbn": FedBN,
     "fedpac": FedPAC,
+    "fedper": FedPer,
     "fedrep": FedRep,
     "lg_fedavg": LGFedAvg,
     "apfl": APFL,
@@ -134,6 +138,7 @@ __all__ = [
     "FedAvg",
     "FedAvgFT",
     "FedAvgKD",
+    "FedBABU",
     "FedBN",
     "FedDF",
     "FedDSNAS",
@@ -147,6 +152,7 @@ __all__ = [
     "FedOpt",
     "FedPAC",
     "FedPNAS",
+    "FedPer",
     "FedProto",
     "FedProx",
     "FedRep",

@@ -171,12 +171,26 @@ def train_head_then_body(
         head: names of the head's tensors.
         fit_head, fit_body: train the parameters that are not frozen.
     """
-    trainable, loss = {name: p for name, p in module.named_parameters() if p.requires_grad}, 0.0
-    for trains_head, fit_part in ((True, fit_head), (False, fit_body)):
-        for name, parameter in trainable.items():
-            parameter.requires_grad_((name in head) == trains_head)
-        if any(parameter.requires_grad for parameter in trainable.values()):
-            loss = fit_part().loss
+    loss = train_only(module, lambda name: name in head, fit_head)
+    return train_only(module, lambda name: name not in head, fit_body, otherwise=loss)
+
+
+def train_only(
+    module: nn.Module, is_trained: Callable[[str], bool], fit_part: Callable[[], FitResult], otherwise: float = 0.0
+) -> float:
+    """Trains those parameters of a network that are chosen by name, while the others stay frozen, and returns the
+    training loss.
+
+    Args:
+        module: the network, which `fit_part` trains in place.
+        is_trained: returns whether the parameter of this name is trained.
+        fit_part: trains the parameters that are not frozen.
+        otherwise: is returned if no parameter is chosen, so that nothing is trained.
+    """
+    trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for name, parameter in trainable.items():
+        parameter.requires_grad_(is_trained(name))
+    loss = fit_part().loss if any(parameter.requires_grad for parameter in trainable.values()) else otherwise
     for parameter in trainable.values():
         parameter.requires_grad_(True)
     return loss

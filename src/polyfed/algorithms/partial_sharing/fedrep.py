@@ -6,28 +6,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, final
 
-import torch
-from torch import Tensor, nn
-
-from polyfed.algorithms.base.averaging import ClientState, ServerState
-from polyfed.algorithms.partial_sharing.body_and_head import (
-    BodyAndHeadMethod,
-    build_empty_body_warning,
-    emit_runtime_warning,
-    train_head_then_body,
-)
-from polyfed.core.algorithm import Client, Message, ServerContext
+from polyfed.algorithms.base.averaging import ClientState
+from polyfed.algorithms.partial_sharing.body_and_head import train_head_then_body
+from polyfed.algorithms.partial_sharing.chosen_head import ChosenHeadMethod
+from polyfed.core.algorithm import Client, Message
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
-from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import derive_seed
 from polyfed.core.training.loop import fit, reply_scalars
-from polyfed.models.structure import find_head_modules, split_body_and_head
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedRep(BodyAndHeadMethod):
+class FedRep(ChosenHeadMethod):
     """Trains a body shared by all clients, which the server averages, and for each client a head (the last layers) that
     never leaves the client.
 
@@ -66,11 +57,10 @@ class FedRep(BodyAndHeadMethod):
         stacked=True,
     )
     private_fits: ClassVar[tuple[str, ...]] = ("local_epochs", "body_epochs")
+    without_head: ClassVar[str] = "FedAvg with local_epochs=body_epochs"
 
     local_epochs: int = 10
     body_epochs: int = 1
-    head_layers: int = 1
-    head: tuple[str, ...] | None = None
     weighted: bool = True
     batch_size: int = 10
     lr: float = 0.01
@@ -80,37 +70,6 @@ class FedRep(BodyAndHeadMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least(1, "body_epochs")
-        self._at_least(0, "head_layers")
-        if self.head is not None:
-            listed = isinstance(self.head, tuple | list) and all(isinstance(name, str) for name in self.head)
-            self._require(listed, "head", "a list of module names, or none")
-            object.__setattr__(self, "head", tuple(self.head))  # a list, where it comes from a file
-
-    # -- server ---------------------------------------------------------------------------------------------------
-
-    def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the initial body φ, or the whole initial network if only clients can
-        determine which part is the head.
-        """
-        state = super().server_init(server)
-        if self.head is None and self.head_layers > 0:
-            return state
-        assert server.model is not None
-        module = cached_module(server.model).module
-        body, head = split_body_and_head(module, self._find_head_modules(module, torch.empty(0)))
-        model = {name: state["draw"][name] for name in body if name in state["draw"]}
-        if not head:
-            emit_runtime_warning(
-                "FedRep: the head is empty, so nothing stays local: this is FedAvg with local_epochs=body_epochs"
-            )
-        elif not model:
-            emit_runtime_warning(build_empty_body_warning(self))
-        return {"model": model}
-
-    # -- client ---------------------------------------------------------------------------------------------------
-
-    def _find_head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
-        return find_head_modules(module, example, num_layers=self.head_layers, names=self.head)
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
