@@ -1,21 +1,19 @@
-"""FLHA-GHN's heads: the paper's against factored ones, on the same clients, in three sizes of networks.
+"""FLHA-GHN's heads: the paper's, factored, light and low-rank ones against each other, on the same clients.
 
     python benchmarks/heads.py --path /usr/share/datasets/fashion-mnist --out benchmarks/results/heads.json
 
-Six clients of 200 training, 50 validation and 250 test images of Fashion-MNIST, the same ones in every run, and four
-convolutional networks, which share layer types. Their width decides how much the paper's heads send. In the last size it is
-more than 50 MB, where the default, `head="auto"`, takes factored heads. Each head has its own rate, the best of 0.01, 0.03
-and 0.1 by validation accuracy of seed 0; where that is the smallest or the largest, the next one outside is tried too. Then
-three seeds.
+Two federations: the recipe `digits` (eight clients, four networks with up to 17 layers), and six clients of 200 training, 50
+validation and 250 test images of Fashion-MNIST with four convolutional networks, in three widths. Each head has its own
+rate, the best of 0.01, 0.03 and 0.1 by the validation accuracy of three seeds; where that is the smallest or the
+largest, the next one outside is tried too. Then ten seeds.
 
-Printed: accuracy of the last round, mean over clients ± standard deviation over seeds; the difference with its interval of
-95 %, for new seeds and new test examples (`polyfed.comparison.statistics.mrmc`); MB (2^20 bytes) each way of one client
-and round; processor seconds of a run, on one thread.
+Printed: accuracy of the last round, mean over clients ± standard deviation over seeds; the difference from the paper's heads
+with its interval of 95 %, for new seeds and new test examples (`polyfed.comparison.statistics.mrmc`); MB (2^20 bytes) each
+way of one client and round; processor seconds of a run, on one thread.
 """
 
 import argparse
 import json
-import os
 import statistics
 import time
 from pathlib import Path
@@ -25,9 +23,11 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN
+from polyfed.cli.commands.options import recipes
 from polyfed.comparison.statistics.mrmc import estimate_mean_over_clients, estimate_variance_components
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.data.sources.vision import FashionMNIST
+from polyfed.simulation.experiment import build_experiment, load_participants
 from polyfed.simulation.monitoring.progress import SilentProgress
 
 SIZES = {
@@ -35,9 +35,9 @@ SIZES = {
     "medium": (8, 128),
     "large": (16, 400),
 }  # channels of the first layer, width of the hidden ones
-HEADS, RATES, BEYOND = ("mlp", "factored"), (0.01, 0.03, 0.1), {0.01: 0.003, 0.1: 0.3}
+HEADS, RATES, BEYOND = ("mlp", "factored", "light", "lowrank"), (0.01, 0.03, 0.1), {0.01: 0.003, 0.1: 0.3}
 CLIENTS, TRAIN, VAL, TEST = 6, 200, 50, 250
-SEEDS, ROUNDS = (0, 1, 2), 20
+TUNING_SEEDS, SEEDS, ROUNDS = (0, 1, 2), tuple(range(10)), 20
 
 
 def network(channels, hidden, *, deep, wide):
@@ -47,6 +47,13 @@ def network(channels, hidden, *, deep, wide):
     layers += [nn.Flatten(), nn.Linear(98 * channels, hidden), nn.ReLU()]
     layers += [nn.Linear(hidden, hidden), nn.ReLU()] if wide else []
     return nn.Sequential(*layers, nn.Linear(hidden, 10))
+
+
+def digits():
+    """The clients of the recipe `digits`, with validation examples for the choice of the rate."""
+    config = recipes.load_recipe_configuration("digits")
+    config["data"] |= {"val_fraction": 0.1, "public_fraction": 0.0}
+    return load_participants(build_experiment({**config, "algorithm": {"name": "flha_ghn"}, "baselines": []})).clients
 
 
 def clients(path, size):
@@ -63,96 +70,96 @@ def clients(path, size):
 
 def trained(members, head, lr, seed):
     start = time.process_time()
-    method = FLHAGHN(head=head, lr=lr, schedule="cosine", batch_size=50)
+    batches = {"batch_size": 16, "local_epochs": 2} if len(members[0].train) < TRAIN else {"batch_size": 50}
+    method = FLHAGHN(head=head, lr=lr, schedule="cosine", **batches)
     run = pf.federate(
         members, method, rounds=ROUNDS, seed=seed, evaluate_every=ROUNDS, workers=0, progress=SilentProgress()
     )  # fmt: skip
     seconds, last = time.process_time() - start, run.history[-1]
     outputs = {client.id: run.predictions(client.id).outputs for client in members}
     mean = run.table()[-1]
-    found = {
+    record = {
         "lr": lr, "seed": seed, "accuracy": mean["accuracy"], "val_accuracy": mean["val_accuracy"],
         "generated_accuracy": mean["generated_accuracy"], "seconds": round(seconds, 1),
         "mb": last["bytes_down_total"] / len(members) / ROUNDS / 2**20,
     }  # fmt: skip
-    return found, outputs
+    return record, outputs
 
 
-def measured(members, head, told):
-    """The runs of the tuning, and of the tuned rate by seed, with the outputs of the latter."""
-    tuning, kept = {}, {}
+def tune_and_run(members, head, show):
+    """The runs of the tuning, and of the chosen rate by seed, with the outputs of the latter."""
+    runs = {}
 
-    def attempt(lr):
-        try:
-            tuning[lr], kept[lr] = trained(members, head, lr, SEEDS[0])
-        except pf.ClientError as error:  # it diverged
-            tuning[lr] = {"lr": lr, "seed": SEEDS[0], "val_accuracy": 0.0, "failed": str(error)[:100]}
-        told(f"  {head}, lr {lr}: {tuning[lr]['val_accuracy']:.3f} of validation")
+    def validation(lr):
+        scores = []
+        for seed in TUNING_SEEDS:
+            if (lr, seed) not in runs:
+                runs[lr, seed] = attempt(members, head, lr, seed)
+            scores.append(runs[lr, seed][0]["val_accuracy"])
+        return statistics.mean(scores)
 
-    def best():
-        return max(sorted(tuning), key=lambda lr: tuning[lr]["val_accuracy"])
-
-    for lr in RATES:
-        attempt(lr)
-    if (outside := BEYOND.get(best())) is not None:
-        attempt(outside)
-    rate = best()
-    runs, outputs = [tuning[rate]], [kept[rate]]
-    for seed in SEEDS[1:]:
-        one, found = trained(members, head, rate, seed)
-        runs.append(one)
-        outputs.append(found)
-        told(f"  {head}, lr {rate}, seed {seed}: {one['accuracy']:.3f}, {one['seconds']} s")
-    return list(tuning.values()), runs, outputs
+    rates = {lr: validation(lr) for lr in RATES}
+    if (outside := BEYOND.get(max(rates, key=rates.__getitem__))) is not None:
+        rates[outside] = validation(outside)
+    rate = max(rates, key=rates.__getitem__)
+    show(f"  {head}: validation " + ", ".join(f"{lr:g} {score:.3f}" for lr, score in sorted(rates.items())))
+    final = [runs.get((rate, seed)) or attempt(members, head, rate, seed) for seed in SEEDS]
+    show(f"  {head}, lr {rate}: " + " ".join(f"{run['accuracy']:.3f}" for run, _ in final))
+    return rates, [run for run, _ in final], [outputs for _, outputs in final]
 
 
-def difference(members, factored, dense):
-    """Of the mean over clients, in points: factored less the paper's."""
-    sites = [
+def attempt(members, head, lr, seed):
+    """A run and its outputs; one that diverges has no accuracy."""
+    try:
+        return trained(members, head, lr, seed)
+    except pf.ClientError as error:
+        return {"lr": lr, "seed": seed, "accuracy": 0.0, "val_accuracy": 0.0, "failed": str(error)[:100]}, None
+
+
+def difference(members, head, paper):
+    """Of the mean over clients, in points: a head less the paper's."""
+    components = [
         estimate_variance_components(
-            METRICS["accuracy"], [o[c.id] for o in factored], [o[c.id] for o in dense], c.test.labels
+            METRICS["accuracy"], [o[c.id] for o in head], [o[c.id] for o in paper], c.test.labels
         )
         for c in members
     ]
-    found = estimate_mean_over_clients([site for site in sites if site is not None])
-    return {key: round(100 * getattr(found, key), 2) for key in ("value", "low", "high")}
+    mean = estimate_mean_over_clients([site for site in components if site is not None])
+    return {key: round(100 * getattr(mean, key), 2) for key in ("value", "low", "high")}
 
 
-def row(size, head, runs, gap=""):
+def row(federation, head, runs, gap):
     scores = [100 * run["accuracy"] for run in runs]
     mb, seconds = runs[0]["mb"], statistics.mean(run["seconds"] for run in runs)
+    shown = f"{gap['value']:+.1f} ({gap['low']:+.1f} to {gap['high']:+.1f})" if gap else ""
     return (
-        f"| {size} | `{head}` | {runs[0]['lr']:g} | {statistics.mean(scores):.1f} ± {statistics.stdev(scores):.1f} "
-        f"| {gap} | {mb:.2f} | {seconds:.0f} |"
+        f"| {federation} | `{head}` | {runs[0]['lr']:g} | {statistics.mean(scores):.1f} ± {statistics.stdev(scores):.1f} "
+        f"| {shown} | {mb:.2f} | {seconds:.0f} |"
     )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", required=True)
-    parser.add_argument("--out")
-    parser.add_argument("--sizes", default=",".join(SIZES))
-    given = parser.parse_args()
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--federations", default="digits,small,medium", help=f"of digits, {', '.join(SIZES)}")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     results, lines = {}, []
-    if given.out and Path(given.out).exists():
-        results = json.loads(Path(given.out).read_text())["sizes"]
-    for size in given.sizes.split(","):
-        members = clients(given.path, size)
-        by_head = {head: measured(members, head, lambda text: print(text, flush=True)) for head in HEADS}
-        gap = difference(members, by_head["factored"][2], by_head["mlp"][2])
-        results[size] = {
-            "channels": SIZES[size][0], "hidden": SIZES[size][1], "difference": gap, "load": os.getloadavg()[0],
-            **{head: {"tuning": tuning, "runs": runs} for head, (tuning, runs, _) in by_head.items()},
-        }  # fmt: skip
-        lines.append(row(size, "mlp", by_head["mlp"][1]))
-        shown = f"{gap['value']:+.1f} ({gap['low']:+.1f} to {gap['high']:+.1f})"
-        lines.append(row(size, "factored", by_head["factored"][1], shown))
-        print("\n".join(lines[-2:]), flush=True)
-        if given.out:
-            head = {"clients": CLIENTS, "train": TRAIN, "val": VAL, "test": TEST, "rounds": ROUNDS}
-            Path(given.out).write_text(json.dumps({**head, "sizes": results}, indent=1) + "\n")
-    print("\n| networks | head | lr | accuracy | factored less mlp | MB each way | s |\n" + "|---" * 7 + "|")
+    if Path(options.out).exists():
+        results = json.loads(Path(options.out).read_text())["federations"]
+    for federation in options.federations.split(","):
+        members = digits() if federation == "digits" else clients(options.path, federation)
+        by_head = {head: tune_and_run(members, head, lambda text: print(text, flush=True)) for head in HEADS}
+        results[federation] = {}
+        for head, (rates, runs, outputs) in by_head.items():
+            gap = None if head == "mlp" else difference(members, outputs, by_head["mlp"][2])
+            results[federation][head] = {"validation": rates, "runs": runs, "difference": gap}
+            lines.append(row(federation, head, runs, gap))
+            print(lines[-1], flush=True)
+        settings = {"clients": CLIENTS, "train": TRAIN, "val": VAL, "test": TEST, "rounds": ROUNDS}
+        Path(options.out).write_text(json.dumps({**settings, "federations": results}, indent=1) + "\n")
+    print("\n| federation | head | lr | accuracy | less the paper's | MB each way | s |\n" + "|---" * 7 + "|")
     print("\n".join(lines))
 
 
