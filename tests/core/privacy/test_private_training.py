@@ -269,14 +269,3 @@ def test_a_survival_loss_is_refused():
     client = pf.Client("a", lambda: nn.Linear(3, 1), (x[:8], y[:8]), (x[8:], y[8:]), task="survival")
     with pytest.raises(UserError, match="privacy needs a loss that is a mean over examples"):
         pf.federate([client], pf.algorithms.FedAvg(privacy=Privacy(target_epsilon=3.0)), rounds=1, workers=0)
-
-
-def test_a_real_site_refuses_it_since_the_server_knows_the_seed():
-    from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
-    from polyfed.deploy.site.admission import RefusalError, build_allowed_algorithm
-
-    head = {"algorithm": {"name": "fedavg", "privacy": {"target_epsilon": 3.0}}}
-    with pytest.raises(RefusalError, match="the server knows the seed of their noise"):
-        build_allowed_algorithm(
-            head, methods=None, secure_only=False, allow_disclosure=True, protection=ReplyProtection()
-        )

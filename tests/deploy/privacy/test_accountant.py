@@ -203,9 +203,9 @@ def test_a_damaged_count_beside_the_book_opens_nothing(tmp_path, content):
 
 def test_a_site_that_dies_between_book_and_count_goes_on(tmp_path, monkeypatch):
     """The book is written first: what is counted has been entered."""
-    from polyfed.deploy.privacy import accountant
+    from polyfed.deploy.privacy import ledger
 
-    book, write, written = tmp_path / "privacy.json", accountant.write_file_atomically, []
+    book, write, written = tmp_path / "privacy.json", ledger.write_file_atomically, []
 
     def dies(path, content):
         if written and path.name == "privacy-count.json":
@@ -215,7 +215,7 @@ def test_a_site_that_dies_between_book_and_count_goes_on(tmp_path, monkeypatch):
 
     record_message_and_get_epsilon(book, "data", NOISY)
     written.append("a message")
-    monkeypatch.setattr(accountant, "write_file_atomically", dies)
+    monkeypatch.setattr(ledger, "write_file_atomically", dies)
     with pytest.raises(OSError, match="killed"):
         record_message_and_get_epsilon(book, "data", NOISY)
     monkeypatch.undo()

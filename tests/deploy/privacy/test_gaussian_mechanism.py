@@ -231,7 +231,7 @@ def test_what_is_sent_lies_on_a_grid_that_does_not_depend_on_the_data():
         ({"noise_multiplier": -1.0}, "noise-multiplier must be at least 0"),
         ({"noise_multiplier": 1.0}, "needs clip-norm"),
         ({"delta": 1.0}, "delta must be between 0 and 1"),
-        ({"max_epsilon": 1.0}, "max-epsilon must be positive, and needs noise-multiplier"),
+        ({"max_epsilon": 0.0}, "max-epsilon must be positive, got 0.0"),
     ],
 )
 def test_protection_that_protects_nothing_is_refused(words, sentence):

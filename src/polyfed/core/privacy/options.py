@@ -57,6 +57,9 @@ class Privacy:
                 raise UserError(f"privacy: {name} must be a positive number, got {value!r}")
         if not (_is_number(self.delta) and 0 < self.delta < 1):
             raise UserError(f"privacy: delta must be above 0 and below 1, got {self.delta!r}")
+        for name in ("run_epochs", "run_steps"):
+            if type(value := getattr(self, name)) is not int or value < 0:
+                raise UserError(f"privacy: {name} must be a whole number from 0, got {value!r}")
         if self.unit not in ("example", "group"):
             raise UserError(f"privacy: unit must be 'example' or 'group', got {self.unit!r}")
 

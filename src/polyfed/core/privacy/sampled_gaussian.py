@@ -47,11 +47,15 @@ def epsilon_of_steps(sampling_rate: float, noise_multiplier: float, steps: int, 
     >>> round(epsilon_of_steps(0.01, 1.0, 1000, 1e-5), 2)
     2.11
     """
-    if not steps:
-        return 0.0
+    return epsilon_of_divergences(steps * renyi_divergences(sampling_rate, noise_multiplier), delta) if steps else 0.0
+
+
+def epsilon_of_divergences(divergences: NDArray[np.float64], delta: float) -> float:
+    """Returns ε of (ε, δ)-differential privacy for a Rényi divergence at each order of `_ORDERS` (Canonne, Kamath and
+    Steinke 2020, proposition 12).
+    """
     orders = np.asarray(_ORDERS, float)
-    divergence = steps * renyi_divergences(sampling_rate, noise_multiplier)
-    candidates = divergence + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
+    candidates = divergences + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
     return max(0.0, float(candidates.min()))
 
 

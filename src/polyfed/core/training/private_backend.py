@@ -17,6 +17,7 @@ from polyfed.core.privacy.private_gradients import (
     sum_clipped_gradients_of_examples,
     sum_clipped_gradients_of_groups,
 )
+from polyfed.core.privacy.randomness import PrivateRandomness, PrivateSteps, SeededRandomness, begin_private_training
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.task import Loss, Task
 from polyfed.core.training.backends import OneNetworkBackend
@@ -59,6 +60,7 @@ class PrivateBackend(OneNetworkBackend):
         self._noise_multiplier = options.privacy.noise_for(self._rate)
         self._expected_units, self._units = self._rate * units, units
         self._generator = torch_generator(derive_seed(seed, "private training"))
+        self._randomness: PrivateRandomness = SeededRandomness(self._generator)
         self._rows_of_units = None if options.privacy.unit == "example" else _rows_by_group(examples)
         self._drawn: list[Tensor] = []
         self._computes_at_once = True
@@ -70,8 +72,11 @@ class PrivateBackend(OneNetworkBackend):
 
     def iter_minibatches(self, optimizer: Optimizer) -> Iterator[Sequence[Sequence[Minibatch]]]:
         """Yields a Poisson sample of the units for each step; of an empty sample one example, whose gradient is not used."""
-        for _ in range(self._options.steps_of_fit(self._units)):
-            chosen = (torch.rand(self._units, generator=self._generator) < self._rate).nonzero().flatten()
+        number_of_steps = self._options.steps_of_fit(self._units)
+        steps = PrivateSteps(self._privacy.unit, self._rate, self._noise_multiplier, number_of_steps)
+        self._randomness = begin_private_training(steps, self._generator)
+        for _ in range(number_of_steps):
+            chosen = self._randomness.draw_sample(self._units, self._rate)
             self._drawn = [unit.unsqueeze(0) for unit in chosen] if self._rows_of_units is None else [
                 self._rows_of_units[int(unit)] for unit in chosen
             ]  # fmt: skip
@@ -89,8 +94,7 @@ class PrivateBackend(OneNetworkBackend):
         sums = self._sum_clipped_gradients(batch, criterion) if self._drawn else [torch.zeros_like(p) for p in trained]
         scale = self._noise_multiplier * self._privacy.max_grad_norm
         for parameter, total in zip(trained, sums, strict=True):
-            noise = torch.randn(parameter.shape, generator=self._generator).to(parameter)
-            parameter.grad = (total + scale * noise) / self._expected_units
+            parameter.grad = self._randomness.add_noise(total, scale) / self._expected_units
         if penalty is not None:
             torch.autograd.backward(penalty())
         return torch.zeros((), device=self.device)

@@ -81,6 +81,12 @@ def check_node_config(component: str, node_config: Mapping[str, Any]) -> Finding
         yield problem_finding(
             component, "node-config: with noise-multiplier no numbers may leave the site; take disclose out"
         )
+    if node_config.get("max-epsilon") and not node_config.get("noise-multiplier"):
+        yield note_finding(
+            component,
+            "node-config: max-epsilon without noise-multiplier is the budget of each example or patient; this site takes "
+            "part in runs with algorithm.privacy only",
+        )
     if not has_problem:
         yield ok_finding(component, f"node-config of {node_config['client-id']!r} can be read")
 

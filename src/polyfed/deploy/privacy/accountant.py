@@ -9,29 +9,20 @@ can give less. Discretised privacy loss distributions, as in dp-accounting, appr
 (`tests/deploy/privacy/test_accountant.py`), but need minutes and gigabytes where z is small.
 """
 
-import json
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypedDict
 
 from scipy.special import log_ndtr
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import MAX_ROUNDS_BYTES, read_file, write_file_atomically
-from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
+from polyfed.deploy.privacy.ledger import Ledger, read_ledger, write_ledger
 
 _LOG = logging.getLogger("polyfed.site")
 _BISECTION_STEPS = 200  # more than float64 can tell apart
-
-
-class _LedgerContent(TypedDict):
-    """Describes the JSON in the ledger: for each data set, the number of messages sent with each noise multiplier."""
-
-    version: Literal[1]
-    data_sets: dict[str, dict[str, int]]
 
 
 def compute_epsilon(message_count_by_noise_multiplier: Mapping[float, int], delta: float) -> float:
@@ -73,7 +64,7 @@ def _log_delta(epsilon: float, mu: float) -> float:
     return first + math.log(-math.expm1(second - first)) if second < first else -math.inf
 
 
-def record_message_and_get_epsilon(ledger: Path, data_set: str, protection: ReplyProtection) -> float:
+def record_message_and_get_epsilon(file: Path, data_set: str, protection: ReplyProtection) -> float:
     """Records in a site's privacy ledger (a JSON file) that one message is about to be sent, and returns the ε of all
     recorded messages; raises an error if the message would exceed the budget.
 
@@ -82,7 +73,7 @@ def record_message_and_get_epsilon(ledger: Path, data_set: str, protection: Repl
     before it looks at the data, and must be the ledger's only writer.
 
     Args:
-        ledger: a JSON file, created with the first message.
+        file: a JSON file, created with the first message.
         data_set: the owner's name of the data set.
         protection: the clipping and noise of the message. Without noise it is recorded too, and ε becomes infinite.
 
@@ -92,130 +83,54 @@ def record_message_and_get_epsilon(ledger: Path, data_set: str, protection: Repl
     Raises:
         UserError: the message would exceed `max_epsilon` (it is not recorded then), or the ledger is lost or damaged.
     """
-    messages_by_data_set, messages_by_multiplier, total_epsilon = _count_one_more_message(ledger, data_set, protection)
-    if data_set not in messages_by_data_set and protection.noise_multiplier:
-        other_data_sets = ", ".join(map(repr, sorted(messages_by_data_set))) or "none"
+    ledger, total_epsilon = _count_one_more_message(file, data_set, protection)
+    if sum(ledger.messages[data_set].values()) == 1 and protection.noise_multiplier:
+        other_data_sets = ", ".join(map(repr, sorted(ledger.messages.keys() - {data_set}))) or "none"
         _LOG.warning("the budget of the data set %r begins (others of this site: %s)", data_set, other_data_sets)
-    content = {
-        name: {str(z): number for z, number in entries.items()}
-        for name, entries in {**messages_by_data_set, data_set: messages_by_multiplier}.items()
-    }
-    write_file_atomically(ledger, json.dumps({"version": 1, "data_sets": content}).encode())
-    message_counts = {
-        name: sum(entries.values())
-        for name, entries in {**messages_by_data_set, data_set: messages_by_multiplier}.items()
-    }
-    write_file_atomically(
-        _count_file(ledger), json.dumps(message_counts).encode()
-    )  # written last, so that the ledger is never behind its count
+    write_ledger(file, ledger)
     return total_epsilon
 
 
-def read_spent_epsilon(ledger: Path, data_set: str, protection: ReplyProtection) -> float:
+def read_spent_epsilon(file: Path, data_set: str, protection: ReplyProtection) -> float:
     """Returns the ε that all messages recorded in a site's privacy ledger have spent for one data set, at the δ in
     `protection`.
 
     Raises:
         UserError: the ledger is lost or damaged.
     """
-    return compute_epsilon(_read_ledger(ledger).get(data_set, {}), protection.delta)
+    return _epsilon_of_data_set(read_ledger(file), data_set, protection.delta)
 
 
-def check_budget_for_next_message(ledger: Path, data_set: str, protection: ReplyProtection) -> None:
+def check_budget_for_next_message(file: Path, data_set: str, protection: ReplyProtection) -> None:
     """Raises an error if one more message would exceed the site's privacy budget (largest ε); does not record a
     message.
 
     Raises:
         UserError: as `record_message_and_get_epsilon`.
     """
-    _count_one_more_message(ledger, data_set, protection)
+    _count_one_more_message(file, data_set, protection)
 
 
-def _count_one_more_message(
-    ledger: Path, data_set: str, protection: ReplyProtection
-) -> tuple[dict[str, dict[float, int]], dict[float, int], float]:
-    """Computes what the ledger's counts and ε would be after one more message about a data set, without writing the
-    ledger.
-
-    Returns:
-        The ledger as it is, the message counts of the data set with one more message, and their ε.
+def _count_one_more_message(file: Path, data_set: str, protection: ReplyProtection) -> tuple[Ledger, float]:
+    """Returns the ledger with one more message about a data set, and the ε of its messages, without writing it; raises a
+    `UserError` if they exceed the budget.
     """
-    messages_by_data_set = _read_ledger(ledger)
-    messages_by_multiplier = dict(messages_by_data_set.get(data_set, {}))
-    messages_by_multiplier[protection.noise_multiplier] = messages_by_multiplier.get(protection.noise_multiplier, 0) + 1
-    total_epsilon = compute_epsilon(messages_by_multiplier, protection.delta)
+    ledger = read_ledger(file)
+    messages = dict(ledger.messages.get(data_set, {}))
+    messages[protection.noise_multiplier] = messages.get(protection.noise_multiplier, 0) + 1
+    ledger = replace(ledger, messages={**ledger.messages, data_set: messages})
+    total_epsilon = _epsilon_of_data_set(ledger, data_set, protection.delta)
     if protection.max_epsilon is not None and total_epsilon > protection.max_epsilon:
-        unprotected = (
-            f" ({messages_by_multiplier[0.0]} messages have left without noise)"
-            if 0.0 in messages_by_multiplier
-            else ""
-        )
+        unprotected = f" ({messages[0.0]} messages have left without noise)" if 0.0 in messages else ""
+        if data_set in ledger.private_steps:
+            unprotected = " (runs with privacy have left without noise that hides the whole data set)"
         raise UserError(
             f"epsilon would be {total_epsilon:.3g}{unprotected}, above max-epsilon = {protection.max_epsilon:g} of the "
             f"data set {data_set!r}; nothing more is sent"
         )
-    return messages_by_data_set, messages_by_multiplier, total_epsilon
+    return ledger, total_epsilon
 
 
-def _read_ledger(ledger: Path) -> dict[str, dict[float, int]]:
-    """Reads the ledger: data set -> noise multiplier -> number of messages sent.
-
-    Raises:
-        UserError: `record_message_and_get_epsilon` did not write this ledger, or it is missing although messages were sent.
-    """
-    advice = "put back a copy of it; without one, nobody knows what has been spent, and nothing is sent"
-    if not ledger.exists():
-        if _count_file(ledger).exists() or any(
-            b'"epsilon"' in read_file(file, MAX_ROUNDS_BYTES) for file in ledger.parent.glob("*/metrics.jsonl")
-        ):
-            raise UserError(f"{ledger} is missing, and runs beside it have sent messages; {advice}")
-        return {}
-    try:
-        content = parse_json(read_file(ledger))
-        if wrong := validation_error(content, _LedgerContent):
-            raise ValueError(wrong)
-        pages = {
-            name: dict(_parse_entry(z, number) for z, number in page.items())
-            for name, page in content["data_sets"].items()
-        }
-    except (OSError, ValueError) as error:
-        raise UserError(f"{ledger} is damaged ({error}); {advice}") from error
-    _check_not_older(ledger, pages)
-    return pages
-
-
-def _count_file(ledger: Path) -> Path:
-    """Returns the path of a second file with the number of messages sent about each data set, by which an outdated copy
-    of the ledger is detected.
-    """
-    return ledger.with_name(f"{ledger.stem}-count.json")
-
-
-def _check_not_older(ledger: Path, messages_by_data_set: Mapping[str, Mapping[float, int]]) -> None:
-    """Raises a `UserError` if the ledger counts fewer messages than were sent, so that it must be an outdated copy."""
-    file = _count_file(ledger)
-    if not file.exists():  # of an earlier version, or before the first message
-        return
-    try:
-        message_counts = parse_json(read_file(file))
-        if wrong := validation_error(message_counts, dict[str, int]):
-            raise ValueError(wrong)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{file} is damaged ({error}); it shows whether {ledger.name} is an older copy. Remove it if that ledger is "
-            "the newest"
-        ) from error
-    for data_set, number in message_counts.items():
-        if (recorded := sum(messages_by_data_set.get(data_set, {}).values())) < number:
-            raise UserError(
-                f"{ledger} has {recorded} messages about the data set {data_set!r}, and {number} were sent: it is an "
-                "older copy or was changed. Put back the newest, or add the missing messages by hand; nothing is sent "
-                "until then"
-            )
-
-
-def _parse_entry(multiplier: str, number: int) -> tuple[float, int]:
-    z = float(multiplier)
-    if not 0 <= z < math.inf or number < 1:
-        raise ValueError(f"it has the entry {multiplier!r}: {number!r}")
-    return z, number
+def _epsilon_of_data_set(ledger: Ledger, data_set: str, delta: float) -> float:
+    """Returns ε for the exchange of a whole data set, which training with `privacy` does not hide."""
+    return math.inf if data_set in ledger.private_steps else compute_epsilon(ledger.messages.get(data_set, {}), delta)

@@ -59,7 +59,8 @@ class ReplyProtection:
         noise_multiplier: z, the standard deviation of the noise on each number, in units of C; 0 adds none.
         delta: δ at which the site reports its ε.
         max_epsilon: the privacy budget: the site sends nothing that would raise the total ε of its data set
-            (`Site.data_set`) above it; None sets no limit.
+            (`Site.data_set`) above it; None sets no limit. With noise ε is that of the whole data set; without, that of
+            each example or patient, and the site takes part in runs with `privacy` only.
 
     Raises:
         UserError: a value is outside its range, or there is noise without clipping, which guarantees nothing.
@@ -83,8 +84,18 @@ class ReplyProtection:
             raise UserError(
                 f"clip-norm * noise-multiplier must be finite, got {self.clip_norm!r} * {self.noise_multiplier!r}"
             )
-        if self.max_epsilon is not None and not (self.noise_multiplier and 0 < self.max_epsilon < float("inf")):
-            raise UserError(f"max-epsilon must be positive, and needs noise-multiplier, got {self.max_epsilon!r}")
+        if self.max_epsilon is not None and not 0 < self.max_epsilon < float("inf"):
+            raise UserError(f"max-epsilon must be positive, got {self.max_epsilon!r}")
+
+    @property
+    def protects_units(self) -> bool:
+        """Returns True if the budget is that of each example or patient, which only training with `privacy` keeps."""
+        return self.max_epsilon is not None and not self.noise_multiplier
+
+    @property
+    def keeps_guarantee(self) -> bool:
+        """Returns True if the site sends nothing that noise does not cover: its own, or that of training with `privacy`."""
+        return bool(self.noise_multiplier) or self.protects_units
 
 
 def noise_incompatibility_error(algorithm: Algorithm[Any, Any], secure_sums: bool) -> str | None:
@@ -198,9 +209,7 @@ def clip_and_add_noise(
                 continue
             change = changes[key] * scale
             if generator is not None:
-                grid = 2.0 ** (math.floor(math.log2(deviation)) - _GRID_BITS)
-                noise = torch.from_numpy(generator.draw_standard_normal(change.numel())).reshape(change.shape)
-                change = ((change + deviation * noise) / grid).round() * grid
+                change = generator.add_to(change, deviation)
             sent_tensors[name] = (_received_or_zeros(received.get(key), tensor).double() + change).to(tensor.dtype)
     return Message(arrays, reply.scalars)
 
@@ -250,6 +259,13 @@ class GaussianNoise:
     def draw_uniform_uint64(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         """Returns the next `count` random 64-bit integers of the stream, uniformly distributed; shape (count,)."""
         return np.frombuffer(self._stream.update(bytes(8 * count)), dtype="<u8").astype(np.uint64)
+
+    def add_to(self, values: Tensor, deviation: float) -> Tensor:
+        """Returns `values` (float64, on the CPU) plus noise of this standard deviation, rounded to a grid of about 2⁻²⁴
+        deviations."""
+        grid = 2.0 ** (math.floor(math.log2(deviation)) - _GRID_BITS)
+        noise = torch.from_numpy(self.draw_standard_normal(values.numel())).reshape(values.shape)
+        return ((values + deviation * noise) / grid).round() * grid
 
     def draw_standard_normal(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Returns `count` independent draws from the normal distribution N(0, 1); shape (count,).

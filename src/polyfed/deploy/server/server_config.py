@@ -19,8 +19,10 @@ from polyfed.core.io.trusted_code import execute_file_and_get_function, is_code_
 from polyfed.core.io.validation import parse_yaml
 from polyfed.core.messages.lora import architecture_key_without_averaged_lora_ranks
 from polyfed.core.nn.module_cache import cached_module
+from polyfed.core.training.config import LocalTraining
 from polyfed.deploy.server.server import Deployment, DeploymentServer
 from polyfed.deploy.server.update_bound import bound_updates
+from polyfed.simulation.checks.private_training import check_privacy_covers_method
 from polyfed.simulation.checks.robustness import check_robust_rule
 from polyfed.simulation.rounds.secure_aggregation import check_secure_support, effective_disclosures
 from polyfed.simulation.settings import Settings
@@ -67,6 +69,9 @@ def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
             "sites; it is for simulations alone, so leave it out"
         )
     method_fields = {key.partition(".")[2]: value for key, value in options.items() if key.startswith("algorithm.")}
+    privacy_words = [key for key in method_fields if key.startswith("privacy.")]
+    if privacy_options := {key.partition(".")[2]: _parse_field_value(method_fields.pop(key)) for key in privacy_words}:
+        method_fields["privacy"] = privacy_options
     choices = [*field_by_option, *setting_options, "algorithm.name"]
     if unknown := [key for key in options if key not in choices and not key.startswith("algorithm.")]:
         raise UserError(f"the configuration has no {unknown[0]!r}; {did_you_mean(unknown[0], choices)}")
@@ -160,6 +165,9 @@ def _check_and_build_server(
     if settings.secure:
         check_secure_support(algorithm, parties)
     check_robust_rule(algorithm, parties)
+    if isinstance(algorithm, LocalTraining) and algorithm.privacy is not None:
+        check_privacy_covers_method(algorithm, deployment.sites)
+        algorithm = algorithm.with_privacy_of_run(settings.rounds)
     if settings.secure and not parties // 2 < (deployment.secure_threshold or parties) <= parties:
         raise UserError(
             f"secure-threshold must be above half of the {parties} sites of a round, and at most {parties}, got "

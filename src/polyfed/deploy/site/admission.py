@@ -64,10 +64,16 @@ def build_allowed_algorithm(
             f"{name} discloses {' and '.join(disclosures)} to the server, which this site does not allow "
             "(allow-disclosure)"
         )
-    if getattr(algorithm, "privacy", None) is not None:
+    trains_with_privacy = getattr(algorithm, "privacy", None) is not None
+    if trains_with_privacy and protection.noise_multiplier:
         raise RefusalError(
-            "differentially private gradients (privacy) are for simulations: the server knows the seed of their noise; give "
-            "this site noise-multiplier and max-epsilon instead"
+            "this site has noise-multiplier, which hides its whole data set and so each example; run without privacy, or "
+            "the site takes noise-multiplier out"
+        )
+    if protection.protects_units and not trains_with_privacy and name != MOMENTS_NAME:
+        raise RefusalError(
+            "this site has max-epsilon for each example or patient, and takes part with privacy only; set "
+            "algorithm.privacy.target_epsilon"
         )
     if protection.noise_multiplier and (incompatibility := noise_incompatibility_error(algorithm, secure)):
         raise RefusalError(f"this site adds noise, and {incompatibility}")

@@ -23,6 +23,7 @@ from polyfed.deploy.privacy.accountant import (
 )
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, clip_and_add_noise
 from polyfed.deploy.protocol.wire import first_non_finite_tensor
+from polyfed.deploy.site.private_training import PrivateTrainingGuard, private_training_options
 from polyfed.simulation.rounds.secure_aggregation import effective_disclosures, encode_reply_in_fixed_point
 
 if TYPE_CHECKING:
@@ -34,6 +35,20 @@ _NON_METRICS = frozenset(
 _NON_NUMERIC = frozenset({"seconds", "columns", "look", "errors"})
 _MAX_ERROR_LENGTH = 4000  # characters of an exception's text; a longer one could exceed the limit of the header
 _LOG = logging.getLogger("polyfed.site")
+
+
+def check_disclose_suits_protection(disclose: frozenset[str], protection: ReplyProtection) -> None:
+    """Raises a `UserError` if the owner lets numbers or texts out that the owner's noise, or privacy, does not cover."""
+    if protection.noise_multiplier and disclose:
+        raise UserError(
+            f"noise-multiplier protects tensors only, and disclose={','.join(sorted(disclose))!r} lets numbers out "
+            "beside them; leave disclose empty"
+        )
+    if protection.protects_units and (uncovered := disclose & {"look", "errors", "seconds"}):
+        raise UserError(
+            f"max-epsilon limits what can be learnt of an example, and disclose={','.join(sorted(uncovered))!r} lets out "
+            "what no noise covers; take it out of disclose"
+        )
 
 
 @final
@@ -53,9 +68,14 @@ class DisclosureGuard:
     protection: ReplyProtection
     disclose: frozenset[str]
 
+    @property
+    def of_units(self) -> PrivateTrainingGuard:
+        """Returns what keeps the budget of each example or patient in runs with `privacy`."""
+        return PrivateTrainingGuard(self.ledger, self.data_set, self.protection)
+
     def check_budget_for_next_message(self) -> None:
         """Raises a `UserError` if one more message would exceed the owner's privacy budget; does not record a message."""
-        if self.protection.max_epsilon is not None:
+        if self.protection.max_epsilon is not None and not self.protection.protects_units:
             check_budget_for_next_message(self.ledger, self.data_set, self.protection)
 
     def record_message_and_get_cost(self, *, already_recorded: bool = False) -> dict[str, float | None]:
@@ -98,13 +118,16 @@ class DisclosureGuard:
         kind = str(error).partition(":")[0] if isinstance(error, str) else type(error).__name__
         return f"{kind if kind.isidentifier() else 'an error'} (its text is in the log of the site)"
 
-    def reply_depends_on_data(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> bool:
-        """Returns True if the answer to a task may contain anything that depends on the site's data.
+    def must_record_reply(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> bool:
+        """Returns True if the answer to a task may contain anything that depends on the site's data and that is not
+        recorded where training begins, as the steps of training with `privacy` are.
 
         Args:
             head: header of the task.
             algorithm: the method.
         """
+        if private_training_options(algorithm) is not None:
+            return False
         secure = bool(head.get("secure"))
         if head["phase"] == "local":
             if secure:

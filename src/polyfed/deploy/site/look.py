@@ -36,7 +36,7 @@ def build_look_if_owner_allows(
             "a look shows the server names, counts, means and histograms of the columns of its data, which this site does "
             "not allow (disclose=look)"
         )
-    if protection.noise_multiplier or protection.clip_norm is not None:
+    if protection.noise_multiplier or protection.clip_norm is not None or protection.protects_units:
         raise RefusalError("a look would leave it without its noise and clipping")
     if fields.get("by_site") is not (not secure):
         raise RefusalError("counts of few rows leave it in secure sums alone")

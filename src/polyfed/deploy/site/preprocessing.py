@@ -75,6 +75,11 @@ def check_table_sums_allowed(client: Client, protection: ReplyProtection, *, sec
             "its table asks for preprocess='federated', whose sums would leave it without its noise and "
             "clipping; preprocess='site' sends none"
         )
+    if protection.protects_units:
+        raise RefusalError(
+            "its table asks for preprocess='federated', whose sums have no noise, and its max-epsilon is of each example or "
+            "patient; preprocess='site' sends none"
+        )
     if not secure_sums and columns_with_few_values(client):
         raise RefusalError(
             f"a column of its table has values in fewer than {MIN_ROWS} training rows, which their sum would nearly "

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from polyfed.core.algorithm import Algorithm, Client, Message
-from polyfed.core.errors import UserError
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.errors import RefusalError
@@ -27,7 +26,7 @@ from polyfed.deploy.site.admission import (
     call_client_factory,
     check_client_and_get_architecture,
 )
-from polyfed.deploy.site.disclosure_guard import DisclosureGuard
+from polyfed.deploy.site.disclosure_guard import DisclosureGuard, check_disclose_suits_protection
 from polyfed.deploy.site.look import LOOK, answer_look
 from polyfed.deploy.site.preprocessing import (
     apply_common_preprocessing,
@@ -43,6 +42,7 @@ from polyfed.deploy.site.private_state import (
     write_private_state_and_delete_older,
     write_task_results,
 )
+from polyfed.deploy.site.private_training import PrivateTask, private_training_options
 from polyfed.deploy.site.request_log import FAILURE_TEXT, MAX_REFUSALS, RequestLog, TaskRequest, hash_task_inputs
 from polyfed.deploy.site.site_task import SiteTask, StartedTask, check_phase, parse_site_task, resolve_requested_metrics
 from polyfed.simulation.checks.fingerprints import data_fingerprint
@@ -101,11 +101,7 @@ class Site:
     secure_threshold: int | None = None
 
     def __post_init__(self) -> None:
-        if self.protection.noise_multiplier and self.disclose:
-            raise UserError(
-                f"noise-multiplier protects tensors only, and disclose={','.join(sorted(self.disclose))!r} lets numbers out "
-                "beside them; leave disclose empty"
-            )
+        check_disclose_suits_protection(self.disclose, self.protection)
 
     def answer_envelope(self, envelope: Envelope) -> Envelope:
         """Executes the request in a server's message and returns the reply; after an error, logs it and returns a reply
@@ -131,6 +127,7 @@ class Site:
                 )
                 return Envelope({"client": self.name, "run": envelope.head["run"], **head_fields}, body)
             self._disclosure_guard.check_budget_for_next_message()  # before anything reads the data
+            self._disclosure_guard.of_units.check_budget_is_left(algorithm)
             if envelope.head["kind"] == "introduce":
                 return self._answer_introduction(envelope.head, algorithm)
             if envelope.head["kind"] == "prepare":
@@ -191,7 +188,7 @@ class Site:
 
     def _hides_replies(self, head: Mapping[str, Any]) -> bool:
         """Returns whether replies are masked or noisy, so that a refusal must not reveal more than they do."""
-        return bool(head.get("secure") or self.protection.noise_multiplier)
+        return bool(head.get("secure") or self.protection.noise_multiplier or head["algorithm"].get("privacy"))
 
     def _answer_introduction(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> Envelope:
         """Answers a run's first message: describes the client, or refuses if it does not suit the method.
@@ -202,7 +199,7 @@ class Site:
         request = TaskRequest("introduce", hash_task_inputs(head, Message()), MAX_REFUSALS)
         requests.check_allowed_and_find_in_ledger(request, same_inputs_only=self._hides_replies(head))
         reveals_count = "num_examples" in self.disclose | (set() if head.get("secure") else algorithm.scalars_needed)
-        if reveals_count:
+        if reveals_count and private_training_options(algorithm) is None:
             self._disclosure_guard.record_message_and_get_cost()
         if self._hides_replies(head):
             requests.record_start(request, in_ledger=False)
@@ -230,11 +227,12 @@ class Site:
             client = apply_common_preprocessing(client, folder)
         table |= build_table_hashes_for_header(
             client, algorithm.requires, head["run"], with_names=self._sends_column_names,
-            adds_noise=bool(self.protection.noise_multiplier), method_discloses=algorithm.discloses,
+            adds_noise=self.protection.keeps_guarantee, method_discloses=algorithm.discloses,
         )  # fmt: skip
         architecture = check_client_and_get_architecture(
             client, algorithm, head, clips_updates=self.protection.clip_norm is not None
         )
+        self._disclosure_guard.of_units.check_run_if_new(client, algorithm, folder)
         check_or_record_client_identity(folder, client.id, data_fingerprint([client]))
         return Envelope(build_introduction_fields(client, algorithm, architecture, reveals_example_count=reveals_count))
 
@@ -296,7 +294,7 @@ class Site:
         request = TaskRequest(f"{site_task.task.phase} {site_task.task.round}", inputs_hash, max_refusals)
         requests = RequestLog(folder)
         in_ledger = requests.check_allowed_and_find_in_ledger(request, same_inputs_only=secure)
-        discloses = self._disclosure_guard.reply_depends_on_data(head, algorithm)
+        discloses = self._disclosure_guard.must_record_reply(head, algorithm)
         cost = self._disclosure_guard.record_message_and_get_cost(already_recorded=in_ledger) if discloses else {}
         if hides_reply:
             requests.record_start(request, in_ledger=discloses and site_task.task.phase == "local")
@@ -310,7 +308,7 @@ class Site:
         """Executes one task and returns the reply; counts and reports an error that may depend on the data."""
         try:
             return self._run_task(started, algorithm, client, engine)
-        except OSError:  # a fault of the site's disk, which reveals nothing about its data
+        except (OSError, RefusalError):  # a fault of the site's disk, or a spent budget, which reveal no data
             raise
         except Exception as error:  # any other error may depend on the data
             if not self._hides_replies(started.site_task.head):
@@ -325,8 +323,9 @@ class Site:
         """Executes one task and returns the reply, after the client's new private state is stored on disk."""
         site_task, head, task = started.site_task, started.site_task.head, started.site_task.task
         folder = self._run_folder(head)
+        private_task = PrivateTask(self._disclosure_guard.of_units, algorithm, site_task, folder)
         with exclusive_single_torch_thread_with_grad():
-            result = next(engine.run([task]))
+            result = private_task.run(engine)
         answer = site_task.answer_head()
         answer["seconds"] = result.seconds if "seconds" in self.disclose else 0.0
         answer["metrics"] = {name: value for name, value in result.metrics.items() if name in self.disclose}
@@ -337,7 +336,7 @@ class Site:
             return self._failure_envelope(started, result.failure.reason, answer)
         record: dict[str, Any] = {
             "round": task.round, "phase": task.phase, "seconds": round(result.seconds, 4), **result.metrics,
-            "bytes_down": site_task.nbytes,
+            "bytes_down": site_task.nbytes, **private_task.describe_cost(),
         }  # fmt: skip
         body = Message()
         if task.phase == "local":

@@ -28,19 +28,9 @@ def with_privacy_if_possible(
     """
     if not isinstance(algorithm, LocalTraining) or algorithm.privacy is None:
         return algorithm
-    name = type(algorithm).__name__
-    if not algorithm.private_fits:
-        able = [n for n, method in REGISTRY.items() if getattr(method, "private_fits", ())]
-        raise UserError(
-            f"{name}: privacy is not known to cover all that this method computes from training examples; methods that it "
-            f"covers: {', '.join(able)}"
-        )
-    options_for: Callable[[str], LocalTraining] = getattr(
-        algorithm, "options_for", lambda client: algorithm
-    )  # of `Local`
+    check_privacy_covers_method(algorithm, [client.id for client in clients])
     for client in clients:
-        _check_client(client, algorithm)
-        _check_options(options_for(client.id))
+        check_privacy_suits_client(client, algorithm)
     private = algorithm.with_privacy_of_run(rounds)
     for client in clients:
         epsilon_spent(private, client, 1.0)  # raises an error if no noise gives the ε
@@ -51,6 +41,23 @@ def with_privacy_if_possible(
             stacklevel=2,
         )
     return private
+
+
+def check_privacy_covers_method(algorithm: LocalTraining, client_ids: Iterable[str]) -> None:
+    """Raises a `UserError` if a method, or an option that it has for one of the clients, computes more from training
+    examples than noise on gradients covers.
+    """
+    if not algorithm.private_fits:
+        able = [n for n, method in REGISTRY.items() if getattr(method, "private_fits", ())]
+        raise UserError(
+            f"{type(algorithm).__name__}: privacy is not known to cover all that this method computes from training "
+            f"examples; methods that it covers: {', '.join(able)}"
+        )
+    options_for: Callable[[str], LocalTraining] = getattr(
+        algorithm, "options_for", lambda client: algorithm
+    )  # of `Local`
+    for client_id in client_ids:
+        _check_options(options_for(client_id))
 
 
 def epsilon_spent(algorithm: LocalTraining, client: Client, share_of_run: float) -> float:
@@ -64,7 +71,8 @@ def describe_epsilon(algorithm: Algorithm[Any, Any], clients: Iterable[Client], 
     """Returns `{"epsilon": {client: ε}}` after a share of the run, for a round's record; empty without privacy."""
     if not isinstance(algorithm, LocalTraining) or algorithm.privacy is None:
         return {}
-    return {"epsilon": {client.id: round(epsilon_spent(algorithm, client, share_of_run), 4) for client in clients}}
+    spent = {client.id: round(epsilon_spent(algorithm, client, share_of_run), 4) for client in clients}
+    return {"epsilon": spent} if spent else {}  # between real sites the server does not know it
 
 
 def _check_options(options: LocalTraining) -> None:
@@ -77,7 +85,8 @@ def _check_options(options: LocalTraining) -> None:
             )
 
 
-def _check_client(client: Client, algorithm: LocalTraining) -> None:
+def check_privacy_suits_client(client: Client, algorithm: LocalTraining) -> None:
+    """Raises a `UserError` if a client's task, examples or network do not allow private training."""
     assert algorithm.privacy is not None
     if not has_elementwise_loss(client.task):
         raise UserError(
