@@ -12,6 +12,7 @@ from polyfed.algorithms.alignment.fedhenn_homo import FedHeNNHomo
 from polyfed.algorithms.distillation.fd import FD
 from polyfed.algorithms.distillation.fedavg_kd import FedAvgKD
 from polyfed.algorithms.distillation.feddf import FedDF
+from polyfed.algorithms.distillation.fedgen import FedGen
 from polyfed.algorithms.distillation.fedkd import FedKD
 from polyfed.algorithms.distillation.fedmd import FedMD
 from polyfed.algorithms.distillation.fml import FML
@@ -57,6 +58,7 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
     "fd": FD,
     "fedavg_kd": FedAvgKD,
     "feddf": FedDF,
+    "fedgen": FedGen,
     "fedkd": FedKD,
     "fedmd": FedMD,
     "fml": FML,
@@ -145,6 +147,7 @@ __all__ = [
     "FedDyn",
     "FedFomo",
     "FedGH",
+    "FedGen",
     "FedHeNN",
     "FedHeNNHomo",
     "FedKD",

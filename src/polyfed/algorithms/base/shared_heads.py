@@ -131,13 +131,22 @@ class AveragedHeadMethod(HeadFromServerMethod, Averaging, ABC):
         only, and the new private state.
         """
         model = self.personal_model(message, client_state, client, seed)
-        fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
+        penalty = self.build_penalty(model, message, client, seed)
+        fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed, penalty=penalty)
         state_after = self._split_body_and_head(
             copy_trained_weights_and_buffers(model), self._head_tensor_names(client)
         )
         return Message(
             {"head": clone_tensors(state_after["head"])}, reply_scalars(client, fit_result.loss)
         ), state_after
+
+    def build_penalty(
+        self, model: nn.Module, message: Message, client: Client, seed: int
+    ) -> Callable[[], Tensor] | None:
+        """Returns a function without arguments that computes a further term of the loss at every step; None if the
+        method has no such term, as in the base.
+        """
+        return None
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """Returns the client's network with the received head, or with its stored head if none was received; raises a
