@@ -18,10 +18,12 @@ import math
 import multiprocessing
 import os
 import re
+import sqlite3
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -39,6 +41,7 @@ from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage import checkpoint
 from polyfed.simulation.storage.directory import RunDirectory
+from polyfed.simulation.storage.state_store import STORE_FILE
 
 CLIENTS = (10, 100, 1_000, 10_000)
 COHORT, ROUNDS = 10, 4  # clients and rounds of "ten"; the first round is not counted
@@ -234,16 +237,27 @@ def one_run(label, number, sample, folder, start, tell):
         ended = time.perf_counter()
     (saved,) = Path(folder, "checkpoint").glob("round-*")
     sizes = {file.name: file.stat().st_size for file in saved.iterdir()}
+    parts = bytes_by_part(Path(folder, "checkpoint", STORE_FILE))
     return {
         **watch.found(),
         "seconds_setup": middle([watch.times[0] - began]),
         "seconds_checkpoint": middle([ended - watch.times[-1]]),
-        "bytes_server_state": sizes["server.safetensors"],
-        "bytes_private_states": sum(size for name, size in sizes.items() if name.startswith("client-")),
-        "bytes_checkpoint": sum(sizes.values()),
+        "bytes_server_state": sizes["server.safetensors"] + sum(size for part, size in parts.items() if part),
+        "bytes_private_states": parts.get("", 0),
+        "bytes_checkpoint": sum(sizes.values()) + sum(parts.values()),
         "rss_before": baseline,
         "rss_with_checkpoint": peak_bytes(),
     }
+
+
+def bytes_by_part(store):
+    """Bytes of the states in the store: the private ones under "", and those of each group of the server's state."""
+    query = (
+        "SELECT part, sum(length(data)) FROM states JOIN pieces ON id >= first AND id < first + pieces "
+        "WHERE until IS NULL GROUP BY part"
+    )
+    with closing(sqlite3.connect(store)) as connection:
+        return dict(connection.execute(query))
 
 
 def in_child(*what):

@@ -159,9 +159,7 @@ def test_a_run_that_ended_before_its_first_record_can_go_on_from_its_checkpoint(
     """The record of round 1 is written after the exchange of round 2, its checkpoint before."""
     assert "--resume" not in _unfinished_run_message(tmp_path, tmp_path / "run-1", [], 3, 1)
     directory = RunDirectory.create(tmp_path / "run-1")
-    save_checkpoint_and_remove_older(
-        directory.checkpoint_folder, Checkpoint(1, {"model": {"w": torch.ones(2)}}, {}), (), 0
-    )
+    save_checkpoint_and_remove_older(directory.checkpoint_folder, Checkpoint(1, {"model": {"w": torch.ones(2)}}, {}), 0)
     directory.close()
     told = _unfinished_run_message(tmp_path, tmp_path / "run-1", [], 3, 1)
     assert told.endswith(f"polyfed flower run {tmp_path} --resume {tmp_path}/run-1`")

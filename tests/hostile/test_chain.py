@@ -16,8 +16,10 @@ from polyfed.comparison.storage.comparison_directory import load_history_if_fini
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.simulation.storage.directory import describe_changed_files_of_run, read_config, read_manifest
+from polyfed.simulation.storage.state_store import STORE_FILE
 from polyfed.testing import assert_runs_equal, small_clients
 from tests.few_cases import few
+from tests.stored_states import change_rows, damage_states
 
 OPTIONS = {"rounds": 4, "workers": 0}
 
@@ -187,7 +189,7 @@ def test_a_run_that_goes_on_binds_as_one_that_was_not_stopped(tmp_path):
     assert_runs_equal(pf.resume(out, clients=small_clients()), whole)
     assert describe_changed_files_of_run(out) == describe_changed_files_of_run(tmp_path / "whole") == []
     for folder in (out, tmp_path / "whole"):
-        for checkpoint in (folder / "checkpoint").iterdir():
+        for checkpoint in (folder / "checkpoint").glob("round-*"):
             bound = json.loads((checkpoint / "complete.json").read_text())["bound"]
             assert set(bound) == {"config", "data", "metrics"}
             assert all(len(value) >= 16 for value in bound.values())
@@ -204,21 +206,16 @@ def _stop_after(last):
     return playing
 
 
-def copied(source):
-    """A client's file of another checkpoint or of another client, in place of its own."""
-
-    def put(file):
-        file.write_bytes((file.parent / source).read_bytes())
-
-    return put
-
-
+PIECE = "id = (SELECT first FROM states WHERE client = CAST('client-1' AS BLOB) AND round = 3)"
+OTHER = (
+    "(SELECT data FROM pieces WHERE id = (SELECT first FROM states WHERE client = CAST('{}' AS BLOB) AND round = {}))"
+)
 DAMAGE = {
-    "a byte": lambda file: file.write_bytes(file.read_bytes()[:-9] + b"?" + file.read_bytes()[-8:]),
-    "cut": lambda file: file.write_bytes(file.read_bytes()[:-9]),
-    "missing": lambda file: file.unlink(),
-    "an older round's": copied("../round-000001/client-client-1.safetensors"),
-    "another client's": copied("client-client-0.safetensors"),
+    "a byte": f"UPDATE pieces SET data = CAST(substr(data, 1, length(data) - 9) || '?12345678' AS BLOB) WHERE {PIECE}",
+    "cut": f"UPDATE pieces SET data = substr(data, 1, length(data) - 9) WHERE {PIECE}",
+    "missing": f"DELETE FROM pieces WHERE {PIECE}",
+    "an older round's": f"UPDATE pieces SET data = {OTHER.format('client-1', 2)} WHERE {PIECE}",
+    "another client's": f"UPDATE pieces SET data = {OTHER.format('client-0', 3)} WHERE {PIECE}",
 }
 
 
@@ -226,14 +223,16 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_private_state_is_named_and_the_run_goes_on_from_before_or_not_at_all(tmp_path, damage):
     whole = play(tmp_path / "run", Local(lr=0.1), rounds=3, keep=1)
-    DAMAGE[damage](tmp_path / "run" / "checkpoint" / "round-000003" / "client-client-1.safetensors")
+    store = tmp_path / "run" / "checkpoint" / STORE_FILE
+    before = change_rows(store, f"SELECT data FROM pieces WHERE {PIECE}")
+    change_rows(store, DAMAGE[damage])
+    assert change_rows(store, f"SELECT data FROM pieces WHERE {PIECE}") != before
     with pytest.warns(
-        RuntimeWarning, match=r"round-000003 is damaged .*client-1.safetensors.*the one before it is used"
+        RuntimeWarning, match=r"round-000003 is damaged .*'client-1' does not match.*the one before it is used"
     ):
         assert_runs_equal(pf.resume(tmp_path / "run", clients=small_clients()), whole)
-    for folder in (tmp_path / "run" / "checkpoint").iterdir():
-        (folder / "client-client-1.safetensors").write_bytes(b"x")
-    with pytest.raises(pf.UserError, match=r"client-1.safetensors does not match its checksum.*Put a copy of what was"):
+    damage_states(store, "client-1")
+    with pytest.raises(pf.UserError, match=r"'client-1' does not match its checksum.*Put a copy of what was"):
         pf.resume(tmp_path / "run", clients=small_clients())
 
 

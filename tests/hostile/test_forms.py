@@ -2,8 +2,10 @@
 tensor. And what the methods themselves keep is never refused."""
 
 import copy
+import hashlib
 import json
 import warnings
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from polyfed.algorithms import REGISTRY, FedAvg, Local
 from polyfed.algorithms.partial_sharing.body_and_head import BodyAndHeadMethod
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.seeds import torch_generator
+from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.simulation.rounds.state_validation import StateValidator
 from polyfed.simulation.storage import checkpoint as checkpoints
 from polyfed.simulation.storage.checkpoint import Checkpoint
@@ -107,8 +110,8 @@ def tensors(value, way=()):
     """The way to each tensor."""
     if isinstance(value, torch.Tensor):
         yield way
-    elif isinstance(value, dict | list):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+    elif isinstance(value, Mapping | list):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from tensors(item, (*way, key))
 
 
@@ -207,9 +210,10 @@ def test_a_state_of_another_kind_is_refused():
 def save(out, state, own, number):
     """Writes a checkpoint in place of another, with checksums that fit."""
     bound = json.loads((out / "checkpoint" / f"round-{number:06d}" / "complete.json").read_text())["bound"]
-    keep = [int(p.name.removeprefix("round-")) for p in (out / "checkpoint").iterdir()]
+    keep = [int(p.name.removeprefix("round-")) for p in (out / "checkpoint").glob("round-*")]
+    before = max((kept for kept in keep if kept < number), default=0)
     checkpoints.save_checkpoint_and_remove_older(
-        out / "checkpoint", Checkpoint(number, state, own), set(own), 0, keep, bound
+        out / "checkpoint", Checkpoint(number, state, own), before, keep, bound
     )
 
 
@@ -234,13 +238,13 @@ def test_a_forged_checkpoint_on_the_disk_is_not_taken(tmp_path):
 def test_the_state_of_the_best_round_is_compared_too(tmp_path):
     out = tmp_path / "run"
     pf.federate(small_clients(), FedAvg(lr=0.1), rounds=4, workers=0, out=out, keep=1)
-    good = checkpoints.load_round_checkpoint(out / "checkpoint", 1)
-    save(
-        out,
-        {"model": {n: t / 0 if t.is_floating_point() else t for n, t in good.state["model"].items()}},
-        good.client_states,
-        1,
-    )
+    file, sums = (out / "checkpoint" / "round-000001" / name for name in ("server.safetensors", "complete.json"))
+    server = deserialize_state(file.read_bytes())
+    server["state"]["model"] = {n: t / 0 if t.is_floating_point() else t for n, t in server["state"]["model"].items()}
+    file.write_bytes(serialize_state(server))
+    content = json.loads(sums.read_text())
+    content["files"][file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    sums.write_text(json.dumps(content))
     with pytest.raises(pf.UserError, match=r"round 1 in .*: the server's state: tensor 'model/body.0.weight' has NaN"):
         pf.resume(out, clients=small_clients())
 

@@ -250,7 +250,7 @@ def test_resume_needs_the_same_clients(tmp_path):
 
 def test_checkpoints_every_few_rounds(tmp_path):
     pf.federate(small_clients(), FedAvg(), rounds=5, workers=0, out=tmp_path / "run", checkpoint_every=2)
-    names = sorted(p.name for p in (tmp_path / "run" / "checkpoint").iterdir())
+    names = sorted(p.name for p in (tmp_path / "run" / "checkpoint").glob("round-*"))
     assert names == ["round-000004", "round-000005"]
 
 

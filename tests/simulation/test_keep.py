@@ -12,7 +12,9 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, FedRep, Local, PFedHN, PFedLA, PFedMe
 from polyfed.cli.main import main
 from polyfed.core.examples.examples import Examples, Normalise
+from polyfed.core.messages.contiguous import path_of_first_difference
 from polyfed.simulation.storage import predictions
+from polyfed.simulation.storage.checkpoint import load_newest_checkpoint, load_round_checkpoint
 from polyfed.simulation.storage.directory import read_config
 from polyfed.testing import assert_runs_equal, small_clients
 from tests.stopped import Stop
@@ -67,7 +69,7 @@ def test_the_best_round_survives_a_stop(tmp_path, every):
         run = pf.resume(out, clients=small_clients())
         assert_runs_equal(whole, run)
         assert run.kept_checkpoint.round == best
-        names = {folder.name for folder in (out / "checkpoint").iterdir()}
+        names = {folder.name for folder in (out / "checkpoint").glob("round-*")}
         assert {f"round-{best:06d}", "round-000006"} <= names
         assert len(names) <= 4
         assert_runs_equal(whole, pf.resume(out, clients=small_clients()))
@@ -92,7 +94,7 @@ def test_without_the_checkpoint_of_the_best_round_the_run_goes_back(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         wild(tmp_path / "run", progress=Stop(4))
     checkpoints = tmp_path / "run" / "checkpoint"
-    assert sorted(folder.name[-1] for folder in checkpoints.iterdir()) == ["1", "3", "4"]
+    assert sorted(folder.name[-1] for folder in checkpoints.glob("round-*")) == ["1", "3", "4"]
     shutil.copytree(tmp_path / "run", tmp_path / "both")
     (checkpoints / "round-000004" / "server.safetensors").write_bytes(b"damaged")
     with pytest.warns(RuntimeWarning, match="is damaged"):
@@ -107,15 +109,19 @@ def test_without_the_checkpoint_of_the_best_round_the_run_goes_back(tmp_path):
     assert_runs_equal(whole, pf.resume(tmp_path / "both", clients=small_clients()))
 
 
-def test_no_checkpoint_shares_a_file_with_that_of_the_best_round(tmp_path):
-    """Two clients of three take part, and a client that does not keeps its state: its file could be linked."""
+def test_the_checkpoint_of_the_best_round_keeps_its_states(tmp_path):
+    """Two clients of three take part, and those that train after the best round get other states."""
     run = pf.federate(small_clients(), Local(lr=2.0), out=tmp_path / "run", clients_per_round=2, **WILD)
-    folders = sorted((tmp_path / "run" / "checkpoint").iterdir())
+    folder = tmp_path / "run" / "checkpoint"
     assert run.best_round < 5
-    assert len(folders) == 3
-    for name in ("client-client-0.safetensors", "client-client-2.safetensors"):
-        nodes = {(folder / name).stat().st_ino for folder in folders if (folder / name).exists()}
-        assert len(nodes) == sum((folder / name).exists() for folder in folders)
+    assert len(list(folder.glob("round-*"))) == 3
+    short = pf.federate(
+        small_clients(), Local(lr=2.0), clients_per_round=2, **{**WILD, "keep": "last", "rounds": run.best_round}
+    )
+    best, newest = load_round_checkpoint(folder, run.best_round), load_newest_checkpoint(folder)[0]
+    assert path_of_first_difference(dict(best.client_states), dict(short.last.client_states)) is None
+    assert path_of_first_difference(dict(newest.client_states), dict(run.last.client_states)) is None
+    assert path_of_first_difference(dict(best.client_states), dict(newest.client_states)) is not None
 
 
 def test_keep_is_checked():

@@ -133,7 +133,7 @@ RECORD = {
 
 
 def test_an_unfinished_record_comes_back_as_it_was(tmp_path):
-    checkpoints.save_checkpoint_and_remove_older(tmp_path, Checkpoint(2, {"w": torch.ones(2)}, {}, RECORD), set(), 1)
+    checkpoints.save_checkpoint_and_remove_older(tmp_path, Checkpoint(2, {"w": torch.ones(2)}, {}, RECORD), 1)
     found, _ = checkpoints.load_newest_checkpoint(tmp_path, last_metrics_round=1)
     assert found.unevaluated_record == RECORD
     assert found.last_recorded_round == 1
@@ -153,9 +153,9 @@ def test_an_unfinished_record_comes_back_as_it_was(tmp_path):
     ids=str,
 )
 def test_a_record_that_none_is_is_named_and_the_checkpoint_before_is_used(tmp_path, wrong, sentence):
-    checkpoints.save_checkpoint_and_remove_older(tmp_path, Checkpoint(1, {}, {}), set(), 0)
+    checkpoints.save_checkpoint_and_remove_older(tmp_path, Checkpoint(1, {}, {}), 0)
     checkpoints.save_checkpoint_and_remove_older(
-        tmp_path, Checkpoint(2, {}, {}, {"round": 2} if wrong is None else {**RECORD, **wrong}), set(), 1
+        tmp_path, Checkpoint(2, {}, {}, {"round": 2} if wrong is None else {**RECORD, **wrong}), 1
     )
     found, (note,) = checkpoints.load_newest_checkpoint(tmp_path)
     assert found.round == 1
@@ -164,9 +164,9 @@ def test_a_record_that_none_is_is_named_and_the_checkpoint_before_is_used(tmp_pa
 
 @pytest.mark.parametrize("text", ["", "[", "7", '{"round": NaN}'])
 def test_so_is_one_that_is_no_json(tmp_path, monkeypatch, text):
-    checkpoints.save_checkpoint_and_remove_older(tmp_path, Checkpoint(1, {}, {}), set(), 0)
+    checkpoints.save_checkpoint_and_remove_older(tmp_path, Checkpoint(1, {}, {}), 0)
     monkeypatch.setattr(json, "dumps", lambda value, **_: text if value is RECORD else json.JSONEncoder().encode(value))
-    checkpoints.save_checkpoint_and_remove_older(tmp_path, Checkpoint(2, {}, {}, RECORD), set(), 1)
+    checkpoints.save_checkpoint_and_remove_older(tmp_path, Checkpoint(2, {}, {}, RECORD), 1)
     found, (note,) = checkpoints.load_newest_checkpoint(tmp_path)
     assert found.round == 1
     assert "round-000002 is damaged" in note

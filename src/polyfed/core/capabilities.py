@@ -134,6 +134,19 @@ class AddsServerTensors(ABC):
         """
 
 
+class KeepsServerStateByClient(ABC):
+    """Has groups in its server state with an entry for each client, which a run stores one by one, so that a round reads
+    and writes the entries of its own clients.
+
+    `aggregate` must give back such a group as `server_state[group] | {client: new entry}`, which reads no other entry.
+    """
+
+    @property
+    @abstractmethod
+    def groups_by_client(self) -> frozenset[str]:
+        """Returns the names of the groups that map client ids to tensors or nested dicts of them."""
+
+
 class ResolvesAutoFields(ABC):
     """Chooses values for the fields that the user left open (such as "auto"), by looking at the clients before the
     first round.

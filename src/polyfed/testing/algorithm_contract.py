@@ -35,7 +35,6 @@ from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.testing.disclosure_audit import (
     NETWORK_FACTS,
     collect_facts_declared_as_revealed,
@@ -265,7 +264,7 @@ class AlgorithmContract(ABC):
         federation = self._federation(algorithm)
         with exclusive_single_torch_thread_with_grad():
             server_state = algorithm.server_init(federation.server_context())
-            start = Checkpoint(0, server_state, {})
+            start = replace(federation.initial_checkpoint(), state=server_state)
             tasks = [
                 federation.build_task(
                     "local", i, 1, algorithm.dispatch(server_state, federation.client_info(i, 1)), start

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.reply_sum import PlainReplySum, ReplySum
 from polyfed.algorithms.base.robust_sum import build_robust_sum, robust_error
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.capabilities import KeepsServerStateByClient
 from polyfed.core.errors import UserError
 from polyfed.core.messages.lora import AdapterMode, factorise_mean_adapters
 from polyfed.core.nn.buffers import (
@@ -258,7 +259,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlobalModelMethod(Averaging, ABC):
+class GlobalModelMethod(KeepsServerStateByClient, Averaging, ABC):
     """Trains one global model by averaging the clients' models; this model is the result for all clients.
     `averaged_over` chooses the clients whose models are averaged for the result:
 
@@ -274,7 +275,7 @@ class GlobalModelMethod(Averaging, ABC):
     learns n_i with a reply. (In the paper's 200 rounds of a tenth of the clients everybody has been drawn.) If all clients
     replied in the last round, θ_all is θ(t), bit for bit.
 
-    "all" costs the server memory and checkpoints of N models instead of one, since to exchange a client's part of the sum
+    "all" costs the server N models instead of one, on disk if the run has a directory, since to exchange a client's part of the sum
     it needs the part before: so it holds each client's latest weights by themselves, and `aggregates_by_sum` is false.
     """
 
@@ -288,6 +289,12 @@ class GlobalModelMethod(Averaging, ABC):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
+    @property
+    def groups_by_client(self) -> frozenset[str]:
+        """Returns the groups of the server state that have an entry for each client; none if `averaged_over` is
+        "cohort"."""
+        return frozenset() if self.aggregates_by_sum else frozenset({"latest", "examples"})
+
     def server_init(self, server: ServerContext) -> ServerState:
         """Returns the server state before round 1: the initial global model θ(0) and, if `averaged_over` is "all", an
         empty store for every client's latest model."""
@@ -298,12 +305,15 @@ class GlobalModelMethod(Averaging, ABC):
     ) -> ServerState:
         """Stores the models and numbers of examples of the clients that replied, in place of their earlier ones, and
         returns the new server state."""
-        latest = {**server_state["latest"], **{i: dict(reply.tensors["model"]) for i, reply in replies.items()}}
+        models = {i: dict(reply.tensors["model"]) for i, reply in replies.items()}
         num_examples = (
             {i: float(reply.scalars["num_examples"]) for i, reply in replies.items()} if self.weighted else {}
         )
-        examples = {**server_state["examples"], **num_examples}
-        return {**server_state, "latest": _sorted_by_id(latest), "examples": _sorted_by_id(examples)}
+        return {
+            **server_state,
+            "latest": server_state["latest"] | models,
+            "examples": server_state["examples"] | num_examples,
+        }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """Returns the message to one client: the model that `build_message_to_client` chooses, and the learning rate of
@@ -368,10 +378,6 @@ def interpolate(start: Tensor, end: Tensor, share_of_end: float) -> Tensor:
 def _with_cohort_model(message: Message) -> Message:
     """Returns the message with the last cohort's mean in place of the result."""
     return Message({"model": message.tensors["cohort"]}, message.scalars)
-
-
-def _sorted_by_id(by_client: Mapping[str, Any]) -> dict[str, Any]:
-    return {client: by_client[client] for client in sorted(by_client)}
 
 
 def build_reply_and_client_state(

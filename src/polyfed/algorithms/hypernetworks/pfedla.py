@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.capabilities import AddsServerTensors
+from polyfed.core.capabilities import AddsServerTensors, KeepsServerStateByClient
 from polyfed.core.errors import UserError
 from polyfed.core.machine.memory_limit import check_fits_in_memory
 from polyfed.core.machine.threads import map_in_threads
@@ -57,7 +57,9 @@ _BLOCK = 2**26  # floats of the personalised models that are computed at one tim
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerAggregationMethod(AddsServerTensors, LocalTraining, Algorithm[ServerState, ClientState], ABC):
+class LayerAggregationMethod(
+    AddsServerTensors, KeepsServerStateByClient, LocalTraining, Algorithm[ServerState, ClientState], ABC
+):
     """Implements what pFedLA and HeurpFedLA share: the server computes for each client a weighted mean of all clients'
     models, with separate weights for each layer.
 
@@ -111,6 +113,11 @@ class LayerAggregationMethod(AddsServerTensors, LocalTraining, Algorithm[ServerS
         """Returns the server state before round 1: the initial models, hypernetworks and embeddings of all clients
         (algorithms 1 and 2, line 1)."""
         return init_server_state(server, self, self._num_retained_layers)
+
+    @property
+    def groups_by_client(self) -> frozenset[str]:
+        """Returns the groups of the server state that have an entry for each client: its model and its hypernetwork."""
+        return frozenset({"models", "hypernetworks"})
 
     def later_server_tensors(self, server_state: ServerState) -> StateDict:
         """Returns a hypernetwork of the form that each client's has once it has replied."""
@@ -352,7 +359,7 @@ def update_models_and_hypernetworks(
     weights are trained.
     """
     if options.weights == "similarity":
-        return {**server_state, "models": {**server_state["models"], **replies}}
+        return {**server_state, "models": server_state["models"] | replies}
     clients = sorted(replies)
     rows, alpha = client_positions(server_state, clients), compute_aggregation_weights(server_state, clients, options)
     weights_used = set_own_weight_in_retained_layers(alpha, rows, retained_layer_mask(alpha, rows, k))
@@ -369,8 +376,8 @@ def update_models_and_hypernetworks(
             update_group, hypernetwork_batch_slices(len(clients), _hypernetwork_sizes(server_state, options))
         )
     )
-    by_client = {**server_state["hypernetworks"], **dict(zip(clients, new_hypernetworks, strict=True))}
-    return {**server_state, "models": {**server_state["models"], **replies}, "hypernetworks": by_client}
+    by_client = server_state["hypernetworks"] | dict(zip(clients, new_hypernetworks, strict=True))
+    return {**server_state, "models": server_state["models"] | replies, "hypernetworks": by_client}
 
 
 def analyse_aggregation_weights(

@@ -12,6 +12,7 @@ from torch import Tensor
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.algorithms.base.regularizers import ProximalTerm
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.capabilities import KeepsServerStateByClient
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, tensors_to_send
 from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers, initial_state
@@ -26,7 +27,7 @@ ClientState = dict[str, Any]
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientState]):
+class FedAMP(KeepsServerStateByClient, PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientState]):
     """Trains a personal model for each client, pulled towards a mixture of all clients' models in which similar models
     weigh more.
 
@@ -77,6 +78,11 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
 
     # -- server ---------------------------------------------------------------------------------------------------
 
+    @property
+    def groups_by_client(self) -> frozenset[str]:
+        """Returns the group of the server state that has an entry for each client: its newest model."""
+        return frozenset({"models"})
+
     def server_init(self, server: ServerContext) -> ServerState:
         """Returns the server state before round 1: the common initial weights, and an empty entry for each client's
         model.
@@ -124,7 +130,7 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
     ) -> ServerState:
         """Stores the newest model of each client that replied, without averaging, and returns the new server state."""
         new_models = {i: dict(reply.tensors["model"]) for i, reply in replies.items()}
-        return {**server_state, "models": {i: new_models.get(i, model) for i, model in server_state["models"].items()}}
+        return {**server_state, "models": server_state["models"] | new_models}
 
     # -- client ---------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.capabilities import KeepsServerStateByClient
 from polyfed.core.evaluation.evaluate import evaluate
 from polyfed.core.examples.examples import Examples
 from polyfed.core.method_card import MethodCard
@@ -36,7 +37,7 @@ _MODEL_PREFIX = "model/"  # prefix of a sent model's group, followed by its owne
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
+class FedFomo(KeepsServerStateByClient, LocalTraining, Algorithm[ServerState, ClientState]):
     """Lets each client mix its model with those models of other clients that do better on the client's held-out
     examples, and then train the mixture.
 
@@ -99,6 +100,11 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
+    @property
+    def groups_by_client(self) -> frozenset[str]:
+        """Returns the groups of the server state that have an entry for each client: its model, and its requests."""
+        return frozenset({"models", "requests"})
+
     def server_init(self, server: ServerContext) -> ServerState:
         """Returns the server state before round 1, which holds no client's model or request for models yet.
 
@@ -137,15 +143,16 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         """Stores the newest model of each client that replied, and its request for other models, without averaging;
         returns the new server state.
         """
-        models, requests = dict(server_state["models"]), dict(server_state["requests"])
-        for client, reply in sorted(replies.items()):
-            models[client] = reply.tensors["model"]
-            if "request" in reply.tensors:
-                requests[client] = reply.tensors["request"]["clients"]
+        models = {client: reply.tensors["model"] for client, reply in sorted(replies.items())}
+        requests = {
+            client: reply.tensors["request"]["clients"]
+            for client, reply in sorted(replies.items())
+            if "request" in reply.tensors
+        }
         return {
             "model": server_state["model"],
-            "models": models,
-            "requests": {i: requests[i] for i in sorted(requests)},
+            "models": server_state["models"] | models,
+            "requests": server_state["requests"] | requests,
         }
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:

@@ -66,10 +66,9 @@ class CheckpointSaver(Callback):
         # The checkpoint of the round that was the best until now is needed if this one gets damaged.
         kept_rounds = (*_rounds_of(run.best), *self._kept_rounds)
         save_checkpoint_and_remove_older(
-            directory.checkpoint_folder, state, run.changed_clients, self._saved_round, kept_rounds, binding
+            directory.checkpoint_folder, state, self._saved_round, kept_rounds, binding, directory.state_store
         )
         self._saved_round, self._kept_rounds = state.round, _rounds_of(run.best)
-        run.changed_clients.clear()
 
     def on_end(self) -> None:
         """Writes the clients' personal models and their predictions to the run directory, as they were after the round

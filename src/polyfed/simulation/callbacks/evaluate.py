@@ -28,7 +28,7 @@ class RoundEvaluator(Callback):
             run.finish_round(after, None)
             return
         if run.overlaps_evaluation:
-            run.set_newest_state(after)
+            run.checkpoint = after
             if round_number < run.last_round:
                 return
         run.finish_round(after, evaluate_clients(run.federation, after, run.engine, run.progress))

@@ -14,6 +14,7 @@ from polyfed.core.algorithm import Algorithm, Message, ServerContext
 from polyfed.core.errors import RoundError
 from polyfed.core.state_dict import iter_tensors, state_dict_spec
 from polyfed.simulation.rounds.secure_aggregation import SecureSum, uses_default_mean
+from polyfed.simulation.storage.client_states import with_changes_only
 
 
 @final
@@ -183,8 +184,8 @@ def _find_incompatible_replies(replies: Mapping[str, Message]) -> dict[str, str]
 def _nonfinite_error(after: Any, before: Any) -> str | None:
     """Returns an error message if a tensor that the round has changed has NaN or infinite values; None if all are
     finite."""
-    unchanged_ids = {id(tensor) for tensor in iter_tensors(before)}
-    for tensor in iter_tensors(after):
+    unchanged_ids = {id(tensor) for tensor in iter_tensors(with_changes_only(before))}
+    for tensor in iter_tensors(with_changes_only(after)):
         if id(tensor) not in unchanged_ids and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             return "the server's state is not finite"
     return None

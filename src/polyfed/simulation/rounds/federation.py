@@ -14,10 +14,10 @@ from polyfed.core.evaluation.metrics import default_metric_names, resolve_metric
 from polyfed.core.examples.examples import Examples
 from polyfed.core.messages import lora
 from polyfed.core.messages.compressors import Compressor, parse_compressor
-from polyfed.core.messages.contiguous import as_contiguous, contiguous_message, message_error
+from polyfed.core.messages.contiguous import contiguous_message, message_error
 from polyfed.core.messages.message_compression import BroadcastCompressor, decompress_message
 from polyfed.core.seeds import derive_seed, numpy_generator
-from polyfed.core.serialization import check_scalars_finite, check_serializable
+from polyfed.core.serialization import check_scalars_finite
 from polyfed.core.state_dict import iter_tensors, name_of_first_exceeding, name_of_first_nonfinite, spec_mismatch
 from polyfed.core.task import Task
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase
@@ -26,6 +26,7 @@ from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.evaluation_sample import has_other_clients_each_round, sample_evaluated_clients
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.client_states import ClientStates, check_and_wrap_server_state
 
 _MOST_EXAMPLES = 10**12
 
@@ -109,8 +110,8 @@ class Federation:
         """
         context = self.server_context()
         state = lora.scale_initial_server_adapters(self.algorithm, self.algorithm.server_init(context), context.model)
-        check_serializable(state, f"{registry_name(self.algorithm)}: the server's state")
-        return Checkpoint(0, as_contiguous(state), {})
+        name = f"{registry_name(self.algorithm)}: the server's state"
+        return Checkpoint(0, check_and_wrap_server_state(state, self.algorithm, name), ClientStates())
 
     def server_context(self) -> ServerContext:
         """Returns what the server knows before the first round, limited to what the method requires."""

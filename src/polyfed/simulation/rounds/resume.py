@@ -54,7 +54,7 @@ def rewind_to_newest_checkpoint(directory: RunDirectory, federation: Federation)
                 raise UserError(describe_state_error(wrong, directory.checkpoint_folder, federation, state.round))
 
     start, notes = checkpoints.load_newest_checkpoint(
-        directory.checkpoint_folder, directory.last_complete_round(), check, expected
+        directory.checkpoint_folder, directory.last_complete_round(), check, expected, directory.state_store
     )
     if start is None and notes:
         raise UserError(
@@ -63,7 +63,9 @@ def rewind_to_newest_checkpoint(directory: RunDirectory, federation: Federation)
             f"{directory.checkpoint_folder}: then the run starts again from round 1"
         )
     history = directory.truncate_metrics_after(0 if start is None else start.last_recorded_round)
-    checkpoints.remove_newer_checkpoints(directory.checkpoint_folder, 0 if start is None else start.round)
+    checkpoints.remove_newer_checkpoints(
+        directory.checkpoint_folder, 0 if start is None else start.round, directory.state_store
+    )
     for note in notes:
         warnings.warn(f"{note}; the one before it is used", RuntimeWarning, stacklevel=3)
     return RewoundRun(start, history)
@@ -94,4 +96,6 @@ def load_kept_checkpoint(
     kept_round = keep if isinstance(keep, int) else federation.best_round(history)
     if kept_round is None or kept_round >= latest.round:
         return latest if kept_round == latest.round else None
-    return checkpoints.load_round_checkpoint(directory.checkpoint_folder, kept_round, expected_binding_of_round)
+    return checkpoints.load_round_checkpoint(
+        directory.checkpoint_folder, kept_round, expected_binding_of_round, directory.state_store
+    )

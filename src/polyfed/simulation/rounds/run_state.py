@@ -32,7 +32,6 @@ class RunState:
         last_round: the run ends after this round: that of the settings, or an earlier one if a callback stops the run.
         stopped_by: the class of the callback that stopped the run; None if none did.
         best: unless `keep="last"`, the state after the round that is kept; None until there is one.
-        changed_clients: the clients whose private state has changed since the last checkpoint on disk.
     """
 
     federation: Federation
@@ -45,7 +44,6 @@ class RunState:
     callbacks: Sequence[Callback] = ()
     stopped_by: str | None = None
     best: Checkpoint | None = None
-    changed_clients: set[str] = field(default_factory=set)
     aggregated: Checkpoint = field(init=False)
     current_round: int = field(init=False)
     last_round: int = field(init=False)
@@ -71,12 +69,6 @@ class RunState:
         """
         return self.engine.overlaps_evaluation and self.settings.keep == "last"
 
-    def set_newest_state(self, after: Checkpoint) -> None:
-        """Sets `after` as the newest state that can be saved, and records which clients' private state has changed."""
-        before = self.checkpoint.client_states
-        self.changed_clients |= {i for i, state in after.client_states.items() if state is not before.get(i)}
-        self.checkpoint = after
-
     def finish_round(self, after: Checkpoint, evaluation_results: PhaseResults | None) -> None:
         """Completes the record of a round, writes it to `metrics.jsonl`, and calls `on_round` of the callbacks.
 
@@ -97,7 +89,7 @@ class RunState:
         if self.directory is not None:
             self.directory.append_record(record)
         self.history.append(record)
-        self.set_newest_state(replace(after, unevaluated_record=None))
+        self.checkpoint = replace(after, unevaluated_record=None)
         for callback in self.callbacks:
             callback.on_round(record)
 

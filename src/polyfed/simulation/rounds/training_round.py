@@ -18,9 +18,7 @@ from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, RoundError
 from polyfed.core.evaluation.evaluate import summarise_clients
-from polyfed.core.messages.contiguous import as_contiguous
 from polyfed.core.messages.lora import adapter_averaging_mode
-from polyfed.core.serialization import check_serializable
 from polyfed.simulation.checks.private_training import describe_epsilon
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase, TaskResult
 from polyfed.simulation.monitoring.progress import Progress
@@ -35,6 +33,7 @@ from polyfed.simulation.rounds.evaluation_sample import describe_evaluation_samp
 from polyfed.simulation.rounds.federation import Federation, mean_train_loss
 from polyfed.simulation.rounds.secure_aggregation import encode_reply_in_fixed_point, find_secure_reply_error
 from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.client_states import check_and_wrap_server_state
 from polyfed.simulation.storage.directory import RunDirectory
 from polyfed.simulation.storage.model_signature import write_model_with_signature
 from polyfed.simulation.storage.predictions import OutputsByClient
@@ -277,8 +276,7 @@ def train_and_aggregate_round(
     if len(reply_ids) < settings.min_replies:
         raise RoundError(f"round {number} has {len(reply_ids)} replies that can be aggregated, min_replies is "
                          f"{settings.min_replies} ({next(iter(dropped.values()), '')})")  # fmt: skip
-    check_serializable(state, f"{registry_name(algorithm)}: the server's state")
-    state = as_contiguous(state)
+    state = check_and_wrap_server_state(state, algorithm, f"{registry_name(algorithm)}: the server's state")
     seconds_server = training.seconds_dispatch + aggregator.seconds + clock() - aggregating
     record = {
         "round": number,
@@ -293,7 +291,7 @@ def train_and_aggregate_round(
         **({"robust": dict(aggregator.robust_report)} if aggregator.robust_report else {}),
         "score": federation.metrics[0].name,
     }
-    states = {**previous.client_states, **{i: result.client_state for i, result in training.results.items()}}
+    states = previous.client_states | {i: result.client_state for i, result in training.results.items()}
     return Checkpoint(number, state, states, record)
 
 

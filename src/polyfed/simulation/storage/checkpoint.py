@@ -1,17 +1,20 @@
 """Writes and reads checkpoints, which stay usable even if the process is killed (`kill -9`) at any moment.
 
-A checkpoint is a folder `round-000012` with the server's state, one file for each client whose private state has
-tensors, and `complete.json` with the SHA-256 of each file. It is written under another name, synced and renamed, so
-that a folder of that name is complete. Later damage is found by the hashes, and the checkpoint before it is used. The
-last two are kept, and those of the best round if the run keeps it; they share no file, so that one bad block on the
-disk does not damage two.
+A checkpoint is a folder `round-000012` with the server's state and `complete.json`, which has the SHA-256 of that file,
+and the number and the sum of the hashes of the clients' states. These are rows of `states.sqlite`, next to the folders,
+which all checkpoints share. First the rows that changed are written, then the folder, under another name; it is synced and
+renamed, so that a folder of that name is complete. Later damage is found by the hashes, and the checkpoint before it is
+used. The last two are kept, and those of the best round if the run keeps it. They share the rows of clients that did not
+take part between them: damage to such a row makes all of them unusable.
+
+The first versions wrote a file for each client into the folder. Such checkpoints are read as well.
 """
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict, final
@@ -25,15 +28,23 @@ from polyfed.core.io.atomic_files import (
 )
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.serialization import deserialize_state, serialize_state
-from polyfed.core.state_dict import PyTree, iter_tensors
+from polyfed.core.state_dict import PyTree
+from polyfed.simulation.storage.client_states import (
+    ClientStates,
+    groups_by_client,
+    load_states,
+    without_groups,
+    write_states,
+)
 from polyfed.simulation.storage.integrity import (
     COMPLETE_FILE,
     Binding,
     checkpoint_mismatch_error,
-    hash_file,
     read_checkpoint_hashes,
 )
 from polyfed.simulation.storage.paths import safe_file_name
+from polyfed.simulation.storage.state_rows import PRIVATE_PART
+from polyfed.simulation.storage.state_store import STORE_FILE, StateStore
 
 _SERVER = "server.safetensors"
 
@@ -43,8 +54,9 @@ class _ServerFile(TypedDict):
 
     round: int
     state: Any
-    client_states: dict[str, Any]
-    files: list[str]
+    groups: NotRequired[list[str]]  # of the state, whose entries are in the store
+    client_states: NotRequired[dict[str, Any]]  # of the first versions: states without tensors
+    files: NotRequired[list[str]]  # of the first versions: clients with a file
     unfinished: NotRequired[str]
 
 
@@ -72,16 +84,19 @@ class Checkpoint:
     Attributes:
         round: the last round.
         state: the server's state.
-        client_states: client id -> private state, for clients that have one. (In a deployment these stay at the sites; a
-            simulation plays all parts.)
+        client_states: client id -> private state, for clients that have one; any mapping is taken. (In a deployment these
+            stay at the sites; a simulation plays all parts.)
         unevaluated_record: the record of `round` if that has not been evaluated yet, since it is evaluated together with
             the training of the next round, as between sites; else None.
     """
 
     round: int
     state: PyTree
-    client_states: Mapping[str, PyTree]
+    client_states: ClientStates
     unevaluated_record: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "client_states", ClientStates.wrap(self.client_states))
 
     def __repr__(self) -> str:
         return f"Checkpoint(round {self.round}, {len(self.client_states)} client states)"
@@ -95,61 +110,52 @@ class Checkpoint:
 def save_checkpoint_and_remove_older(
     folder: Path,
     checkpoint: Checkpoint,
-    changed_clients: Collection[str],
     previous_round: int,
     kept_rounds: Collection[int] = (),
     binding: Binding | None = None,
+    store: StateStore | None = None,
 ) -> None:
     """Writes a checkpoint to `folder`, and removes older ones, except the previous checkpoint and the checkpoints of
     the rounds in `kept_rounds`.
 
     Args:
         folder: of the checkpoints.
-        checkpoint: to write.
-        changed_clients: clients whose private state differs from that in the previous checkpoint.
+        checkpoint: to write. Of its clients' states those are written that changed since the previous checkpoint.
         previous_round: the round of the checkpoint that was last loaded or saved; 0 if there is none. Other checkpoints
             may lie in `folder`, damaged ones too, but are not relied on.
         kept_rounds: rounds whose checkpoints stay.
         binding: what the checkpoint belongs to, see `polyfed.simulation.storage.integrity`.
+        store: the run's store of states; None opens and closes the one in `folder`.
     """
+    if store is None:
+        with closing(StateStore(folder / STORE_FILE)) as own_store:
+            save_checkpoint_and_remove_older(folder, checkpoint, previous_round, kept_rounds, binding, own_store)
+        return
     create_private_folder_if_missing(folder)
-    target, base_folder = _folder_of(folder, checkpoint.round), _folder_of(folder, previous_round)
+    target = _folder_of(folder, checkpoint.round)
     partial = folder / f".partial-{target.name}"
     for stale in folder.glob(".partial-*"):
         shutil.rmtree(stale)
     create_private_folder_if_missing(partial)
-    base_checksums = _read_checksums(base_folder)
-    # A checkpoint that is removed below, usually the one before the previous, may give its files away; others may not.
-    kept_folders = {target, base_folder, *(_folder_of(folder, number) for number in kept_rounds)}
-    expendable = [old for old in _newest_first(folder) if old == target or old not in kept_folders]
-    with_tensors = {
-        i for i, client_state in checkpoint.client_states.items() if any(True for _ in iter_tensors(client_state))
-    }
-    states_without_tensors = {
-        i: client_state for i, client_state in checkpoint.client_states.items() if i not in with_tensors
-    }
-    server = {
-        "round": checkpoint.round,
-        "state": checkpoint.state,
-        "client_states": states_without_tensors,
-        "files": sorted(with_tensors),
-    }
+    rounds_on_disk = [int(name) for old in _newest_first(folder) if (name := old.name[len("round-") :]).isdecimal()]
+    groups = groups_by_client(checkpoint.state)
+    state_hashes = write_states(
+        store, checkpoint.client_states, groups, checkpoint.round, previous_round, rounds_on_disk
+    )
+    server = {"round": checkpoint.round, "state": without_groups(checkpoint.state), "groups": list(groups)}
     if checkpoint.unevaluated_record is not None:
         server["unfinished"] = json.dumps(checkpoint.unevaluated_record, allow_nan=False)
     sums = {_SERVER: _write(partial / _SERVER, serialize_state(server))}
-    for client in sorted(with_tensors):
-        name = _client_file(client)
-        checksum = None if client in changed_clients else base_checksums.get(name)
-        if checksum is not None and any(_link_if_intact(old / name, partial / name, checksum) for old in expendable):
-            sums[name] = checksum
-        else:
-            sums[name] = _write(partial / name, serialize_state(checkpoint.client_states[client]))
-    _write(partial / COMPLETE_FILE, json.dumps({"bound": dict(binding or {}), "files": sums}, indent=1).encode())
+    content = {"bound": dict(binding or {}), "files": sums, "states": state_hashes}
+    _write(partial / COMPLETE_FILE, json.dumps(content, indent=1).encode())
     flush_folder_to_disk(partial)
     if target.exists():
         shutil.rmtree(target)
     partial.rename(target)
     flush_folder_to_disk(folder)
+    for part, states in {PRIVATE_PART: checkpoint.client_states, **groups}.items():
+        states.mark_saved(store, part, checkpoint.round)
+    kept_folders = {_folder_of(folder, number) for number in (checkpoint.round, previous_round, *kept_rounds)}
     for old in list(_newest_first(folder)):
         if old not in kept_folders:
             shutil.rmtree(old)
@@ -170,6 +176,7 @@ def load_newest_checkpoint(
     last_metrics_round: int | None = None,
     check_usable: Callable[[Checkpoint], object] = lambda found: None,
     expected_binding_of_round: Callable[[int], Binding] | None = None,
+    store: StateStore | None = None,
 ) -> NewestCheckpoint:
     """Loads the newest checkpoint that is intact and belongs to the run; returns it with a sentence for each newer one
     that says why it was not used.
@@ -179,11 +186,13 @@ def load_newest_checkpoint(
         last_metrics_round: the last round in the metrics; a later checkpoint is not usable. None needs no metrics.
         check_usable: raises a `UserError` for a checkpoint that is not usable for another reason.
         expected_binding_of_round: returns what a checkpoint after this round must be bound to; None does not check it.
+        store: the run's store of states; None takes the one in `folder`.
     """
     notes: list[str] = []
+    state_store = store or StateStore(folder / STORE_FILE)
     for candidate in _newest_first(folder):
         try:
-            checkpoint = _read_checkpoint(candidate)
+            checkpoint = _read_checkpoint(candidate, state_store)
         except (UserError, OSError, ValueError, KeyError) as error:
             notes.append(f"checkpoint {candidate} is damaged ({error})")
             continue
@@ -208,7 +217,10 @@ def load_newest_checkpoint(
 
 
 def load_round_checkpoint(
-    folder: Path, round_number: int, expected_binding_of_round: Callable[[int], Binding] | None = None
+    folder: Path,
+    round_number: int,
+    expected_binding_of_round: Callable[[int], Binding] | None = None,
+    store: StateStore | None = None,
 ) -> Checkpoint:
     """Loads the checkpoint of one round; raises a `UserError` if it is missing, damaged or from another run.
 
@@ -217,7 +229,7 @@ def load_round_checkpoint(
     """
     round_folder = _folder_of(folder, round_number)
     try:
-        checkpoint = _read_checkpoint(round_folder)
+        checkpoint = _read_checkpoint(round_folder, store or StateStore(folder / STORE_FILE))
     except (UserError, OSError, ValueError, KeyError) as error:
         raise UserError(f"checkpoint {round_folder} is missing or damaged ({error})") from error
     if expected_binding_of_round and (
@@ -232,43 +244,57 @@ def load_round_checkpoint(
     return checkpoint
 
 
-def remove_newer_checkpoints(folder: Path, round_number: int) -> None:
-    """Removes the checkpoints after a round, which are useless once the run resumes from that round."""
+def remove_newer_checkpoints(folder: Path, round_number: int, store: StateStore | None = None) -> None:
+    """Removes the checkpoints after a round, and the states that were written for them, which are useless once the run
+    resumes from that round."""
     for candidate in list(_newest_first(folder)):
         if candidate.name > _folder_of(folder, round_number).name:
             shutil.rmtree(candidate)
+    (store or StateStore(folder / STORE_FILE)).roll_back(round_number)
 
 
 def _folder_of(folder: Path, round_number: int) -> Path:
     return folder / f"round-{round_number:06d}"
 
 
-def _client_file(client: str) -> str:
-    return f"client-{safe_file_name(client)}.safetensors"
-
-
-def _read_checkpoint(folder: Path) -> Checkpoint:
-    """Reads a checkpoint and checks the hashes of its files."""
-    checksums = _read_checksums(folder)
+def _read_checkpoint(folder: Path, store: StateStore) -> Checkpoint:
+    """Reads a checkpoint, and checks the hashes of its files and of the clients' states in the store."""
+    checksums = read_checkpoint_hashes(folder, "files")
     if _SERVER not in checksums:
         raise UserError(f"{COMPLETE_FILE} is missing or not readable")
-    content = {}
-    for name, expected in checksums.items():
-        data = read_file(folder / name, None)
-        if hashlib.sha256(data).hexdigest() != expected:
-            raise UserError(f"{name} does not match its checksum")
-        content[name] = data
-    server = deserialize_state(content[_SERVER])
+    server = deserialize_state(_read_if_intact(folder / _SERVER, checksums[_SERVER]))
     if reason := validation_error(server, _ServerFile, "it"):
         raise UserError(reason)
-    if missing_clients := [client for client in server["files"] if _client_file(client) not in content]:
-        raise UserError(f"the state of client {missing_clients[0]!r} is missing")
-    if _folder_of(folder.parent, server["round"]) != folder:
-        raise UserError(f"it is of round {server['round']}")
-    client_states = dict(server["client_states"])
-    for client in server["files"]:
-        client_states[client] = deserialize_state(content[_client_file(client)])
-    return Checkpoint(server["round"], server["state"], client_states, _read_unevaluated_record(server))
+    number = server["round"]
+    if _folder_of(folder.parent, number) != folder:
+        raise UserError(f"it is of round {number}")
+    if "groups" not in server:
+        states = _read_client_files(folder, checksums, server)
+    else:
+        store.check(number, read_checkpoint_hashes(folder, "states"))
+        states = load_states(store, PRIVATE_PART, number)
+        groups = {name: load_states(store, name, number) for name in server["groups"]}
+        server["state"] = {**server["state"], **groups} if groups else server["state"]
+    return Checkpoint(number, server["state"], states, _read_unevaluated_record(server))
+
+
+def _read_client_files(folder: Path, checksums: Mapping[str, str], server: Mapping[str, Any]) -> ClientStates:
+    """Reads the clients' states as the first versions wrote them: a file for each client whose state has tensors."""
+    client_states = dict(server.get("client_states", {}))
+    for client in server.get("files", []):
+        name = f"client-{safe_file_name(client)}.safetensors"
+        if name not in checksums:
+            raise UserError(f"the state of client {client!r} is missing")
+        client_states[client] = deserialize_state(_read_if_intact(folder / name, checksums[name]))
+    return ClientStates(client_states)
+
+
+def _read_if_intact(path: Path, checksum: str) -> bytes:
+    """Returns the bytes of a file; raises a `UserError` if they do not have this hash."""
+    data = read_file(path, None)
+    if hashlib.sha256(data).hexdigest() != checksum:
+        raise UserError(f"{path.name} does not match its checksum")
+    return data
 
 
 def _read_unevaluated_record(server: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -288,24 +314,8 @@ def _newest_first(folder: Path) -> Iterator[Path]:
     yield from sorted(folder.glob("round-*"), reverse=True)
 
 
-def _read_checksums(folder: Path) -> dict[str, str]:
-    return read_checkpoint_hashes(folder, "files")
-
-
 def _read_binding(folder: Path) -> dict[str, str]:
     return read_checkpoint_hashes(folder, "bound")
-
-
-def _link_if_intact(source: Path, target: Path, checksum: str) -> bool:
-    """Hard-links a file instead of writing it again, if its hash matches and the file system supports it; returns whether
-    it did."""
-    try:
-        if hash_file(source) != checksum:
-            return False
-        os.link(source, target)
-    except (OSError, UserError):
-        return False
-    return True
 
 
 def _write(path: Path, data: bytes) -> str:

@@ -29,6 +29,7 @@ from polyfed.simulation.storage.integrity import (
 )
 from polyfed.simulation.storage.integrity import describe_changed_files as changes_of
 from polyfed.simulation.storage.paths import safe_file_name
+from polyfed.simulation.storage.state_store import STORE_FILE, StateStore
 
 BASELINES = "baselines"  # subfolder with a run directory for each baseline
 RUN_FORMAT = 1  # of run directories: grows when an older polyfed could misread one
@@ -78,6 +79,10 @@ class RunDirectory:
     path: Path
     _lock: IO[str]
     _metrics_hash: RunningHash = field(default_factory=RunningHash)
+    state_store: StateStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state_store", StateStore(self.checkpoint_folder / STORE_FILE))
 
     @classmethod
     def create(cls, path: str | Path) -> "RunDirectory":
@@ -114,6 +119,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Releases the lock on the run directory, so that another process can open it."""
+        self.state_store.close()
         self._lock.close()
 
     @property
