@@ -275,8 +275,9 @@ class GlobalModelMethod(KeepsServerStateByClient, Averaging, ABC):
     learns n_i with a reply. (In the paper's 200 rounds of a tenth of the clients everybody has been drawn.) If all clients
     replied in the last round, θ_all is θ(t), bit for bit.
 
-    "all" costs the server N models instead of one, on disk if the run has a directory, since to exchange a client's part of the sum
-    it needs the part before: so it holds each client's latest weights by themselves, and `aggregates_by_sum` is false.
+    "all" costs the server N models instead of one, on disk if the run has a directory, since to exchange a client's part
+    of the sum it needs the part before: so it holds each client's latest weights by themselves, and `aggregates_by_sum` is
+    false.
     """
 
     averaged_over: AveragedOver = "cohort"
