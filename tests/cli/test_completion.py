@@ -44,7 +44,7 @@ COMPLETED = [
     (["flower", "doctor", "--ad"], ["--address"]),
     (["list", "m"], ["models"]),
     (["resume", "--"], ["--help", "--quiet"]),
-    (["run", "--evaluate"], ["--evaluate-every"]),
+    (["run", "--evaluate-e"], ["--evaluate-every"]),
     (["completion", ""], list(SHELLS)),
 ]
 

@@ -60,9 +60,9 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
         fingerprints[str(seed)] = data_fingerprint(client_set.clients, client_set.public)
         first_weights = first_weights or first_weights_of(client_set.clients)
     methods = {label: method for label, method in plan.methods.items() if label not in skipped}
-    skipped = {k: v for k, v in skipped.items() if k not in plan.unasked or NEEDS_ONE_ARCHITECTURE not in v}
     if all(isinstance(method, Local) for method in methods.values()):
         raise UserError(f"no method that federates suits these clients: {'; '.join(skipped.values())}")
+    skipped = {k: v for k, v in skipped.items() if k not in plan.unasked or NEEDS_ONE_ARCHITECTURE not in v}
     check_equal_training(methods)
     settings_kept = {k: v for k, v in dataclasses.asdict(plan.settings).items() if k not in NOT_RESULTS}
     if not plan.panel.clients:

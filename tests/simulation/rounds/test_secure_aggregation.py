@@ -177,8 +177,9 @@ def test_methods_that_need_each_reply_refuse(method):
         run(method, public=public if isinstance(method, FedHeNN) else None)
 
 
-def test_the_list_of_methods_is_known():
-    assert {name for name, m in REGISTRY.items() if supports_secure_sum(m())} == {
+def test_methods_with_a_mean_have_secure_sums():
+    """New methods may come; docs/deploy.md has the whole list."""
+    assert {name for name, m in REGISTRY.items() if supports_secure_sum(m())} >= {
         "fedavg", "fedavg_ft", "fedprox", "fedrep", "fedbn", "per_fedavg", "pfedme", "fedavg_kd", "flha_ghn", "fedpnas",
         "ca_fedpnas", "feddsnas", "ca_feddsnas", "lg_fedavg", "fedproto", "fd", "fml",
         "fedopt", "ditto", "scaffold", "feddyn", "moon",

@@ -23,6 +23,7 @@ from polyfed.core.io.atomic_files import (
 )
 from polyfed.core.io.trusted_code import is_code_trusted
 from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.machine.package_versions import package_versions
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.task import TaskSpec, get_task
 from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table
@@ -40,7 +41,7 @@ from polyfed.simulation.results.run import Run
 from polyfed.simulation.results.saved_model import SavedModel, convert_outputs_to_columns
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import build_method, describe_method_and_settings
-from polyfed.simulation.storage.directory import encode_json, package_versions
+from polyfed.simulation.storage.directory import encode_json
 from polyfed.simulation.storage.model_signature import BuiltInNetwork, ModelInput
 
 SIGNATURE, PREPROCESSING, WEIGHTS, CARD, INPUTS_SCRIPT = (

@@ -13,6 +13,7 @@ from markupsafe import Markup
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import write_file_atomically
 from polyfed.core.io.number_format import capitalize_first, count_with_noun, end_with_period, shorten_name
+from polyfed.core.machine.package_versions import package_versions
 from polyfed.data.look.columns import LookColumn
 from polyfed.data.look.counts import BINS, MIN_COUNT
 from polyfed.data.look.findings import describe_class_counts_of_site, find_most_serious_kind_per_site_column
@@ -27,7 +28,6 @@ from polyfed.report.page.svg_charts import (
     svg_element_with_title,
     svg_text,
 )
-from polyfed.simulation.storage.directory import package_versions
 
 LOOK_HEADING = "The sites' data side by side"
 _COLUMNS, _SITES = 60, 16  # columns with a figure; sites in a figure

@@ -7,6 +7,7 @@ from typing import Any
 from markupsafe import Markup
 
 from polyfed.core.io.number_format import capitalize_first, count_with_noun, join_first_and_count_rest, join_with_and
+from polyfed.core.machine.package_versions import package_versions
 from polyfed.report.data.provenance import Provenance, read_provenance
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.page import sentences, subgroups
@@ -23,7 +24,6 @@ from polyfed.report.page.sections import (
     html_methods_table,
 )
 from polyfed.report.page.task_sections import html_task_sections
-from polyfed.simulation.storage.directory import package_versions
 
 _TITLE_OF_NO_NAME = "comparison"  # what `compare` calls a comparison that is given no title
 _CLASSES_HEADING = "Label distribution: training examples of each class"

@@ -5,8 +5,9 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Required, TypedDict, final
+from typing import IO, TYPE_CHECKING, Any, Required, TypedDict, final
 
 import yaml
 
@@ -22,6 +23,7 @@ from polyfed.core.io.atomic_files import (
 )
 from polyfed.core.io.atomic_files import write_file_atomically as write_file_atomically  # deployments take it from here
 from polyfed.core.io.validation import parse_json, parse_yaml, validation_error
+from polyfed.core.machine.package_versions import package_versions
 from polyfed.simulation.storage.integrity import (
     RunningHash,
     hash_settings_that_affect_results,
@@ -29,11 +31,13 @@ from polyfed.simulation.storage.integrity import (
 )
 from polyfed.simulation.storage.integrity import describe_changed_files as changes_of
 from polyfed.simulation.storage.paths import safe_file_name
-from polyfed.simulation.storage.state_store import STORE_FILE, StateStore
+
+if TYPE_CHECKING:
+    from polyfed.simulation.storage.state_store import StateStore
 
 BASELINES = "baselines"  # subfolder with a run directory for each baseline
 RUN_FORMAT = 1  # of run directories: grows when an older polyfed could misread one
-_PACKAGES, _PLAIN = ("polyfed", "torch", "numpy", "safetensors"), (str, int, float, bool, type(None))
+_PLAIN = (str, int, float, bool, type(None))
 
 
 class Manifest(TypedDict, total=False):
@@ -79,10 +83,13 @@ class RunDirectory:
     path: Path
     _lock: IO[str]
     _metrics_hash: RunningHash = field(default_factory=RunningHash)
-    state_store: StateStore = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "state_store", StateStore(self.checkpoint_folder / STORE_FILE))
+    @cached_property
+    def state_store(self) -> "StateStore":
+        """The file with the states of clients."""
+        from polyfed.simulation.storage.state_store import STORE_FILE, StateStore  # late, since it imports torch
+
+        return StateStore(self.checkpoint_folder / STORE_FILE)
 
     @classmethod
     def create(cls, path: str | Path) -> "RunDirectory":
@@ -119,7 +126,8 @@ class RunDirectory:
 
     def close(self) -> None:
         """Releases the lock on the run directory, so that another process can open it."""
-        self.state_store.close()
+        if "state_store" in self.__dict__:
+            self.state_store.close()
         self._lock.close()
 
     @property
@@ -339,20 +347,6 @@ def read_metrics_text(path: Path) -> str:
         return read_text_file(path, MAX_ROUNDS_BYTES, errors="replace")
     except FileNotFoundError:
         return ""
-
-
-def package_versions() -> dict[str, str]:
-    """Returns `{package name: version}` for Python and the packages that affect results."""
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
-    version_by_package = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            version_by_package[package] = version(package)
-        except PackageNotFoundError:
-            version_by_package[package] = "not installed"
-    return version_by_package
 
 
 def check_can_become_run_directory(folder: Path) -> None:
