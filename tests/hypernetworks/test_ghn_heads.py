@@ -123,7 +123,7 @@ def share(head):
 @pytest.mark.parametrize("head", ["mlp", "factored"])
 def test_generating_and_back_needs_less_than_three_times_the_network_and_the_hypernetwork(head):
     """In memory are both, the gradient of the hypernetwork, the generated weights or their gradient, and little else."""
-    assert share(head) < 2.6
+    assert share(head) < 2.8
 
 
 def test_the_plain_formula_needs_more(monkeypatch):

@@ -39,9 +39,18 @@ MAX_DENSE_BYTES = 50 * 2**20
 """Size of a hypernetwork in bytes above which its heads are factored, unless the method's settings choose the heads."""
 
 
-LIGHT_FACTOR = 2
+LIGHT_FACTOR = 3
 """How many times the size of one layer of each type a message may have with light heads."""
-_LIGHT_SIZES = ((16, 51), (8, 51), (4, 51), (4, 32), (2, 24), (1, 16), (1, 8))  # (rank, latent), in the order of trial
+_LIGHT_SIZES = (
+    (32, 51),
+    (16, 51),
+    (8, 51),
+    (4, 51),
+    (4, 32),
+    (2, 24),
+    (1, 16),
+    (1, 8),
+)  # (rank, latent), in the order of trial
 
 
 @final
@@ -74,7 +83,7 @@ class GHNConfig:
     latent: int = 51
     hidden: int = 16
     head: Head = "mlp"
-    rank: int = 16
+    rank: int = 32
     normalise: bool = True
     gnn: Gnn = "graphconv"
     passing: Passing = "synchronous"
