@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from polyfed.report.audit.audit import audit
     from polyfed.report.export.folder import export_model
     from polyfed.report.look import look
+    from polyfed.simulation.asynchronous.rules import FedAsync, FedBuff
     from polyfed.simulation.callbacks.base import Callback
     from polyfed.simulation.federate import federate, resume
     from polyfed.simulation.results.run import Run
+    from polyfed.simulation.sampling.sampler import Sampler
 
 __all__ = [
     "Algorithm",
@@ -36,11 +38,14 @@ __all__ = [
     "ClientError",
     "ClientInfo",
     "Examples",
+    "FedAsync",
+    "FedBuff",
     "Message",
     "Metric",
     "Privacy",
     "RoundError",
     "Run",
+    "Sampler",
     "ServerContext",
     "UserError",
     "algorithms",
@@ -63,11 +68,14 @@ _HOMES = {
     "ClientError": "core.errors",
     "ClientInfo": "core.algorithm",
     "Examples": "core.examples.examples",
+    "FedAsync": "simulation.asynchronous.rules",
+    "FedBuff": "simulation.asynchronous.rules",
     "Message": "core.algorithm",
     "Metric": "core.evaluation.metrics",
     "Privacy": "core.privacy.options",
     "RoundError": "core.errors",
     "Run": "simulation.results.run",
+    "Sampler": "simulation.sampling.sampler",
     "ServerContext": "core.algorithm",
     "UserError": "core.errors",
     "audit": "report.audit.audit",

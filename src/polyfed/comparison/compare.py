@@ -41,11 +41,14 @@ from polyfed.core.messages.compressors import Compressor
 from polyfed.data.partitioning.folds import build_folds, redraw_clients
 from polyfed.data.partitioning.group_split import group_numbers
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
+from polyfed.simulation.asynchronous.rules import FedAsync, FedBuff
 from polyfed.simulation.callbacks.base import Callback, RecordFunction, validate_callbacks
 from polyfed.simulation.checks.client_list import class_names_of, list_clients
 from polyfed.simulation.checks.data_leakage import limit_leak_warnings
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.monitoring.progress_argument import resolve_own_progress
+from polyfed.simulation.sampling.sampler import Sampler
+from polyfed.simulation.scheduling_arguments import describe_scheduling
 from polyfed.simulation.settings import EngineName, Settings
 
 DEFAULT_NUM_SEEDS = 5
@@ -91,6 +94,11 @@ def compare(
     compress_down: str | Compressor | None = "none",
     secure: bool = False,
     cross_site: bool = False,
+    sampler: str | Mapping[str, Any] | Sampler = "uniform",
+    speeds: str | float | Mapping[str, float] | None = None,
+    bandwidth: str | float | Mapping[str, float] | None = None,
+    availability: str | Path | Mapping[str, Any] | None = None,
+    asynchronous: FedBuff | FedAsync | str | Mapping[str, Any] | None = None,
     title: str = "comparison",
     callbacks: Iterable[Callback | RecordFunction] = (),
     progress: Progress | bool | RecordFunction | None = None,
@@ -108,7 +116,9 @@ def compare(
         clients: who takes part, as for `federate`.
         algorithms, methods (its former name): a method or its name, several of them as a list, or either by label.
         rounds, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every, checkpoint_every,
-            on_error, min_replies, compress, compress_down, cross_site: of each run, as for `federate`.
+            on_error, min_replies, compress, compress_down, cross_site, sampler, speeds, bandwidth, availability: of each
+            run, as for `federate`.
+        asynchronous: as for `federate`; methods whose server takes no mean are left out, and `local` trains in plain rounds.
         evaluate_clients: the clients that every run evaluates: a number or a fraction, drawn once, the same for all methods,
             seeds and rounds; or a list of ids. Intervals of means cover the draw.
         secure: whether the server sees only the sum of a round's replies; methods that need single replies are left out.
@@ -174,6 +184,7 @@ def compare(
         evaluate_clients=evaluate_clients,  # type: ignore[arg-type]  # a list
         on_error=on_error, min_replies=min_replies, secure=secure, cross_site=cross_site,
         compress=compress, compress_down=compress_down,  # type: ignore[arg-type]  # which they become
+        **describe_scheduling(sampler, speeds, bandwidth, availability, asynchronous, is_built_again=True),
     )  # fmt: skip
     pool = None if public is None else as_examples(public, "public", labelled=False)
     clients_by_seed = redraw_clients(client_list, resplit, fold_design, seeds) or [tuple(client_list)] * len(seeds)

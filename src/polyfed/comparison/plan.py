@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, final
 
 from torch import Tensor
 
+from polyfed.algorithms import Local
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.evaluation_panel import EvaluationPanel
 from polyfed.comparison.process_pool import default_parallel_runs, run_in_processes, supports_forked_runs
@@ -343,6 +344,7 @@ def _run_or_resume(
         secure=settings.secure and supports_secure_sum(job.method),  # the others that are here send nothing
         on_error="skip" if job.skip_failed_clients else settings.on_error,
         cross_site=settings.cross_site and job.keep_predictions,  # runs of a search are not compared
+        asynchronous=None if isinstance(job.method, Local) else settings.asynchronous,
     )
     return run_federation(
         client_set.clients,

@@ -7,9 +7,10 @@ from typing import Any
 from polyfed.algorithms import Local
 from polyfed.comparison.budget import Budget
 from polyfed.comparison.method_selection import check_equal_training
-from polyfed.comparison.plan import ClientSet, ComparisonPlan, Method
+from polyfed.comparison.plan import ComparisonPlan, Method
 from polyfed.comparison.storage import comparison_directory
 from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT, SELECTION_RULE
+from polyfed.comparison.suitability import explain_unsuited_method
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.verdicts.answer_basis import count_client_examples
 from polyfed.core.capabilities import describe_evaluated_network
@@ -19,12 +20,7 @@ from polyfed.core.evaluation.metric import Metric
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint as first_weights_of
-from polyfed.simulation.checks.private_training import with_privacy_if_possible
-from polyfed.simulation.checks.robustness import check_robust_rule
 from polyfed.simulation.rounds.federated_preprocessing import check_sums_hide_single_values
-from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.preparation import check_method
-from polyfed.simulation.rounds.secure_aggregation import check_secure_support
 from polyfed.simulation.settings import EXECUTION_FIELDS, Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 
@@ -49,7 +45,7 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
             if label in skipped:
                 continue
             reasons = [
-                _reason_unsuited(client_set, variant, settings)
+                explain_unsuited_method(client_set, variant, settings)
                 for variant in hyperparameter_search.build_search_variants(plan, method) or [method]
             ]
             if reason := next(filter(None, reasons), None):
@@ -64,7 +60,7 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
         raise UserError(f"no method that federates suits these clients: {'; '.join(skipped.values())}")
     skipped = {k: v for k, v in skipped.items() if k not in plan.unasked or NEEDS_ONE_ARCHITECTURE not in v}
     check_equal_training(methods)
-    settings_kept = {k: v for k, v in dataclasses.asdict(plan.settings).items() if k not in NOT_RESULTS}
+    settings_kept = {k: v for k, v in plan.settings.without_default_scheduling.items() if k not in NOT_RESULTS}
     if not plan.panel.clients:
         del settings_kept["evaluate_clients"]
     description = {
@@ -110,18 +106,3 @@ def reference_label(methods: Mapping[str, Method]) -> str | None:
 def method_fields(method: Method) -> dict[str, Any]:
     """Returns a method's name and fields, as in `config.yaml`."""
     return dict(describe_method_and_settings(method, Settings())["algorithm"])
-
-
-def _reason_unsuited(client_set: ClientSet, method: Method, settings: Settings) -> str | None:
-    """Returns why the clients do not suit a method, as a run would say it in an error; None if they suit it."""
-    try:
-        check_method(client_set.clients, method, client_set.public)
-        if settings.secure and not isinstance(method, Local):
-            check_secure_support(method, settings.cohort_size(len(client_set.clients)))
-        check_robust_rule(method, settings.cohort_size(len(client_set.clients)))
-        with_privacy_if_possible(method, client_set.clients, settings.rounds)
-        clients = {c.id: c for c in sorted(client_set.clients, key=lambda c: c.id)}
-        Federation(clients, method, settings, client_set.public).initial_checkpoint()
-    except UserError as reason:
-        return str(reason)
-    return None

@@ -78,7 +78,7 @@ def most_probable_operations(logits: Tensor, noise: Tensor | None = None) -> Ope
     return OperationChoice((logits if noise is None else logits + noise).argmax(-1))
 
 
-class Sampler(nn.Module, ABC):
+class OperationSampler(nn.Module, ABC):
     """Computes the logits of a cell's operations, shape (edges, operations), with which operations are drawn."""
 
     edges: int
@@ -97,7 +97,7 @@ class Sampler(nn.Module, ABC):
 
 
 @final
-class ContextFree(Sampler):
+class ContextFree(OperationSampler):
     """Holds the logits of a cell's operations as learnable parameters; at first all operations are equally probable.
 
     The logits are log Π of eq. 2.
@@ -114,7 +114,7 @@ class ContextFree(Sampler):
 
 
 @final
-class ContextAware(Sampler):
+class ContextAware(OperationSampler):
     """Computes the logits of a cell's operations for each example, from the image and the cell's input (φ(v_1, x) in
     section 3.3).
 

@@ -23,7 +23,7 @@ from polyfed.nas.sampling import (
     ContextFree,
     Gradient,
     OperationChoice,
-    Sampler,
+    OperationSampler,
     most_probable_operations,
     pool_to_8x8,
     sample_operations,
@@ -207,12 +207,12 @@ class Network(nn.Module):
         logits: Tensor = self.personal["classifier"](previous.mean((2, 3)))
         return logits
 
-    def cells_with_samplers(self) -> Iterator[tuple[Cell, Sampler | None]]:
+    def cells_with_samplers(self) -> Iterator[tuple[Cell, OperationSampler | None]]:
         """Yields (cell, sampler) for each cell, the base stack first; the sampler is None for a cell without a choice."""
         for stack in (self.base, self.personal):
             samplers = dict(cast(nn.ModuleDict, stack["samplers"]).items())
             for k, cell in enumerate(cast(nn.ModuleList, stack["cells"])):
-                yield cast(Cell, cell), cast(Sampler | None, samplers.get(str(k)))
+                yield cast(Cell, cell), cast(OperationSampler | None, samplers.get(str(k)))
 
     def _choose_operations(self, number: int, logits: Tensor) -> OperationChoice:
         if not self.training:

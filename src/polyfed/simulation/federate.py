@@ -17,6 +17,7 @@ from polyfed.core.errors import RunInterrupt
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full, expand_user_path
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.compressors import Compressor
+from polyfed.simulation.asynchronous.rules import FedAsync, FedBuff
 from polyfed.simulation.callbacks.base import Callback, RecordFunction, validate_callbacks
 from polyfed.simulation.callbacks.checkpoint import CheckpointSaver
 from polyfed.simulation.callbacks.evaluate import RoundEvaluator
@@ -36,8 +37,11 @@ from polyfed.simulation.rounds.preparation import (
     create_run_directory,
 )
 from polyfed.simulation.rounds.resume import rewind_to_newest_checkpoint
+from polyfed.simulation.rounds.round_scheduler import RoundScheduler
 from polyfed.simulation.rounds.run_state import RunState
 from polyfed.simulation.rounds.training_round import train_and_aggregate_round
+from polyfed.simulation.sampling.sampler import Sampler
+from polyfed.simulation.scheduling_arguments import check_sampler_is_that_of_run, describe_scheduling
 from polyfed.simulation.settings import EngineName, Keep, Settings
 from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.checkpoint import Checkpoint
@@ -74,6 +78,11 @@ def federate(
     compress_down: str | Compressor | None = "none",
     secure: bool = False,
     cross_site: bool = False,
+    sampler: str | Mapping[str, Any] | Sampler = "uniform",
+    speeds: str | float | Mapping[str, float] | None = None,
+    bandwidth: str | float | Mapping[str, float] | None = None,
+    availability: str | Path | Mapping[str, Any] | None = None,
+    asynchronous: FedBuff | FedAsync | str | Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
     callbacks: Iterable[Callback | RecordFunction] = (),
@@ -115,12 +124,19 @@ def federate(
             simulation computes the same sum without encryption.
         cross_site: whether every client's model is scored on every other client's test examples at the end
             (`polyfed.simulation.results.cross_site`); in simulations alone, since models travel.
+        sampler: how the clients of a round are drawn: "uniform", "available", "power_of_choice" (or
+            "power_of_choice:CANDIDATES"), "oort", or a `polyfed.Sampler` of your own.
+        speeds, bandwidth: examples that a client goes through, and bytes that it sends and receives, in a simulated second:
+            a number, "uniform:1-20", "lognormal:1.0", a CSV or JSON file, or {client: number}. Either simulates time.
+        availability: when clients are available, in simulated seconds: a CSV file (client, start, end), FedScale's trace as
+            JSON, or {client: [[start, end], ...]}.
+        asynchronous: `polyfed.FedBuff(...)` or `polyfed.FedAsync(...)`: a round is one server update, which waits for some
+            replies only. None: each round waits for all its clients.
         metrics: scores to compute at evaluation: names such as "auc", functions `f(outputs, targets) -> float` and
             `polyfed.Metric` objects; the first decides which round is the best. None takes the task's own.
         public: unlabelled examples that belong to no client, for the methods that need them; inputs alone will do.
         out: a new run directory (metrics, checkpoints, models, predictions); None writes nothing.
-        config: further content of `config.yaml`, for runs that are described by a file.
-        facts: further content of `manifest.json`.
+        config, facts: further content of `config.yaml`, for runs that are described by a file, and of `manifest.json`.
         callbacks: functions, called with each round's record, and objects of `polyfed.Callback`. One that returns False
             stops the run after the round, and it can be resumed.
         progress, quiet: the progress display: None or True shows a bar on a terminal and in a notebook and nothing
@@ -150,6 +166,7 @@ def federate(
         evaluate_clients=evaluate_clients, evaluate_all_at_end=evaluate_all_at_end,  # type: ignore[arg-type]  # a list
         on_error=on_error, min_replies=min_replies, keep=keep, secure=secure, cross_site=cross_site,
         compress=compress, compress_down=compress_down,  # type: ignore[arg-type]  # which they become
+        **describe_scheduling(sampler, speeds, bandwidth, availability, asynchronous),
     )  # fmt: skip
     return run_federation(
         clients,
@@ -162,6 +179,7 @@ def federate(
         facts=facts,
         callbacks=callbacks,
         progress=resolve_progress(progress, quiet=quiet),
+        sampler=sampler if isinstance(sampler, Sampler) else None,
     )
 
 
@@ -179,6 +197,7 @@ def run_federation(
     facts: Mapping[str, Any] | None = None,
     callbacks: Iterable[Callback | RecordFunction] = (),
     clients_are_checked: bool = False,
+    sampler: Sampler | None = None,
 ) -> Run:
     """Runs federated training as `federate` does, but with its options in a `Settings` object, and returns the finished
     run.
@@ -188,12 +207,12 @@ def run_federation(
         settings: of the run.
         progress: the progress display.
         metrics: as for `federate`; None takes those that the settings name.
-        clients_are_checked: as for `check_and_build_federation`.
+        clients_are_checked, sampler: as for `check_and_build_federation`.
     """
     callbacks = validate_callbacks(callbacks)
     metrics = settings.metrics or None if metrics is None else metrics
     federation = check_and_build_federation(
-        clients, algorithm, settings, public, metrics, clients_are_checked=clients_are_checked
+        clients, algorithm, settings, public, metrics, clients_are_checked=clients_are_checked, sampler=sampler
     )
     start = federation.initial_checkpoint()  # a method may refuse the federation
     directory = None if out is None else create_run_directory(out, federation, start, config or {}, facts or {})
@@ -212,6 +231,7 @@ def resume(
     gpus_per_worker: float | None = None,
     device: str | None = None,
     metrics: Any = None,
+    sampler: Sampler | None = None,
     callbacks: Iterable[Callback | RecordFunction] = (),
     progress: Progress | bool | RecordFunction | None = None,
     quiet: bool = False,
@@ -225,7 +245,7 @@ def resume(
             (then the run's `config.yaml` rebuilds them). `algorithm` is needed only if it is not in the registry.
         engine, workers, ray_address, gpus_per_worker, device: where to continue; None takes the run's own.
         metrics, progress, quiet: as for `federate`; metrics are needed only if one of them is not built in.
-        callbacks: as for `federate`; those of the run before are not restored.
+        sampler, callbacks: as for `federate`; the former only if it is an object of your class, the latter are not restored.
 
     Raises:
         UserError: not a run directory, `clients` or `metrics` are missing or not those of the run, or `algorithm` is not
@@ -244,6 +264,7 @@ def resume(
         metrics=metrics,
         callbacks=callbacks,
         progress=resolve_progress(progress, quiet=quiet),
+        sampler=sampler,
     )
 
 
@@ -259,12 +280,13 @@ def resume_federation(
     metrics: Any = None,
     callbacks: Iterable[Callback | RecordFunction] = (),
     clients_are_checked: bool = False,
+    sampler: Sampler | None = None,
 ) -> Run:
     """Continues an interrupted run as `resume` does, shows its progress on the given display, and returns the finished
     run.
 
     Args:
-        out, clients, algorithm, public, metrics, callbacks: as for `resume`.
+        out, clients, algorithm, public, metrics, callbacks, sampler: as for `resume`.
         progress: the progress display.
         execution: settings of where to continue that replace the run's own, such as those of `Settings.execution_settings`.
         clients_are_checked: as for `run_federation`.
@@ -284,7 +306,10 @@ def resume_federation(
             check_ray_cluster_trusted(settings)
         if clients is None:
             clients, public = rebuild_clients(config, out)
-        federation = check_and_build_federation(clients, algorithm, settings, public, metrics, out, clients_are_checked)
+        check_sampler_is_that_of_run(sampler, settings)
+        federation = check_and_build_federation(
+            clients, algorithm, settings, public, metrics, out, clients_are_checked, sampler
+        )
         check_clients_are_those_of_run(directory, federation)
         start, history = rewind_to_newest_checkpoint(directory, federation)
     except BaseException:
@@ -325,7 +350,7 @@ def run_remaining_rounds(
         predictions.load_history_and_remove_later_rounds(earlier_records)
         stack.callback(progress.stop)
         run = RunState(federation, engine, progress, predictions, directory, checkpoint, list(earlier_records))
-        checkpoint_saver = CheckpointSaver(run)
+        scheduler, checkpoint_saver = RoundScheduler(federation), CheckpointSaver(run)
         run.callbacks = (
             RoundEvaluator(run),
             ProgressReporter(run),
@@ -340,10 +365,11 @@ def run_remaining_rounds(
                     callback.on_aggregated(checkpoint.round)
             while run.has_rounds_left:
                 run.current_round = run.checkpoint.round + 1
-                # samples the cohort, dispatches messages, runs the clients, aggregates their replies
-                run.aggregated = train_and_aggregate_round(
-                    federation, run.checkpoint, run.history, engine, progress, run.finish_round
+                plan = scheduler.plan_round(run.checkpoint, run.history)
+                aggregated = train_and_aggregate_round(
+                    federation, run.checkpoint, run.history, engine, progress, run.finish_round, plan
                 )
+                run.aggregated = scheduler.add_simulated_time(aggregated, plan)
                 for callback in run.callbacks:
                     callback.on_aggregated(run.current_round)
             for callback in run.callbacks:

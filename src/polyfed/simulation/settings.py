@@ -1,7 +1,8 @@
 """Defines `Settings`, the options of a run that do not depend on the method."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, final, get_args
 
 from polyfed.core.errors import UserError, did_you_mean
@@ -11,6 +12,9 @@ EngineName = Literal["auto", "inprocess", "pool", "cohort", "ray"]
 Keep = Literal["last", "best", "loss"] | int
 EXECUTION_FIELDS = ("engine", "workers", "ray_address", "gpus_per_worker", "device")
 """Settings of where a run computes. No result depends on them, with the engine "cohort" up to rounding."""
+SCHEDULING_FIELDS = ("sampler", "speeds", "bandwidth", "availability", "asynchronous")
+"""Settings of which clients take part when: who is drawn, how fast and available clients are, whom the server waits for."""
+_SCHEDULING_DEFAULTS = {**dict.fromkeys(SCHEDULING_FIELDS), "sampler": "uniform"}
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s/:]+):\d{1,5}")
 
 
@@ -51,6 +55,15 @@ class Settings:
 
         cross_site: whether every client's model is scored on every other client's test examples at the end
             (`polyfed.simulation.results.cross_site`); in simulations alone, since models travel.
+        sampler: how the clients of a round are drawn: "uniform", "available", "power_of_choice" (or
+            "power_of_choice:CANDIDATES"), "oort", or module:Class of your own; a mapping with `name` gives options, too.
+        speeds: examples that a client goes through in a simulated second: a number, "uniform:1-20", "lognormal:1.0" (or
+            "lognormal:SIGMA:MEDIAN"), a CSV or JSON file, or {client: number}. Setting it simulates time.
+        bandwidth: bytes that a client sends and receives in a simulated second, as `speeds`; null: messages take no time.
+        availability: when clients are available: a CSV file (client, start, end), FedScale's trace as JSON, or
+            {client: [[start, end], ...]}, in simulated seconds; null: always.
+        asynchronous: the rule of rounds that do not wait for every client, as {rule: fedbuff, buffer: 10} or
+            {rule: fedasync, mixing: 0.6}; null: rounds wait for all their clients.
 
     Raises:
         UserError: a value outside its range, with the value.
@@ -79,6 +92,11 @@ class Settings:
     compress_down: str = "none"
     secure: bool = False
     cross_site: bool = False
+    sampler: dict[str, Any] | str = "uniform"
+    speeds: float | dict[str, float] | str | None = None
+    bandwidth: float | dict[str, float] | str | None = None
+    availability: dict[str, Any] | str | None = None
+    asynchronous: dict[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         convert_numpy_fields_in_place(self)
@@ -124,6 +142,7 @@ class Settings:
             raise UserError(f"engine={self.engine!r} needs at least one worker, got workers=0; use engine='inprocess'")
         self._check_ray()
         self._check_compression()
+        self._check_scheduling()
 
     def _check_ray(self) -> None:
         address, gpus = self.ray_address, self.gpus_per_worker
@@ -158,6 +177,53 @@ class Settings:
                 f"compress={self.compress!r} and secure=True exclude one another: replies that were rounded or thinned "
                 "each in its own way have no sum; leave one out (compress_down may stay)"
             )
+
+    def _check_scheduling(self) -> None:
+        if all(getattr(self, name) is None for name in SCHEDULING_FIELDS[1:]) and self.sampler == "uniform":
+            return
+        # imported late: they import torch and NumPy, which takes the command line too long
+        from polyfed.simulation.asynchronous.rules import describe_asynchronous, parse_asynchronous
+        from polyfed.simulation.sampling.registry import check_sampler
+        from polyfed.simulation.timing.availability import check_availability
+        from polyfed.simulation.timing.rates import check_rates
+
+        check_sampler(self.sampler)
+        for name in ("speeds", "bandwidth"):
+            if (value := getattr(self, name)) is not None:
+                check_rates(value, name)
+        if self.availability is not None:
+            check_availability(self.availability)
+        rule = parse_asynchronous(self.asynchronous)
+        if rule is not None:
+            object.__setattr__(self, "asynchronous", describe_asynchronous(rule))
+            if self.secure:
+                raise UserError(
+                    f"secure=True sums the replies of one round, and with asynchronous={rule.rule} replies to several "
+                    "versions of the model are added with different weights; leave one of them out"
+                )
+            if self.min_replies > rule.buffer:
+                raise UserError(
+                    f"min_replies={self.min_replies} is more than the {rule.buffer} replies of a server update "
+                    f"(asynchronous={rule.rule})"
+                )
+
+    @property
+    def simulates_time(self) -> bool:
+        """Returns True if the run simulates how long clients take."""
+        return any(getattr(self, name) is not None for name in SCHEDULING_FIELDS[1:])
+
+    @property
+    def without_default_scheduling(self) -> dict[str, Any]:
+        """Returns all settings as `{name: value}`, but those of `SCHEDULING_FIELDS` only where they are not the default."""
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in SCHEDULING_FIELDS or value != _SCHEDULING_DEFAULTS[name]
+        }
+
+    def without_asynchronous(self) -> "Settings":
+        """Returns these settings for rounds that wait for all their clients."""
+        return replace(self, asynchronous=None)
 
     @property
     def execution_settings(self) -> dict[str, Any]:
@@ -213,3 +279,12 @@ def _count_clients(name: str, share_or_count: float, num_clients: int) -> int:
             raise UserError(f"{name}={share_or_count} asks for more clients than the {num_clients} there are")
         return share_or_count
     return max(1, round(share_or_count * num_clients + 1e-9))
+
+
+def read_scheduling(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of `SCHEDULING_FIELDS` in a run's configuration, with their defaults where it has none.
+
+    >>> read_scheduling({"rounds": 3, "speeds": "uniform:1-20"})["sampler"]
+    'uniform'
+    """
+    return {name: config.get(name, default) for name, default in _SCHEDULING_DEFAULTS.items()}

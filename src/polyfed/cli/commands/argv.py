@@ -13,7 +13,8 @@ from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 _CODE_OPTIONS = {
-    f"--{name}" for name in ("data.name", "data.partition.name", "algorithm.name", "metrics", "baselines", "loss")
+    f"--{name}"
+    for name in ("data.name", "data.partition.name", "algorithm.name", "metrics", "baselines", "loss", "sampler")
 }
 _SHORT_NAMES = {"--out": ["-o"], "--quiet": ["-q"]}  # of options that have one
 _FACTORY = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")  # module:factory, anywhere in a value

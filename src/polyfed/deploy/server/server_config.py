@@ -25,7 +25,7 @@ from polyfed.deploy.server.update_bound import bound_updates
 from polyfed.simulation.checks.private_training import check_privacy_covers_method
 from polyfed.simulation.checks.robustness import check_robust_rule
 from polyfed.simulation.rounds.secure_aggregation import check_secure_support, effective_disclosures
-from polyfed.simulation.settings import Settings
+from polyfed.simulation.settings import SCHEDULING_FIELDS, Settings
 from polyfed.simulation.storage.configuration import restore_settings_and_method
 from polyfed.simulation.storage.directory import RunDirectory, read_config
 
@@ -67,6 +67,11 @@ def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
         raise UserError(
             "cross-site scores every site's model on the other sites' test examples, for which models would travel between "
             "sites; it is for simulations alone, so leave it out"
+        )
+    if simulated := sorted(name for name in SCHEDULING_FIELDS if any(key.partition(".")[0] == name for key in options)):
+        raise UserError(
+            f"{simulated[0]} is for simulations alone: real sites take the time that they take. A round draws its sites "
+            "uniformly and waits for their replies, at most round-seconds; leave it out"
         )
     method_fields = {key.partition(".")[2]: value for key, value in options.items() if key.startswith("algorithm.")}
     privacy_words = [key for key in method_fields if key.startswith("privacy.")]

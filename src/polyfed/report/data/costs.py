@@ -23,6 +23,7 @@ class MethodCost:
         scored_rounds: the lowest and the highest round whose scores count.
         planned_rounds: rounds of each run.
         clients: number of clients.
+        simulated_seconds: simulated time; None if the runs simulated none.
     """
 
     megabytes: float
@@ -30,18 +31,21 @@ class MethodCost:
     scored_rounds: tuple[int, int]
     planned_rounds: int
     clients: int
+    simulated_seconds: float | None = None
 
 
 def cost_of_method(method: MethodRuns) -> MethodCost:
     """Returns what one run of a method costs until the round whose scores count."""
     costs = [run.cost_until_scored_round for run in method.runs]
     rounds = [run.scored_round for run in method.runs]
+    simulated = [run.simulated_seconds for run in method.runs if run.simulated_seconds is not None]
     return MethodCost(
         fmean(cost.megabytes for cost in costs),
         fmean(cost.seconds for cost in costs),
         (min(rounds), max(rounds)),
         max(run.planned_rounds for run in method.runs),
         max(len(run.score_by_client) for run in method.runs),
+        fmean(simulated) if len(simulated) == len(method.runs) else None,
     )
 
 

@@ -19,20 +19,21 @@ from polyfed.report.data.run_records import (
     ClientGain,
     LearningCurvePoint,
     RunRecord,
+    find_simulated_seconds,
     mean_of_defined,
     norms_and_warnings_of_rounds,
-    read_checked_round_records,
     read_run_record,
+    read_undamaged_round_records,
 )
 from polyfed.report.data.score_format import ScoreFormat, score_format_of
-from polyfed.simulation.settings import EXECUTION_FIELDS
+from polyfed.simulation.settings import EXECUTION_FIELDS, SCHEDULING_FIELDS, read_scheduling
 from polyfed.simulation.storage.directory import BASELINES, describe_changed_files_of_run, read_config, read_manifest
 
 _LOCAL = "local"
 # Where it ran, and how often it was looked at, does not change what was asked.
 _IGNORED_SETTINGS = {
     "algorithm", "baselines", "seed", "rounds", "clients_per_round", *EXECUTION_FIELDS,
-    "evaluate_every", "checkpoint_every", "on_error", "min_replies", "compress", "compress_down",
+    "evaluate_every", "checkpoint_every", "on_error", "min_replies", "compress", "compress_down", *SCHEDULING_FIELDS,
 }  # fmt: skip
 
 
@@ -286,6 +287,7 @@ def _method_settings(run: RunRecord) -> dict[str, Any]:
         "rounds": run.config.get("rounds"),
         "clients_per_round": run.config.get("clients_per_round"),
         **{way: run.config.get(way, "none") for way in ("compress", "compress_down")},
+        **read_scheduling(run.config),
     }
 
 
@@ -386,14 +388,10 @@ def _runs_of_comparison(
             LearningCurvePoint(int(number), math.nan if score is None else float(score), moved / 2**20, float(seconds))
             for number, score, moved, seconds in run["curve"]
         )
-        try:
-            norms, warnings = norms_and_warnings_of_rounds(
-                read_checked_round_records(path / "metrics.jsonl") if path is not None and has_directory else ()
-            )
-        except UserError:  # `changes` tells of it
-            norms, warnings = {}, ()
+        records = read_undamaged_round_records(path if has_directory else None)  # the notes name a damage
+        norms, warnings = norms_and_warnings_of_rounds(records)
         yield RunRecord(
             path if has_directory else None, config, method["name"], int(seed), score_format, results["rounds"],
             curve[-1][0], run["round"], run["scores"], curve, update_norms=norms, warnings=warnings,
-            uses_secure_sums=config.get("secure") is True,
+            uses_secure_sums=config.get("secure") is True, simulated_seconds=find_simulated_seconds(records, run["round"]),
         )  # fmt: skip

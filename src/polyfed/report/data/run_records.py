@@ -78,6 +78,7 @@ class RunRecord:
         uses_secure_sums: whether the run used secure sums.
         evaluated: how many of how many clients were evaluated after `scored_round` (`clients`, `of`), and the interval of
             each mean over all clients (`mean_interval`); empty if all were.
+        simulated_seconds: the simulated time after `scored_round`; None if the run simulated no time.
     """
 
     folder: Path | None
@@ -96,6 +97,7 @@ class RunRecord:
     uses_secure_sums: bool = False
     data_warnings: tuple[str, ...] = ()
     evaluated: Mapping[str, Any] = field(default_factory=dict)
+    simulated_seconds: float | None = None
 
     @property
     def cost_until_scored_round(self) -> RunCost:
@@ -181,6 +183,7 @@ def read_run_record(folder: Path) -> RunRecord | None:
         config.get("secure") is True,
         data_warnings=_data_warnings(folder),
         evaluated=evaluated,
+        simulated_seconds=find_simulated_seconds(records, curve[-1][0]),
     )
 
 
@@ -197,6 +200,25 @@ def _sample_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair))
     }
     return {"clients": sample["clients"], "of": sample["of"], "mean_interval": ends}
+
+
+def read_undamaged_round_records(folder: Path | None) -> Sequence[Mapping[str, Any]]:
+    """Returns the records of a run's rounds; none without a folder, or if they are damaged."""
+    if folder is None:
+        return ()
+    try:
+        return read_checked_round_records(folder / "metrics.jsonl")
+    except UserError:
+        return ()
+
+
+def find_simulated_seconds(records: Sequence[Mapping[str, Any]], round_number: int) -> float | None:
+    """Returns the simulated time after a round, in seconds; None if the run simulated no time.
+
+    >>> find_simulated_seconds([{"round": 1, "simulated_seconds": 2.5}, {"round": 2, "simulated_seconds": 4.0}], 1)
+    2.5
+    """
+    return next((record.get("simulated_seconds") for record in records if record["round"] == round_number), None)
 
 
 def _data_warnings(folder: Path) -> tuple[str, ...]:

@@ -158,7 +158,11 @@ def _cost_facts(cost: MethodCost, noun: str) -> list[KeyFact]:
         "Rounds", f"{low}" if low == high else f"{low} to {high}", f"of {cost.planned_rounds} that were run"
     )
     seconds = KeyFact("Computing time", format_duration(cost.seconds), "clients and server added up, one run")
-    return [KeyFact("Sent", traffic, note), rounds, seconds]
+    facts = [KeyFact("Sent", traffic, note), rounds, seconds]
+    if cost.simulated_seconds is not None:
+        meaning = "until the last of these rounds, at the clients' stated speeds; one run"
+        facts.append(KeyFact("Simulated time", format_duration(cost.simulated_seconds), meaning))
+    return facts
 
 
 def format_duration(seconds: float) -> str:

@@ -146,8 +146,9 @@ class Run:
 
         Columns: `client`, the metrics (the first decides), `loss`, `num_examples` (for training), `val_...` and
         `global_...` if there are such sets, and other networks that the method evaluates (`trained_...` of pFedLA,
-        `server_...` of pFedMe). Where a sample of the clients was evaluated, the rows are theirs, and the means have
-        `evaluated` and `of` besides: how many of how many clients.
+        `server_...` of pFedMe); `simulated_seconds`, the simulated time at the end of the round, if the run simulates time.
+        Where a sample of the clients was evaluated, the rows are theirs, and the means have `evaluated` and `of` besides:
+        how many of how many clients.
 
         Args:
             at: the last round, or the round with the best validation score (never the best on test).

@@ -4,7 +4,7 @@ server's state invalid.
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -38,6 +38,8 @@ class ReplyAggregator:
         client_ids: the clients whose replies count.
         num_examples: id -> number of training examples, where it is known.
         secure: whether the replies are parts of a secure sum.
+        rebase: makes of a reply to an earlier state one to `state`, and returns it with the message that it then answers;
+            None: all replies answer messages made from `state`.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class ReplyAggregator:
         client_ids: Sequence[str],
         num_examples: Mapping[str, int],
         secure: bool = False,
+        rebase: Callable[[str, Message, Message], tuple[Message, Message]] | None = None,
     ) -> None:
-        self._algorithm, self._state = algorithm, state
+        self._algorithm, self._state, self._rebase = algorithm, state, rebase
         self._remaining_ids, self._replies = deque(sorted(client_ids)), dict[str, Message]()
         self._messages = dict[str, Message]()  # that waiting replies answer, where a robust rule needs them
         self._is_robust = getattr(algorithm, "robust", None) is not None
@@ -74,6 +77,8 @@ class ReplyAggregator:
         (such clients train too with `everyone_trains`).
         """
         if client in self._cohort_ids:
+            if self._rebase is not None and message is not None:
+                reply, message = self._rebase(client, reply, message)
             self._replies[client] = reply
             if message is not None and self._is_robust:
                 self._messages[client] = message

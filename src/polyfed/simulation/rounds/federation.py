@@ -24,6 +24,7 @@ from polyfed.simulation.engines.base import ClientTask, Engine, Phase
 from polyfed.simulation.monitoring.validation_losses import round_of_lowest_pooled_loss
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.evaluation_sample import has_other_clients_each_round, sample_evaluated_clients
+from polyfed.simulation.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.client_states import ClientStates, check_and_wrap_server_state
@@ -41,6 +42,7 @@ class Federation:
         remote_clients: the registry of the clients of a deployment, which are at their sites; None in a simulation.
         metrics: the scores computed at evaluation, of which the first decides. If none are given, those that the settings
             name, or the task's own.
+        sampler: draws the clients of a round; None builds the one that the settings name.
     """
 
     clients: Mapping[str, Client]
@@ -49,6 +51,7 @@ class Federation:
     public: Examples | None = None
     remote_clients: ClientRegistry | None = None
     metrics: tuple[Metric, ...] = ()
+    sampler: Sampler | None = None
 
     def __post_init__(self) -> None:
         if not self.metrics and (self.remote_clients or self.clients):

@@ -20,11 +20,13 @@ from polyfed.simulation.checks.client_list import class_names_of, list_clients
 from polyfed.simulation.checks.fingerprints import data_fingerprint, earlier_version_run_error
 from polyfed.simulation.checks.private_training import with_privacy_if_possible
 from polyfed.simulation.checks.robustness import check_robust_rule
+from polyfed.simulation.checks.scheduling import check_scheduling
 from polyfed.simulation.engines.devices import check_engine_installed, choose_client_device
 from polyfed.simulation.rounds.evaluation_sample import check_evaluation_sample
 from polyfed.simulation.rounds.federated_preprocessing import unify_preprocessing_of_clients
 from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
 from polyfed.simulation.rounds.secure_aggregation import check_secure_support
+from polyfed.simulation.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.checkpoint import Checkpoint
@@ -40,6 +42,7 @@ def check_and_build_federation(
     metrics: Any,
     resumed: str | Path | None = None,
     clients_are_checked: bool = False,
+    sampler: Sampler | None = None,
 ) -> Federation:
     """Builds the `Federation` of a run; first checks its clients, method, settings and data, and raises a `UserError`
     for anything that is wrong.
@@ -49,6 +52,7 @@ def check_and_build_federation(
         resumed: the directory of a run that is resumed, or None.
         clients_are_checked: the caller has run `requirements.check_clients`, `requirements.check_networks_run` and
             `check_method` on these clients.
+        sampler: an object of the user's own class; None builds the one that the settings name.
 
     Raises:
         UserError: something does not fit.
@@ -91,7 +95,9 @@ def check_and_build_federation(
         requirements.check_training_options(clients, algorithm)
     algorithm = with_privacy_if_possible(algorithm, clients, settings.rounds)
     client_by_id = {c.id: c for c in sorted(clients, key=lambda c: c.id)}
-    return Federation(client_by_id, algorithm, settings, public_examples, metrics=scores)
+    federation = Federation(client_by_id, algorithm, settings, public_examples, metrics=scores, sampler=sampler)
+    check_scheduling(federation)
+    return federation
 
 
 def check_method(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:

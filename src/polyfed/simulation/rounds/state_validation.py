@@ -20,11 +20,13 @@ from torch import Tensor
 from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.core.algorithm import Client
 from polyfed.core.capabilities import AddsServerTensors
+from polyfed.core.errors import UserError
 from polyfed.core.examples.nan_checks import nonfinite_state_error
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.core.state_dict import PyTree, StateDict, spec_mismatch, state_dict_spec
+from polyfed.simulation.asynchronous.flights import Flights
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.storage.checkpoint import Checkpoint
 
@@ -57,6 +59,9 @@ class StateValidator:
             records: of the rounds up to it, as in `metrics.jsonl`.
         """
         ids = set(self._federation.client_registry.ids)
+        versions = self._states_of_versions(checkpoint, ids)
+        if isinstance(versions, str):
+            return versions
         if unknown_ids := sorted(checkpoint.client_states.keys() - ids):
             return f"it has a private state of {unknown_ids[0]!r}, who is not in the federation"
         trained = {i for record in records for i, row in record.get("clients", {}).items() if "seconds" in row}
@@ -78,15 +83,33 @@ class StateValidator:
         known_trees = [*_trees(self._initial_server_state)]
         if isinstance(algorithm := self._federation.algorithm, AddsServerTensors):
             known_trees.append(algorithm.later_server_tensors(self._initial_server_state))
-        if error_text := _state_difference(
-            self._initial_server_state, checkpoint.state, known_trees, ids
-        ) or nonfinite_state_error(checkpoint.state):
-            return f"the server's state: {error_text}"
+        for state in (checkpoint.state, *versions):
+            if error_text := _state_difference(
+                self._initial_server_state, state, known_trees, ids
+            ) or nonfinite_state_error(state):
+                return f"the server's state: {error_text}"
         wrongs = (
             (i, self._client_state_error(self._federation.clients[i], client_state))
             for i, client_state in checkpoint.client_states.items()
         )
         return next((f"the private state of {i!r}: {error_text}" for i, error_text in wrongs if error_text), None)
+
+    def _states_of_versions(self, checkpoint: Checkpoint, ids: set[str]) -> Sequence[PyTree] | str:
+        """Returns the server states from which the clients at work in an asynchronous run have started, or what is wrong
+        with the schedule."""
+        schedule = checkpoint.schedule or {}
+        if self._federation.settings.asynchronous is None or checkpoint.round == 0:
+            return []
+        try:
+            flights = Flights.from_plain_state(schedule.get("flights"))
+        except UserError as error:
+            return str(error)
+        at_work, versions = flights.by_client or {}, flights.versions or {}
+        if unknown_ids := sorted(at_work.keys() - ids):
+            return f"{unknown_ids[0]!r} is at work in it, who is not in the federation"
+        if later_versions := sorted(version for version in versions if version >= checkpoint.round):
+            return f"version {later_versions[0]} in it is later than its round"
+        return list(versions.values())
 
     def _client_state_error(self, client: Client, client_state: PyTree) -> str:
         """Returns how a client's private state differs from the initial one; "" if it does not."""

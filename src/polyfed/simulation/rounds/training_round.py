@@ -31,6 +31,7 @@ from polyfed.simulation.monitoring.update_norms import (
 from polyfed.simulation.rounds.aggregator import ReplyAggregator
 from polyfed.simulation.rounds.evaluation_sample import describe_evaluation_sample
 from polyfed.simulation.rounds.federation import Federation, mean_train_loss
+from polyfed.simulation.rounds.round_plan import RoundPlan
 from polyfed.simulation.rounds.secure_aggregation import encode_reply_in_fixed_point, find_secure_reply_error
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.client_states import check_and_wrap_server_state
@@ -81,6 +82,7 @@ def run_phase(
     progress: Progress,
     aggregator: ReplyAggregator | None = None,
     evaluation_results: PhaseResults | None = None,
+    plan: RoundPlan | None = None,
 ) -> PhaseResults:
     """Runs one phase of a round, training or evaluation: sends a message to each client, runs the clients' tasks, and
     accepts or refuses each result.
@@ -92,13 +94,17 @@ def run_phase(
         aggregator: takes each accepted reply as it comes; the results do not hold replies.
         evaluation_results: if not None, clients are also evaluated from `checkpoint`, with the number of its round, and
             their results are collected here. The engine gets the tasks of both together.
+        plan: builds the tasks of the training; None: they begin from `checkpoint`.
 
     Raises:
         ClientError: a client failed and `on_error` is "raise".
     """
     phase_results, done_by_phase, clock = PhaseResults(), {"local": 0, "evaluate": 0, "export": 0}, time.perf_counter
     phase_start = clock()
-    blocks = federation.build_task_blocks(phase, clients, round_number, checkpoint, engine.max_block_bytes)
+    if plan is None:
+        blocks = federation.build_task_blocks(phase, clients, round_number, checkpoint, engine.max_block_bytes)
+    else:
+        blocks = plan.build_task_blocks(clients, engine.max_block_bytes)
     evaluated_ids, evaluation_blocks = list[str](), iter(list[list[ClientTask]]())
     if evaluation_results is not None:
         evaluated_ids = federation.sample_evaluated_clients(checkpoint.round)
@@ -117,14 +123,9 @@ def run_phase(
         for result in engine.run([*tasks, *evaluation_tasks]):
             result_phase = result.task.phase
             destination = phase_results if evaluation_results is None or result_phase == phase else evaluation_results
-            _record_result(
-                federation,
-                result,
-                checkpoint,
-                destination,
-                progress,
-                aggregator if destination is phase_results else None,
-            )
+            start = checkpoint if plan is None else plan.start_of(result.task.client)
+            summing = aggregator if destination is phase_results else None
+            _record_result(federation, result, start, destination, progress, summing)
             done_by_phase[result_phase] += 1
             progress.show_clients_done(
                 result_phase,
@@ -229,6 +230,7 @@ def train_and_aggregate_round(
     engine: Engine,
     progress: Progress,
     on_previous_round_evaluated: Callable[[Checkpoint, PhaseResults], object],
+    plan: RoundPlan | None = None,
 ) -> Checkpoint:
     """Runs one training round: clients train, and the server aggregates their replies; all are evaluated during the
     next round's training. Raises a `RoundError` for fewer than `min_replies` replies.
@@ -239,6 +241,7 @@ def train_and_aggregate_round(
             training.
         history: the records of the rounds before.
         on_previous_round_evaluated: gets `previous` and its evaluation, before the replies of this round are aggregated.
+        plan: who trains, and from which versions of the state; None: a uniform draw, from `previous`.
 
     Returns:
         The state after the round, with the record as far as it is known.
@@ -246,18 +249,15 @@ def train_and_aggregate_round(
     Raises:
         RoundError: fewer than `min_replies` replies are valid.
     """
-    settings, algorithm, number, clock = (
-        federation.settings,
-        federation.algorithm,
-        previous.round + 1,
-        time.perf_counter,
-    )
+    settings, clock, number = federation.settings, time.perf_counter, previous.round + 1
+    algorithm = federation.algorithm
     started, registry = clock(), federation.client_registry
-    cohort = federation.sample_cohort(number)
+    cohort = federation.sample_cohort(number) if plan is None else list(plan.client_ids)
     trained = list(registry.ids) if "everyone_trains" in algorithm.traits else cohort
-    aggregator = ReplyAggregator(algorithm, previous.state, cohort, registry.num_examples, settings.secure)
+    rebase = None if plan is None else plan.rebase_reply
+    aggregator = ReplyAggregator(algorithm, previous.state, cohort, registry.num_examples, settings.secure, rebase)
     evaluation = None if previous.unevaluated_record is None else PhaseResults()
-    training = run_phase(federation, engine, "local", trained, number, previous, progress, aggregator, evaluation)
+    training = run_phase(federation, engine, "local", trained, number, previous, progress, aggregator, evaluation, plan)
     if evaluation is not None:
         on_previous_round_evaluated(previous, evaluation)
     reply_ids = [i for i in cohort if i in training.results]

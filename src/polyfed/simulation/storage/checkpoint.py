@@ -58,6 +58,7 @@ class _ServerFile(TypedDict):
     client_states: NotRequired[dict[str, Any]]  # of the first versions: states without tensors
     files: NotRequired[list[str]]  # of the first versions: clients with a file
     unfinished: NotRequired[str]
+    schedule: NotRequired[dict[str, Any]]
 
 
 class UnevaluatedRecord(TypedDict):
@@ -88,12 +89,15 @@ class Checkpoint:
             stay at the sites; a simulation plays all parts.)
         unevaluated_record: the record of `round` if that has not been evaluated yet, since it is evaluated together with
             the training of the next round, as between sites; else None.
+        schedule: what the sampler remembers, the simulated time, and the clients at work in an asynchronous run; None if
+            the run has none of these (`polyfed.simulation.rounds.round_scheduler`).
     """
 
     round: int
     state: PyTree
     client_states: ClientStates
     unevaluated_record: Mapping[str, Any] | None = None
+    schedule: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "client_states", ClientStates.wrap(self.client_states))
@@ -145,6 +149,8 @@ def save_checkpoint_and_remove_older(
     server = {"round": checkpoint.round, "state": without_groups(checkpoint.state), "groups": list(groups)}
     if checkpoint.unevaluated_record is not None:
         server["unfinished"] = json.dumps(checkpoint.unevaluated_record, allow_nan=False)
+    if checkpoint.schedule is not None:
+        server["schedule"] = checkpoint.schedule
     sums = {_SERVER: _write(partial / _SERVER, serialize_state(server))}
     content = {"bound": dict(binding or {}), "files": sums, "states": state_hashes}
     _write(partial / COMPLETE_FILE, json.dumps(content, indent=1).encode())
@@ -275,7 +281,7 @@ def _read_checkpoint(folder: Path, store: StateStore) -> Checkpoint:
         states = load_states(store, PRIVATE_PART, number)
         groups = {name: load_states(store, name, number) for name in server["groups"]}
         server["state"] = {**server["state"], **groups} if groups else server["state"]
-    return Checkpoint(number, server["state"], states, _read_unevaluated_record(server))
+    return Checkpoint(number, server["state"], states, _read_unevaluated_record(server), server.get("schedule"))
 
 
 def _read_client_files(folder: Path, checksums: Mapping[str, str], server: Mapping[str, Any]) -> ClientStates:

@@ -8,7 +8,7 @@ def build_metrics_table(
     record: Mapping[str, Any], client_ids: Iterable[str], num_examples: Mapping[str, int], metric_names: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Returns a list of dicts with the metrics of a round: one per client, sorted by id (numeric ids by number), then
-    one with the means.
+    one with the means. Each has `simulated_seconds`, the time at the end of the round, if the run simulates time.
 
     Args:
         record: of the round.
@@ -43,7 +43,10 @@ def build_metrics_table(
     counts = [num_examples[client] for client in metrics if client in num_examples]
     total = sum(counts) / len(rows) if rows and len(counts) == len(rows) else None
     sizes = {} if sample is None else {"evaluated": sample["clients"], "of": sample["of"]}
-    return [*rows, {"client": "mean", **means, "num_examples": total, **sizes}]
+    rows.append({"client": "mean", **means, "num_examples": total, **sizes})
+    if "simulated_seconds" in record:
+        rows = [{**row, "simulated_seconds": record["simulated_seconds"]} for row in rows]
+    return rows
 
 
 def find_metric_names(records: Sequence[Mapping[str, Any]], first: str | None = None) -> list[str]:

@@ -20,7 +20,9 @@ from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.io.atomic_files import create_private_folder_if_missing
+from polyfed.simulation.asynchronous.rules import parse_asynchronous
 from polyfed.simulation.checks.requirements import check_clients, check_networks_run
+from polyfed.simulation.checks.scheduling import supports_asynchronous
 from polyfed.simulation.experiment import (
     Experiment,
     Participants,
@@ -207,11 +209,15 @@ def _run_method(
     experiment: Experiment, method: Algorithm[Any, Any], experiment_data: Participants, out: Path, progress: Progress
 ) -> Run:
     is_main_method = method is experiment.algorithm
-    secure = experiment.settings.secure and (is_main_method or supports_secure_sum(method))
+    settings = experiment.settings
+    secure = settings.secure and (is_main_method or supports_secure_sum(method))
+    rule = parse_asynchronous(settings.asynchronous)
+    if rule is not None and not is_main_method and not supports_asynchronous(method, rule):
+        settings = settings.without_asynchronous()
     return run_federation(
         experiment_data.clients,
         method,
-        replace(experiment.settings, secure=secure),
+        replace(settings, secure=secure),
         public=experiment_data.public,
         out=out,
         config={k: v for k, v in experiment.config.items() if is_main_method or k != "baselines"},

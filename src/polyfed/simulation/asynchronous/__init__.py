@@ -1,0 +1,1 @@
+"""Runs rounds that wait for no straggler: FedBuff and FedAsync, in simulated time."""

@@ -1,0 +1,1 @@
+"""Simulates time: how fast each client computes and sends, and when it is available."""
