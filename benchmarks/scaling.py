@@ -95,6 +95,17 @@ def pfedla(hidden):
     return state
 
 
+def pfedla_neighbours(k, hidden):
+    """For each client a model, an embedding, rows and biases, and k positions; one trunk."""
+
+    def state(n, net):
+        neighbours = min(k, n)
+        trunk = (100 * hidden + hidden) + 2 * (hidden**2 + hidden)
+        return 4 * (n * (net["weights"] + 100 + net["layers"] * (hidden + neighbours)) + trunk) + 8 * n * neighbours
+
+    return state
+
+
 def pfedhn(dim):
     """Embeddings, a trunk, heads with 100 inputs for each weight; and as much momentum."""
 
@@ -127,6 +138,11 @@ def fedhenn(rank):
     return state, traffic
 
 
+def sketched(rank):
+    """State: the pool, and one matrix."""
+    return lambda n, net: 4 * net["pool"] * (net["image"] + rank)
+
+
 ALIGNING = {"rad_size": POOL, "rad_batch": 16, "lr": 0.01}
 SMALL = {"channels": 4, "base_cells": 1, "personal_cells": 1}
 CASES = {
@@ -134,6 +150,7 @@ CASES = {
     "fedrep": Case("fedrep", once("body"), copies("body"), 0),
     "pfedla": Case("pfedla", pfedla(100), copies(), 2),
     "pfedla hidden=10": Case("pfedla", pfedla(10), copies(), 2, fields={"hidden": 10}),
+    "pfedla neighbours=8": Case("pfedla", pfedla_neighbours(8, 100), copies(), 0, fields={"neighbours": 8}),
     "pfedhn": Case("pfedhn", pfedhn(None), copies(), 2, 10_000),
     "pfedhn embedding_dim=32": Case("pfedhn", pfedhn(32), copies(), 1, fields={"embedding_dim": 32}),
     "fedfomo": Case(
@@ -141,6 +158,9 @@ CASES = {
     ),
     "fedhenn": Case("fedhenn", *fedhenn(None), 1, 3_000, True, ALIGNING),
     "fedhenn rank=8": Case("fedhenn", *fedhenn(8), 1, 1_000, True, {**ALIGNING, "rank": 8}),
+    "fedhenn rank=8 sketch": Case(
+        "fedhenn", sketched(8), fedhenn(8)[1], 0, 10_000, True, {**ALIGNING, "rank": 8, "sketch": True}
+    ),
     "flha_ghn": Case("flha_ghn", once("ghn"), copies("ghn"), 0, fields={"head": "auto"}),
     "flha_ghn head=factored": Case("flha_ghn", once("factored"), copies("factored"), 0, fields={"head": "factored"}),
     "ca_fedpnas": Case("ca_fedpnas", once("supernet"), copies("supernet"), 0, 10, fields=SMALL),

@@ -22,7 +22,8 @@ def scaling():
     del sys.modules[found.name]
 
 
-LABELS = ("pfedla", "pfedla hidden=10", "pfedhn", "pfedhn embedding_dim=32", "fedfomo", "fedhenn", "fedhenn rank=8",
+LABELS = ("pfedla", "pfedla hidden=10", "pfedla neighbours=8", "pfedhn",
+          "pfedhn embedding_dim=32", "fedfomo", "fedhenn", "fedhenn rank=8", "fedhenn rank=8 sketch",
           "fedavg", "fedrep", "flha_ghn", "flha_ghn head=factored", "ca_fedpnas")  # fmt: skip
 
 

@@ -183,7 +183,7 @@ def test_a_run_that_goes_on_binds_as_one_that_was_not_stopped(tmp_path):
     whole = play(tmp_path / "whole", Local(lr=0.1), rounds=6, checkpoint_every=2, keep=3)
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polyfed.simulation.federate.train_and_aggregate_round", _stop_after(4))
+        patch.setattr("polyfed.simulation.rounds.round_loop.train_and_aggregate_round", _stop_after(4))
         with pytest.raises(KeyboardInterrupt):
             play(out, Local(lr=0.1), rounds=6, checkpoint_every=2, keep=3)
     assert_runs_equal(pf.resume(out, clients=small_clients()), whole)

@@ -48,7 +48,7 @@ def stop(monkeypatch):
                 raise KeyboardInterrupt
             return train_and_aggregate_round(federation, now, *rest)
 
-        monkeypatch.setattr("polyfed.simulation.federate.train_and_aggregate_round", playing)
+        monkeypatch.setattr("polyfed.simulation.rounds.round_loop.train_and_aggregate_round", playing)
 
     return at
 
@@ -95,7 +95,7 @@ def test_a_run_that_lacks_an_evaluation_makes_it_first(tmp_path, together, stop,
     assert len(read_metrics(out / "metrics.jsonl")) == last - 1
     assert describe_changed_files_of_run(out) == []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polyfed.simulation.federate.train_and_aggregate_round", train_and_aggregate_round)
+        patch.setattr("polyfed.simulation.rounds.round_loop.train_and_aggregate_round", train_and_aggregate_round)
         patch.setattr(InProcessEngine, "overlaps_evaluation", rides)
         whole = play()
         together.clear()

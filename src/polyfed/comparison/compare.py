@@ -93,6 +93,7 @@ def compare(
     compress: str | Compressor | None = "none",
     compress_down: str | Compressor | None = "none",
     secure: bool = False,
+    regions: int | Mapping[str, str] | None = None,
     cross_site: bool = False,
     sampler: str | Mapping[str, Any] | Sampler = "uniform",
     speeds: str | float | Mapping[str, float] | None = None,
@@ -116,8 +117,8 @@ def compare(
         clients: who takes part, as for `federate`.
         algorithms, methods (its former name): a method or its name, several of them as a list, or either by label.
         rounds, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every, checkpoint_every,
-            on_error, min_replies, compress, compress_down, cross_site, sampler, speeds, bandwidth, availability: of each
-            run, as for `federate`.
+            on_error, min_replies, compress, compress_down, cross_site, regions (of means), sampler, speeds, bandwidth,
+            availability: of each run, as for `federate`.
         asynchronous: as for `federate`; methods whose server takes no mean are left out, and `local` trains in plain rounds.
         evaluate_clients: the clients that every run evaluates: a number or a fraction, drawn once, the same for all methods,
             seeds and rounds; or a list of ids. Intervals of means cover the draw.
@@ -145,8 +146,7 @@ def compare(
         target: the mean score for the columns "to reach it"; None takes what training alone reaches.
         tune: "auto" searches the learning rate of every method on validation examples before, over 0.1 to 10 times its
             own and beyond where the best is at the edge; "none" does not, and the results say so; or fields with the values
-            to try or their range: {"lr": [0.01, 0.1]}, {"lr": [0.01, 0.1, ...]} (and beyond), {"lr": "0.001..0.3"}; see
-            `polyfed.comparison.tuning.hyperparameter_search`.
+            to try or their range: {"lr": [0.01, 0.1]}, {"lr": [0.01, 0.1, ...]} (and beyond), {"lr": "0.001..0.3"}.
         trials: runs a method has in that search, by Optuna (extra `tune`); None tries every combination of the values.
         parallel: runs at once, each in a process of its own; "auto" is one per core where a round has few clients.
         references: puts scores of simple models and of all data pooled (`polyfed.comparison.references`) next to methods.
@@ -182,7 +182,7 @@ def compare(
         rounds=rounds, clients_per_round=clients_per_round, engine=engine, workers=workers, ray_address=ray_address,
         gpus_per_worker=gpus_per_worker, device=device, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,
         evaluate_clients=evaluate_clients,  # type: ignore[arg-type]  # a list
-        on_error=on_error, min_replies=min_replies, secure=secure, cross_site=cross_site,
+        on_error=on_error, min_replies=min_replies, secure=secure, regions=regions, cross_site=cross_site,
         compress=compress, compress_down=compress_down,  # type: ignore[arg-type]  # which they become
         **describe_scheduling(sampler, speeds, bandwidth, availability, asynchronous, is_built_again=True),
     )  # fmt: skip

@@ -29,6 +29,7 @@ from polyfed.simulation.callbacks.base import Callback
 from polyfed.simulation.federate import resume_federation, run_federation
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.results.run import Run
+from polyfed.simulation.rounds.regional_sums import supports_regions
 from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
 from polyfed.simulation.settings import Keep, Settings
 from polyfed.simulation.storage import predictions
@@ -342,6 +343,7 @@ def _run_or_resume(
         seed=job.seed,
         keep=job.keep,
         secure=settings.secure and supports_secure_sum(job.method),  # the others that are here send nothing
+        regions=settings.regions if supports_regions(job.method) else None,
         on_error="skip" if job.skip_failed_clients else settings.on_error,
         cross_site=settings.cross_site and job.keep_predictions,  # runs of a search are not compared
         asynchronous=None if isinstance(job.method, Local) else settings.asynchronous,

@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, final, get_args
 
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.io.plain_values import convert_numpy_fields_in_place
 
 EngineName = Literal["auto", "inprocess", "pool", "cohort", "ray"]
 Keep = Literal["last", "best", "loss"] | int
+Regions = int | Mapping[str, str]
 EXECUTION_FIELDS = ("engine", "workers", "ray_address", "gpus_per_worker", "device")
 """Settings of where a run computes. No result depends on them, with the engine "cohort" up to rounding."""
 SCHEDULING_FIELDS = ("sampler", "speeds", "bandwidth", "availability", "asynchronous")
@@ -50,6 +52,9 @@ class Settings:
         secure: the server half of the method sees only the sum of a round's replies, in fixed point
             (`polyfed.core.messages.fixed_point`). Real sites mask their replies, so that only the sum can be seen; a
             simulation computes the same sum without encryption.
+        regions: sums replies by region, so that the server gets one sum in fixed point per region: the region of each
+            client, {client: region}, or a number, to which clients are dealt by a checksum of their ids. Any regions give
+            the same bits. For methods whose server half is a mean.
         keep: the round whose models and predictions are kept: "last"; "best", by the mean score on the clients' validation
             examples; "loss", the lowest loss on all validation examples together; or the number of a round.
 
@@ -91,6 +96,7 @@ class Settings:
     compress: str = "none"
     compress_down: str = "none"
     secure: bool = False
+    regions: int | Mapping[str, str] | None = None
     cross_site: bool = False
     sampler: dict[str, Any] | str = "uniform"
     speeds: float | dict[str, float] | str | None = None
@@ -143,6 +149,22 @@ class Settings:
         self._check_ray()
         self._check_compression()
         self._check_scheduling()
+        self._check_regions()
+
+    def _check_regions(self) -> None:
+        regions = self.regions
+        if isinstance(regions, Mapping):
+            object.__setattr__(self, "regions", FrozenMapping(regions))
+        is_count = isinstance(regions, int) and not isinstance(regions, bool) and regions >= 1
+        is_mapping = (
+            isinstance(regions, Mapping) and bool(regions) and all(isinstance(r, str) for r in regions.values())
+        )
+        if not (regions is None or is_count or is_mapping):
+            raise UserError(
+                f"regions must be a number from 1, or the region of each client, {{client: region}}, got {regions!r}"
+            )
+        if self.secure and regions is not None:
+            raise UserError("secure=True masks replies so that one sum alone can be read; leave regions=... out")
 
     def _check_ray(self) -> None:
         address, gpus = self.ray_address, self.gpus_per_worker

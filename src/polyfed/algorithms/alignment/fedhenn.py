@@ -19,6 +19,7 @@ from polyfed.alignment.alignment_target import (
     reduce_to_principal_components,
     triangular_kernel_factor,
 )
+from polyfed.alignment.kernel_sketch import KernelSketch
 from polyfed.alignment.pairwise_cka import mean_pairwise_cka
 from polyfed.alignment.representations import compute_representations
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
@@ -70,6 +71,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
             of its features (False, paper). It has no effect with an RBF kernel, whose width follows the scale.
         rank: number of principal components to which each A_j, and with a linear kernel K̄, are reduced before sending
             (None, paper: no reduction).
+        sketch: keeps a running mean of the kernels in `rank` columns instead of every client's A_j (paper), so that the
+            server's state does not grow with the number of clients; see `polyfed.alignment.kernel_sketch`.
         buffers: "local" only (polyfed's choice), since networks stay with their clients.
 
     The other fields are those of `AlignmentMethod` and `LocalTraining`.
@@ -97,11 +100,14 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     weighting: Literal["uniform", "capacity"] = "uniform"
     normalise: bool = False
     rank: int | None = None
+    sketch: bool = False
     buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least(1, "rank")
+        can_be_sketched = self.rank is not None and self.kernel == "linear"
+        self._require(not self.sketch or can_be_sketched, "sketch", "false without rank=..., and with kernel='rbf'")
         self._require(self.buffers == "local", "buffers", "'local', since networks stay with their clients")
         if self.share == "weights":
             if self.rad == "noise":
@@ -130,7 +136,13 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         forms = {
             k: {n: [list(t.shape), str(t.dtype)] for n, t in tree.items()} for k, tree in sorted(initial_models.items())
         }
+        if self.sketch:
+            assert self.rank is not None
+            state["sketch"] = KernelSketch.empty(self._num_public_examples(state), self.rank).to_state()
         return {**state, "forms": forms}
+
+    def _num_public_examples(self, server_state: ServerState) -> int:
+        return len(first_leaf(server_state["public"])) if server_state["public"] else 2 * self.rad_size
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
         """Yields the message to each client: the round's public examples X, the mean K̄ of all clients' kernels
@@ -162,6 +174,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         K̄(t−1) = Σ_j w_j K_j.
         """
         client_ids = sorted(server_state["representations"])
+        if self.sketch and server_state["sketch"]["weight"] > 0:
+            return {"features": triangular_kernel_factor(server_state["sketch"]["features"][rows.long()])}
         if not client_ids:
             return {}
         rad_representations = [server_state["representations"][j][rows.long()] for j in client_ids]
@@ -177,8 +191,10 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
 
     def analysis(self, server_state: ServerState, client_ids: Sequence[str]) -> Mapping[str, float]:
         """Returns the mean similarity (CKA) between two clients' representations of at most 256 public examples, as
-        `{name: number}`; empty if it cannot be computed.
+        `{name: number}`; empty if it cannot be computed. With `sketch`, the share of K̄ that the sketch has lost.
         """
+        if self.sketch:
+            return {"sketch_error": round(KernelSketch.from_state(server_state["sketch"]).relative_error, 9)}
         similarity = mean_pairwise_cka(list(server_state["representations"].values()))
         return {} if similarity is None else {"mean_cka": similarity}
 
@@ -198,10 +214,35 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         else:
             new_representations = {j: replies[j].tensors["representations"]["a"] for j in ids}
             capacities = {j: int(replies[j].scalars["capacity"]) for j in ids} if self.weighting == "capacity" else {}
+        if self.sketch:
+            return self._with_new_sketch(server_state, new_representations, capacities, replies, server)
         return {
             **server_state,
             "representations": _sorted_by_id({**server_state["representations"], **new_representations}),
             "capacities": _sorted_by_id({**server_state["capacities"], **capacities}),
+            "holders": self._holders_after_round(server_state, replies),
+        }
+
+    def _with_new_sketch(
+        self,
+        server_state: ServerState,
+        representations: Mapping[str, Tensor],
+        capacities: Mapping[str, int],
+        replies: Mapping[str, Message],
+        server: ServerContext,
+    ) -> ServerState:
+        """Returns the server state with the round's representations in the running mean, and none of them by itself."""
+        sketch = KernelSketch.from_state(server_state["sketch"])
+        if representations:
+            sketch = sketch.add_replies(
+                [representations[j] for j in sorted(representations)],
+                [float(capacities.get(j, 1)) for j in sorted(representations)],
+                num_clients=len(server.clients),
+                normalise=self.normalise,
+            )
+        return {
+            **server_state,
+            "sketch": sketch.to_state(),
             "holders": self._holders_after_round(server_state, replies),
         }
 
@@ -263,7 +304,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
             raise ValueError(
                 f"capacity, its number of parameters, is {capacity!r}; it must be a whole number from 1 to {_MAX_CAPACITY:,}"
             )
-        num_public = len(first_leaf(server_state["public"])) if server_state["public"] else 2 * self.rad_size
+        num_public = self._num_public_examples(server_state)
         a = reply.tensors.get("representations", {}).get("a")
         if a is not None and a.dim() == 2 and not 1 <= a.shape[1] <= (self.rank or a.shape[1]):
             raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor, nn
 
+from polyfed.algorithms.hypernetworks import neighbour_weights
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.capabilities import AddsServerTensors, KeepsServerStateByClient
 from polyfed.core.errors import UserError
@@ -46,6 +47,7 @@ from polyfed.hypernetworks.layer_aggregation import (
     update_aggregation_hypernetworks,
 )
 from polyfed.hypernetworks.retained_layers import retained_layer_mask, set_own_weight_in_retained_layers
+from polyfed.hypernetworks.shared_hypernetwork import init_client_part
 from polyfed.models.structure import tensor_names_by_module
 
 # "models": θ_j of every client; "hypernetworks": v_i, ψ_i of each client that has taken part; "clients" and "layers": names
@@ -78,6 +80,9 @@ class LayerAggregationMethod(
             "tensor", or the whole "model" (the paper's Fig. 1 compares with it).
         embedding_dim: entries of v_i (100, public implementations; the paper refers to a supplement).
         hidden: width of the hypernetwork's trunk (100, as embedding_dim: public implementations).
+        neighbours: k, the clients whose models are mixed for each client, itself among them; None mixes all N (paper). With
+            k, one hypernetwork serves all clients, so that the server's numbers besides the models grow with N and not with
+            N²; see docs/methods/pfedla.md for what equals the paper's form at k = N, and what k costs.
         evaluate_trained: also evaluates the network after local training (polyfed's choice); each client then keeps it.
         buffers: "local" (polyfed's choice) or "recompute"; α weighs parameters only.
     """
@@ -91,13 +96,18 @@ class LayerAggregationMethod(
     layer: LayerGranularity = "module"
     embedding_dim: int = 100
     hidden: int = 100
+    neighbours: int | None = None
     evaluate_trained: bool = True
     buffers: BufferPolicy = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least(0, "hn_lr", "sharpness")
-        self._at_least(1, "embedding_dim", "hidden")
+        self._at_least(1, "embedding_dim", "hidden", "neighbours")
+        finds_neighbours = self.neighbours is None or self.weights == "hypernetwork"
+        self._require(
+            finds_neighbours, "neighbours", "none with weights='similarity', which compares all clients' models"
+        )
         self._require(
             self.buffers != "average", "buffers", "'local' or 'recompute' (clients' layers are weighed, not averaged)"
         )
@@ -110,8 +120,7 @@ class LayerAggregationMethod(
         return 0
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the initial models, hypernetworks and embeddings of all clients
-        (algorithms 1 and 2, line 1)."""
+        """Returns the state before round 1, with the initial models of all clients (algorithms 1 and 2, line 1)."""
         return init_server_state(server, self, self._num_retained_layers)
 
     @property
@@ -121,36 +130,40 @@ class LayerAggregationMethod(
 
     def later_server_tensors(self, server_state: ServerState) -> StateDict:
         """Returns a hypernetwork of the form that each client's has once it has replied."""
-        sizes = _hypernetwork_sizes(server_state, self)
-        return init_aggregation_hypernetwork("", sizes, 0) if self.weights == "hypernetwork" else {}
+        if self.weights == "similarity":
+            return {}
+        if self.neighbours is not None:
+            return init_client_part("", neighbour_weights.shared_sizes(server_state, self), 0)
+        return init_aggregation_hypernetwork("", _hypernetwork_sizes(server_state, self), 0)
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
         """Yields the message to each client: its personalised model θ̄_i, without the layers that the client retains.
 
         The models of many clients take one matrix product per layer.
         """
-        for client_info, model in iterate_personalised_models(
-            server_state, client_infos, self, self._num_retained_layers
-        ):
+        if self.neighbours is None:
+            models = iterate_personalised_models(server_state, client_infos, self, self._num_retained_layers)
+        else:
+            models = neighbour_weights.iterate_mixtures(server_state, client_infos, self)
+        for client_info, model in models:
             yield Message({"model": model}, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Replaces the stored models of the clients that replied by those that they sent, updates their hypernetworks,
-        and returns the new server state.
-
-        The models are θ_i, the hypernetworks v_i and ψ_i. These are lines 7 and 8 of algorithm 1, and lines 9 and 10 of
-        algorithm 2.
-        """
+        """Replaces the stored models θ_i of the clients that replied by those that they sent, updates their
+        hypernetworks v_i and ψ_i (algorithm 1, lines 7 and 8; algorithm 2, lines 9 and 10), and returns the new state."""
         models = {i: reply.tensors["model"] for i, reply in replies.items()}
+        if self.neighbours is not None:
+            return neighbour_weights.update_models_and_shared_hypernetwork(server_state, models, self)
         return update_models_and_hypernetworks(server_state, models, self, self._num_retained_layers)
 
     def analysis(
         self, server_state: ServerState, client_ids: Sequence[str]
     ) -> Mapping[str, Tensor | Sequence[str] | float]:
-        """Returns, for the report, the weights with which the models of all clients are mixed for each client of the
-        round."""
+        """Returns, for the report, the weights with which models are mixed for each client of the round."""
+        if self.neighbours is not None:
+            return neighbour_weights.analyse_mixtures(server_state, client_ids, self)
         return analyse_aggregation_weights(server_state, client_ids, self)
 
 
@@ -221,12 +234,7 @@ class PFedLA(LayerAggregationMethod):
 
 
 def init_server_state(server: ServerContext, options: LayerAggregationMethod, k: int = 0) -> ServerState:
-    """Returns the server state of pFedLA and HeurpFedLA before round 1; raises a `UserError` if the network has fewer
-    than `k` layers.
-
-    Raises:
-        UserError: there are fewer than `k` layers.
-    """
+    """Returns the server state of pFedLA and HeurpFedLA before round 1; raises a `UserError` for fewer than `k` layers."""
     assert server.model is not None  # `requires` names "one_architecture"
     model = tensors_to_send(initial_state(server.model, server.seed), cached_module(server.model).buffers, "local")
     module = cached_module(server.model).module
@@ -245,7 +253,9 @@ def init_server_state(server: ServerContext, options: LayerAggregationMethod, k:
         "hypernetworks": {},
         "seed": server.seed,
     }
-    if options.weights == "hypernetwork":
+    if options.neighbours is not None:
+        state |= neighbour_weights.initial_shared_state(state, options)
+    elif options.weights == "hypernetwork":
         description = (
             f"hypernetworks of {len(ids)} clients with embedding_dim={options.embedding_dim} and "
             f"hidden={options.hidden}"
@@ -290,9 +300,7 @@ def compute_aggregation_weights(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> Tensor:
     """Returns the weights with which the server mixes all N clients' models for each given client, shape (clients,
-    layers, N); raises a `UserError` if hypernetworks have diverged.
-
-    They have the shape (clients, layers, N). α_i is HN_i(v_i; ψ_i), or comes from the similarity of layers.
+    layers, N); raises a `UserError` if hypernetworks have diverged. α_i is HN_i(v_i; ψ_i), or of the similarity of layers.
 
     Raises:
         UserError: the hypernetworks have diverged.
@@ -309,13 +317,8 @@ def compute_aggregation_weights(
             options.normalise,
         )
 
-    alpha = torch.cat(
-        list(
-            map_in_threads(
-                weigh_group, hypernetwork_batch_slices(len(clients), _hypernetwork_sizes(server_state, options))
-            )
-        )
-    )
+    groups = hypernetwork_batch_slices(len(clients), _hypernetwork_sizes(server_state, options))
+    alpha = torch.cat(list(map_in_threads(weigh_group, groups)))
     if not bool(torch.isfinite(alpha).all()):
         raise UserError(
             f"{type(options).__name__}: the hypernetworks have diverged, their weights are not finite; lower "

@@ -57,7 +57,7 @@ _GROUPS = {
     "engine and failures": (
         "engine", "workers", "ray_address", "gpus_per_worker", "device", "on_error", "min_replies", "checkpoint_every",
     ),
-    "messages": ("compress", "compress_down", "secure"),
+    "messages": ("compress", "compress_down", "secure", "regions"),
     "data": ("data",),
     "network": ("model",),
     "method": ("algorithm", "baselines", "loss"),

@@ -1,6 +1,6 @@
 """Defines the server of a deployment, which sets up the federation from what the sites report, and runs its rounds.
 
-The rounds are those of the simulator (`simulation.federate.run_remaining_rounds`), on an engine that sends tasks to sites. A
+The rounds are those of the simulator (`simulation.rounds.round_loop`), on an engine that sends tasks to sites. A
 site's private state stays there. In its place the server stores the number of the round that the state belongs to, so
 that a run that is resumed from a checkpoint asks for the right state.
 """
@@ -31,12 +31,12 @@ from polyfed.deploy.protocol.table_summary import describe_table_difference
 from polyfed.deploy.protocol.wire import DATA_SPEC_REQUIREMENTS, PROTOCOL, build_compressor_head_fields
 from polyfed.deploy.server.update_bound import MaxUpdateNorm, parse_max_update_norm
 from polyfed.simulation.engines.base import ClientTask, Engine
-from polyfed.simulation.federate import run_remaining_rounds
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
 from polyfed.simulation.rounds.resume import rewind_to_newest_checkpoint
+from polyfed.simulation.rounds.round_loop import run_remaining_rounds
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.simulation.storage.directory import RunDirectory, to_plain_values

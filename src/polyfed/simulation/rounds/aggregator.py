@@ -13,7 +13,9 @@ from polyfed.algorithms.base.reply_sum import ReplySum
 from polyfed.core.algorithm import Algorithm, Message, ServerContext
 from polyfed.core.errors import RoundError
 from polyfed.core.state_dict import iter_tensors, state_dict_spec
+from polyfed.simulation.rounds.regional_sums import RegionalSum
 from polyfed.simulation.rounds.secure_aggregation import SecureSum, uses_default_mean
+from polyfed.simulation.settings import Regions
 from polyfed.simulation.storage.client_states import with_changes_only
 
 
@@ -40,6 +42,7 @@ class ReplyAggregator:
         secure: whether the replies are parts of a secure sum.
         rebase: makes of a reply to an earlier state one to `state`, and returns it with the message that it then answers;
             None: all replies answer messages made from `state`.
+        regions: the region of each client, or their number, if the replies are parts of regional sums.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class ReplyAggregator:
         num_examples: Mapping[str, int],
         secure: bool = False,
         rebase: Callable[[str, Message, Message], tuple[Message, Message]] | None = None,
+        regions: Regions | None = None,
     ) -> None:
         self._algorithm, self._state, self._rebase = algorithm, state, rebase
         self._remaining_ids, self._replies = deque(sorted(client_ids)), dict[str, Message]()
@@ -62,6 +66,8 @@ class ReplyAggregator:
         self.seconds = 0.0  # spent on summing
         if secure and uses_default_mean(algorithm):
             self._sum = SecureSum(algorithm)
+        elif regions is not None and uses_default_mean(algorithm):
+            self._sum = RegionalSum(algorithm, regions)
         elif uses_default_mean(algorithm) and algorithm.reply_spec_is_known(state):
             has_all_counts = not algorithm.weighted or all(i in num_examples for i in client_ids)
             expected = {i: float(num_examples.get(i, 1)) for i in self._remaining_ids} if has_all_counts else None
@@ -71,6 +77,13 @@ class ReplyAggregator:
     def robust_report(self) -> Mapping[str, Any]:
         """Returns what a robust rule did with the replies, after `aggregate`; empty without a rule."""
         return self._report if self._sum is None else self._sum.report
+
+    @property
+    def regional_report(self) -> Mapping[str, Any]:
+        """Returns what the regions have forwarded to the server, for the record of the round; empty without regions."""
+        if not isinstance(self._sum, RegionalSum):
+            return {}
+        return {"regions": {"sums": len(sizes := self._sum.bytes_by_region), "bytes_up": sum(sizes.values())}}
 
     def add_reply(self, client: str, reply: Message, message: Message | None = None) -> None:
         """Adds a client's reply to `message` to the round; discards the reply of a client outside the round's sample

@@ -25,6 +25,7 @@ from polyfed.simulation.engines.devices import check_engine_installed, choose_cl
 from polyfed.simulation.rounds.evaluation_sample import check_evaluation_sample
 from polyfed.simulation.rounds.federated_preprocessing import unify_preprocessing_of_clients
 from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
+from polyfed.simulation.rounds.regional_sums import check_regions
 from polyfed.simulation.rounds.secure_aggregation import check_secure_support
 from polyfed.simulation.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings
@@ -87,6 +88,8 @@ def check_and_build_federation(
     check_evaluation_sample(settings, sorted(client.id for client in clients))
     if settings.secure:
         check_secure_support(algorithm, cohort_size)
+    if settings.regions is not None:
+        check_regions(algorithm, settings.regions, [client.id for client in clients])
     check_robust_rule(algorithm, cohort_size)
     check_engine_installed(settings.engine)
     device = choose_client_device(settings)

@@ -195,6 +195,11 @@ class SecureSum(ReplySum):
         self._norm: float | None = None
 
     @property
+    def nbytes(self) -> int:
+        """Returns the size of the sum in bytes, eight for each number."""
+        return self._total.nbytes
+
+    @property
     def report(self) -> Mapping[str, Any]:
         """Returns the bound on updates that each site keeps, and the norm of the update of their mean; empty without a
         bound.
@@ -216,18 +221,31 @@ class SecureSum(ReplySum):
             UserError: its layout differs from that of the first.
         """
         words, layout = parse_sum_message(reply)
+        self._add_words(words, layout, [client_id])
+        if self._max_norm is not None and message is not None:
+            self._messages.append(message)
+
+    def add_sum(self, other: "SecureSum") -> None:
+        """Adds another sum of the same round; raises a `UserError` if its layout differs.
+
+        Raises:
+            UserError: its layout differs.
+        """
+        assert other._layout is not None
+        self._add_words(other._total, other._layout, other._ids)
+        self._messages += other._messages
+
+    def _add_words(self, words: FixedPointWords, layout: SumLayout, client_ids: Sequence[str]) -> None:
         if self._layout is None:
             self._layout, self._total = layout, words.copy()
         elif layout != self._layout:
             raise UserError(
-                f"{type(self._method).__name__}: the tensors of {client_id!r} are not those of {self._ids[0]!r}; "
+                f"{type(self._method).__name__}: the tensors of {client_ids[0]!r} are not those of {self._ids[0]!r}; "
                 "a secure sum needs replies of one form"
             )
         else:
             self._total += words
-        self._ids.append(client_id)
-        if self._max_norm is not None and message is not None:
-            self._messages.append(message)
+        self._ids += client_ids
 
     def mean(self) -> Mapping[str, StateDict]:
         """Returns the weighted mean of the replies, as `{group: {tensor name: tensor}}`, with its update within the

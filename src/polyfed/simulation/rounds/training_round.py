@@ -161,18 +161,16 @@ def _validate_reply(
     decoded = federation.decode_reply_for_server(reply, task.message)
     if flaw := federation.reply_error(decoded, checkpoint.state, task.message, task.client):
         raise ValueError(flaw)
-    if not federation.settings.secure:
-        assert isinstance(reply, Message)  # what is none has a flaw
-        uncompressed = (
-            decoded
-            if adapter_averaging_mode(federation.algorithm) is None
-            else federation.decompress_reply(reply, task.message)
-        )
-        return decoded, reply, measure_update(uncompressed, task.message, federation.algorithm._differences)
-    part = encode_reply_in_fixed_point(
-        decoded, federation.algorithm, federation.cohort_size, task.message
-    )  # as a site does before it masks
-    return part, part, MeasuredUpdate(None, None)
+    settings, part = federation.settings, None
+    if settings.secure or settings.regions is not None:  # as a site does before it masks, or a region before it adds
+        part = encode_reply_in_fixed_point(decoded, federation.algorithm, federation.cohort_size, task.message)
+    if settings.secure:
+        return part, part, MeasuredUpdate(None, None)
+    assert isinstance(reply, Message)  # what is none has a flaw
+    is_whole = adapter_averaging_mode(federation.algorithm) is None
+    uncompressed = decoded if is_whole else federation.decompress_reply(reply, task.message)
+    measured = measure_update(uncompressed, task.message, federation.algorithm._differences)
+    return decoded if part is None else Message(part.tensors, decoded.scalars), reply, measured
 
 
 def _record_result(
@@ -255,7 +253,9 @@ def train_and_aggregate_round(
     cohort = federation.sample_cohort(number) if plan is None else list(plan.client_ids)
     trained = list(registry.ids) if "everyone_trains" in algorithm.traits else cohort
     rebase = None if plan is None else plan.rebase_reply
-    aggregator = ReplyAggregator(algorithm, previous.state, cohort, registry.num_examples, settings.secure, rebase)
+    aggregator = ReplyAggregator(
+        algorithm, previous.state, cohort, registry.num_examples, settings.secure, rebase, settings.regions
+    )
     evaluation = None if previous.unevaluated_record is None else PhaseResults()
     training = run_phase(federation, engine, "local", trained, number, previous, progress, aggregator, evaluation, plan)
     if evaluation is not None:
@@ -288,6 +288,7 @@ def train_and_aggregate_round(
         "summary": {},
         "failures": training.failures,
         "replied": sorted(reply_ids),
+        **aggregator.regional_report,
         **({"robust": dict(aggregator.robust_report)} if aggregator.robust_report else {}),
         "score": federation.metrics[0].name,
     }

@@ -37,6 +37,7 @@ from polyfed.simulation.monitoring.progress import Progress, build_terminal_prog
 from polyfed.simulation.monitoring.trackers import build_tracker, list_loggers_of_run, validate_logger_names
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.preparation import check_method
+from polyfed.simulation.rounds.regional_sums import supports_regions
 from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
 from polyfed.simulation.storage.directory import BASELINES, check_can_become_run_directory, read_config
 
@@ -214,10 +215,11 @@ def _run_method(
     rule = parse_asynchronous(settings.asynchronous)
     if rule is not None and not is_main_method and not supports_asynchronous(method, rule):
         settings = settings.without_asynchronous()
+    regions = settings.regions if is_main_method or supports_regions(method) else None
     return run_federation(
         experiment_data.clients,
         method,
-        replace(settings, secure=secure),
+        replace(settings, secure=secure, regions=regions),
         public=experiment_data.public,
         out=out,
         config={k: v for k, v in experiment.config.items() if is_main_method or k != "baselines"},

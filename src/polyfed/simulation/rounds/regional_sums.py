@@ -1,0 +1,120 @@
+"""Sums the replies of a round by region: each region forwards one sum, and the server adds up the regions'.
+
+Sums are in 64-bit fixed point (`polyfed.core.messages.fixed_point`), which has no order: any regions give the same bits, and
+so do secure sums.
+"""
+
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any, final
+
+from polyfed.algorithms import registry_name
+from polyfed.algorithms.base.averaging import Averaging
+from polyfed.algorithms.base.reply_sum import ReplySum
+from polyfed.core.algorithm import Algorithm, Message
+from polyfed.core.errors import UserError
+from polyfed.core.messages.lora import adapter_averaging_mode
+from polyfed.core.robust.clip import Clip
+from polyfed.core.robust.parse import parse_robust_rule
+from polyfed.core.state_dict import StateDict
+from polyfed.simulation.rounds.secure_aggregation import SecureSum, supports_secure_sum
+from polyfed.simulation.settings import Regions
+
+
+def find_region(client: str, regions: Regions) -> str:
+    """Returns the region of a client: what the mapping says or, if `regions` is a number, one of as many, by a checksum
+    of the client's id.
+
+    >>> find_region("north", {"north": "europe"}), find_region("north", 1)
+    ('europe', '0')
+    """
+    if isinstance(regions, int):
+        return str(zlib.crc32(client.encode()) % regions)
+    return regions[client]
+
+
+def supports_regions(algorithm: Algorithm[Any, Any]) -> bool:
+    """Returns True if a method's replies can be summed by region."""
+    try:
+        check_regions(algorithm, 1, ())
+    except UserError:
+        return False
+    return True
+
+
+def check_regions(algorithm: Algorithm[Any, Any], regions: Regions, client_ids: Iterable[str]) -> None:
+    """Raises a `UserError` if a method's replies cannot be summed by region, or if a client has no region.
+
+    Raises:
+        UserError: the method or its robust rule needs single replies, or a client has no region.
+    """
+    name = registry_name(algorithm)
+    if not supports_secure_sum(algorithm):
+        raise UserError(
+            f"regions=... forwards one sum of replies per region, and {name} needs each reply by itself, or none; leave "
+            "regions out, or take a method whose server half is a mean, such as fedavg"
+        )
+    if adapter_averaging_mode(algorithm) is not None:
+        raise UserError(
+            "regions=... sums replies of one form, and with adapters=... ranks differ; leave one of them out"
+        )
+    rule = parse_robust_rule(getattr(algorithm, "robust", None))
+    if rule is not None and not (isinstance(rule, Clip) and rule.times_median is None):
+        raise UserError(
+            f"regions=... forwards one sum of replies per region, and robust='{rule}' compares the replies of all clients; "
+            "give a number, robust='clip:C', which each region applies to its own clients, or leave one of them out"
+        )
+    if isinstance(regions, Mapping) and (missing := next((i for i in client_ids if i not in regions), None)):
+        raise UserError(
+            f"regions has no region for the client {missing!r}; name one for every client, or give a number"
+        )
+
+
+@final
+class RegionalSum(ReplySum):
+    """Sums the replies of each region by itself, and the regions' sums at the end.
+
+    Its memory grows with the number of regions whose clients replied, not with the number of clients.
+
+    Args:
+        method: the method that the replies belong to.
+        regions: the region of each client, or their number.
+    """
+
+    def __init__(self, method: Averaging, regions: Regions) -> None:
+        super().__init__()
+        self._method, self._regions = method, regions
+        self._sums: dict[str, SecureSum] = {}
+        self._total: SecureSum | None = None
+
+    @property
+    def client_ids(self) -> list[str]:
+        """Returns, in ascending order, the ids of the clients whose replies were added."""
+        return sorted(i for part in self._sums.values() for i in part.client_ids)
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """Returns the bound on updates, and the norm of the update of their mean; empty without a bound."""
+        return {} if self._total is None else self._total.report
+
+    @property
+    def bytes_by_region(self) -> dict[str, int]:
+        """Returns the number of bytes that each region forwards to the server: region -> bytes of its sum."""
+        return {region: part.nbytes for region, part in sorted(self._sums.items())}
+
+    def add(self, client_id: str, reply: Message, message: Message | None = None) -> None:
+        """Adds a client's reply, encoded by `encode_reply_in_fixed_point`, to the sum of its region; raises a `UserError`
+        if its layout differs from that of the region's first reply.
+
+        Raises:
+            UserError: its layout differs from that of the first.
+        """
+        region = find_region(client_id, self._regions)
+        self._sums.setdefault(region, SecureSum(self._method)).add(client_id, reply, message)
+
+    def mean(self) -> Mapping[str, StateDict]:
+        """Returns the weighted mean of all regions' replies, as `{group: {tensor name: tensor}}`."""
+        self._total = SecureSum(self._method)
+        for part in self._sums.values():
+            self._total.add_sum(part)
+        return self._total.mean()
