@@ -14,7 +14,8 @@ pytestmark = pytest.mark.thorough
 
 N, TEST = 10, 4
 QUICK = {"lr": 0.01, "batch_size": 4, "rad_size": 8, "rad_batch": 4, "public_size": 8}
-SHARED = {"fml": "shared", "fedkd": "shared", "fedavg_kd": "teacher"}
+SHARED = {name: field for name, method in REGISTRY.items() for field in ("shared", "teacher")
+          if field in method.__dataclass_fields__}  # fmt: skip
 
 
 def draw(seed, *shape):
@@ -108,4 +109,5 @@ def test_a_method_trains_the_clients_of_a_task_or_refuses_them_before_round_1(na
 @pytest.mark.parametrize("task", OTHER_SHARED)
 @pytest.mark.parametrize(("name", "field"), SHARED.items())
 def test_a_shared_network_with_outputs_of_the_task_is_trained(name, field, task):
-    assert try_method(name, task, **{field: OTHER_SHARED[task]}) == ""
+    refusal = try_method(name, task, **{field: OTHER_SHARED[task]})
+    assert "nn.Linear" in refusal if (name, task) == ("fedmrl", "segmentation") else refusal == ""

@@ -18,7 +18,8 @@ GENERATED = {
     "pfedhn",
     "heterofl",
 }  # by architecture, so that one that is written otherwise begins otherwise
-BRINGS = {"fedavg_kd", "fedkd", "fml"}  # a common network that takes no tokens
+# A common network that takes no tokens.
+BRINGS = {name for name, method in REGISTRY.items() if {"shared", "teacher"} & method.__dataclass_fields__.keys()}
 FAST = {"fedavg", "fedala", "lg_fedavg", "pfedla", "scaffold"}
 METHODS = [
     name if name in FAST else pytest.param(name, marks=pytest.mark.thorough)

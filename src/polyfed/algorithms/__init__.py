@@ -15,6 +15,7 @@ from polyfed.algorithms.distillation.feddf import FedDF
 from polyfed.algorithms.distillation.fedgen import FedGen
 from polyfed.algorithms.distillation.fedkd import FedKD
 from polyfed.algorithms.distillation.fedmd import FedMD
+from polyfed.algorithms.distillation.fedmrl import FedMRL
 from polyfed.algorithms.distillation.fml import FML
 from polyfed.algorithms.global_model.fedavg import FedAvg
 from polyfed.algorithms.global_model.feddyn import FedDyn
@@ -61,6 +62,7 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
     "fedgen": FedGen,
     "fedkd": FedKD,
     "fedmd": FedMD,
+    "fedmrl": FedMRL,
     "fml": FML,
     "fedavg": FedAvg,
     "feddyn": FedDyn,
@@ -152,6 +154,7 @@ __all__ = [
     "FedHeNNHomo",
     "FedKD",
     "FedMD",
+    "FedMRL",
     "FedOpt",
     "FedPAC",
     "FedPNAS",

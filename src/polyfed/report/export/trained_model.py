@@ -15,7 +15,7 @@ from polyfed.comparison.statistics.score_intervals import mean_score_with_interv
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.comparison.storage.comparison_directory import read_description as read_description_of
 from polyfed.core.algorithm import Algorithm, Architecture
-from polyfed.core.capabilities import BringsNetwork, WrapsNetwork
+from polyfed.core.capabilities import BringsNetwork, TrainsAuxiliaryNetwork, WrapsNetwork
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metric import Metric
@@ -148,7 +148,14 @@ def _never_trained(records: Sequence[Mapping[str, Any]], client: str, last_round
 
 
 def _refuse_wrapped_network(algorithm: Algorithm[Any, Any]) -> None:
-    """Raises an error if the method adds something of the client's data to the network, which an export would disclose."""
+    """Raises an error if the method adds something to the network: an export has one network, and would disclose what of
+    the client's data is added.
+    """
+    if isinstance(algorithm, WrapsNetwork) and isinstance(algorithm, TrainsAuxiliaryNetwork):
+        raise UserError(
+            f"a network of {registry_name(algorithm)} has a second network beside it, and is not exported; use run.predict "
+            "or run.model"
+        )
     if isinstance(algorithm, WrapsNetwork):
         raise UserError(
             f"a network of {registry_name(algorithm)} holds representations of the client's training examples and is not "
