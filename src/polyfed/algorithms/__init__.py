@@ -19,6 +19,7 @@ from polyfed.algorithms.distillation.fedmrl import FedMRL
 from polyfed.algorithms.distillation.fml import FML
 from polyfed.algorithms.global_model.fedavg import FedAvg
 from polyfed.algorithms.global_model.feddyn import FedDyn
+from polyfed.algorithms.global_model.fednova import FedNova
 from polyfed.algorithms.global_model.fedopt import FedOpt
 from polyfed.algorithms.global_model.fedprox import FedProx
 from polyfed.algorithms.global_model.moon import Moon
@@ -40,7 +41,9 @@ from polyfed.algorithms.personalised.ditto import Ditto
 from polyfed.algorithms.personalised.fedala import FedALA
 from polyfed.algorithms.personalised.fedamp import FedAMP
 from polyfed.algorithms.personalised.fedavg_ft import FedAvgFT
+from polyfed.algorithms.personalised.feddbe import FedDBE
 from polyfed.algorithms.personalised.fedfomo import FedFomo
+from polyfed.algorithms.personalised.fedrod import FedRoD
 from polyfed.algorithms.personalised.ifca import IFCA
 from polyfed.algorithms.personalised.knn_per import KNNPer
 from polyfed.algorithms.personalised.local import Local
@@ -66,6 +69,7 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
     "fml": FML,
     "fedavg": FedAvg,
     "feddyn": FedDyn,
+    "fednova": FedNova,
     "fedopt": FedOpt,
     "fedprox": FedProx,
     "moon": Moon,
@@ -89,7 +93,9 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
     "fedala": FedALA,
     "fedamp": FedAMP,
     "fedavg_ft": FedAvgFT,
+    "feddbe": FedDBE,
     "fedfomo": FedFomo,
+    "fedrod": FedRoD,
     "ifca": IFCA,
     "knn_per": KNNPer,
     "local": Local,
@@ -144,6 +150,7 @@ __all__ = [
     "FedAvgKD",
     "FedBABU",
     "FedBN",
+    "FedDBE",
     "FedDF",
     "FedDSNAS",
     "FedDyn",
@@ -155,6 +162,7 @@ __all__ = [
     "FedKD",
     "FedMD",
     "FedMRL",
+    "FedNova",
     "FedOpt",
     "FedPAC",
     "FedPNAS",
@@ -162,6 +170,7 @@ __all__ = [
     "FedProto",
     "FedProx",
     "FedRep",
+    "FedRoD",
     "FedTGP",
     "HeteroFL",
     "HeurPFedLA",

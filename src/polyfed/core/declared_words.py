@@ -38,6 +38,7 @@ DISCLOSURES = {
     "architecture": "the client's architecture",
     "representations": "what the client's network makes of public examples",
     "class_means": "means over the client's examples of each class",
+    "mean_representation": "the mean over the client's examples of what its network makes of them",
     "class_counts": "how many examples of each class the client has, or the classes' shares",
     "moments": "of a client's table, how many rows have each column of numbers, their means and variances",
     "summaries": "names and categories of the columns of a client's data, and counts, means, spreads and histograms of them",
@@ -49,7 +50,9 @@ DISCLOSURES = {
 }
 """The words of `Algorithm.discloses`: what the server may learn of a client. A method may bring more (`NewDisclosure`)."""
 
-CONSENT = frozenset({"weights", "architecture", "class_means", "class_counts", "moments", "summaries", "vocabulary"})
+CONSENT = frozenset({
+    "weights", "architecture", "class_means", "mean_representation", "class_counts", "moments", "summaries", "vocabulary",
+})  # fmt: skip
 """The words of `DISCLOSURES` that a site must have allowed before the method runs there (`disclosures_needing_consent`)."""
 
 TRAITS = {
