@@ -18,6 +18,11 @@ FEW = {"fedavg", "fedrep", "fedavg_kd", "flha_ghn", "fedhenn", "pfedla", "fedpro
 
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.thorough) for n in OF_NETWORKS])
 class TestRegistered(AlgorithmContract):
+    @pytest.fixture(autouse=True)
+    def suiting_clients(self, name):
+        if "adapters" in REGISTRY[name].requires:
+            self.clients = example_of(name).clients
+
     @pytest.fixture
     def algorithm(self, name):
         return example_of(name).build(momentum=0.5)

@@ -25,7 +25,7 @@ from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.testing import assert_runs_equal, example_of, small_clients, without_durations
 
-METHODS = [name for name, method in REGISTRY.items() if method.requires & MODEL_REQUIREMENTS]
+METHODS = [n for n, m in REGISTRY.items() if m.requires & MODEL_REQUIREMENTS and "adapters" not in m.requires]
 
 
 class Backbone(nn.Module):

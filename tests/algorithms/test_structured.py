@@ -16,7 +16,7 @@ from polyfed.core.seeds import torch_generator
 from polyfed.core.training import cohort
 from polyfed.testing import example_of
 
-OF_NETWORKS = [name for name, method in REGISTRY.items() if method.requires & MODEL_REQUIREMENTS]
+OF_NETWORKS = [n for n, m in REGISTRY.items() if m.requires & MODEL_REQUIREMENTS and "adapters" not in m.requires]
 FAST = {"fedavg", "fedhenn", "fedavg_kd"}
 COMMON = {
     name: field.name

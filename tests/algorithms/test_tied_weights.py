@@ -24,7 +24,7 @@ FAST = {"fedavg", "fedala", "lg_fedavg", "pfedla", "scaffold"}
 METHODS = [
     name if name in FAST else pytest.param(name, marks=pytest.mark.thorough)
     for name, method in REGISTRY.items()
-    if name not in GENERATED | BRINGS and "images" not in method.requires
+    if name not in GENERATED | BRINGS and not {"images", "adapters"} & method.requires
 ]
 
 

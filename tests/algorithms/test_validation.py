@@ -17,7 +17,9 @@ class Contract(AlgorithmContract):
 
 
 def check(method):
-    Contract().test_validation_examples_are_fitted_only_where_declared(method)
+    contract = Contract()
+    contract.clients = example_of(type(method)).clients
+    contract.test_validation_examples_are_fitted_only_where_declared(method)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ reads it, and each method's fields and docstring, from the source files: an impo
 
 from typing import Any
 
+from polyfed.algorithms.adapters.fedsa_lora import FedSALoRA
+from polyfed.algorithms.adapters.ffa_lora import FFALoRA
+from polyfed.algorithms.adapters.rolora import RoLoRA
 from polyfed.algorithms.alignment.fedhenn import FedHeNN
 from polyfed.algorithms.alignment.fedhenn_homo import FedHeNNHomo
 from polyfed.algorithms.distillation.fd import FD
@@ -17,12 +20,14 @@ from polyfed.algorithms.distillation.fedkd import FedKD
 from polyfed.algorithms.distillation.fedmd import FedMD
 from polyfed.algorithms.distillation.fedmrl import FedMRL
 from polyfed.algorithms.distillation.fml import FML
+from polyfed.algorithms.global_model.afl import AFL
 from polyfed.algorithms.global_model.fedavg import FedAvg
 from polyfed.algorithms.global_model.feddyn import FedDyn
 from polyfed.algorithms.global_model.fednova import FedNova
 from polyfed.algorithms.global_model.fedopt import FedOpt
 from polyfed.algorithms.global_model.fedprox import FedProx
 from polyfed.algorithms.global_model.moon import Moon
+from polyfed.algorithms.global_model.qfedavg import QFedAvg
 from polyfed.algorithms.global_model.scaffold import Scaffold
 from polyfed.algorithms.hypernetworks.flha_ghn import FLHAGHN
 from polyfed.algorithms.hypernetworks.heur_pfedla import HeurPFedLA
@@ -57,6 +62,9 @@ from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError, did_you_mean
 
 REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
+    "fedsa_lora": FedSALoRA,
+    "ffa_lora": FFALoRA,
+    "rolora": RoLoRA,
     "fedhenn": FedHeNN,
     "fedhenn_homo": FedHeNNHomo,
     "fd": FD,
@@ -67,12 +75,14 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
     "fedmd": FedMD,
     "fedmrl": FedMRL,
     "fml": FML,
+    "afl": AFL,
     "fedavg": FedAvg,
     "feddyn": FedDyn,
     "fednova": FedNova,
     "fedopt": FedOpt,
     "fedprox": FedProx,
     "moon": Moon,
+    "qfedavg": QFedAvg,
     "scaffold": Scaffold,
     "flha_ghn": FLHAGHN,
     "heur_pfedla": HeurPFedLA,
@@ -134,6 +144,7 @@ def registry_name(algorithm: Algorithm[Any, Any]) -> str:
 
 
 __all__ = [
+    "AFL",
     "APFL",
     "FD",
     "FLHAGHN",
@@ -143,6 +154,7 @@ __all__ = [
     "CAFedDSNAS",
     "CAFedPNAS",
     "Ditto",
+    "FFALoRA",
     "FedALA",
     "FedAMP",
     "FedAvg",
@@ -171,6 +183,7 @@ __all__ = [
     "FedProx",
     "FedRep",
     "FedRoD",
+    "FedSALoRA",
     "FedTGP",
     "HeteroFL",
     "HeurPFedLA",
@@ -182,6 +195,8 @@ __all__ = [
     "PFedLA",
     "PFedMe",
     "PerFedAvg",
+    "QFedAvg",
+    "RoLoRA",
     "Scaffold",
     "get",
     "registry_name",

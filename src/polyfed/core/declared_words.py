@@ -20,6 +20,7 @@ REQUIREMENTS = {
     "classification": "every example has one class",
     "one_representation": "the inputs of the networks' last layers have one width",
     "one_family": "the networks have the same layers, and differ in width alone",
+    "adapters": "the networks have low-rank adapters (LoRA)",
 }
 """The words of `Algorithm.requires`: what a method may require of the clients."""
 
@@ -43,6 +44,7 @@ DISCLOSURES = {
     "moments": "of a client's table, how many rows have each column of numbers, their means and variances",
     "summaries": "names and categories of the columns of a client's data, and counts, means, spreads and histograms of them",
     "ranks": "in how few numbers the client's update can be written, which depends on its data and network",
+    "received_loss": "how well the model that the client received fits its training examples",
     "choice": "which of several models suits the client's data best",
     "form": "names, shapes or whole numbers of its tensors that depend on its data",
     "vocabulary": "which rows of tables its data choose: which words or categories it has",
@@ -52,6 +54,7 @@ DISCLOSURES = {
 
 CONSENT = frozenset({
     "weights", "architecture", "class_means", "mean_representation", "class_counts", "moments", "summaries", "vocabulary",
+    "received_loss",
 })  # fmt: skip
 """The words of `DISCLOSURES` that a site must have allowed before the method runs there (`disclosures_needing_consent`)."""
 

@@ -5,7 +5,7 @@ that a method trains on quickly.
 from polyfed.testing.algorithm_contract import AlgorithmContract
 from polyfed.testing.method_example import MethodExample, example_of
 from polyfed.testing.run_equality import assert_runs_equal, without_durations
-from polyfed.testing.small_clients import SmallNet, small_clients, small_image_clients
+from polyfed.testing.small_clients import SmallNet, small_adapter_clients, small_clients, small_image_clients
 
 __all__ = [
     "AlgorithmContract",
@@ -13,6 +13,7 @@ __all__ = [
     "SmallNet",
     "assert_runs_equal",
     "example_of",
+    "small_adapter_clients",
     "small_clients",
     "small_image_clients",
     "without_durations",

@@ -18,6 +18,7 @@ from polyfed.core.algorithm import Algorithm, Architecture, Client, Message
 from polyfed.core.examples.examples import Examples
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.seeds import torch_generator
+from polyfed.models.lora import add_lora
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 
@@ -176,14 +177,10 @@ def find_revealed_facts(algorithm: Algorithm[Any, Any], public: Examples | None 
     revealed_facts = set()
     for fact in facts:
         client = _with_suitable_network(copy_client_with_one_fact_changed(clients[0], fact), algorithm)
-        if fact in NETWORK_FACTS:
-            is_revealed = _reply_signatures(algorithm, [client, *clients[1:]], public, None) != lone_signatures
-        else:
-            is_revealed = (
-                _reply_signatures(algorithm, [client, *same_width_clients[1:]], public, others_replies)
-                != unchanged_signatures
-            )
-        revealed_facts |= {fact} if is_revealed else set()
+        alone = fact in NETWORK_FACTS
+        group = [client, *(clients if alone else same_width_clients)[1:]]
+        signatures = _reply_signatures(algorithm, group, public, None if alone else others_replies)
+        revealed_facts |= {fact} if signatures != (lone_signatures if alone else unchanged_signatures) else set()
     if _sends_class_counts(algorithm, same_width_clients, public, others_replies):
         revealed_facts.add(CLASS_COUNTS)
     return frozenset(revealed_facts)
@@ -290,6 +287,8 @@ def find_how_reply_reaches_other_clients(algorithm: Algorithm[Any, Any], public:
 
 def _with_suitable_network(client: Client, algorithm: Algorithm[Any, Any]) -> Client:
     """Returns the client with a network that suits the method: the common network, if its own does not."""
+    if "adapters" in algorithm.requires:
+        return with_client_fields(client, model=lambda: add_lora(audit_network(), rank=2, layers=["1"], train=["2.*"]))
     if "one_architecture" in algorithm.requires:
         return with_client_fields(client, model=audit_network)
     if "one_family" in algorithm.requires and client.model is not None:

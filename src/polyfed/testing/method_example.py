@@ -13,7 +13,7 @@ from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.method_card import card_of_method
 from polyfed.core.seeds import torch_generator
-from polyfed.testing.small_clients import small_clients, small_image_clients
+from polyfed.testing.small_clients import small_adapter_clients, small_clients, small_image_clients
 
 _QUICK_FIELDS: Mapping[str, Any] = {"lr": 0.05, "batch_size": 8}
 """Hyper-parameters with which a method learns something from a few examples; its own (`MethodCard.small`) go before."""
@@ -53,9 +53,11 @@ class MethodExample:
         return self.method(**{name: value for name, value in chosen.items() if name in field_names})
 
     def clients(self, number: int = 3) -> list[Client]:
-        """Builds clients that suit the method: with a `SmallNet` and six numbers per example or, if the method provides
-        the networks, with images and without networks.
+        """Builds clients that suit the method: with a `SmallNet`, or one with adapters if the method requires them, and
+        six numbers per example or, if the method provides the networks, with images and without networks.
         """
+        if "adapters" in self.method.requires:
+            return small_adapter_clients(number)
         return small_clients(number) if self.method.requires & MODEL_REQUIREMENTS else small_image_clients(number)
 
     def public(self, number: int = 60) -> Examples | None:

@@ -7,6 +7,7 @@ from torch import nn
 
 from polyfed.core.algorithm import Client
 from polyfed.core.seeds import torch_generator
+from polyfed.models.lora import add_lora
 
 
 @final
@@ -48,6 +49,20 @@ def small_clients(number: int = 3) -> list[Client]:
         test, val, train = ((x[rows].clone(), y[rows].clone()) for rows in (slice(0, 6), slice(6, 9), slice(9, None)))
         clients.append(Client(f"client-{k}", SmallNet, train, test, val))
     return clients
+
+
+def adapted_small_net() -> nn.Module:
+    """Builds a `SmallNet` whose hidden layer is frozen and has a low-rank adapter of rank 2; norm and head are trained."""
+    return add_lora(SmallNet(), rank=2, alpha=4.0, layers=("body.0",), train=("body.1.*", "head.*"))
+
+
+def small_adapter_clients(number: int = 3) -> list[Client]:
+    """Builds the clients of `small_clients` with networks that have low-rank adapters, for methods that require them.
+
+    >>> [name for name in small_adapter_clients()[0].model().state_dict() if "lora" in name]
+    ['body.0.lora_A.default.weight', 'body.0.lora_B.default.weight']
+    """
+    return [Client(c.id, adapted_small_net, c.train, c.test, c.val) for c in small_clients(number)]
 
 
 def small_image_clients(number: int = 3) -> list[Client]:

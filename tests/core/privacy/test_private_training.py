@@ -19,6 +19,7 @@ from polyfed.core.privacy.private_gradients import (
 )
 from polyfed.core.privacy.sampled_gaussian import epsilon_of_steps, noise_multiplier_for_epsilon
 from polyfed.core.training.loop import fit
+from polyfed.models.lora import add_lora
 from polyfed.testing import example_of, small_clients
 
 PRIVATE = [name for name, method in REGISTRY.items() if getattr(method, "private_fits", ())]
@@ -134,6 +135,8 @@ def test_each_method_that_privacy_covers_trains_reports_epsilon_and_no_training_
     example = example_of(name)
     method = example.build(batch_size=8, privacy=Privacy(target_epsilon=5.0))
     networks = [pf.Client(c.id, plain, c.train, c.test) for c in example.clients()]
+    if "adapters" in method.requires:
+        networks = clients(model=lambda: add_lora(plain(), rank=2, train=["2.*"]))
     run = pf.federate(networks, method, rounds=2, seed=3, workers=0, public=example.public())
     for record, most in zip(run.history, (5.0, 5.0), strict=True):
         assert all(0 < epsilon <= most for epsilon in record["epsilon"].values())

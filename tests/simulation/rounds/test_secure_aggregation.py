@@ -184,6 +184,7 @@ def test_methods_with_a_mean_have_secure_sums():
         "ca_fedpnas", "feddsnas", "ca_feddsnas", "lg_fedavg", "fedproto", "fd", "fml",
         "fedopt", "ditto", "scaffold", "feddyn", "moon",
         "apfl", "fedala", "knn_per", "fedmd",
+        "fedsa_lora", "ffa_lora", "rolora", "qfedavg",
     }  # fmt: skip
 
 

@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm, Architecture, Client
 from polyfed.core.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, split_into_batches
 from polyfed.core.examples.pytree import input_spec_of
+from polyfed.core.messages.lora import find_adapters
 from polyfed.core.nn.module_cache import CachedModule, build_module, cached_module
 from polyfed.core.vectorized.stacked_module import has_batch_statistics
 from polyfed.simulation.checks.trial_forward import check_trains_on_one_example
@@ -38,6 +40,15 @@ def cached_module_of(client: Client) -> CachedModule:
         ) from error
 
 
+def _check_network_has_adapters(client: Client, cached: CachedModule, method: str) -> None:
+    """Raises a `UserError` if a network has no low-rank adapter that is trained."""
+    if not any(pair.a not in cached.frozen for pair in find_adapters(cached.module.state_dict())):
+        raise UserError(
+            f"{method} trains low-rank adapters (LoRA), and the network of client {client.id!r} has none that are trained; "
+            "put some in with polyfed.models.lora.add_lora(network, rank=8) or peft.get_peft_model (docs/pretrained.md)"
+        )
+
+
 def check_network_tensors_and_layers(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
     """Raises a `UserError` if a tensor of a client's network cannot be sent, or if the network lacks a layer that the
     method needs.
@@ -48,6 +59,8 @@ def check_network_tensors_and_layers(clients: Sequence[Client], algorithm: Algor
         if (key := (cached.architecture, str(input_spec_of(client.train.x)))) in checked_keys:
             continue
         checked_keys.add(key)
+        if "adapters" in algorithm.requires:
+            _check_network_has_adapters(client, cached, registry_name(algorithm))
         complex_names = [
             n for n, tensor in cached.module.state_dict().items() if tensor.is_complex() and n not in cached.frozen
         ]
