@@ -4,11 +4,12 @@
 
 A small transformer (`transformers.BertConfig`, nothing is downloaded) learns to fill in masked words of 40,000 tweets of
 Sentiment140 without their labels. Then six sites with other tweets, 100 to train on each (Dirichlet 10 over the two
-classes), train it to tell positive tweets from negative ones: all its weights, or adapters of the layers `query` and `value`
-and the classifier, 20 rounds of an epoch, by the first 16 words. The rate of each row is the better of two by validation accuracy with seed 0.
-Printed: test accuracy after the last round, mean over sites and five seeds (of sites, draws and training) with the interval
-of 95 % over seeds, that of the worst site, and kB (2^10 bytes) up of a client and round. `energy` is the share of the
-squared singular values of the adapters' mean product beyond rank 2, the smallest, after rounds 1, 5, 10 and 20.
+classes), train it to tell positive tweets from negative ones: all its weights, or adapters of the layers `query` and
+`value` and the classifier, 20 rounds of an epoch, by the first 16 words. The rate of each row is the better of two by
+validation accuracy with seed 0. Printed: test accuracy after the last round, mean over sites and five seeds (of sites,
+draws and training) with the interval of 95 % over seeds, that of the worst site, and kB (2^10 bytes) up of a client and
+round. `energy` is the share of the squared singular values of the adapters' mean product beyond rank 2, the smallest,
+after rounds 1, 5, 10 and 20.
 """
 
 import argparse

@@ -2,11 +2,12 @@
 
     python benchmarks/fairness.py --out benchmarks/results/fairness.json
 
-Eight clients share scikit-learn's digits (Dirichlet 0.5 over the ten classes). Two of them call a third of their digits by
-the name of the next, which one model for all cannot fit as well. Every method has six settings to choose from, by the worst
-client's validation accuracy with seed 0: FedAvg six rates, the others two rates and three of their own values. Printed:
-accuracy of the worst client, and mean and standard deviation over clients, after 60 rounds, on test examples, over five seeds
-(of clients, draws and training) with the interval of 95 %; and the difference of the worst client's to FedAvg's, by seed.
+Eight clients share scikit-learn's digits (Dirichlet 0.5 over the ten classes). Two of them call a third of their digits
+by the name of the next, which one model for all cannot fit as well. Every method has six settings to choose from, by the
+worst client's validation accuracy with seed 0: FedAvg six rates, the others two rates and three of their own values.
+Printed: accuracy of the worst client, and mean and standard deviation over clients, after 60 rounds, on test examples,
+over five seeds (of clients, draws and training) with the interval of 95 %; and the difference of the worst client's to
+FedAvg's, by seed.
 """
 
 import argparse
