@@ -39,8 +39,9 @@ MAX_DENSE_BYTES = 50 * 2**20
 """Size of a hypernetwork in bytes above which its heads are factored, unless the method's settings choose the heads."""
 
 
-LIGHT_FACTOR = 3
-"""How many times the size of one layer of each type a message may have with light heads."""
+LIGHT_FACTOR, LIGHT_BYTES = 3, 2**20
+"""How many times the size of one layer of each type a message may have with light heads, and how large it may be in any
+case."""
 _LIGHT_SIZES = (
     (32, 51),
     (16, 51),
@@ -260,18 +261,19 @@ def use_factored_heads_if_large(config: GHNConfig) -> GHNConfig:
 @lru_cache(maxsize=8)
 def shrink_to_size_of_networks(config: GHNConfig) -> GHNConfig:
     """Returns the configuration with low-rank ("factored") heads, whose rank and latent entries are reduced until a
-    message is no larger than `LIGHT_FACTOR` times one layer of each type of the catalogue, or the smallest is reached.
+    message is no larger than `LIGHT_FACTOR` times one layer of each type of the catalogue, or than `LIGHT_BYTES`, or the
+    smallest is reached.
 
     The server knows the catalogue, but not the clients' networks: these have each layer type at least once in all.
     `rank` and `latent` of the configuration are the largest values.
 
-    >>> small = GHNConfig(LayerCatalogue((LayerType("linear", 64, 32), LayerType("linear", 32, 10))))
-    >>> light = shrink_to_size_of_networks(small)
-    >>> (light.head, light.rank, light.latent), hypernetwork_size_in_bytes(light) < hypernetwork_size_in_bytes(small) / 6
-    (('factored', 1, 8), True)
+    >>> wide = GHNConfig(LayerCatalogue((LayerType("linear", 640, 320), LayerType("linear", 320, 100))))
+    >>> light = shrink_to_size_of_networks(wide)
+    >>> (light.head, light.rank, light.latent), hypernetwork_size_in_bytes(light) < hypernetwork_size_in_bytes(wide) / 6
+    (('factored', 32, 51), True)
     """
     shapes = [shape for kind in config.catalogue.types for shape in kind.parameter_shapes.values()]
-    largest = LIGHT_FACTOR * 4 * sum(math.prod(shape) for shape in shapes)
+    largest = max(LIGHT_BYTES, LIGHT_FACTOR * 4 * sum(math.prod(shape) for shape in shapes))
     light = config
     for rank, latent in _LIGHT_SIZES:
         light = replace(config, head="factored", rank=min(rank, config.rank), latent=min(latent, config.latent))

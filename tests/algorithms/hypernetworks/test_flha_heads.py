@@ -72,23 +72,31 @@ def size_of_layers(form):
     return 4 * sum(math.prod(shape) for kind in form.catalogue.types for shape in kind.parameter_shapes.values())
 
 
-def test_light_heads_are_as_large_as_the_networks():
-    """At most twice one layer of each type, with the largest rank and latent entries that allow it."""
+def test_light_heads_are_as_large_as_the_networks(monkeypatch):
+    """At most three times one layer of each type, with the largest rank and latent entries that allow it; but a message
+    of less than 1 MB is not made smaller, since small ranks cost accuracy (benchmarks/heads.py)."""
+    form = GHNConfig(catalogue(4, ["flha_arch1", "flha_arch2"]))
+    light = shrink_to_size_of_networks(form)
+    assert (light.rank, light.latent) == (32, 51)
+    assert 3 * size_of_layers(form) < hypernetwork_size_in_bytes(light) <= 2**20
+    shrink_to_size_of_networks.cache_clear()
+    monkeypatch.setattr("polyfed.hypernetworks.ghn.LIGHT_BYTES", 0)
     for width in (4, 8, 16):
         form = GHNConfig(catalogue(width, ["flha_arch1", "flha_arch2"]))
         light = shrink_to_size_of_networks(form)
-        assert hypernetwork_size_in_bytes(light) <= 2 * size_of_layers(form) < hypernetwork_size_in_bytes(form) / 4
+        assert hypernetwork_size_in_bytes(light) <= 3 * size_of_layers(form) < hypernetwork_size_in_bytes(form) / 3
         assert light.head == "factored"
         assert shrink_to_size_of_networks(light) == light
-    assert (light.rank, light.latent) == (16, 51)
+    assert (light.rank, light.latent) == (32, 51)
     assert shrink_to_size_of_networks(replace(form, rank=3, latent=20)) == replace(
         form, head="factored", rank=3, latent=20
     )
     tiny = shrink_to_size_of_networks(GHNConfig(LayerCatalogue((LayerType("linear", 4, 2),))))
     assert (tiny.rank, tiny.latent) == (1, 8)  # the smallest, also where it is too large
+    shrink_to_size_of_networks.cache_clear()
 
 
-def test_a_message_of_the_default_is_no_larger_than_twice_the_largest_network(tmp_path):
+def test_a_message_of_the_default_is_no_larger_than_twice_the_largest_network_or_a_megabyte(tmp_path):
     names = ("flha_arch1", "flha_arch2")
     x, y = torch.randn(6, 3, 8, 8), torch.arange(6) % 3
     clients = [pf.Client(name, ModelSpec(name, {"width": 8}, (3, 8, 8), 3), (x, y), (x, y)) for name in names]
@@ -96,7 +104,7 @@ def test_a_message_of_the_default_is_no_larger_than_twice_the_largest_network(tm
     run = pf.federate(clients, FLHAGHN(batch_size=6, refine_epochs=0), rounds=1, workers=0)
     same = pf.federate(clients, FLHAGHN(batch_size=6, refine_epochs=0, head="factored"), rounds=1, workers=0)
     for one in (run, same):
-        assert one.history[-1]["bytes_down_total"] / 2 < 2 * largest
+        assert one.history[-1]["bytes_down_total"] / 2 < max(2 * largest, 2**20)
     assert run.federation.algorithm.head == "light"
 
 

@@ -70,10 +70,10 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         latent: entries of h_v (51, paper); with light heads the largest number of them.
         hidden: hidden units of a head H_l (16, paper).
         head: "light" (polyfed's choice): low rank over output and input channels, with `rank` and `latent` reduced until a
-            message is at most three times as large as one layer of each type; "mlp" (paper): each weight costs 17 numbers;
-            "factored": low rank with `rank` and `latent` as given; "lowrank": one decoder for all layer types and widths,
-            which generates a change of low rank of a draw that clients make themselves; or "auto", polyfed's default
-            before: "mlp" up to 50 MB per message, "factored" above.
+            message is at most three times as large as one layer of each type, or at most 1 MB; "mlp" (paper): each weight
+            costs 17 numbers; "factored": low rank with `rank` and `latent` as given; "lowrank": one decoder for all layer
+            types and widths, which generates a change of low rank of a draw that clients make themselves; or "auto",
+            polyfed's default before: "mlp" up to 50 MB per message, "factored" above.
         rank: rank of the factored heads, of light ones the largest (32, polyfed's choice).
         normalise: keeps the activations of GNN and heads at one scale (true, polyfed's choice). False is the published form;
             with initialisation="last_layer" it is more accurate in some federations with few images whose networks have norm
