@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ from polyfed.algorithms import FedAMP, FedAvg, FedFomo, HeurPFedLA, Local, PFedL
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.core.messages.contiguous import path_of_first_difference
+from polyfed.core.serialization import serialize_state
 from polyfed.simulation.storage import state_rows, state_store
 from polyfed.simulation.storage.checkpoint import Checkpoint, load_newest_checkpoint, save_checkpoint_and_remove_older
 from polyfed.simulation.storage.client_states import ClientStates, InitialState, SavedStates
@@ -234,6 +236,7 @@ def test_what_fits_into_memory_is_not_read_back(tmp_path, monkeypatch):
     assert (store.read("", "a", 2), store.read("", "a", 1)) == ({"name": "A"}, {"from": "the file"})
     store.roll_back(1)
     assert store.read("", "a", 2) == {"from": "the file"}
+    store.close()
     assert change_rows(tmp_path / STORE_FILE, "SELECT count(*), max(round), max(until) FROM states") == [(4, 1, None)]
 
 
@@ -280,6 +283,28 @@ def test_two_runs_of_one_directory_read_side_by_side(tmp_path, reads):
     again = pf.resume(tmp_path / "run", clients=small_clients())
     assert_runs_equal(run, again)
     assert_runs_equal(again, run)
+
+
+def test_the_servers_state_is_read_while_the_run_writes(tmp_path):
+    with closing(StateStore(tmp_path / STORE_FILE)) as store:
+        save_checkpoint_and_remove_older(tmp_path, Checkpoint(1, {"w": torch.ones(1)}, {"a": {"x": 1}}), 0, store=store)
+        before = sorted(path.name for path in tmp_path.iterdir())
+        found, notes = load_newest_checkpoint(tmp_path, server_only=True)
+        assert (found.state["w"].tolist(), dict(found.client_states), notes) == ([1.0], {}, [])
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_forged_list_of_groups_is_refused(tmp_path):
+    save_checkpoint_and_remove_older(tmp_path, Checkpoint(1, [torch.ones(1)], {}), 0)
+    file, sums = (tmp_path / "round-000001" / name for name in ("server.safetensors", "complete.json"))
+    for groups, reason in ((["x"], "the server's state is a list, not a mapping"), ("x", "groups must be a list")):
+        file.write_bytes(serialize_state({"round": 1, "state": [], "groups": groups}))
+        content = json.loads(sums.read_text())
+        content["files"][file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+        sums.write_text(json.dumps(content))
+        found, (note,) = load_newest_checkpoint(tmp_path)
+        assert found is None
+        assert reason in note
 
 
 def test_ids_of_any_text_come_back(tmp_path):

@@ -154,7 +154,7 @@ def load_trained_server(out: str | Path) -> TrainedServer:
     integrity.check_config_unchanged(folder, config, manifest)
     binding = integrity.compute_run_binding_hashes(config, manifest)
     checkpoint, notes = checkpoints.load_newest_checkpoint(
-        folder / "checkpoint", expected_binding_of_round=lambda number: binding
+        folder / "checkpoint", expected_binding_of_round=lambda number: binding, server_only=True
     )
     if checkpoint is None:
         if notes:

@@ -141,7 +141,7 @@ def save_checkpoint_and_remove_older(
     for stale in folder.glob(".partial-*"):
         shutil.rmtree(stale)
     create_private_folder_if_missing(partial)
-    rounds_on_disk = [int(name) for old in _newest_first(folder) if (name := old.name[len("round-") :]).isdecimal()]
+    rounds_on_disk = [number for number in map(_round_of, _newest_first(folder)) if 0 < number <= previous_round]
     groups = groups_by_client(checkpoint.state)
     state_hashes = write_states(
         store, checkpoint.client_states, groups, checkpoint.round, previous_round, rounds_on_disk
@@ -183,6 +183,7 @@ def load_newest_checkpoint(
     check_usable: Callable[[Checkpoint], object] = lambda found: None,
     expected_binding_of_round: Callable[[int], Binding] | None = None,
     store: StateStore | None = None,
+    server_only: bool = False,
 ) -> NewestCheckpoint:
     """Loads the newest checkpoint that is intact and belongs to the run; returns it with a sentence for each newer one
     that says why it was not used.
@@ -193,9 +194,11 @@ def load_newest_checkpoint(
         check_usable: raises a `UserError` for a checkpoint that is not usable for another reason.
         expected_binding_of_round: returns what a checkpoint after this round must be bound to; None does not check it.
         store: the run's store of states; None takes the one in `folder`.
+        server_only: leaves the store out, which a run may be writing to: the checkpoint has no clients' states, and None for
+            the groups of the server's state that have an entry for each client.
     """
     notes: list[str] = []
-    state_store = store or StateStore(folder / STORE_FILE)
+    state_store = None if server_only else store or StateStore(folder / STORE_FILE)
     for candidate in _newest_first(folder):
         try:
             checkpoint = _read_checkpoint(candidate, state_store)
@@ -256,15 +259,20 @@ def remove_newer_checkpoints(folder: Path, round_number: int, store: StateStore 
     for candidate in list(_newest_first(folder)):
         if candidate.name > _folder_of(folder, round_number).name:
             shutil.rmtree(candidate)
-    (store or StateStore(folder / STORE_FILE)).roll_back(round_number)
+    if store is None:
+        with closing(StateStore(folder / STORE_FILE)) as own_store:
+            own_store.roll_back(round_number)
+    else:
+        store.roll_back(round_number)
 
 
 def _folder_of(folder: Path, round_number: int) -> Path:
     return folder / f"round-{round_number:06d}"
 
 
-def _read_checkpoint(folder: Path, store: StateStore) -> Checkpoint:
-    """Reads a checkpoint, and checks the hashes of its files and of the clients' states in the store."""
+def _read_checkpoint(folder: Path, store: StateStore | None) -> Checkpoint:
+    """Reads a checkpoint, and checks the hashes of its files and of the clients' states in the store; without a store,
+    only those of its files."""
     checksums = read_checkpoint_hashes(folder, "files")
     if _SERVER not in checksums:
         raise UserError(f"{COMPLETE_FILE} is missing or not readable")
@@ -274,14 +282,17 @@ def _read_checkpoint(folder: Path, store: StateStore) -> Checkpoint:
     number = server["round"]
     if _folder_of(folder.parent, number) != folder:
         raise UserError(f"it is of round {number}")
+    state, states = server["state"], ClientStates()
     if "groups" not in server:
         states = _read_client_files(folder, checksums, server)
-    else:
+    elif store is not None:
         store.check(number, read_checkpoint_hashes(folder, "states"))
         states = load_states(store, PRIVATE_PART, number)
-        groups = {name: load_states(store, name, number) for name in server["groups"]}
-        server["state"] = {**server["state"], **groups} if groups else server["state"]
-    return Checkpoint(number, server["state"], states, _read_unevaluated_record(server), server.get("schedule"))
+        if groups := {name: load_states(store, name, number) for name in server["groups"]}:
+            if not isinstance(state, dict):
+                raise UserError(f"the server's state is a {type(state).__name__}, not a mapping")
+            state = {**state, **groups}
+    return Checkpoint(number, state, states, _read_unevaluated_record(server), server.get("schedule"))
 
 
 def _read_client_files(folder: Path, checksums: Mapping[str, str], server: Mapping[str, Any]) -> ClientStates:
@@ -301,6 +312,11 @@ def _read_if_intact(path: Path, checksum: str) -> bytes:
     if hashlib.sha256(data).hexdigest() != checksum:
         raise UserError(f"{path.name} does not match its checksum")
     return data
+
+
+def _round_of(folder: Path) -> int:
+    name = folder.name.removeprefix("round-")
+    return int(name) if name.isdecimal() else 0
 
 
 def _read_unevaluated_record(server: Mapping[str, Any]) -> Mapping[str, Any] | None:

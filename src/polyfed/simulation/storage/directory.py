@@ -89,7 +89,7 @@ class RunDirectory:
         """The file with the states of clients."""
         from polyfed.simulation.storage.state_store import STORE_FILE, StateStore  # late, since it imports torch
 
-        return StateStore(self.checkpoint_folder / STORE_FILE)
+        return StateStore(self.checkpoint_folder / STORE_FILE, keeps_open=True)
 
     @classmethod
     def create(cls, path: str | Path) -> "RunDirectory":

@@ -54,23 +54,25 @@ class _CachedState(NamedTuple):
 class StateStore:
     """Reads and writes the SQLite file with the states of clients; holds the newest states in memory up to a size.
 
-    The first write opens the file and keeps it open until `close`; at other times each call opens and closes it.
+    The first write opens the file and keeps it open until `close`; at other times each call opens and closes it, so that
+    several results of one run can be read side by side.
 
     Args:
         path: the file; it is created when the first state is written.
+        keeps_open: the first read keeps it open as well.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, keeps_open: bool = False) -> None:
+        self.path, self._keeps_open = path, keeps_open
         self._connection: sqlite3.Connection | None = None
         self._lock = threading.RLock()  # methods read the states of several clients in threads
         self._cache: dict[tuple[str, str], _CachedState] = {}
         self._cached_bytes = 0
 
     def close(self) -> None:
-        """Closes the file; a later call opens it again."""
+        """Closes the file; later calls open and close it."""
         with self._lock:
-            connection, self._connection = self._connection, None
+            connection, self._connection, self._keeps_open = self._connection, None, False
             if connection is not None:
                 connection.close()
 
@@ -204,30 +206,31 @@ class StateStore:
         with self._lock:
             self._clear_cache()
             if round_number == 0:
-                self.close()
+                if self._connection is not None:
+                    self._connection.close()
+                    self._connection = None
                 for path in (self.path, *(Path(f"{self.path}{end}") for end in _SIDE_FILES)):
                     path.unlink(missing_ok=True)
             elif self.path.exists():
                 with self._writing() as connection:
                     remove_rows_after(connection, round_number)
-                self.close()
 
     # -- the file -------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         """Yields a connection for reading; errors of SQLite become a `UserError` that names the file."""
-        connection = self._connection
         try:
-            if connection is not None:
-                yield connection
-                return
-            self._check_is_file()
-            connection = connect_to_store(self.path)
+            if self._connection is None:
+                self._check_is_file()
+            connection = self._connection or connect_to_store(self.path)
+            if self._keeps_open:
+                self._connection = connection
             try:
                 yield connection
             finally:
-                connection.close()
+                if connection is not self._connection:
+                    connection.close()
         except _DAMAGED as error:
             raise UserError(f"{self.path.name} cannot be read ({error})") from error
 
