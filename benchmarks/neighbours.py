@@ -25,7 +25,7 @@ from polyfed.models import ModelSpec
 
 CLIENTS, SEEDS = 16, 5
 RATES = (10.0, 2.0, 50.0)
-FORMS = {"paper": None, "k = N = 16": 16, "k = 8": 8, "k = 4": 4}
+FORMS = {"paper": None, "k = 8": 8, "k = 4": 4, "k = N = 16": 16}
 
 
 def clients_of(seed):

@@ -197,6 +197,8 @@ def _evaluate(node: ast.expr, module: str) -> Any:
             return -evaluate(part)
         case ast.BinOp(left, kind, right) if type(kind) in _OPERATORS:
             return _OPERATORS[type(kind)](evaluate(left), evaluate(right))
+        case ast.Call(ast.Name("FrozenMapping"), [part]):
+            return evaluate(part)
         case ast.Call(function, parts, words):
             target = evaluate(function)
             return (

@@ -241,6 +241,22 @@ def name_of_first_exceeding(tensors: StateDict, limit: float) -> str | None:
     return None
 
 
+def find_value_error(tensors_by_group: Mapping[str, StateDict], limit: float) -> str | None:
+    """Returns, as half a sentence, which tensor of a reply has NaN or an absolute value above `limit`; None if none has."""
+    for group, tree in tensors_by_group.items():
+        if tensor_name := name_of_first_exceeding(tree, limit):
+            problem = (
+                "NaN or infinite values"
+                if name_of_first_nonfinite({tensor_name: tree[tensor_name]})
+                else f"values beyond {limit:g}"
+            )
+            return (
+                f"group {group!r}: tensor {tensor_name!r} has {problem}; the local training diverged: lower lr or set "
+                "clip_norm"
+            )
+    return None
+
+
 def iter_tensors(state: PyTree) -> Iterable[Tensor]:
     """Yields every tensor inside nested dicts and lists, depth first.
 

@@ -218,9 +218,10 @@ class Settings:
         rule = parse_asynchronous(self.asynchronous)
         if rule is not None:
             object.__setattr__(self, "asynchronous", describe_asynchronous(rule))
-            if self.secure:
+            if self.secure or self.regions is not None:
+                option = "secure=True" if self.secure else "regions=..."
                 raise UserError(
-                    f"secure=True sums the replies of one round, and with asynchronous={rule.rule} replies to several "
+                    f"{option} sums the replies of one round, and with asynchronous={rule.rule} replies to several "
                     "versions of the model are added with different weights; leave one of them out"
                 )
             if self.min_replies > rule.buffer:

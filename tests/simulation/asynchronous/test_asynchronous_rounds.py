@@ -296,6 +296,7 @@ def _explode(outputs, targets):
             "min_replies=3 is more than the 2 replies of a server",
         ),
         ({"asynchronous": pf.FedBuff(buffer=2), "secure": True}, "secure=True sums the replies of one round"),
+        ({"asynchronous": pf.FedBuff(buffer=2), "regions": 2}, "regions=... sums the replies of one round"),
         ({"asynchronous": "fedasync", "speeds": -2.0}, "speeds must be a positive number"),
         ({"asynchronous": "fedasync", "speeds": {"client-0": 1.0}}, "speeds has nothing for client 'client-1'"),
         ({"asynchronous": "fedasync", "availability": {"client-0": [[0, 9]]}}, "availability has nothing for client"),

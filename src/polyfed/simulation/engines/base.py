@@ -1,7 +1,7 @@
 """Defines the interface of engines: the tasks that they run for clients, and the results that they return."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, final
 
@@ -14,6 +14,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import tree_map
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import PyTree
+from polyfed.simulation.monitoring.update_norms import MeasuredUpdate
 
 Phase = Literal["local", "evaluate", "export"]
 
@@ -59,6 +60,36 @@ class ClientTask:
 
 @final
 @dataclass(frozen=True)
+class SummedReply:
+    """Describes a reply that the engine adds up where the client ran; the result has its layout and scalars alone.
+
+    Attributes:
+        nbytes: the size of the reply as the client sends it.
+        measured: the norm and direction of its update.
+        leave_out: a function to call before the next result is asked for, if the reply must not be added.
+    """
+
+    nbytes: int
+    measured: MeasuredUpdate
+    leave_out: Callable[[], None]
+
+
+@final
+@dataclass(frozen=True)
+class PartialSum:
+    """Holds the fixed-point sum of some clients' replies, which one machine has added up.
+
+    Attributes:
+        clients: ids of the clients, sorted.
+        message: the sum, as `polyfed.core.messages.fixed_point.build_sum_message` builds it.
+    """
+
+    clients: tuple[str, ...]
+    message: Message
+
+
+@final
+@dataclass(frozen=True)
 class TaskResult:
     """Holds the result of a client's task, depending on its phase: reply and private state, or metrics, or weights; if
     the task failed, the error in `failure`.
@@ -76,6 +107,7 @@ class TaskResult:
         predictions: "test" and, if there are any, "val" -> outputs of the personal network, float32, shape (n, ...);
             empty if they stay with the client.
         masked: whether the reply is part of a secure sum, so that only the sum of all replies has a meaning.
+        summed: set if the engine adds the reply up itself, and gives the sum in `take_partial_sums`.
     """
 
     task: ClientTask
@@ -89,6 +121,7 @@ class TaskResult:
     incidents: tuple[str, ...] = ()
     predictions: Mapping[str, torch.Tensor] = field(default_factory=dict)
     masked: bool = False
+    summed: SummedReply | None = None
 
     def with_seconds(self, seconds: float) -> "TaskResult":
         """Returns a copy of this result that also holds the time the task took, in seconds."""
@@ -112,6 +145,10 @@ class Engine(ABC):
         """Runs all tasks, and yields each result as soon as it is finished, in any order. If a client fails, no error
         is raised: its result has the error in `failure`.
         """
+
+    def take_partial_sums(self) -> Sequence[PartialSum]:
+        """Returns the sums of the replies of the last call of `run` that this engine has added up; none by default."""
+        return ()
 
     @abstractmethod
     def close(self) -> None:

@@ -33,6 +33,7 @@ def build_engine(
     metrics: Sequence[Metric] = (),
     reply_compression: Compressor | None = None,
     choice: EngineChoice | None = None,
+    num_parties: int | None = None,
 ) -> Engine:
     """Builds the engine with this name ("inprocess", "pool", "cohort", "ray" or "auto") for these clients; raises a
     `UserError` if "pool" cannot send a client to its processes.
@@ -48,12 +49,14 @@ def build_engine(
         metrics: computed at evaluation; empty takes the default ones of the task.
         reply_compression: of replies; None sends them uncompressed.
         choice: what "auto" measured; None trains one by one.
+        num_parties: clients of a round, if "ray" adds up their replies on its nodes.
     """
     if name == "ray":
         check_engine_installed(name)
         from polyfed.simulation.engines.ray import RayEngine  # imported late: Ray is an extra, and takes a second
 
-        return RayEngine(algorithm, clients, workers, ray_address, gpus_per_worker, metrics, reply_compression)
+        options = ray_address, gpus_per_worker, metrics, reply_compression, num_parties
+        return RayEngine(algorithm, clients, workers, *options)
     count = min(num_usable_cores(), len(clients)) if workers == "auto" else int(workers)
     in_this_process = count == 0 or (workers == "auto" and (count == 1 or device.type != "cpu"))
     uses_cohorts = name == "cohort" or (name == "auto" and choice is not None and choice.uses_cohorts)
@@ -106,8 +109,18 @@ def build_engine_for_settings(
     device = choose_client_device(settings)
     ray_options = settings.ray_address, settings.gpus_per_worker
     reply_compression = parse_compressor(settings.compress)
+    num_parties = None if settings.regions is None else settings.cohort_size(len(clients))
     return build_engine(
-        settings.engine, algorithm, clients, device, settings.workers, *ray_options, metrics, reply_compression, choice
+        settings.engine,
+        algorithm,
+        clients,
+        device,
+        settings.workers,
+        *ray_options,
+        metrics,
+        reply_compression,
+        choice,
+        num_parties,
     )
 
 

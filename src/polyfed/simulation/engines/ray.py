@@ -9,13 +9,12 @@ must be importable on every node. That is pickle between processes of one user's
 cluster may run code on it in any case. Nothing from elsewhere is unpickled here.
 
 If a worker dies, or is lost with its node, this is reported; its task is tried once more and another worker is
-started. Only this file and `ray_cluster` import ray, and both are imported when the engine is chosen.
+started. Only this file, `ray_cluster` and `ray_sums` import ray, and they are imported when the engine is chosen.
 """
 
-import io
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, final
 
@@ -27,16 +26,14 @@ from torch import Tensor
 from polyfed.core.algorithm import Algorithm, Client, Message
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metric import Metric
-from polyfed.core.io.trusted_code import add_trusted_names, trusted_names
+from polyfed.core.io.trusted_code import add_trusted_names
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.serialization import deserialize_state, serialize_state
-from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, sort_longest_first
+from polyfed.simulation.engines.base import ClientTask, Engine, PartialSum, TaskResult, sort_longest_first
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.object_store import (
     FlatTensor,
     SharedTensorStore,
-    StoredClient,
-    store_clients,
     unflatten_tensor,
 )
 from polyfed.simulation.engines.ray_cluster import (
@@ -46,17 +43,13 @@ from polyfed.simulation.engines.ray_cluster import (
     describe_worker_death,
     set_worker_death_logging,
 )
-from polyfed.simulation.engines.result_codec import decode_result, encode_result_or_failure
+from polyfed.simulation.engines.ray_payload import WorkerPayload, put_payload
+from polyfed.simulation.engines.ray_sums import WorkerSum, as_arrays, collect_node_sums, read_summed_reply
+from polyfed.simulation.engines.result_codec import decode_result_and_facts, encode_result_or_failure
 
 _ATTEMPTS = 2
 _STARTS = 3  # failed starts in a row, per worker, after which the run ends
 _START_SECONDS = 180.0  # for the first worker to start, also after all were lost; nodes may have to boot
-
-
-_WorkerOptions = tuple[tuple[Metric, ...], Compressor | None]  # settings that the workers need
-_WorkerPayload = tuple[
-    Algorithm[Any, Any], list[StoredClient], str, list[tuple[type, str]], _WorkerOptions, tuple[str, ...]
-]
 
 
 @dataclass
@@ -68,12 +61,18 @@ class _RayWorker:
         ready: reference to the result of its start; None once it has started.
         name: its name in incidents.
         tasks: (reference to the result, task, number of the attempt); it works on the first.
+        node: the id of its node, once it has started.
+        verdicts: whether a reply that it holds back counts in its sum, for those of which it was not told yet.
+        summed: the tasks whose replies are in its sum, by client.
     """
 
     actor: Any
     ready: Any
     name: str = "worker process"
     tasks: deque[tuple[Any, ClientTask, int]] = field(default_factory=deque)
+    node: str = ""
+    verdicts: dict[str, bool] = field(default_factory=dict)
+    summed: dict[str, ClientTask] = field(default_factory=dict)
 
 
 @final
@@ -90,6 +89,8 @@ class RayEngine(Engine):
         gpus_per_worker: GPUs of each actor; a fraction shares one. 0 computes on CPUs.
         metrics: computed at evaluation; empty takes the default ones of the task.
         compression: of replies; None sends them uncompressed.
+        num_parties: clients of a round, if replies are summed by region: then each node adds up the replies of its own
+            clients, and one sum per node travels. None sends each reply.
 
     Raises:
         UserError: no cluster at the address, no GPU on this machine, or clients that cannot be sent.
@@ -104,11 +105,14 @@ class RayEngine(Engine):
         gpus_per_worker: float = 0.0,
         metrics: Sequence[Metric] = (),
         compression: Compressor | None = None,
+        num_parties: int | None = None,
     ) -> None:
         self._clients = {client.id: client for client in clients}
         self._workers: list[_RayWorker] = []
         self._incidents: dict[str, list[str]] = {}  # client -> deaths of workers that are not reported yet
-        self._call, self._failed_starts, self._gpus = 0, 0, gpus_per_worker
+        self._call, self._failed_starts, self._gpus, self._algorithm = 0, 0, gpus_per_worker, algorithm
+        self._lost: set[str] = set()  # clients whose results were given, and whose sum was lost with its worker
+        self._sums: list[PartialSum] = []
         self._owns_ray = connect_to_ray_if_needed(address, workers)
         try:
             count = min(count_worker_slots(gpus_per_worker), len(clients)) if workers == "auto" else int(workers)
@@ -116,8 +120,8 @@ class RayEngine(Engine):
                 raise UserError(f"gpus_per_worker={gpus_per_worker}, but Ray finds no such GPU on this machine; use 0")
             options = {"num_cpus": 1, "num_gpus": gpus_per_worker, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
             self._actor_class = ray.remote(_Actor).options(**options)
-            self._payload = _put_payload(
-                algorithm, clients, "cuda" if gpus_per_worker else "cpu", (tuple(metrics), compression)
+            self._payload = put_payload(
+                algorithm, clients, "cuda" if gpus_per_worker else "cpu", (tuple(metrics), compression), num_parties
             )
             self._workers += [self._start_worker() for _ in range(count)]
         except BaseException:
@@ -126,7 +130,7 @@ class RayEngine(Engine):
 
     @property
     def worker_pids(self) -> list[int]:
-        """Returns the process ids of the Ray workers on their machines; waits until all workers have started."""
+        """Returns the process ids of the Ray workers on their machines; waits until all have started."""
         return [pid for pid, _ in ray.get([worker.actor.where.remote() for worker in self._workers])]
 
     def _start_worker(self) -> _RayWorker:
@@ -145,9 +149,12 @@ class RayEngine(Engine):
             if worker.tasks:  # an earlier call was abandoned
                 self._restart_worker(position)
         self._call += 1
+        self._lost.clear()
+        for worker in self._workers:
+            worker.verdicts, worker.summed = {}, {}
         waiting = deque((task, 1) for task in sort_longest_first(tasks, self._clients))
         shared = SharedTensorStore(tasks, ray.put)
-        while waiting or any(worker.tasks for worker in self._workers):
+        while waiting or any(worker.tasks for worker in self._workers) or not self._collect_sums(waiting):
             self._send_tasks(waiting, shared)
             position = self._wait_for_worker()
             worker = self._workers[position]
@@ -160,14 +167,62 @@ class RayEngine(Engine):
             except RayTaskError as error:  # not raised by the client's code: the worker reports that as a failure
                 worker.tasks.popleft()
                 reason = f"its worker failed: {type(error.cause).__name__}: {error.cause}"
-                failure = ClientError(task.round, task.client, task.phase, reason, str(error))
-                yield TaskResult(task, failure=failure, incidents=self._take_incidents(task))
+                yield self._make_failed_result(task, reason, str(error))
             except RayError as error:
                 yield from self._handle_dead_worker(position, waiting, describe_worker_death(error))
             else:
                 worker.tasks.popleft()
                 self._send_tasks(waiting, shared)  # first of all, so that the worker does not wait
-                yield replace(decode_result(data, task), incidents=self._take_incidents(task))
+                result, facts = decode_result_and_facts(data, task)
+                yield from self._accept(worker, result, facts)
+
+    def _accept(self, worker: _RayWorker, result: TaskResult, facts: Mapping[str, Any]) -> Iterator[TaskResult]:
+        """Yields a result, and notes whether its reply counts in the worker's sum; a result that was yielded before its
+        sum was lost is not yielded again."""
+        task, refused = result.task, list[str]()
+        summed = read_summed_reply(facts, lambda: refused.append(task.client))
+        if task.client in self._lost:
+            if summed is None:
+                self._make_failed_result(task, str(result.failure))
+            self._lost.remove(task.client)
+        else:
+            yield replace(result, incidents=self._take_incidents(task), summed=summed)
+        if summed is not None:
+            worker.verdicts[task.client] = not refused
+            worker.summed |= {} if refused else {task.client: task}
+
+    def _make_failed_result(self, task: ClientTask, reason: str, trace: str = "") -> TaskResult:
+        """Returns the result of a failed task; raises a `RoundError` for a reply that counts, but was lost with a worker."""
+        if task.client in self._lost:
+            raise RoundError(f"the reply of {task.client!r} was lost with its worker; tried again: {reason}")
+        failure = ClientError(task.round, task.client, task.phase, reason, trace)
+        return TaskResult(task, failure=failure, incidents=self._take_incidents(task))
+
+    def _collect_sums(self, waiting: deque[tuple[ClientTask, int]]) -> bool:
+        """Fetches one sum per node of the replies that its workers hold; returns False if a sum was lost with its worker:
+        its clients' tasks are then waiting again."""
+        sums = [(w.actor.take_sum.remote(w.verdicts), w.node, list(w.summed)) for w in self._workers if w.summed]
+        try:
+            self._sums = collect_node_sums(sums, self._algorithm)
+        except RayTaskError:  # no loss: a second try would fail, too
+            raise
+        except RayError:
+            for position, worker in enumerate(self._workers):
+                if worker.summed:
+                    self._requeue_summed(self._restart_worker(position), waiting)
+            return False
+        for worker in self._workers:
+            worker.verdicts, worker.summed = {}, {}
+        return True
+
+    def _requeue_summed(self, dead_worker: _RayWorker, waiting: deque[tuple[ClientTask, int]]) -> None:
+        self._lost |= dead_worker.summed.keys()
+        waiting.extend((task, 1) for task in dead_worker.summed.values())
+
+    def take_partial_sums(self) -> Sequence[PartialSum]:
+        """Returns the sums of the replies of the last call of `run`, one for each node."""
+        sums, self._sums = self._sums, []
+        return sums
 
     def _send_tasks(self, waiting: deque[tuple[ClientTask, int]], shared: SharedTensorStore) -> None:
         """Sends a task to every idle worker, and a second one ahead while enough tasks are left for all workers."""
@@ -176,7 +231,8 @@ class RayEngine(Engine):
                 if worker.ready is None and len(worker.tasks) < depth and len(waiting) > reserve:
                     task, attempt = waiting.popleft()
                     encoded_task = serialize_state(_encode_task(task), shared.names)
-                    reference = worker.actor.run.remote(self._call, shared.references_of_task(task), encoded_task)
+                    references, worker.verdicts, verdicts = shared.references_of_task(task), {}, worker.verdicts
+                    reference = worker.actor.run.remote(self._call, references, encoded_task, verdicts)
                     worker.tasks.append((reference, task, attempt))
 
     def _wait_for_worker(self) -> int:
@@ -196,7 +252,7 @@ class RayEngine(Engine):
         """Marks a worker as ready if it has started; replaces it if its start failed."""
         worker = self._workers[position]
         try:
-            pid, node = ray.get(worker.ready)
+            pid, node, worker.node = ray.get(worker.ready)
         except RayTaskError as error:
             _raise_unreadable(error)
         except RayError as error:
@@ -221,13 +277,13 @@ class RayEngine(Engine):
         _, task, attempt = dead_worker.tasks.popleft()
         incident = f"{dead_worker.name} died ({cause}), phase {task.phase!r}, attempt {attempt} of {_ATTEMPTS}"
         self._incidents.setdefault(task.client, []).append(incident)
+        self._requeue_summed(dead_worker, waiting)
         waiting.extendleft((again, number) for _, again, number in reversed(dead_worker.tasks))
         if attempt < _ATTEMPTS:
             waiting.appendleft((task, attempt + 1))
         else:
             reason = f"its worker process died {_ATTEMPTS} times, last by {cause} (which may be a lack of memory)"
-            failure = ClientError(task.round, task.client, task.phase, reason)
-            yield TaskResult(task, failure=failure, incidents=self._take_incidents(task))
+            yield self._make_failed_result(task, reason)
 
     def _restart_worker(self, position: int) -> _RayWorker:
         """Replaces a worker by a new one, kills the old one if it is still alive, and returns it."""
@@ -258,10 +314,11 @@ class _Actor:
     """Runs tasks on a node of the cluster; keeps the clients that it has loaded, and the tensors that tasks of this call of
     `run` share."""
 
-    def start(self, payload: _WorkerPayload) -> tuple[int, str]:
-        """Loads the method and the clients; returns the worker's process id and the address of its node."""
+    def start(self, payload: WorkerPayload) -> tuple[int, str, str]:
+        """Loads the method and the clients; returns the worker's process id, and the address and the id of its node."""
         torch.set_num_threads(1)
-        self._algorithm, clients, device, classes, self._options, allowed = payload
+        self._algorithm, clients, device, classes, self._options, allowed, self._num_parties = payload
+        self._sum = self._new_sum()
         add_trusted_names(allowed)
         for user_class, name in classes:
             user_class.__qualname__ = name
@@ -270,18 +327,31 @@ class _Actor:
         self._engines: dict[str, InProcessEngine] = {}
         self._tensors: dict[Any, Tensor] = {}
         self._call, self._loaded_references, self._shared_tensors = 0, set[Any](), dict[str, Tensor]()
-        return self.where()
+        return *self.where(), ray.get_runtime_context().get_node_id()
 
     def where(self) -> tuple[int, str]:
         """Returns the worker's process id and the address of its node."""
         return os.getpid(), ray.util.get_node_ip_address()
 
-    def run(self, call: int, references: list[Any], data: bytes) -> bytes:
-        """Runs one encoded task and returns its encoded result."""
+    def _new_sum(self) -> WorkerSum | None:
+        number = self._num_parties
+        return None if number is None else WorkerSum(self._algorithm, number, self._options[1])
+
+    def take_sum(self, verdicts: dict[str, bool]) -> dict[str, Any]:
+        """Returns the sum of the replies that count, as arrays, and begins a new one."""
+        assert self._sum is not None
+        self._sum.settle(verdicts)
+        return as_arrays(self._sum.take())
+
+    def run(self, call: int, references: list[Any], data: bytes, verdicts: dict[str, bool]) -> bytes:
+        """Runs one encoded task and returns its encoded result; `verdicts` says which replies held back here count."""
         if call != self._call:
             self._call = call
             self._loaded_references.clear()
             self._shared_tensors.clear()
+            self._sum = self._new_sum()
+        if self._sum is not None:
+            self._sum.settle(verdicts)
         if missing := [reference for reference in references if reference not in self._loaded_references]:
             self._loaded_references.update(missing)
             for group in ray.get(missing):
@@ -290,7 +360,8 @@ class _Actor:
         body = deserialize_state(data, self._shared_tensors)
         phase, number, client, seed, run_seed = body["task"]
         task = ClientTask(phase, number, client, Message(body["down"], body["scalars"]), body["own"], seed, run_seed)
-        return encode_result_or_failure(next(iter(self._engine_for(client).run([task]))))
+        result = next(iter(self._engine_for(client).run([task])))
+        return encode_result_or_failure(*((result,) if self._sum is None else self._sum.hold_back(result)))
 
     def _engine_for(self, client: str) -> InProcessEngine:
         if client not in self._engines:
@@ -315,42 +386,6 @@ def _encode_task(task: ClientTask) -> dict[str, Any]:
         "scalars": dict(task.message.scalars),
         "own": task.client_state,
     }
-
-
-def _put_payload(
-    algorithm: Algorithm[Any, Any], clients: Sequence[Client], device: str, options: _WorkerOptions
-) -> Any:
-    """Puts the method, clients and settings into the object store for the workers, and returns the reference. Large tensors
-    become objects of their own, which workers fetch when needed."""
-    stored_clients = store_clients(clients, ray.put)
-    try:
-        pickler = _ClassNamePickler()
-        pickler.dump((algorithm, stored_clients, options))
-        return ray.put((algorithm, stored_clients, device, pickler.classes, options, trusted_names()))
-    except Exception as error:  # cloudpickle passes on whatever the object's own methods raise
-        sentence = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"a network, transform, metric or method cannot be sent to Ray's workers: {type(error).__name__}: {sentence}; "
-            "keep open files, locks and generators out of what it refers to, or use engine='pool'"
-        ) from error
-
-
-class _ClassNamePickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Collects classes that are pickled by value and whose qualified name cloudpickle loses, such as `build.<locals>.Net`.
-
-    An architecture's fingerprint, from which its initial weights derive, includes that name.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO(), buffer_callback=lambda buffer: None)
-        self.classes: list[tuple[type, str]] = []
-
-    def reducer_override(self, obj: Any) -> Any:
-        """Returns what cloudpickle returns, and notes the class if its qualified name would be lost."""
-        reduced = super().reducer_override(obj)
-        if reduced is not NotImplemented and isinstance(obj, type) and obj.__qualname__ != obj.__name__:
-            self.classes.append((obj, obj.__qualname__))
-        return reduced
 
 
 def _raise_unreadable(error: RayTaskError) -> NoReturn:

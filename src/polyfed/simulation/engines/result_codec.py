@@ -1,6 +1,8 @@
 """Encodes task results as safetensors bytes for engines with worker processes, so that no reply is ever unpickled."""
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError
@@ -8,19 +10,21 @@ from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.simulation.engines.base import ClientTask, TaskResult
 
 
-def encode_result_or_failure(result: TaskResult) -> bytes:
+def encode_result_or_failure(result: TaskResult, facts: Mapping[str, Any] | None = None) -> bytes:
     """Encodes a task result as bytes; a result that cannot be encoded is replaced by a failed one, whose error gives
     the reason.
+
+    `facts` are what else an engine's worker has to say of it.
     """
     try:
-        return _pack(result)
+        return _pack(result, facts)
     except (TypeError, ValueError) as error:
         task = result.task
         reason = f"{type(error).__name__}: {error}"
         return _pack(TaskResult(task, failure=ClientError(task.round, task.client, task.phase, reason)))
 
 
-def _pack(result: TaskResult) -> bytes:
+def _pack(result: TaskResult, facts: Mapping[str, Any] | None = None) -> bytes:
     failure = result.failure
     return serialize_state(
         {
@@ -33,6 +37,7 @@ def _pack(result: TaskResult) -> bytes:
             "predictions": result.predictions,
             "description": None if result.description is None else json.dumps(result.description),
             "seconds": result.seconds,
+            "facts": dict(facts or {}),
             "failure": None if failure is None else [failure.reason, failure.trace],
         }
     )
@@ -40,6 +45,11 @@ def _pack(result: TaskResult) -> bytes:
 
 def decode_result(data: bytes, task: ClientTask) -> TaskResult:
     """Decodes the result of `task` from the bytes that `encode_result_or_failure` returned."""
+    return decode_result_and_facts(data, task)[0]
+
+
+def decode_result_and_facts(data: bytes, task: ClientTask) -> tuple[TaskResult, Mapping[str, Any]]:
+    """Decodes the result of `task` and the facts from the bytes that `encode_result_or_failure` returned."""
     body = deserialize_state(data)
     reply = None if body["reply"] is None else Message(body["reply"]["tensors"], body["reply"]["scalars"])
     failure = None
@@ -47,7 +57,8 @@ def decode_result(data: bytes, task: ClientTask) -> TaskResult:
         reason, trace = body["failure"]
         failure = ClientError(task.round, task.client, task.phase, reason, trace)
     description = None if body["description"] is None else json.loads(body["description"])
-    return TaskResult(
+    result = TaskResult(
         task, reply, body["own"], body["metrics"], body["weights"], description, body["seconds"], failure,
         predictions=body["predictions"],
     )  # fmt: skip
+    return result, body["facts"]

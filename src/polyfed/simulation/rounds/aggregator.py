@@ -13,6 +13,7 @@ from polyfed.algorithms.base.reply_sum import ReplySum
 from polyfed.core.algorithm import Algorithm, Message, ServerContext
 from polyfed.core.errors import RoundError
 from polyfed.core.state_dict import iter_tensors, state_dict_spec
+from polyfed.simulation.engines.base import PartialSum
 from polyfed.simulation.rounds.regional_sums import RegionalSum
 from polyfed.simulation.rounds.secure_aggregation import SecureSum, uses_default_mean
 from polyfed.simulation.settings import Regions
@@ -85,17 +86,26 @@ class ReplyAggregator:
             return {}
         return {"regions": {"sums": len(sizes := self._sum.bytes_by_region), "bytes_up": sum(sizes.values())}}
 
-    def add_reply(self, client: str, reply: Message, message: Message | None = None) -> None:
-        """Adds a client's reply to `message` to the round; discards the reply of a client outside the round's sample
-        (such clients train too with `everyone_trains`).
+    def add_reply(self, client: str, reply: Message, message: Message | None = None) -> bool:
+        """Adds a client's reply to `message` to the round, and returns True; discards the reply of a client outside the
+        round's sample (such clients train too with `everyone_trains`), and returns False.
         """
         if client in self._cohort_ids:
             if self._rebase is not None and message is not None:
                 reply, message = self._rebase(client, reply, message)
+            if isinstance(self._sum, RegionalSum):  # has no order
+                self._sum.add(client, reply, message)
+                return True
             self._replies[client] = reply
             if message is not None and self._is_robust:
                 self._messages[client] = message
             self._sum_waiting_replies()
+        return client in self._cohort_ids
+
+    def add_partial_sum(self, partial_sum: PartialSum) -> None:
+        """Adds the sum of some clients' replies that the engine has added up where the clients ran."""
+        assert isinstance(self._sum, RegionalSum)
+        self._sum.add_partial_sum(partial_sum)
 
     def mark_client_missing(self, client: str) -> None:
         """Records that a client will not reply in this round."""

@@ -18,7 +18,11 @@ from polyfed.core.messages.contiguous import contiguous_message, message_error
 from polyfed.core.messages.message_compression import BroadcastCompressor, decompress_message
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.core.serialization import check_scalars_finite
-from polyfed.core.state_dict import iter_tensors, name_of_first_exceeding, name_of_first_nonfinite, spec_mismatch
+from polyfed.core.state_dict import (
+    find_value_error,
+    iter_tensors,
+    spec_mismatch,
+)
 from polyfed.core.task import Task
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase
 from polyfed.simulation.monitoring.validation_losses import round_of_lowest_pooled_loss
@@ -328,18 +332,7 @@ class Federation:
         for group, expected in specs.items():
             if difference := spec_mismatch(reply.tensors[group], expected):
                 return f"group {group!r}: {difference}"
-        for group, tree in reply.tensors.items():
-            if tensor_name := name_of_first_exceeding(tree, largest := self.algorithm._largest):
-                problem = (
-                    "NaN or infinite values"
-                    if name_of_first_nonfinite({tensor_name: tree[tensor_name]})
-                    else f"values beyond {largest:g}"
-                )
-                return (
-                    f"group {group!r}: tensor {tensor_name!r} has {problem}; the local training diverged: lower lr or set "
-                    "clip_norm"
-                )
-        return None
+        return find_value_error(reply.tensors, self.algorithm._largest)
 
 
 def build_message_compressor(settings: Settings, round_number: int) -> BroadcastCompressor:

@@ -8,15 +8,19 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, final
 
+import torch
+
 from polyfed.algorithms import registry_name
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.algorithms.base.reply_sum import ReplySum
 from polyfed.core.algorithm import Algorithm, Message
-from polyfed.core.errors import UserError
+from polyfed.core.errors import RoundError, UserError
+from polyfed.core.messages.fixed_point import SumLayout
 from polyfed.core.messages.lora import adapter_averaging_mode
 from polyfed.core.robust.clip import Clip
 from polyfed.core.robust.parse import parse_robust_rule
 from polyfed.core.state_dict import StateDict
+from polyfed.simulation.engines.base import PartialSum
 from polyfed.simulation.rounds.secure_aggregation import SecureSum, supports_secure_sum
 from polyfed.simulation.settings import Regions
 
@@ -70,6 +74,20 @@ def check_regions(algorithm: Algorithm[Any, Any], regions: Regions, client_ids: 
         )
 
 
+def summed_reply_form(reply: Message | None) -> Message:
+    """Returns a message with the names, shapes and scalars of a reply that its engine adds up; all values are 0, and take
+    no memory."""
+    assert reply is not None
+    groups = SumLayout.from_byte_tensor(reply.tensors["sum"]["layout"]).meta_tensors()
+    return Message(
+        {
+            group: {name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in tree.items()}
+            for group, tree in groups.items()
+        },
+        reply.scalars,
+    )
+
+
 @final
 class RegionalSum(ReplySum):
     """Sums the replies of each region by itself, and the regions' sums at the end.
@@ -85,36 +103,55 @@ class RegionalSum(ReplySum):
         super().__init__()
         self._method, self._regions = method, regions
         self._sums: dict[str, SecureSum] = {}
-        self._total: SecureSum | None = None
+        self._ids_by_region: dict[str, list[str]] = {}
+        self._ids_added_elsewhere: set[str] = set()
+        self._total = SecureSum(method)
 
     @property
     def client_ids(self) -> list[str]:
         """Returns, in ascending order, the ids of the clients whose replies were added."""
-        return sorted(i for part in self._sums.values() for i in part.client_ids)
+        return sorted(i for ids in self._ids_by_region.values() for i in ids)
 
     @property
     def report(self) -> Mapping[str, Any]:
         """Returns the bound on updates, and the norm of the update of their mean; empty without a bound."""
-        return {} if self._total is None else self._total.report
+        return self._total.report
 
     @property
     def bytes_by_region(self) -> dict[str, int]:
         """Returns the number of bytes that each region forwards to the server: region -> bytes of its sum."""
-        return {region: part.nbytes for region, part in sorted(self._sums.items())}
+        nbytes = next((part.nbytes for part in self._sums.values()), 0)
+        return dict.fromkeys(sorted(self._ids_by_region), nbytes)
 
     def add(self, client_id: str, reply: Message, message: Message | None = None) -> None:
         """Adds a client's reply, encoded by `encode_reply_in_fixed_point`, to the sum of its region; raises a `UserError`
         if its layout differs from that of the region's first reply.
 
+        A reply without words is noted only: the engine adds it up itself, and `add_partial_sum` gets the sum.
+
         Raises:
             UserError: its layout differs from that of the first.
         """
         region = find_region(client_id, self._regions)
-        self._sums.setdefault(region, SecureSum(self._method)).add(client_id, reply, message)
+        self._ids_by_region.setdefault(region, []).append(client_id)
+        if "words" in reply.tensors["sum"]:
+            self._sums.setdefault(region, SecureSum(self._method)).add(client_id, reply, message)
+            return
+        self._ids_added_elsewhere.add(client_id)
+        self._total.note_message(message)
+
+    def add_partial_sum(self, partial_sum: PartialSum) -> None:
+        """Adds the sum that an engine has made of the replies of some clients."""
+        self._ids_added_elsewhere.difference_update(partial_sum.clients)
+        place = ", ".join(partial_sum.clients[:1])
+        self._sums.setdefault(f"engine:{place}", SecureSum(self._method)).add(place, partial_sum.message)
 
     def mean(self) -> Mapping[str, StateDict]:
         """Returns the weighted mean of all regions' replies, as `{group: {tensor name: tensor}}`."""
-        self._total = SecureSum(self._method)
+        if self._ids_added_elsewhere:
+            raise RoundError(
+                f"the reply of {min(self._ids_added_elsewhere)!r} is in no sum that the engine has returned"
+            )
         for part in self._sums.values():
             self._total.add_sum(part)
         return self._total.mean()

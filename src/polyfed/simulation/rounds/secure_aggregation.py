@@ -222,6 +222,10 @@ class SecureSum(ReplySum):
         """
         words, layout = parse_sum_message(reply)
         self._add_words(words, layout, [client_id])
+        self.note_message(message)
+
+    def note_message(self, message: Message | None) -> None:
+        """Notes a message that a reply of the sum answers, from which a bound on the mean's update counts."""
         if self._max_norm is not None and message is not None:
             self._messages.append(message)
 
@@ -246,6 +250,11 @@ class SecureSum(ReplySum):
         else:
             self._total += words
         self._ids += client_ids
+
+    def to_message(self) -> Message:
+        """Returns the sum as a message that `add` takes."""
+        assert self._layout is not None
+        return build_sum_message(self._total, self._layout)
 
     def mean(self) -> Mapping[str, StateDict]:
         """Returns the weighted mean of the replies, as `{group: {tensor name: tensor}}`, with its update within the

@@ -18,7 +18,6 @@ from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, RoundError
 from polyfed.core.evaluation.evaluate import summarise_clients
-from polyfed.core.messages.lora import adapter_averaging_mode
 from polyfed.simulation.checks.private_training import describe_epsilon
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase, TaskResult
 from polyfed.simulation.monitoring.progress import Progress
@@ -26,13 +25,12 @@ from polyfed.simulation.monitoring.update_norms import (
     MeasuredUpdate,
     describe_measures,
     describe_round_warnings,
-    measure_update,
 )
 from polyfed.simulation.rounds.aggregator import ReplyAggregator
 from polyfed.simulation.rounds.evaluation_sample import describe_evaluation_sample
 from polyfed.simulation.rounds.federation import Federation, mean_train_loss
+from polyfed.simulation.rounds.reply_validation import validate_reply
 from polyfed.simulation.rounds.round_plan import RoundPlan
-from polyfed.simulation.rounds.secure_aggregation import encode_reply_in_fixed_point, find_secure_reply_error
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.client_states import check_and_wrap_server_state
 from polyfed.simulation.storage.directory import RunDirectory
@@ -132,45 +130,14 @@ def run_phase(
                 done_by_phase[result_phase],
                 len(clients if destination is phase_results else evaluated_ids),
             )
+        if aggregator is not None:
+            for partial_sum in engine.take_partial_sums():
+                aggregator.add_partial_sum(partial_sum)
         phase_results.seconds_clients += clock() - clients_start
     for part in (phase_results, evaluation_results) if evaluation_results is not None else (phase_results,):
         part.failures.sort(key=failure_sort_key)
     phase_results.seconds = clock() - phase_start
     return phase_results
-
-
-def _validate_reply(
-    federation: Federation, result: TaskResult, checkpoint: Checkpoint
-) -> tuple[Any, Any, MeasuredUpdate]:
-    """Decodes a client's reply and checks it; raises a `ValueError` if it is not valid.
-
-    Returns:
-        The reply as the server half of the method takes it; the reply as it travelled; and the measures of its update,
-        which are None for a part of a secure sum: alone it means nothing.
-
-    Raises:
-        ValueError: the reply cannot be accepted; the reason is half a sentence.
-    """
-    task, reply = result.task, result.reply
-    if result.masked:
-        if reply is not None and (
-            flaw := find_secure_reply_error(reply, federation.algorithm, checkpoint.state, task.message)
-        ):
-            raise ValueError(flaw)
-        return reply, reply, MeasuredUpdate(None, None)  # no reply of a site that is in no sum of this round
-    decoded = federation.decode_reply_for_server(reply, task.message)
-    if flaw := federation.reply_error(decoded, checkpoint.state, task.message, task.client):
-        raise ValueError(flaw)
-    settings, part = federation.settings, None
-    if settings.secure or settings.regions is not None:  # as a site does before it masks, or a region before it adds
-        part = encode_reply_in_fixed_point(decoded, federation.algorithm, federation.cohort_size, task.message)
-    if settings.secure:
-        return part, part, MeasuredUpdate(None, None)
-    assert isinstance(reply, Message)  # what is none has a flaw
-    is_whole = adapter_averaging_mode(federation.algorithm) is None
-    uncompressed = decoded if is_whole else federation.decompress_reply(reply, task.message)
-    measured = measure_update(uncompressed, task.message, federation.algorithm._differences)
-    return decoded if part is None else Message(part.tensors, decoded.scalars), reply, measured
 
 
 def _record_result(
@@ -186,8 +153,10 @@ def _record_result(
     measured = MeasuredUpdate(None, None)
     if failure is None and task.phase == "local":
         try:
-            reply, transmitted, measured = _validate_reply(federation, result, checkpoint)
+            reply, transmitted, measured = validate_reply(federation, result, checkpoint)
         except ValueError as flaw:
+            if result.summed is not None:
+                result.summed.leave_out()
             failure = ClientError(task.round, task.client, "reply", str(flaw))
     for incident_text in result.incidents:
         warnings.warn(f"round {task.round}, client {task.client!r}: {incident_text}", RuntimeWarning, stacklevel=6)
@@ -195,9 +164,11 @@ def _record_result(
         phase_results.failures.append({**reason, "retried": failure is None})
     if failure is None:
         if transmitted is not None and reply is not None and aggregator is not None:
-            phase_results.bytes_up[task.client], phase_results.scalars[task.client] = transmitted.nbytes, reply.scalars
+            phase_results.scalars[task.client] = reply.scalars
+            phase_results.bytes_up[task.client] = (result.summed or transmitted).nbytes
             phase_results.measures[task.client] = measured
-            aggregator.add_reply(task.client, reply, task.message)
+            if not aggregator.add_reply(task.client, reply, task.message) and result.summed is not None:
+                result.summed.leave_out()
             result = replace(result, reply=None)
         # Without the message: with it, those of all blocks would stay until the end of the phase.
         phase_results.results[task.client] = replace(

@@ -1,0 +1,51 @@
+"""Decodes and checks a client's reply before it is aggregated."""
+
+from typing import Any
+
+from polyfed.core.algorithm import Message
+from polyfed.core.messages.lora import adapter_averaging_mode
+from polyfed.simulation.engines.base import TaskResult
+from polyfed.simulation.monitoring.update_norms import MeasuredUpdate, measure_update
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.rounds.regional_sums import summed_reply_form
+from polyfed.simulation.rounds.secure_aggregation import encode_reply_in_fixed_point, find_secure_reply_error
+from polyfed.simulation.storage.checkpoint import Checkpoint
+
+
+def validate_reply(
+    federation: Federation, result: TaskResult, checkpoint: Checkpoint
+) -> tuple[Any, Any, MeasuredUpdate]:
+    """Decodes a client's reply and checks it; raises a `ValueError` if it is not valid.
+
+    Returns:
+        The reply as the server half of the method takes it; the reply as it travelled; and the measures of its update,
+        which are None for a part of a secure sum: alone it means nothing.
+
+    Raises:
+        ValueError: the reply cannot be accepted; the reason is half a sentence.
+    """
+    task, reply = result.task, result.reply
+    if result.masked:
+        if reply is not None and (
+            flaw := find_secure_reply_error(reply, federation.algorithm, checkpoint.state, task.message)
+        ):
+            raise ValueError(flaw)
+        return reply, reply, MeasuredUpdate(None, None)  # no reply of a site that is in no sum of this round
+    if result.summed is not None:  # added up where the client ran; values are checked there
+        form = summed_reply_form(reply)
+        if flaw := federation.reply_error(form, checkpoint.state, task.message, task.client):
+            raise ValueError(flaw)
+        return reply, reply, result.summed.measured
+    decoded = federation.decode_reply_for_server(reply, task.message)
+    if flaw := federation.reply_error(decoded, checkpoint.state, task.message, task.client):
+        raise ValueError(flaw)
+    settings, part = federation.settings, None
+    if settings.secure or settings.regions is not None:  # as a site does before it masks, or a region before it adds
+        part = encode_reply_in_fixed_point(decoded, federation.algorithm, federation.cohort_size, task.message)
+    if settings.secure:
+        return part, part, MeasuredUpdate(None, None)
+    assert isinstance(reply, Message)  # what is none has a flaw
+    is_whole = adapter_averaging_mode(federation.algorithm) is None
+    uncompressed = decoded if is_whole else federation.decompress_reply(reply, task.message)
+    measured = measure_update(uncompressed, task.message, federation.algorithm._differences)
+    return decoded if part is None else Message(part.tensors, decoded.scalars), reply, measured
