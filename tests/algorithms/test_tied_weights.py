@@ -17,6 +17,8 @@ GENERATED = {
     "flha_ghn",
     "pfedhn",
     "heterofl",
+    "fedrolex",
+    "depthfl",
 }  # by architecture, so that one that is written otherwise begins otherwise
 # A common network that takes no tokens.
 BRINGS = {name for name, method in REGISTRY.items() if {"shared", "teacher"} & method.__dataclass_fields__.keys()}

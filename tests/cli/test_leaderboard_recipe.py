@@ -38,7 +38,7 @@ def test_the_methods_that_are_left_out_have_a_reason():
         name for name, method in REGISTRY.items() if method.card.fields_of_leaderboard_variant("digits-0.1") is None
     }
     searches = {name for name, method in REGISTRY.items() if "images" in method.requires}
-    assert left_out == {"local", "fedbn", "heterofl"} | searches
+    assert left_out == {"local", "fedbn", "heterofl", "fedrolex", "depthfl"} | searches
 
 
 @pytest.mark.thorough

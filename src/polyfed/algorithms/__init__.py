@@ -57,6 +57,8 @@ from polyfed.algorithms.personalised.pfedme import PFedMe
 from polyfed.algorithms.prototypes.fedgh import FedGH
 from polyfed.algorithms.prototypes.fedproto import FedProto
 from polyfed.algorithms.prototypes.fedtgp import FedTGP
+from polyfed.algorithms.submodels.depthfl import DepthFL
+from polyfed.algorithms.submodels.fedrolex import FedRolex
 from polyfed.algorithms.submodels.heterofl import HeteroFL
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError, did_you_mean
@@ -114,6 +116,8 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
     "fedgh": FedGH,
     "fedproto": FedProto,
     "fedtgp": FedTGP,
+    "depthfl": DepthFL,
+    "fedrolex": FedRolex,
     "heterofl": HeteroFL,
 }
 
@@ -153,6 +157,7 @@ __all__ = [
     "REGISTRY",
     "CAFedDSNAS",
     "CAFedPNAS",
+    "DepthFL",
     "Ditto",
     "FFALoRA",
     "FedALA",
@@ -183,6 +188,7 @@ __all__ = [
     "FedProx",
     "FedRep",
     "FedRoD",
+    "FedRolex",
     "FedSALoRA",
     "FedTGP",
     "HeteroFL",

@@ -2,7 +2,7 @@
 wide network's tensor.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.state_dict import StateDict
 from polyfed.models.structure import find_head_modules
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -27,6 +27,32 @@ def leading_slice(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     tensor([[0, 1]])
     """
     return tensor[tuple(slice(size) for size in shape)]
+
+
+def window(tensor: Tensor, shape: tuple[int, ...], starts: Sequence[int]) -> Tensor:
+    """Returns the entries of a tensor from `starts` on in each dimension, as many as `shape` says; they wrap around.
+
+    >>> import torch
+    >>> window(torch.arange(6).view(2, 3), (1, 2), (1, 2))
+    tensor([[5, 3]])
+    """
+    return leading_slice(_rolled(tensor, [-start for start in starts]), shape)
+
+
+def add_to_window(tensor: Tensor, part: Tensor, starts: Sequence[int], alpha: float) -> Tensor:
+    """Returns a tensor with alpha·part added to its `window` of the part's shape; the tensor itself may change.
+
+    >>> import torch
+    >>> add_to_window(torch.zeros(4), torch.ones(2), (3,), alpha=2.0)
+    tensor([2., 0., 0., 2.])
+    """
+    rolled = _rolled(tensor, [-start for start in starts])
+    leading_slice(rolled, tuple(part.shape)).add_(part, alpha=alpha)
+    return _rolled(rolled, starts)
+
+
+def _rolled(tensor: Tensor, shifts: Sequence[int]) -> Tensor:
+    return tensor.roll(list(shifts), list(range(tensor.dim()))) if any(shifts) else tensor
 
 
 def widest_shape_by_tensor(networks: Mapping[str, Architecture]) -> dict[str, tuple[int, ...]]:
@@ -73,10 +99,10 @@ def _nesting_error(first: nn.Module, second: nn.Module, name: str) -> str:
     ):
         return f"{shapes_text}, and it has several names (shared weights)"
     for owner in owners:
-        if isinstance(owner, _CONVOLUTIONS) and owner.groups not in (1, owner.in_channels):
+        if isinstance(owner, CONVOLUTIONS) and owner.groups not in (1, owner.in_channels):
             return f"{shapes_text}, in a convolution of {owner.groups} groups"
         if type(owner) is not type(owners[0]) or not isinstance(
-            owner, (nn.Linear, nn.Embedding, *_CONVOLUTIONS, *_NORMS)
+            owner, (nn.Linear, nn.Embedding, *CONVOLUTIONS, *_NORMS)
         ):
             return f"{shapes_text}, in a {type(owner).__name__}, whose tensors may not nest"
     return ""
@@ -98,7 +124,7 @@ def width_ratio_by_layer(factory: Architecture, shapes: Mapping[str, tuple[int, 
     """
     ratios = {}
     for name, layer in cached_module(factory).module.named_modules():
-        if isinstance(layer, (nn.Linear, nn.Embedding, *_CONVOLUTIONS)):
+        if isinstance(layer, (nn.Linear, nn.Embedding, *CONVOLUTIONS)):
             units = 1 if isinstance(layer, nn.Embedding) else 0
             weight = f"{name}.weight" if name else "weight"  # a parametrised layer's weight is not in the state
             r = layer.weight.shape[units] / shapes[weight][units] if weight in shapes else 1
@@ -107,7 +133,7 @@ def width_ratio_by_layer(factory: Architecture, shapes: Mapping[str, tuple[int, 
     return ratios
 
 
-def validate_head_width(network: nn.Module, ratios: Mapping[str, float], client: Client) -> None:
+def validate_head_width(network: nn.Module, ratios: Mapping[str, float], client: Client, method: str) -> None:
     """Raises a `UserError` if a network's last layer is narrower than the widest network's, since the units of this
     layer are the classes.
 
@@ -116,7 +142,7 @@ def validate_head_width(network: nn.Module, ratios: Mapping[str, float], client:
     """
     if ratios and ratios.keys() & set(find_head_modules(network, client.train.first_input)):
         raise UserError(
-            f"HeteroFL: the network of client {client.id!r} has fewer outputs than another's; give all networks the "
+            f"{method}: the network of client {client.id!r} has fewer outputs than another's; give all networks the "
             "same number of outputs, one for each class of the federation"
         )
 

@@ -1,0 +1,175 @@
+"""DepthFL: the first layers of one model, with a classifier after each depth. Identities, rounds by hand, learning."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from halves import FULL, OPTIONS, begin, mixed, play, run
+from torch import nn
+from torch.nn import functional as F
+
+import polyfed as pf
+from polyfed.algorithms import DepthFL, FedAvg
+from polyfed.core.nn.module_cache import initial_state
+from polyfed.testing import small_clients
+
+
+class Deep(nn.Module):
+    """As many blocks as its depth, with a classifier after each."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6 if k == 0 else 8, 8) for k in range(depth))
+        self.classifiers = nn.ModuleList(nn.Linear(8, 3) for _ in range(depth))
+
+    def exits(self, x):
+        found = []
+        for block, classifier in zip(self.blocks, self.classifiers, strict=True):
+            x = torch.tanh(block(x))
+            found.append(classifier(x))
+        return found
+
+    def forward(self, x):
+        return torch.stack(self.exits(x)).mean(0)
+
+
+DEPTHS = {depth: partial(Deep, depth) for depth in (1, 2, 3)}
+
+
+def family(depths=(1, 2, 3), classes=None):
+    return [
+        pf.Client(c.id, DEPTHS[depth], c.train, c.test, c.val)
+        for c, depth in zip(mixed(classes=classes), depths, strict=True)
+    ]
+
+
+def equal(found, fedavg):
+    for i in fedavg.federation.clients:
+        one, other = found.model(i).state_dict(), fedavg.model(i).state_dict()
+        assert all(torch.equal(one[name], other[name]) for name in other)
+    assert found.history[-1]["train_loss"] == fedavg.history[-1]["train_loss"]
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_with_one_depth_and_one_classifier_it_is_fedavg_bit_for_bit(weighted):
+    """With BatchNorm and dropout; and for a network whose only classifier is an exit."""
+    for clients in (small_clients(), family((1, 1, 1))):
+        options = {**OPTIONS, "weighted": weighted}
+        equal(run(DepthFL(**options), clients, rounds=3), run(FedAvg(**options), clients, rounds=3))
+
+
+def outputs(p, x):
+    found = []
+    for k in range(sum(name.startswith("blocks") and name.endswith("bias") for name in p)):
+        x = torch.tanh(x @ p[f"blocks.{k}.weight"].T + p[f"blocks.{k}.bias"])
+        found.append(x @ p[f"classifiers.{k}.weight"].T + p[f"classifiers.{k}.bias"])
+    return found
+
+
+def kl(teacher, student):
+    return (teacher * (teacher.log() - student.log())).sum(1).mean()
+
+
+@pytest.mark.parametrize(("weighted", "distill"), [(False, 1.0), (True, 0.5), (True, 0.0)])
+def test_rounds_of_three_depths_in_plain_torch_are_the_same(weighted, distill):
+    clients, method = family(), DepthFL(**FULL, weighted=weighted, distill=distill, rampup=0.6)
+    theta = initial_state(DEPTHS[3], 3)
+    for number in range(2):  # of 5, as `play` has it, so that w grows over 3
+        w, sent = distill * math.exp(-5 * (1 - number / 3) ** 2), []
+        for c, depth in zip(clients, (1, 2, 3), strict=True):
+            names = list(DEPTHS[depth]().state_dict())
+            p = {name: theta[name].clone().requires_grad_(True) for name in names}
+            for _ in range(3):
+                z = outputs(p, c.train.x)
+                loss = sum(F.cross_entropy(one, c.train.y) for one in z)
+                for k in range(depth):
+                    for j in range(depth):
+                        if j != k:
+                            loss = loss + w / (depth - 1) * kl(z[j].detach().softmax(1), z[k].softmax(1))
+                slopes = torch.autograd.grad(loss, list(p.values()))
+                p = {
+                    n: (t - 0.1 * g).detach().requires_grad_(True) for (n, t), g in zip(p.items(), slopes, strict=True)
+                }
+            sent.append((len(c.train) if weighted else 1, {n: t.detach() for n, t in p.items()}))
+        theta = {
+            name: sum(n * tree[name] for n, tree in sent if name in tree) / sum(n for n, tree in sent if name in tree)
+            for name in theta
+        }
+    _, state, _, replies = play(method, clients, rounds=2)
+    assert set(replies["client-0"].tensors["model"]) == set(DEPTHS[1]().state_dict())
+    assert set(state["model"]) == set(theta)
+    for name, tensor in theta.items():
+        torch.testing.assert_close(state["model"][name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_nobody_of_the_round_has_keep_their_value():
+    method = DepthFL(**OPTIONS)
+    before = play(method, family())[1]["model"]
+    after = play(method, family(), rounds=2, skip={"client-2"})[1]["model"]
+    kept = {name for name in after if torch.equal(after[name], before[name])}
+    assert kept == {f"{part}.2.{kind}" for part in ("blocks", "classifiers") for kind in ("weight", "bias")}
+
+
+def test_the_evaluated_network_returns_the_mean_of_its_classifiers():
+    clients = family()
+    found = run(DepthFL(**OPTIONS), clients)
+    for c in clients:
+        network = found.model(c.id)
+        p = {name: found.last.state["model"][name] for name in network.state_dict()}
+        torch.testing.assert_close(network(c.test.x), torch.stack(outputs(p, c.test.x)).mean(0))
+
+
+def test_the_weight_of_distillation_grows_and_stays():
+    method = DepthFL(distill=2.0, rampup=0.5)
+    weights = [method.distillation_weight(number, 20) for number in range(1, 21)]
+    assert weights[0] == pytest.approx(2 * math.exp(-5))
+    assert weights[5] == pytest.approx(2 * math.exp(-5 / 4))
+    assert weights[:11] == sorted(set(weights))
+    assert weights[10:] == [2.0] * 10
+    assert DepthFL(rampup=0.0).distillation_weight(1, 20) == 1.0
+
+
+def test_distillation_brings_classifiers_together():
+    spread = []
+    for distill in (0.0, 5.0):
+        clients = family((3, 3, 3))
+        method = DepthFL(lr=0.1, batch_size=8, distill=distill, rampup=0.0)
+        state = play(method, clients, rounds=5)[1]
+        z = [one.softmax(1) for one in outputs(state["model"], clients[0].test.x)]
+        spread.append(sum(float(kl(a, b)) for a in z for b in z))
+    assert spread[1] < 0.5 * spread[0]
+
+
+def test_a_deep_client_learns_a_class_that_only_shallow_ones_have():
+    """Through the layers and the first classifier, which all train: the loss on a class that it has never seen."""
+    test = small_clients()[2].test
+    deep = mixed(classes=[(0, 1)] * 3)[2]
+    deep = pf.Client(deep.id, DEPTHS[3], deep.train, deep.test, deep.val)
+    losses = []
+    for others in (family((1, 1, 1))[:2], []):
+        outputs_of_deep = run(DepthFL(lr=0.2, batch_size=8), [*others, deep], rounds=10).model(deep.id)(test.x)
+        losses.append(F.cross_entropy(outputs_of_deep[test.y == 2], test.y[test.y == 2]).item())
+    assert losses[0] < losses[1] - 0.5
+
+
+def test_tensors_of_one_name_and_another_shape_are_layers_of_their_own():
+    def net(width):
+        return lambda: nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+
+    clients = [pf.Client(c.id, net(w), c.train, c.test, c.val) for c, w in zip(mixed(), (4, 8, 8), strict=True)]
+    federation, state, _ = begin(DepthFL(**OPTIONS), clients)
+    assert set(state["model"]) == {
+        "0.weight", "0.bias", "2.weight", "2.bias", "0.weight (4, 6)", "0.bias (4,)", "2.weight (3, 4)",
+    }  # fmt: skip
+    message = DepthFL().dispatch(state, federation.client_info("client-0", 1))
+    assert {n: tuple(t.shape) for n, t in message.tensors["model"].items()} == {
+        n: tuple(t.shape) for n, t in net(4)().state_dict().items()
+    }
+    run(DepthFL(**OPTIONS), clients)
+
+
+@pytest.mark.parametrize("wrong", [{"distill": -1.0}, {"rampup": 1.5}])
+def test_wrong_fields_are_refused(wrong):
+    with pytest.raises(pf.UserError, match=f"DepthFL: {next(iter(wrong))} must be"):
+        DepthFL(**wrong)
