@@ -75,7 +75,7 @@ def test_what_is_written_is_formatted_and_short(base, tmp_path):
     [
         ({"name": "FedX"}, "a method's name is of small letters"),
         ({"name": "class"}, "a method's name is of small letters"),
-        ({"family": "zoo"}, "no family 'zoo'; there are alignment, "),
+        ({"family": "zoo"}, "no family 'zoo'; there are adapters, alignment, "),
         ({"base": "Sum"}, "no base 'Sum'; there are Averaging, "),
         ({"title": "FedAvg"}, "the class needs a new name"),
         ({"name": "fedavg", "family": "global_model", "title": "Fedavg"}, "fedavg.py is there already"),

@@ -213,6 +213,22 @@ def deployment_page(text: str, methods: Sequence[Declared], recorded: Sequence[s
     return tabulate_traffic.updated(table + _ + rest, recorded)
 
 
+def asynchronous_page(text: str, methods: Sequence[Declared]) -> str:
+    """Returns `docs/asynchronous.md` with the methods that FedBuff takes, and those of them that FedAsync does not."""
+    import polyfed as pf
+    from polyfed.simulation.checks.scheduling import supports_asynchronous
+
+    def able(rule: Any) -> list[str]:
+        return [method.name for method in methods if supports_asynchronous(registry[method.name](), rule)]
+
+    registry = load_registry()
+    buffered, mixed = able(pf.FedBuff()), able(pf.FedAsync())
+    names = ", ".join(f"`{name}`" for name in buffered)
+    excluded = ", ".join(f"`{name}`" for name in buffered if name not in mixed)
+    text = re.sub(r"(?<=mean of clients' weights: ).*?(?=\. With)", lambda _: names, text)
+    return re.sub(r"(?<=makes a step of its own \().*?(?=\))", lambda _: excluded, text)
+
+
 def leaderboard(text: str, methods: Sequence[Declared]) -> str:
     """Returns the recipe `leaderboard` with the methods that suit each variant."""
     registry, recipe = load_registry(), yaml.safe_load(text)
@@ -302,6 +318,7 @@ LISTS: Mapping[str, Callable[[str, Sequence[Declared]], str]] = {
     "docs/methods.md": methods_page,
     "docs/configuration.md": configuration_page,
     "docs/deploy.md": deployment_page,
+    "docs/asynchronous.md": asynchronous_page,
     "docs/defaults.md": defaults_page,
     "src/polyfed/cli/recipes/leaderboard.yaml": leaderboard,
 }

@@ -237,7 +237,8 @@ def test_a_mixed_federation_and_a_method_for_one_architecture(refused):
     assert (
         "fedavg needs one architecture, but the 10 clients have 2: 'client-001' differs from 'client-000'" in sentence
     )
-    assert "Methods for different architectures: fd, fedavg_kd, " in sentence
+    assert "Methods for different architectures: " in sentence
+    assert " fd, fedavg_kd, " in sentence
 
 
 def test_a_baseline_that_does_not_suit_is_found_before_the_first_round(refused):

@@ -17,6 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, final
 
+from polyfed.core.io.frozen_mapping import FrozenMapping
+
 _PACKAGE = Path(__file__).parents[1]
 _OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.BitOr: operator.or_, ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -32,7 +34,7 @@ class StaticRegistry(Mapping[str, Any]):
 
     >>> methods = StaticRegistry("polyfed.algorithms", "REGISTRY")
     >>> list(methods)[:2], methods["fedprox"](mu=1).mu
-    (['fedhenn', 'fedhenn_homo'], 1)
+    (['fedsa_lora', 'ffa_lora'], 1)
     """
 
     def __init__(self, module: str, name: str) -> None:
@@ -198,7 +200,7 @@ def _evaluate(node: ast.expr, module: str) -> Any:
         case ast.BinOp(left, kind, right) if type(kind) in _OPERATORS:
             return _OPERATORS[type(kind)](evaluate(left), evaluate(right))
         case ast.Call(ast.Name("FrozenMapping"), [part]):
-            return evaluate(part)
+            return FrozenMapping(evaluate(part))
         case ast.Call(function, parts, words):
             target = evaluate(function)
             return (

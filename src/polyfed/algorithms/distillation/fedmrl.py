@@ -142,11 +142,11 @@ class FedMRL(MutualLearningMethod, WrapsNetwork):
         fit_result = fit(pair, client, self, lr=message.scalars["lr"], seed=seed, loss=loss, reported_loss="task")
         model, buffer_state = extract_sent_tensors_and_client_state(shared, self)
         parts = {"own": pair.own, "projector": pair.projector}
-        kept = {name: copy_trained_weights_and_buffers(part) for name, part in parts.items()}
+        private = {name: copy_trained_weights_and_buffers(part) for name, part in parts.items()}
         return Message({"model": model}, reply_scalars(client, fit_result.loss)), {
             **client_state,
             **buffer_state,
-            **kept,
+            **private,
         }
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:

@@ -34,10 +34,10 @@ class MatryoshkaPair(nn.Module):
     outputs: Tensor
     form: Tensor
 
-    def __init__(self, own: nn.Module, shared: nn.Module, form: list[int], *, seed: int) -> None:
+    def __init__(self, personal: nn.Module, shared: nn.Module, form: list[int], *, seed: int) -> None:
         super().__init__()
-        self.own, self.shared = own, shared
-        d1, d2 = (last_layer(network, place).in_features for network, place in ((shared, form[1]), (own, form[0])))
+        self.own, self.shared = personal, shared
+        d1, d2 = (last_layer(net, place).in_features for net, place in ((shared, form[1]), (personal, form[0])))
         self.projector = build_module(partial(nn.Linear, d1 + d2, d2), seed)
         self.register_buffer("form", torch.tensor(form))
         self._places = form[:2]

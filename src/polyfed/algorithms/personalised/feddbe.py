@@ -148,8 +148,8 @@ class FedDBE(Averaging, ValidatesNetworks, WrapsNetwork):
             return task_loss(batch.outputs, batch.targets) + self.kappa / 2 * (mean - target).square().mean()
 
         with watch_last_layer(module, name, vector if self.memory else None) as seen:
-            own = [vector] if self.memory else []
-            return fit_with_extra_tensors(module, client, self, own, lr=lr, seed=seed, loss=loss)
+            trained_vectors = [vector] if self.memory else []
+            return fit_with_extra_tensors(module, client, self, trained_vectors, lr=lr, seed=seed, loss=loss)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """Returns the network to evaluate for the client: the global model, with p_i added to its representations."""
