@@ -13,7 +13,8 @@ from polyfed.core.evaluation.metrics import METRICS
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.engines.pool import PoolEngine
 from polyfed.simulation.monitoring.progress import LineProgress
-from polyfed.simulation.rounds.federation import Federation, round_of_best_score
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.rounds.round_scores import round_of_best_score
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.testing import assert_runs_equal, small_clients

@@ -64,7 +64,7 @@ def draw_panel(settings: Settings, client_ids: Sequence[str], seed: int, *, deal
     """
     ids = sorted(client_ids)
     check_evaluation_sample(settings, ids)
-    number = settings.num_evaluated(len(ids))
+    number = settings.count_evaluated(len(ids))
     if number == len(ids):
         return EvaluationPanel()
     if settings.evaluate_all_at_end:

@@ -233,7 +233,7 @@ class ServerContext:
 
     seed: int
     rounds: int
-    clients: tuple[ClientInfo, ...]
+    clients: Sequence[ClientInfo]
     model: Architecture | None = None
     architectures: Mapping[str, Architecture] | None = None
     layer_catalogue: Any = None

@@ -2,6 +2,7 @@
 splits them into sets.
 """
 
+from polyfed.core.client_source import ClientSource, SourceManifest
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform
 from polyfed.data.augment import PadCropFlip
@@ -23,6 +24,8 @@ from polyfed.data.pool import PooledDataset, Source
 from polyfed.data.shifts import Shift
 from polyfed.data.sources.heart import heart
 from polyfed.data.sources.registry import SOURCES
+from polyfed.data.sources.synthetic_clients import SyntheticClients
+from polyfed.data.sources.table_clients import ArrowClients, DatasetClients, ParquetClients
 from polyfed.data.table import ClientTables, split_table
 from polyfed.data.tabular.schema import merge_schemas
 from polyfed.data.windows import WindowSets, split_windows, windows, windows_by_series
@@ -42,10 +45,13 @@ __all__ = [
     "IID",
     "PARTITIONS",
     "SOURCES",
+    "ArrowClients",
     "ClassesPerClient",
     "ClientData",
     "ClientRows",
+    "ClientSource",
     "ClientTables",
+    "DatasetClients",
     "Dirichlet",
     "DominantClasses",
     "Examples",
@@ -53,6 +59,7 @@ __all__ = [
     "Natural",
     "Normalise",
     "PadCropFlip",
+    "ParquetClients",
     "Partition",
     "PartwiseTransform",
     "PooledDataset",
@@ -60,7 +67,9 @@ __all__ = [
     "Shards",
     "Shift",
     "Source",
+    "SourceManifest",
     "Split",
+    "SyntheticClients",
     "WindowSets",
     "as_examples",
     "class_counts",

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from polyfed.algorithms import get
 from polyfed.core.algorithm import Algorithm, Client
+from polyfed.core.client_source import ClientSource
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.compressors import Compressor
@@ -33,7 +34,7 @@ from polyfed.simulation.storage.directory import RunDirectory, read_config
 
 
 def federate(
-    clients: Iterable[Client],
+    clients: Iterable[Client] | ClientSource,
     algorithm: Algorithm[Any, Any] | str,
     *,
     rounds: int,
@@ -74,7 +75,8 @@ def federate(
     clients' personal models.
 
     Args:
-        clients: the participants, each with its own data and network.
+        clients: the participants, each with its own data and network; or a source that makes each when it is drawn, any
+            object with `ids` and `client(id)` such as `polyfed.data.ParquetClients` (`polyfed.core.client_source`).
         algorithm: the method, or its name in the registry for its default hyper-parameters.
         rounds: communication rounds.
         seed: every random choice of the run derives from it.
@@ -169,7 +171,7 @@ def federate(
 
 @exclusive_single_torch_thread_with_grad()
 def run_federation(
-    clients: Iterable[Client],
+    clients: Iterable[Client] | ClientSource,
     algorithm: Algorithm[Any, Any],
     settings: Settings,
     *,
@@ -206,7 +208,7 @@ def run_federation(
 def resume(
     out: str | Path,
     *,
-    clients: Iterable[Client] | None = None,
+    clients: Iterable[Client] | ClientSource | None = None,
     algorithm: Algorithm[Any, Any] | None = None,
     public: Any = None,
     engine: EngineName | None = None,
@@ -257,7 +259,7 @@ def resume_federation(
     out: str | Path,
     *,
     progress: Progress,
-    clients: Iterable[Client] | None = None,
+    clients: Iterable[Client] | ClientSource | None = None,
     algorithm: Algorithm[Any, Any] | None = None,
     public: Any = None,
     execution: Mapping[str, Any] | None = None,

@@ -265,13 +265,13 @@ class Settings:
             raise UserError(f"min_replies={self.min_replies} is more than the {size} clients of a round")
         return size
 
-    def num_evaluated(self, num_clients: int) -> int:
+    def count_evaluated(self, num_clients: int) -> int:
         """Returns the number of clients, out of `num_clients`, that are evaluated after a round that is not the last.
 
         Raises:
             UserError: `evaluate_clients` asks for more clients than there are.
 
-        >>> Settings(evaluate_clients=0.1).num_evaluated(50), Settings(evaluate_clients=("north",)).num_evaluated(50)
+        >>> Settings(evaluate_clients=0.1).count_evaluated(50), Settings(evaluate_clients=("north",)).count_evaluated(50)
         (5, 1)
         """
         if isinstance(self.evaluate_clients, tuple):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from polyfed.core.algorithm import Client
+from polyfed.core.client_source import is_client_source
 from polyfed.core.errors import UserError
 from polyfed.core.examples.text_labels import share_classes
 
@@ -25,6 +26,11 @@ def list_clients(clients: Any) -> list[Client]:
     >>> [client.id for client in list_clients(client for client in small_clients(2))]
     ['client-0', 'client-1']
     """
+    if is_client_source(clients):
+        raise UserError(
+            f"{type(clients).__name__} is a source, which makes clients when they are drawn, and only federate and resume "
+            "take one; give a list: [source.client(i) for i in source.ids[:100]]"
+        )
     if isinstance(clients, Client):
         raise UserError(f"clients must be a list of polyfed.Client objects, got one client, {clients.id!r}: [client]")
     if isinstance(clients, Mapping):

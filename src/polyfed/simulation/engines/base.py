@@ -180,6 +180,38 @@ def move_clients_to_device(clients: Sequence[Client], device: torch.device) -> l
     ]
 
 
+@final
+class ClientsOnDevice(Mapping[str, Client]):
+    """Maps ids to clients with their data on a device; each is made, and moved, when it is asked for.
+
+    Args:
+        clients: makes a client by its id.
+        device: where the data are put.
+    """
+
+    def __init__(self, clients: Mapping[str, Client], device: torch.device) -> None:
+        self.clients, self._device = clients, device
+
+    def __getitem__(self, client: str) -> Client:
+        """Makes a client, and moves its data to the device."""
+        return move_clients_to_device([self.clients[client]], self._device)[0]
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields the ids."""
+        return iter(self.clients)
+
+    def __len__(self) -> int:
+        """Returns the number of clients."""
+        return len(self.clients)
+
+
+def place_clients(clients: Sequence[Client] | Mapping[str, Client], device: torch.device) -> Mapping[str, Client]:
+    """Returns the clients by their ids, with their data on `device`; those of a mapping are made when they are asked for."""
+    if isinstance(clients, Mapping):
+        return ClientsOnDevice(clients, device)
+    return {client.id: client for client in move_clients_to_device(clients, device)}
+
+
 def count_examples_of_phase(phase: Phase, client: Client) -> int:
     """Returns the number of examples that a client processes in a task of this phase ("local", "evaluate" or "export"),
     as an estimate of the task's duration.
@@ -190,6 +222,8 @@ def count_examples_of_phase(phase: Phase, client: Client) -> int:
 
 def sort_longest_first(tasks: Sequence[ClientTask], clients: Mapping[str, Client]) -> list[ClientTask]:
     """Returns the tasks sorted by the number of examples that they process, largest first (ties by client id), so that
-    no long task starts last.
+    no long task starts last. Clients that are made on demand are not made for this: then ids alone sort.
     """
+    if not isinstance(clients, dict):
+        return sorted(tasks, key=lambda task: task.client)
     return sorted(tasks, key=lambda task: (-count_examples_of_phase(task.phase, clients[task.client]), task.client))

@@ -6,7 +6,8 @@ more than one. Each client gets the result that it would get alone, up to roundi
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, final
@@ -35,6 +36,7 @@ from polyfed.core.vectorized.deferred_calls import (
 from polyfed.core.vectorized.stacked_module import CannotStackError
 from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult
 from polyfed.simulation.engines.inprocess import InProcessEngine
+from polyfed.simulation.sources.source_clients import SourceClients
 
 
 @final
@@ -67,7 +69,7 @@ class CohortEngine(Engine):
     def __init__(
         self,
         algorithm: Algorithm[Any, Any],
-        clients: Sequence[Client],
+        clients: Sequence[Client] | Mapping[str, Client],
         device: torch.device,
         metrics: Sequence[Metric] = (),
         compression: Compressor | None = None,
@@ -76,16 +78,21 @@ class CohortEngine(Engine):
     ) -> None:
         self._single_engine = InProcessEngine(algorithm, clients, device, metrics, compression)
         self._on_fallback, self._reasons = on_fallback, set[str]()
+        self._source = clients if isinstance(clients, SourceClients) else None
         self._sequential_ids = {
             client.id
-            for client in clients
+            for client in (() if isinstance(clients, Mapping) else clients)
             if sequential and client.model and cached_module(client.model).architecture in sequential
         }
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
         """Runs all tasks, and yields each result when its client has finished; clients are trained together, and
-        ordered by their ids.
+        ordered by their ids. The clients of a source are made once for all tasks.
         """
+        with nullcontext() if self._source is None else self._source.hold_clients():
+            yield from self._run(tasks)
+
+    def _run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
         waiting = [
             _PendingTask(task, ReplayedCallResults(runs_alone=task.client in self._sequential_ids))
             for task in sorted(tasks, key=lambda task: task.client)

@@ -20,12 +20,13 @@ from polyfed.simulation.engines.devices import check_engine_installed, choose_cl
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.pool import PoolEngine, can_fork
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.sources.source_clients import SourceClients
 
 
 def build_engine(
     name: str,
     algorithm: Algorithm[Any, Any],
-    clients: Sequence[Client],
+    clients: Sequence[Client] | SourceClients,
     device: torch.device,
     workers: int | str,
     ray_address: str = "local",
@@ -83,7 +84,7 @@ def build_engine(
 
 def _build_local_engine(
     algorithm: Algorithm[Any, Any],
-    clients: Sequence[Client],
+    clients: Sequence[Client] | SourceClients,
     device: torch.device,
     metrics: Sequence[Metric],
     reply_compression: Compressor | None,
@@ -99,7 +100,7 @@ def _build_local_engine(
 def build_engine_for_settings(
     settings: Settings,
     algorithm: Algorithm[Any, Any],
-    clients: Sequence[Client],
+    clients: Sequence[Client] | SourceClients,
     metrics: Sequence[Metric] = (),
     choice: EngineChoice | None = None,
 ) -> Engine:
@@ -124,10 +125,13 @@ def build_engine_for_settings(
     )
 
 
-def unpicklable_client_error(clients: Sequence[Client]) -> str | None:
+def unpicklable_client_error(clients: Sequence[Client] | SourceClients) -> str | None:
     """Returns an error message if a client's model factory or loss cannot be pickled, so that the client cannot be sent to
     another process; None if all can."""
-    owned = [("model factory", client.model) for client in clients] + [("loss", client.loss) for client in clients]
+    if isinstance(clients, SourceClients):
+        owned: list[tuple[str, Any]] = [("source of clients", clients)]
+    else:
+        owned = [("model factory", client.model) for client in clients] + [("loss", client.loss) for client in clients]
     for kind, thing in {id(thing): (kind, thing) for kind, thing in owned}.values():
         try:
             pickle.dumps(thing)

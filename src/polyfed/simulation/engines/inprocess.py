@@ -36,7 +36,7 @@ from polyfed.core.serialization import check_serializable
 from polyfed.core.state_dict import PyTree
 from polyfed.core.task import Loss
 from polyfed.core.training.client_loss import training_loss_without_penalties
-from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, move_clients_to_device
+from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, place_clients
 
 
 @final
@@ -44,7 +44,7 @@ class InProcessEngine(Engine):
     """Runs tasks one after the other in this process, so that a debugger and tracebacks reach the client's code.
 
     Args:
-        algorithm, clients, device: what is computed, for whom, and where.
+        algorithm, clients, device: what is computed, for whom, and where. Clients of a mapping are made for each task.
         metrics: computed at evaluation; empty takes the default ones of the task.
         compression: of replies; None sends them uncompressed.
     """
@@ -52,7 +52,7 @@ class InProcessEngine(Engine):
     def __init__(
         self,
         algorithm: Algorithm[Any, Any],
-        clients: Sequence[Client],
+        clients: Sequence[Client] | Mapping[str, Client],
         device: torch.device,
         metrics: Sequence[Metric] = (),
         compression: Compressor | None = None,
@@ -60,7 +60,7 @@ class InProcessEngine(Engine):
         make_malloc_keep_freed_memory()
         self._algorithm, self._device, self._metrics = algorithm, device, tuple(metrics)
         self._compression = compression
-        self._clients = {client.id: client for client in move_clients_to_device(clients, device)}
+        self._clients = place_clients(clients, device)
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
         """Runs the tasks in the given order, and yields the result of each. If a client fails, no error is raised: its
@@ -71,8 +71,9 @@ class InProcessEngine(Engine):
         """
         algorithm = self._algorithm
         for task in tasks:
-            client, start = self._clients[task.client], time.perf_counter()
+            start = time.perf_counter()
             try:
+                client = self._clients[task.client]
                 # Networks and methods may draw from torch's global generator.
                 adapted_message = cut_message_to_client_rank_within_block(algorithm, client, task.message)
                 with grad_enabled(), temporary_rng_seed(task.seed, self._device), adapted_message as message:
@@ -100,7 +101,7 @@ class InProcessEngine(Engine):
                             result = _exported_weights(task, model, description)
                         else:
                             loss = training_loss_without_penalties(client, algorithm)
-                            metrics, outputs = self._evaluate(model, task, message, client_state, loss)
+                            metrics, outputs = self._evaluate(model, client, task, message, client_state, loss)
                             for name, other_model in algorithm.other_models(message, client_state, client, task.seed):
                                 metrics |= evaluate_client_with_outputs(
                                     restore_all_but_weights_and_set_eval(other_model),
@@ -115,17 +116,18 @@ class InProcessEngine(Engine):
                 failure = ClientError(task.round, task.client, task.phase, reason, traceback.format_exc())
                 failure.__cause__ = error
                 result = TaskResult(task, failure=failure)
+            client = None  # type: ignore[assignment]  # one that was made for this task is dropped before the next is made
             yield result.with_seconds(time.perf_counter() - start)
 
     def _evaluate(
-        self, model: torch.nn.Module, task: ClientTask, message: Message, client_state: Any, loss: Loss
+        self, model: torch.nn.Module, client: Client, task: ClientTask, message: Message, client_state: Any, loss: Loss
     ) -> tuple[MetricValues, dict[str, Tensor]]:
         """Evaluates a client's personal network; returns its metrics, and its outputs by split.
 
         If the method fits the network to validation examples, each of these gets the output of a network fitted
         without it.
         """
-        algorithm, client = self._algorithm, self._clients[task.client]
+        algorithm = self._algorithm
         if "fits_validation" not in algorithm.traits or client.val is None:
             return evaluate_client_with_outputs(model, client, self._metrics, loss=loss)
         metrics, outputs = evaluate_client_with_outputs(model, replace(client, val=None), self._metrics, loss=loss)

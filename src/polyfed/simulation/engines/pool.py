@@ -102,7 +102,7 @@ class PoolEngine(Engine):
     """Runs tasks in a pool of worker processes on this machine; tasks of clients with the most examples start first.
 
     Args:
-        algorithm, clients: given to each worker when it starts.
+        algorithm, clients: given to each worker when it starts; clients of a source are made in the workers.
         device: where clients' data and models lie.
         workers: number of processes, at least 1.
         start_method: "fork" or "spawn"; None takes fork on Linux with the CPU, spawn otherwise.
@@ -115,7 +115,7 @@ class PoolEngine(Engine):
     def __init__(
         self,
         algorithm: Algorithm[Any, Any],
-        clients: Sequence[Client],
+        clients: Sequence[Client] | Mapping[str, Client],
         device: torch.device,
         workers: int,
         start_method: str | None = None,
@@ -124,7 +124,8 @@ class PoolEngine(Engine):
         uses_cohorts: bool = False,
         sequential: Sequence[str] = (),
     ) -> None:
-        self._algorithm, self._clients, self._device = algorithm, {c.id: c for c in clients}, device
+        self._algorithm, self._device = algorithm, device
+        self._clients = clients if isinstance(clients, Mapping) else {c.id: c for c in clients}
         self._uses_cohorts, self._sequential = uses_cohorts, tuple(sequential)
         self._metrics, self._compression = tuple(metrics), compression
         method = start_method or ("fork" if can_fork(device) else "spawn")
@@ -148,7 +149,7 @@ class PoolEngine(Engine):
             worker_end,
             inherited,
             self._algorithm,
-            tuple(self._clients.values()),
+            tuple(self._clients.values()) if isinstance(self._clients, dict) else self._clients,
             self._device,
             self._metrics,
             self._compression,
@@ -309,7 +310,7 @@ def _run_worker(
     pipe: Connection,
     inherited: Sequence[Connection],
     algorithm: Algorithm[Any, Any],
-    clients: Sequence[Client],
+    clients: Sequence[Client] | Mapping[str, Client],
     device: torch.device,
     metrics: Sequence[Metric],
     compression: Compressor | None,

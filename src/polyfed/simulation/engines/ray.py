@@ -9,33 +9,27 @@ must be importable on every node. That is pickle between processes of one user's
 cluster may run code on it in any case. Nothing from elsewhere is unpickled here.
 
 If a worker dies, or is lost with its node, this is reported; its task is tried once more and another worker is
-started. Only this file, `ray_cluster` and `ray_sums` import ray, and they are imported when the engine is chosen.
+started. Only this file and those beside it named `ray_...` import ray, and they are imported when the engine is chosen.
 """
 
-import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, final
 
 import ray
-import torch
 from ray.exceptions import RayError, RayTaskError
-from torch import Tensor
 
-from polyfed.core.algorithm import Algorithm, Client, Message
+from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metric import Metric
-from polyfed.core.io.trusted_code import add_trusted_names
 from polyfed.core.messages.compressors import Compressor
-from polyfed.core.serialization import deserialize_state, serialize_state
+from polyfed.core.serialization import serialize_state
 from polyfed.simulation.engines.base import ClientTask, Engine, PartialSum, TaskResult, sort_longest_first
-from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.object_store import (
-    FlatTensor,
     SharedTensorStore,
-    unflatten_tensor,
 )
+from polyfed.simulation.engines.ray_actor import RayActor
 from polyfed.simulation.engines.ray_cluster import (
     connect_to_ray_if_needed,
     count_worker_slots,
@@ -43,9 +37,10 @@ from polyfed.simulation.engines.ray_cluster import (
     describe_worker_death,
     set_worker_death_logging,
 )
-from polyfed.simulation.engines.ray_payload import WorkerPayload, put_payload
-from polyfed.simulation.engines.ray_sums import WorkerSum, as_arrays, collect_node_sums, read_summed_reply
-from polyfed.simulation.engines.result_codec import decode_result_and_facts, encode_result_or_failure
+from polyfed.simulation.engines.ray_payload import put_payload
+from polyfed.simulation.engines.ray_sums import collect_node_sums, read_summed_reply
+from polyfed.simulation.engines.result_codec import decode_result_and_facts
+from polyfed.simulation.sources.source_clients import SourceClients
 
 _ATTEMPTS = 2
 _STARTS = 3  # failed starts in a row, per worker, after which the run ends
@@ -99,7 +94,7 @@ class RayEngine(Engine):
     def __init__(
         self,
         algorithm: Algorithm[Any, Any],
-        clients: Sequence[Client],
+        clients: Sequence[Client] | SourceClients,
         workers: int | str = "auto",
         address: str = "local",
         gpus_per_worker: float = 0.0,
@@ -107,7 +102,9 @@ class RayEngine(Engine):
         compression: Compressor | None = None,
         num_parties: int | None = None,
     ) -> None:
-        self._clients = {client.id: client for client in clients}
+        self._clients: Mapping[str, Client] = (
+            clients if isinstance(clients, SourceClients) else {client.id: client for client in clients}
+        )
         self._workers: list[_RayWorker] = []
         self._incidents: dict[str, list[str]] = {}  # client -> deaths of workers that are not reported yet
         self._call, self._failed_starts, self._gpus, self._algorithm = 0, 0, gpus_per_worker, algorithm
@@ -119,7 +116,7 @@ class RayEngine(Engine):
             if address == "local" and ray.cluster_resources().get("GPU", 0) < gpus_per_worker:
                 raise UserError(f"gpus_per_worker={gpus_per_worker}, but Ray finds no such GPU on this machine; use 0")
             options = {"num_cpus": 1, "num_gpus": gpus_per_worker, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
-            self._actor_class = ray.remote(_Actor).options(**options)
+            self._actor_class = ray.remote(RayActor).options(**options)
             self._payload = put_payload(
                 algorithm, clients, "cuda" if gpus_per_worker else "cpu", (tuple(metrics), compression), num_parties
             )
@@ -308,74 +305,6 @@ class RayEngine(Engine):
                 set_worker_death_logging(True)
         self._workers.clear()
         self._payload = None
-
-
-class _Actor:
-    """Runs tasks on a node of the cluster; keeps the clients that it has loaded, and the tensors that tasks of this call of
-    `run` share."""
-
-    def start(self, payload: WorkerPayload) -> tuple[int, str, str]:
-        """Loads the method and the clients; returns the worker's process id, and the address and the id of its node."""
-        torch.set_num_threads(1)
-        self._algorithm, clients, device, classes, self._options, allowed, self._num_parties = payload
-        self._sum = self._new_sum()
-        add_trusted_names(allowed)
-        for user_class, name in classes:
-            user_class.__qualname__ = name
-        self._device = torch.device(device)
-        self._stored_clients = {client.id: client for client in clients}
-        self._engines: dict[str, InProcessEngine] = {}
-        self._tensors: dict[Any, Tensor] = {}
-        self._call, self._loaded_references, self._shared_tensors = 0, set[Any](), dict[str, Tensor]()
-        return *self.where(), ray.get_runtime_context().get_node_id()
-
-    def where(self) -> tuple[int, str]:
-        """Returns the worker's process id and the address of its node."""
-        return os.getpid(), ray.util.get_node_ip_address()
-
-    def _new_sum(self) -> WorkerSum | None:
-        number = self._num_parties
-        return None if number is None else WorkerSum(self._algorithm, number, self._options[1])
-
-    def take_sum(self, verdicts: dict[str, bool]) -> dict[str, Any]:
-        """Returns the sum of the replies that count, as arrays, and begins a new one."""
-        assert self._sum is not None
-        self._sum.settle(verdicts)
-        return as_arrays(self._sum.take())
-
-    def run(self, call: int, references: list[Any], data: bytes, verdicts: dict[str, bool]) -> bytes:
-        """Runs one encoded task and returns its encoded result; `verdicts` says which replies held back here count."""
-        if call != self._call:
-            self._call = call
-            self._loaded_references.clear()
-            self._shared_tensors.clear()
-            self._sum = self._new_sum()
-        if self._sum is not None:
-            self._sum.settle(verdicts)
-        if missing := [reference for reference in references if reference not in self._loaded_references]:
-            self._loaded_references.update(missing)
-            for group in ray.get(missing):
-                # Copied, since a network may be filled by reference, and the store is read-only.
-                self._shared_tensors |= {name: unflatten_tensor(stored, copy=True) for name, stored in group.items()}
-        body = deserialize_state(data, self._shared_tensors)
-        phase, number, client, seed, run_seed = body["task"]
-        task = ClientTask(phase, number, client, Message(body["down"], body["scalars"]), body["own"], seed, run_seed)
-        result = next(iter(self._engine_for(client).run([task])))
-        return encode_result_or_failure(*((result,) if self._sum is None else self._sum.hold_back(result)))
-
-    def _engine_for(self, client: str) -> InProcessEngine:
-        if client not in self._engines:
-            client_data = self._stored_clients[client].restore(self._load_tensor)
-            self._engines[client] = InProcessEngine(self._algorithm, [client_data], self._device, *self._options)
-        return self._engines[client]
-
-    def _load_tensor(self, reference: Any) -> Tensor:
-        """Loads a stored tensor to the worker's device; a tensor that several clients share is loaded once."""
-        key = id(reference) if isinstance(reference, FlatTensor) else reference
-        if key not in self._tensors:
-            stored = reference if isinstance(reference, FlatTensor) else ray.get(reference)
-            self._tensors[key] = unflatten_tensor(stored).to(self._device)
-        return self._tensors[key]
 
 
 def _encode_task(task: ClientTask) -> dict[str, Any]:

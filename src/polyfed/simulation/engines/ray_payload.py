@@ -12,23 +12,31 @@ from polyfed.core.evaluation.metric import Metric
 from polyfed.core.io.trusted_code import trusted_names
 from polyfed.core.messages.compressors import Compressor
 from polyfed.simulation.engines.object_store import StoredClient, store_clients
+from polyfed.simulation.sources.source_clients import SourceClients
 
 WorkerOptions = tuple[tuple[Metric, ...], Compressor | None]  # settings that the workers need
 WorkerPayload = tuple[
-    Algorithm[Any, Any], list[StoredClient], str, list[tuple[type, str]], WorkerOptions, tuple[str, ...], int | None
+    Algorithm[Any, Any],
+    list[StoredClient] | SourceClients,
+    str,
+    list[tuple[type, str]],
+    WorkerOptions,
+    tuple[str, ...],
+    int | None,
 ]
 
 
 def put_payload(
     algorithm: Algorithm[Any, Any],
-    clients: Sequence[Client],
+    clients: Sequence[Client] | SourceClients,
     device: str,
     options: WorkerOptions,
     num_parties: int | None,
 ) -> Any:
     """Puts the method, clients and settings into the object store for the workers, and returns the reference. Large tensors
     become objects of their own, which workers fetch when needed."""
-    stored_clients = store_clients(clients, ray.put)
+    # A source is opened on each node, and its clients are made there: none travels.
+    stored_clients = clients if isinstance(clients, SourceClients) else store_clients(clients, ray.put)
     try:
         pickler = _ClassNamePickler()
         pickler.dump((algorithm, stored_clients, options))

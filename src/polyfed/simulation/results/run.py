@@ -18,7 +18,6 @@ from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.module_cache import build_module, fill_module, restore_all_but_weights_and_set_eval
 from polyfed.data.tabular.preprocessing import TablePreprocessor
-from polyfed.simulation.checks.client_list import class_names_of
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
@@ -125,7 +124,7 @@ class Run:
     def class_names(self) -> tuple[str, ...] | None:
         """Returns the names of the classes, in the order of the networks' outputs, where labels were given as texts;
         None if they were numbers."""
-        return class_names_of(list(self.federation.clients.values())) if self.federation.clients else None
+        return self.federation.class_names
 
     @property
     def kept_checkpoint(self) -> Checkpoint:
@@ -333,6 +332,6 @@ class Run:
 
         federation = self.federation
         server = TrainedServer(federation.algorithm, self.last.state, federation.settings, self.last.round)  # type: ignore[arg-type]
-        task = next(iter(federation.clients.values())).task
+        task = federation.task
         client, held_out = build_unseen_client(model, data, test=test, id=id, task=task, seed=federation.settings.seed)
         return compute_warm_start(server, client, held_out=held_out)

@@ -44,6 +44,8 @@ class ReplyAggregator:
         rebase: makes of a reply to an earlier state one to `state`, and returns it with the message that it then answers;
             None: all replies answer messages made from `state`.
         regions: the region of each client, or their number, if the replies are parts of regional sums.
+        waits_for_counts: whether, where numbers of examples are not known, replies are summed when all have come, with the
+            numbers in them: the mean has the bits that it has where they are known.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ReplyAggregator:
         secure: bool = False,
         rebase: Callable[[str, Message, Message], tuple[Message, Message]] | None = None,
         regions: Regions | None = None,
+        waits_for_counts: bool = False,
     ) -> None:
         self._algorithm, self._state, self._rebase = algorithm, state, rebase
         self._remaining_ids, self._replies = deque(sorted(client_ids)), dict[str, Message]()
@@ -71,6 +74,8 @@ class ReplyAggregator:
             self._sum = RegionalSum(algorithm, regions)
         elif uses_default_mean(algorithm) and algorithm.reply_spec_is_known(state):
             has_all_counts = not algorithm.weighted or all(i in num_examples for i in client_ids)
+            if waits_for_counts and not has_all_counts:
+                return
             expected = {i: float(num_examples.get(i, 1)) for i in self._remaining_ids} if has_all_counts else None
             self._sum = algorithm.empty_reply_sum(expected, state)
 

@@ -9,6 +9,7 @@ from polyfed.simulation.engines.benchmark import EngineChoice, benchmark_engines
 from polyfed.simulation.engines.devices import choose_client_device
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.sources.source_clients import SourceClients
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.directory import RunDirectory
 
@@ -26,7 +27,8 @@ def resolve_auto_engine(
         progress: shows the measurement.
     """
     settings = federation.settings
-    if settings.engine != "auto" or checkpoint.round == settings.rounds:
+    is_source = isinstance(federation.clients, SourceClients)  # whose clients are not made to measure
+    if settings.engine != "auto" or checkpoint.round == settings.rounds or is_source:
         return EngineChoice()
     manifest = {} if directory is None else directory.read_manifest()
     if "auto" in manifest:

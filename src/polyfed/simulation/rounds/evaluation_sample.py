@@ -27,12 +27,12 @@ def check_evaluation_sample(settings: Settings, client_ids: Sequence[str]) -> No
             raise UserError(
                 f"evaluate_clients: no client {unknown[0]!r}; {did_you_mean(unknown[0], client_ids[:1000])}"
             )
-    elif settings.keep in ("best", "loss") and settings.num_evaluated(len(client_ids)) < len(client_ids):
+    elif settings.keep in ("best", "loss") and settings.count_evaluated(len(client_ids)) < len(client_ids):
         raise UserError(
             f"keep={settings.keep!r} compares rounds by their scores, and evaluate_clients={chosen} draws other clients for "
             "each round; give keep='last', the number of a round, or evaluate_clients=[...] with ids, the same in each round"
         )
-    settings.num_evaluated(len(client_ids))
+    settings.count_evaluated(len(client_ids))
 
 
 def is_evaluation_round(settings: Settings, round_number: int) -> bool:
@@ -61,7 +61,7 @@ def sample_evaluated_clients(settings: Settings, client_ids: Sequence[str], roun
         return list(client_ids)
     if isinstance(settings.evaluate_clients, tuple):
         return sorted(settings.evaluate_clients)
-    number = settings.num_evaluated(total)
+    number = settings.count_evaluated(total)
     return list(client_ids) if number == total else draw_clients(client_ids, number, settings.seed, round_number)
 
 
@@ -73,7 +73,7 @@ def draw_clients(client_ids: Sequence[str], number: int, seed: int, round_number
 
 def has_other_clients_each_round(settings: Settings, num_clients: int) -> bool:
     """Returns True if each round evaluates other clients, so that scores of single rounds cannot be compared."""
-    return not isinstance(settings.evaluate_clients, tuple) and settings.num_evaluated(num_clients) < num_clients
+    return not isinstance(settings.evaluate_clients, tuple) and settings.count_evaluated(num_clients) < num_clients
 
 
 def describe_evaluation_sample(
@@ -98,7 +98,7 @@ def describe_evaluation_sample(
         metrics: those of the run.
     """
     ids = list(evaluated)
-    if len(ids) == num_clients or settings.num_evaluated(num_clients) == num_clients:
+    if len(ids) == num_clients or settings.count_evaluated(num_clients) == num_clients:
         return {}
     entry: dict[str, Any] = {"clients": len(ids), "of": num_clients}
     if not isinstance(settings.evaluate_clients, tuple):

@@ -10,7 +10,7 @@ from typing import Any, final
 from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Message, ServerContext
 from polyfed.core.evaluation.metric import Metric
-from polyfed.core.evaluation.metrics import default_metric_names, resolve_metrics
+from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.examples.examples import Examples
 from polyfed.core.messages import lora
 from polyfed.core.messages.compressors import Compressor, parse_compressor
@@ -24,12 +24,16 @@ from polyfed.core.state_dict import (
     spec_mismatch,
 )
 from polyfed.core.task import Task
+from polyfed.simulation.checks.client_list import class_names_of
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase
 from polyfed.simulation.monitoring.validation_losses import round_of_lowest_pooled_loss
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.evaluation_sample import has_other_clients_each_round, sample_evaluated_clients
+from polyfed.simulation.rounds.round_scores import round_of_best_score
 from polyfed.simulation.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.sources.per_client import ComputedSequence
+from polyfed.simulation.sources.source_clients import SourceClients
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.client_states import ClientStates, check_and_wrap_server_state
 
@@ -42,8 +46,9 @@ class Federation:
     """Holds what stays the same in all rounds of a run: clients, method, settings, public examples and metrics.
 
     Attributes:
-        clients: the simulated clients, by id; empty in a deployment.
-        remote_clients: the registry of the clients of a deployment, which are at their sites; None in a simulation.
+        clients: the simulated clients, by id: `SourceClients` makes each when it is asked for; empty in a deployment.
+        remote_clients: the registry of clients that are not at hand: those of a deployment, which are at their sites, and of
+            a source, which are made when they are drawn; None for a list of clients.
         metrics: the scores computed at evaluation, of which the first decides. If none are given, those that the settings
             name, or the task's own.
         sampler: draws the clients of a round; None builds the one that the settings name.
@@ -68,6 +73,14 @@ class Federation:
     def task(self) -> Task:
         """Returns the learning task (such as classification) that all clients have in common."""
         return self.remote_clients.task if self.remote_clients else next(iter(self.clients.values())).task
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Returns the names of the classes, in the order of the networks' outputs, where labels were given as texts; None
+        if they were numbers, or the clients are not at hand."""
+        if isinstance(self.clients, SourceClients):
+            return class_names_of([self.clients[self.clients.first]])
+        return class_names_of(list(self.clients.values())) if self.clients else None
 
     @cached_property
     def client_registry(self) -> ClientRegistry:
@@ -130,7 +143,9 @@ class Federation:
         return ServerContext(
             seed=self.settings.seed,
             rounds=self.settings.rounds,
-            clients=tuple(self.client_info(client, 1) for client in roster.ids),
+            clients=ComputedSequence(len(roster.ids), lambda place: self.client_info(roster.ids[place], 1))
+            if isinstance(self.clients, SourceClients)
+            else tuple(self.client_info(client, 1) for client in roster.ids),
             model=self._common_model() if "one_architecture" in requirements else None,
             architectures=roster.models if "architectures" in requirements else None,
             layer_catalogue=roster.layer_catalogue,
@@ -163,6 +178,11 @@ class Federation:
         """Returns the ids, sorted, of the clients that are evaluated after a round: all, or those of the setting
         `evaluate_clients`."""
         return sample_evaluated_clients(self.settings, self.client_registry.ids, round_number)
+
+    def exported_clients(self, round_number: int) -> list[str]:
+        """Returns the ids of the clients whose models a run writes at its end: of a source those that were evaluated."""
+        is_source = isinstance(self.clients, SourceClients)
+        return self.sample_evaluated_clients(round_number) if is_source else list(self.client_registry.ids)
 
     @cached_property
     def reply_compression(self) -> Compressor | None:
@@ -340,44 +360,6 @@ def build_message_compressor(settings: Settings, round_number: int) -> Broadcast
     return BroadcastCompressor(
         parse_compressor(settings.compress_down), derive_seed(settings.seed, round_number, "compress down")
     )
-
-
-def mean_train_loss(scalars_by_client: Mapping[str, Mapping[str, float]]) -> float | None:
-    """Returns the mean of the clients' training losses, weighted by numbers of examples; None if no client's reply has
-    a loss.
-    """
-    reported = [scalars for _, scalars in sorted(scalars_by_client.items()) if "train_loss" in scalars]
-    if not reported:
-        return None
-    weights = [scalars.get("num_examples", 1.0) for scalars in reported]
-    return sum(w * s["train_loss"] for w, s in zip(weights, reported, strict=True)) / sum(weights)
-
-
-def round_of_best_score(history: Sequence[Mapping[str, Any]], metric: Metric | None = None) -> int | None:
-    """Returns the round with the best mean validation score over clients, the first of several equally good; None if
-    there are no validation scores.
-
-    Args:
-        history: records of rounds.
-        metric: the score that decides; None takes the task's own.
-
-    Returns:
-        The number of the round; None if there are no validation scores.
-
-    >>> from polyfed.core.evaluation.metrics import METRICS
-    >>> records = [{"round": n, "summary": {"val_brier": {"mean": value}}} for n, value in enumerate((0.3, 0.2, 0.2), 1)]
-    >>> round_of_best_score(records, METRICS["brier"])
-    2
-    """
-    names = {f"val_{name}" for name in ([metric.name] if metric else default_metric_names())}
-    sign = 1 if metric is None or metric.higher_is_better else -1
-    scores = {
-        record["round"]: sign * statistics["mean"]
-        for record in history
-        for name, statistics in record.get("summary", {}).items()
-        if name in names
-    }
-    return max(scores, key=lambda r: (scores[r], -r)) if scores else None
 
 
 def deciding_metric_manifest_entry(federation: Federation) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.capabilities import BringsNetwork, describe_evaluated_network, manifest_entry_of_resolved_fields
+from polyfed.core.client_source import ClientSource, is_client_source
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import metric_path_or_name, resolve_metrics
 from polyfed.core.examples.as_examples import as_examples
@@ -16,7 +17,7 @@ from polyfed.core.nn.precision import check_precision
 from polyfed.core.training.config import LocalTraining
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.simulation.checks import requirements
-from polyfed.simulation.checks.client_list import class_names_of, list_clients
+from polyfed.simulation.checks.client_list import list_clients
 from polyfed.simulation.checks.fingerprints import data_fingerprint, earlier_version_run_error
 from polyfed.simulation.checks.private_training import with_privacy_if_possible
 from polyfed.simulation.checks.robustness import check_robust_rule
@@ -29,6 +30,8 @@ from polyfed.simulation.rounds.regional_sums import check_regions
 from polyfed.simulation.rounds.secure_aggregation import check_secure_support
 from polyfed.simulation.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.sources.preparation import build_federation_of_source
+from polyfed.simulation.sources.source_clients import SourceClients
 from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.configuration import describe_method_and_settings, restore_metrics
@@ -36,7 +39,7 @@ from polyfed.simulation.storage.directory import RunDirectory, to_plain_values
 
 
 def check_and_build_federation(
-    clients: Iterable[Client],
+    clients: Iterable[Client] | ClientSource,
     algorithm: Algorithm[Any, Any],
     settings: Settings,
     public: Any,
@@ -63,6 +66,8 @@ def check_and_build_federation(
             f"algorithm must be a method or its name, got {algorithm!r}; for example polyfed.algorithms.FedAvg()"
         )
     public_examples = None if public is None else as_examples(public, "public", labelled=False)
+    if is_client_source(clients):
+        return build_federation_of_source(clients, algorithm, settings, public_examples, metrics, resumed)  # type: ignore[arg-type]
     given_clients = list_clients(clients)
     if not clients_are_checked:
         requirements.check_clients(given_clients)
@@ -136,7 +141,7 @@ def create_run_directory(
         **describe_method_and_settings(federation.algorithm, federation.settings),
     }
     evaluated = describe_evaluated_network(federation.algorithm)
-    class_names = class_names_of(list(federation.clients.values())) if federation.clients else None
+    class_names = federation.class_names
     manifest = {
         **({} if class_names is None else {"class_names": list(class_names)}),
         **facts,
@@ -169,7 +174,7 @@ def check_clients_are_those_of_run(directory: RunDirectory, federation: Federati
     if fingerprint_before == fingerprint_now:
         return
     integrity.check_manifest_unchanged(out, fingerprint_now)
-    clients = list(federation.clients.values())
+    clients = [] if isinstance(federation.clients, SourceClients) else list(federation.clients.values())
     if version_error := earlier_version_run_error(str(fingerprint_before), clients, federation.public):
         raise UserError(f"the run in {out} cannot be resumed: {version_error}")
     raise UserError(
@@ -179,4 +184,6 @@ def check_clients_are_those_of_run(directory: RunDirectory, federation: Federati
 
 
 def _data_fingerprint(federation: Federation) -> str:
+    if isinstance(federation.clients, SourceClients):
+        return federation.clients.fingerprint(federation.public)
     return data_fingerprint(list(federation.clients.values()), federation.public)

@@ -27,6 +27,7 @@ from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.round_scheduler import RoundScheduler
 from polyfed.simulation.rounds.run_state import RunState
 from polyfed.simulation.rounds.training_round import train_and_aggregate_round
+from polyfed.simulation.sources.source_clients import SourceClients
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.directory import RunDirectory
 from polyfed.simulation.storage.predictions import PredictionStore
@@ -109,5 +110,5 @@ def _build_engine(
     federation: Federation, checkpoint: Checkpoint, directory: RunDirectory | None, progress: Progress
 ) -> Engine:
     choice = resolve_auto_engine(federation, checkpoint, directory, progress)
-    clients = list(federation.clients.values())
+    clients = federation.clients if isinstance(federation.clients, SourceClients) else list(federation.clients.values())
     return build_engine_for_settings(federation.settings, federation.algorithm, clients, federation.metrics, choice)

@@ -28,13 +28,15 @@ from polyfed.simulation.monitoring.update_norms import (
 )
 from polyfed.simulation.rounds.aggregator import ReplyAggregator
 from polyfed.simulation.rounds.evaluation_sample import describe_evaluation_sample
-from polyfed.simulation.rounds.federation import Federation, mean_train_loss
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.reply_validation import validate_reply
 from polyfed.simulation.rounds.round_plan import RoundPlan
+from polyfed.simulation.rounds.round_scores import mean_train_loss
+from polyfed.simulation.sources.source_clients import SourceClients
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.client_states import check_and_wrap_server_state
 from polyfed.simulation.storage.directory import RunDirectory
-from polyfed.simulation.storage.model_signature import write_model_with_signature
+from polyfed.simulation.storage.model_signature import remove_other_models, write_model_with_signature
 from polyfed.simulation.storage.predictions import OutputsByClient
 
 
@@ -224,8 +226,9 @@ def train_and_aggregate_round(
     cohort = federation.sample_cohort(number) if plan is None else list(plan.client_ids)
     trained = list(registry.ids) if "everyone_trains" in algorithm.traits else cohort
     rebase = None if plan is None else plan.rebase_reply
+    counts, is_source = registry.num_examples, isinstance(federation.clients, SourceClients)
     aggregator = ReplyAggregator(
-        algorithm, previous.state, cohort, registry.num_examples, settings.secure, rebase, settings.regions
+        algorithm, previous.state, cohort, counts, settings.secure, rebase, settings.regions, is_source
     )
     evaluation = None if previous.unevaluated_record is None else PhaseResults()
     training = run_phase(federation, engine, "local", trained, number, previous, progress, aggregator, evaluation, plan)
@@ -271,7 +274,7 @@ def _describe_training(
     training: PhaseResults, reply_ids: Sequence[str], history: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Returns the training part of a round's record: losses, bytes and measures of updates, in all and by client."""
-    previous_record = history[-1] if history else {}
+    before = history[-1] if history else {}
     measures = describe_measures(training.measures, training.scalars, history)
     rows: dict[str, dict[str, Any]] = {i: {"bytes_down": size} for i, size in training.bytes_down.items()}
     for i, result in training.results.items():
@@ -285,8 +288,8 @@ def _describe_training(
         "train_loss": mean_train_loss({i: training.scalars[i] for i in reply_ids}),
         "bytes_down": bytes_down,
         "bytes_up": bytes_up,
-        "bytes_down_total": bytes_down + previous_record.get("bytes_down_total", 0),
-        "bytes_up_total": bytes_up + previous_record.get("bytes_up_total", 0),
+        "bytes_down_total": bytes_down + before.get("bytes_down_total", 0),
+        "bytes_up_total": bytes_up + before.get("bytes_up_total", 0),
         "clients": {i: rows[i] for i in sorted(rows)},
     }
 
@@ -343,14 +346,14 @@ def complete_record(
 def write_personal_models(
     federation: Federation, checkpoint: Checkpoint, engine: Engine, directory: RunDirectory, progress: Progress
 ) -> None:
-    """Writes each client's personal model after a round to the file `models/ID.safetensors` in the run directory.
+    """Writes each client's personal model after a round to the file `models/ID.safetensors` in the run directory; of a
+    source, those of the evaluated clients.
 
-    With `on_error="skip"` a client whose model cannot be made costs no other client's. It causes a warning of Python, since
-    the records of the rounds are complete by now.
+    With `on_error="skip"` a client whose model cannot be made causes a warning, since the records are complete by now.
     """
-    blocks = federation.build_task_blocks(
-        "export", list(federation.client_registry.ids), checkpoint.round, checkpoint, engine.max_block_bytes
-    )
+    ids = federation.exported_clients(checkpoint.round)
+    remove_other_models(directory.path / "models", ids)
+    blocks = federation.build_task_blocks("export", ids, checkpoint.round, checkpoint, engine.max_block_bytes)
     for result in (result for tasks in blocks for result in engine.run(tasks)):
         client, failure = result.task.client, result.failure
         for incident in result.incidents:

@@ -5,7 +5,7 @@ The file holds shapes, counts and constants of the preprocessing, and no example
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -28,6 +28,7 @@ from polyfed.simulation.storage.directory import (
     encode_json,
     to_plain_values,
 )
+from polyfed.simulation.storage.paths import safe_file_name
 
 SIGNATURE_SUFFIX = ".signature.json"
 PREPROCESSING_SUFFIX = ".preprocessing.json"
@@ -203,6 +204,14 @@ def write_model_with_signature(
     if isinstance(client.train.transform, TablePreprocessor):
         described = client.train.transform.to_json_dict()
         write_file_atomically(path.with_name(f"{path.stem}{PREPROCESSING_SUFFIX}"), encode_json(described))
+
+
+def remove_other_models(folder: Path, clients: Sequence[str]) -> None:
+    """Removes from a folder the models of other clients than these, which an earlier end of the run has written there."""
+    names = {safe_file_name(client) for client in clients}
+    for file in folder.glob("*"):
+        if file.name.removesuffix(SIGNATURE_SUFFIX).removesuffix(".safetensors") not in names:
+            file.unlink()
 
 
 def read_signature(path: Path) -> Signature:

@@ -137,7 +137,7 @@ class PredictionStore:
     """
 
     def __init__(self, clients: Mapping[str, Client], folder: Path | None = None) -> None:
-        self._clients = dict(clients)
+        self._clients = clients
         self._memory: dict[int, OutputsByClient] = {}
         self._folder = None if folder is None else folder / FOLDER
         self._sizes: dict[int, int] = {}
@@ -206,13 +206,13 @@ class PredictionStore:
             return  # nothing was kept, or everything is written already
         outputs_by_round = {number: self._read(number) for number in sorted(self._sizes)}
         files = []
-        for client in self._clients.values():
+        predicted_ids = {client for outputs in outputs_by_round.values() for client in outputs}
+        for client in sorted(predicted_ids & self._clients.keys()):
             client_outputs = {
-                number: outputs[client.id] for number, outputs in outputs_by_round.items() if client.id in outputs
+                number: outputs[client] for number, outputs in outputs_by_round.items() if client in outputs
             }
-            if client_outputs:
-                files.append(self._folder / f"{safe_file_name(client.id)}.parquet")
-                predictions_parquet.write_outputs_of_client(files[-1], client, client_outputs)
+            files.append(self._folder / f"{safe_file_name(client)}.parquet")
+            predictions_parquet.write_outputs_of_client(files[-1], self._clients[client], client_outputs)
         flush_files_to_disk(files)
         # Renamed first: a folder that is removed half must not be mistaken for a complete one.
         (self._folder / _SPOOL).rename(self._folder / _OLD)
@@ -279,15 +279,16 @@ class PredictionStore:
         last rounds."""
         assert self._folder is not None
         outputs_by_round: dict[int, dict[str, dict[str, Tensor]]] = {}
-        for client in self._clients.values():
-            file = self._folder / f"{safe_file_name(client.id)}.parquet"
-            if not file.is_file():
+        names = {file.name for file in self._folder.glob("*.parquet")}
+        for client in self._clients:
+            file = self._folder / f"{safe_file_name(client)}.parquet"
+            if file.name not in names or not file.is_file():
                 continue
             try:
                 for split in predictions_parquet.SPLITS:
                     for number in predictions_parquet.list_rounds_in_file(file, split):
                         outputs = predictions_parquet.read_outputs_and_targets(file, split, number)[0]
-                        outputs_by_round.setdefault(number, {}).setdefault(client.id, {})[split] = outputs
+                        outputs_by_round.setdefault(number, {}).setdefault(client, {})[split] = outputs
             except UserError as error:
                 warnings.warn(f"{error}; its rounds are left out", RuntimeWarning, stacklevel=5)
         if not outputs_by_round or max(outputs_by_round) <= last_round:

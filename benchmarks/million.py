@@ -1,0 +1,301 @@
+"""Measures what a federation of 10^2 to 10^6 clients costs when its clients are made as they are drawn.
+
+For each method and number of clients, in a process of its own: seconds until round 1, seconds of a round (the median after
+the first, without evaluation), peak memory, bytes of the checkpoints and seconds of saving one. Clients are those of
+`SyntheticClients`, 100 a round; 100 are evaluated at the end. With `--source parquet` they are rows of a file. With
+`--resume-at` a run is also killed (kill -9) in the middle and resumed, and its predictions are compared bit for bit.
+
+    python benchmarks/million.py --clients 1e2,1e3,1e4,1e5,1e6 --out benchmarks/results/million.json
+    python benchmarks/million.py --methods fedavg --clients 1e6 --rounds 3
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+METHODS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "fedavg": ("fedavg", {}),
+    "fedrep": ("fedrep", {}),
+    "flha_ghn": ("flha_ghn", {"head": "factored"}),
+    "ca_fedpnas": ("ca_fedpnas", {}),
+    "pfedhn": ("pfedhn", {"embedding_dim": 32}),
+    "pfedla": ("pfedla", {"neighbours": 10, "hidden": 10}),
+    "fedhenn": ("fedhenn", {"rank": 8}),
+}
+"""What is measured: label -> name and fields. One whose fields this version does not have is left out, and said."""
+LIMITS = {"start_seconds": 20.0, "peak_mb": 2000.0, "growth_of_round": 1.2}
+COHORT, EVALUATED, PUBLIC = 100, 100, 64
+IMAGES = {"ca_fedpnas"}  # brings networks for images
+
+
+def build_method(label: str) -> Any:
+    """Builds a method of `METHODS`; raises a `TypeError` if this version does not have its fields."""
+    from polyfed.algorithms import get
+
+    name, fields = METHODS[label]
+    return get(name)(lr=0.05, local_steps=2, batch_size=16, **fields)
+
+
+def build_mlp(features: int, classes: int) -> Any:
+    """Builds the network of the clients: one hidden layer of 32 units."""
+    from torch import nn
+
+    return nn.Sequential(nn.Flatten(), nn.Linear(features, 32), nn.ReLU(), nn.Linear(32, classes))
+
+
+def build_source(label: str, number: int, kind: str, folder: Path) -> Any:
+    """Builds a source of `number` clients: "synthetic", or "parquet" with eight rows each, dealt at random."""
+    from polyfed.data import ParquetClients, SyntheticClients
+
+    if kind == "parquet":
+        return ParquetClients(
+            write_parquet(number, folder), client_column="user", inputs=[f"x{k}" for k in range(16)], target="label",
+            model=partial(build_mlp, 16, 4), cache_dir=folder,
+        )  # fmt: skip
+    shape = (1, 8, 8) if label in IMAGES else (16,)
+    model = None if label in IMAGES else partial(build_mlp, 16, 4)
+    return SyntheticClients(number, shape=shape, examples=(16, 48), model=model)
+
+
+def write_parquet(number: int, folder: Path) -> Path:
+    """Writes the rows of `number` clients in random order to a file, unless it is there; returns its path."""
+    import numpy as np
+    import pyarrow
+    import pyarrow.parquet
+
+    file = folder / f"rows-{number}.parquet"
+    if file.is_file():
+        return file
+    generator = np.random.default_rng(0)
+    writer = None
+    for rows in np.array_split(generator.permutation(8 * number), max(1, 8 * number // 500_000)):
+        label = generator.integers(0, 4, len(rows))
+        columns = {"user": np.char.mod("u%07d", rows // 8), "label": label}
+        noise = generator.normal(0, 1, (len(rows), 16)).astype(np.float32)
+        columns |= {f"x{k}": noise[:, k] + (label == k % 4) for k in range(16)}
+        part = pyarrow.table(columns)
+        writer = pyarrow.parquet.ParquetWriter(file, part.schema) if writer is None else writer
+        writer.write_table(part)
+    assert writer is not None
+    writer.close()
+    return file
+
+
+def measure(label: str, number: int, rounds: int, kind: str, folder: Path, resumes: bool) -> dict[str, Any]:
+    """Runs a method over `number` clients in this process, and returns what it cost."""
+    import torch
+
+    import polyfed as pf
+
+    torch.set_num_threads(1)
+    method = build_method(label)
+    begun = time.perf_counter()
+    source = build_source(label, number, kind, folder)
+    made = time.perf_counter() - begun
+    clock: list[float] = []
+
+    class Clock(pf.Callback):
+        def on_start(self, earlier_records: Any) -> None:
+            clock.append(time.perf_counter())
+
+        def on_round(self, record: Any) -> None:
+            clock.append(time.perf_counter())
+
+    cohort, saving = min(COHORT, number), time_saves()
+    public = draw_public(method)
+    words: dict[str, Any] = {
+        "rounds": rounds, "clients_per_round": cohort, "evaluate_clients": min(EVALUATED, number), "evaluate_every": rounds,
+        "checkpoint_every": rounds, "workers": 0, "public": public, "quiet": True, "seed": 1,
+    }  # fmt: skip
+    out = folder / f"run-{label}-{number}"
+    shutil.rmtree(out, ignore_errors=True)
+    started = time.perf_counter()
+    run = pf.federate(source, method, out=out, callbacks=[Clock()], **words)
+    lengths = [after - before for before, after in pairwise(clock)]
+    found = {
+        "method": label, "clients": number, "rounds": rounds, "source": kind,
+        "source_seconds": made, "start_seconds": clock[0] - started,
+        "round_seconds": statistics.median(lengths[1:-1] or lengths), "evaluated_round_seconds": lengths[-1],
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "save_seconds": max(saving), **measure_checkpoint(out),
+    }  # fmt: skip
+    if resumes:
+        found["resumes_to_same_bits"] = resumes_to_same_bits(label, number, kind, folder, run, words)
+    shutil.rmtree(out, ignore_errors=True)
+    return found
+
+
+def draw_public(method: Any) -> Any:
+    """Draws public examples for a method that needs them; None for the others."""
+    import torch
+
+    if "public_data" not in method.requires:
+        return None
+    return torch.randn((PUBLIC, 16), generator=torch.Generator().manual_seed(0))
+
+
+def time_saves() -> list[float]:
+    """Has every checkpoint timed that this process saves from now on; returns the list that gets the seconds."""
+    from polyfed.simulation.callbacks.checkpoint import CheckpointSaver
+
+    seconds, save = [0.0], CheckpointSaver.save_newest_state
+
+    def save_and_time(self: CheckpointSaver) -> None:
+        begun = time.perf_counter()
+        save(self)
+        seconds.append(time.perf_counter() - begun)
+
+    CheckpointSaver.save_newest_state = save_and_time  # type: ignore[method-assign]
+    return seconds
+
+
+def measure_checkpoint(out: Path) -> dict[str, float]:
+    """Returns the bytes of all that a run keeps to be resumed from."""
+    files = [path for path in (out / "checkpoint").rglob("*") if path.is_file()]
+    return {"checkpoint_mb": sum(path.stat().st_size for path in files) / 2**20}
+
+
+def resumes_to_same_bits(
+    label: str, number: int, kind: str, folder: Path, whole: Any, words: Mapping[str, Any]
+) -> bool:
+    """Runs the method again in a process that is killed after half of its rounds, resumes it here, and returns whether the
+    clients' predictions are those of the whole run."""
+    import torch
+
+    import polyfed as pf
+
+    out = folder / f"killed-{label}-{number}"
+    shutil.rmtree(out, ignore_errors=True)
+    command = [sys.executable, __file__, "--killed", label, str(number), str(words["rounds"]), kind, str(folder)]
+    done = subprocess.run(command, check=False)
+    assert done.returncode == -9, f"the run that is to be killed ended with {done.returncode}"
+    resumed = pf.resume(out, clients=build_source(label, number, kind, folder), public=words["public"], quiet=True)
+    clients = [client for client, row in whole.history[-1]["clients"].items() if "loss" in row]
+    same = all(torch.equal(whole.predictions(c).outputs, resumed.predictions(c).outputs) for c in clients)
+    shutil.rmtree(out, ignore_errors=True)
+    return same and whole.history[-1]["summary"] == resumed.history[-1]["summary"]
+
+
+def run_until_killed(label: str, number: int, rounds: int, kind: str, folder: Path) -> None:
+    """Runs a method, saving each round, until this process kills itself after half of the rounds."""
+    import torch
+
+    import polyfed as pf
+
+    torch.set_num_threads(1)
+    method = build_method(label)
+
+    def kill_after_half(record: Mapping[str, Any]) -> None:
+        if record["round"] == max(1, rounds // 2) + 1:
+            os.kill(os.getpid(), 9)
+
+    pf.federate(
+        build_source(label, number, kind, folder), method, rounds=rounds, clients_per_round=min(COHORT, number),
+        evaluate_clients=min(EVALUATED, number), evaluate_every=rounds, checkpoint_every=1, workers=0,
+        quiet=True, public=draw_public(method),
+        seed=1, out=folder / f"killed-{label}-{number}", callbacks=[kill_after_half],
+    )  # fmt: skip
+
+
+def measure_in_child(label: str, number: int, rounds: int, kind: str, folder: Path, *, resumes: bool) -> dict[str, Any]:
+    """Measures in a process of its own, so that peak memory is that of one run; returns the error if it failed."""
+    result = folder / "result.json"
+    result.unlink(missing_ok=True)
+    words = [label, str(number), str(rounds), kind, str(folder), str(int(resumes))]
+    done = subprocess.run([sys.executable, __file__, "--child", *words], check=False, stderr=subprocess.PIPE, text=True)
+    if done.returncode or not result.is_file():
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return {"method": label, "clients": number, "error": lines[-1]}
+    return dict(json.loads(result.read_text()))
+
+
+def is_available(label: str) -> bool:
+    """Returns whether this version has the method with these fields."""
+    try:
+        build_method(label)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def judge(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns a sentence for each limit of `LIMITS` that a method does not keep."""
+    sentences = []
+    seconds = {(row["method"], row["clients"]): row["round_seconds"] for row in rows if "error" not in row}
+    for row in rows:
+        for name in ("start_seconds", "peak_mb"):
+            if row.get(name, 0.0) > LIMITS[name]:
+                sentences.append(
+                    f"{row['method']} with {row['clients']} clients: {name} {row[name]:.1f}, at most {LIMITS[name]}"
+                )
+        small = seconds.get((row["method"], 1_000))
+        if (
+            small
+            and row["clients"] > 1_000
+            and "error" not in row
+            and row["round_seconds"] > LIMITS["growth_of_round"] * small
+        ):
+            ratio = row["round_seconds"] / small
+            sentences.append(
+                f"{row['method']} with {row['clients']} clients: a round takes {ratio:.2f} times one with 1,000"
+            )
+    return sentences
+
+
+def main() -> None:
+    """Measures what the options ask for, prints a row for each run, and writes all to a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--clients", default="1e2,1e3,1e4,1e5,1e6")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--source", choices=["synthetic", "parquet"], default="synthetic")
+    parser.add_argument("--resume-at", default="", help="numbers of clients at which a run is killed and resumed")
+    parser.add_argument("--folder", type=Path, help="for data and runs; default: a temporary one")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    numbers = [int(float(text)) for text in options.clients.split(",")]
+    resumed = {int(float(text)) for text in options.resume_at.split(",") if text}
+    labels = [label for label in options.methods.split(",") if is_available(label)]
+    left_out = [label for label in options.methods.split(",") if label not in labels]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for label in labels:
+            for number in numbers:
+                rows.append(
+                    measure_in_child(label, number, options.rounds, options.source, folder, resumes=number in resumed)
+                )
+                print(json.dumps(rows[-1]), flush=True)
+    for sentence in [*(f"{label} is left out: this version has no such fields" for label in left_out), *judge(rows)]:
+        print(sentence)
+    if options.out is not None:
+        content = {"cohort": COHORT, "evaluated": EVALUATED, "limits": LIMITS, "left_out": left_out, "runs": rows}
+        options.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+CHILDREN: Mapping[str, Callable[..., Any]] = {"--child": measure, "--killed": run_until_killed}
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1] in CHILDREN:
+        child_label, child_number, child_rounds, child_kind, child_folder, *rest = sys.argv[2:]
+        arguments = (child_label, int(child_number), int(child_rounds), child_kind, Path(child_folder))
+        if sys.argv[1] == "--child":
+            measured = measure(*arguments, rest == ["1"])
+            (Path(child_folder) / "result.json").write_text(json.dumps(measured))
+        else:
+            run_until_killed(*arguments)
+    else:
+        main()

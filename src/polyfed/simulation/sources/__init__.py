@@ -1,0 +1,1 @@
+"""Runs federations whose clients are made when they are drawn."""

@@ -1,0 +1,144 @@
+"""Prepares a run whose clients are those of a source: checks all that can be checked before a client is drawn."""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from polyfed.algorithms import registry_name
+from polyfed.core.algorithm import Algorithm, Architecture, Client
+from polyfed.core.capabilities import BringsNetwork
+from polyfed.core.client_source import ClientSource
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation.metrics import metric_path_or_name, resolve_metrics
+from polyfed.core.examples.examples import Examples
+from polyfed.core.nn.module_cache import cached_module
+from polyfed.core.nn.precision import check_precision
+from polyfed.core.training.config import LocalTraining
+from polyfed.graphs.catalogue import LayerCatalogue
+from polyfed.graphs.client_graph import graph_of_client
+from polyfed.graphs.contraction import ContractionOptions
+from polyfed.simulation.checks import requirements
+from polyfed.simulation.checks.robustness import check_robust_rule
+from polyfed.simulation.engines.devices import check_engine_installed, choose_client_device
+from polyfed.simulation.rounds.client_registry import ClientRegistry
+from polyfed.simulation.rounds.evaluation_sample import check_evaluation_sample
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.rounds.secure_aggregation import check_secure_support
+from polyfed.simulation.settings import Settings
+from polyfed.simulation.sources.drawn_client import DrawnClientChecker, make_client
+from polyfed.simulation.sources.per_client import ValueByClient
+from polyfed.simulation.sources.source_clients import SourceClients
+from polyfed.simulation.storage.configuration import restore_metrics
+
+_MANY = 10_000
+
+
+def build_federation_of_source(
+    source: ClientSource,
+    algorithm: Algorithm[Any, Any],
+    settings: Settings,
+    public: Examples | None,
+    metrics: Any,
+    resumed: str | Path | None = None,
+) -> Federation:
+    """Builds the `Federation` of a run over a source; makes its first client, and checks method, settings and that client
+    as those of a list are checked.
+
+    Args:
+        source: makes the clients.
+        algorithm, settings, public, metrics, resumed: as for `check_and_build_federation`.
+
+    Raises:
+        UserError: something does not fit, or needs to know all clients before round 1.
+    """
+    clients = SourceClients(source)
+    first = make_client(source, clients.first)
+    _check_suits_source(algorithm, settings, len(clients))
+    requirements.check_clients([first])
+    task = first.task
+    if resumed is None:
+        scores = resolve_metrics(metrics, task)
+        settings = dataclasses.replace(
+            settings, metrics=() if metrics is None else tuple(map(metric_path_or_name, scores))
+        )
+    else:
+        scores = restore_metrics(settings, metrics, task, resumed)
+    if settings.keep == "best" and first.val is None:
+        raise UserError(f"keep='best' needs validation examples, and client {first.id!r} has none: give val=...")
+    if not isinstance(algorithm, BringsNetwork):
+        requirements.check_networks_run([first])
+    requirements.check_requirements([first], algorithm, public)
+    cohort_size = settings.cohort_size(len(clients))
+    check_evaluation_sample(settings, clients.ids)
+    if settings.secure:
+        check_secure_support(algorithm, cohort_size)
+    check_robust_rule(algorithm, cohort_size)
+    check_engine_installed(settings.engine)
+    device = choose_client_device(settings)
+    if isinstance(algorithm, LocalTraining):
+        check_precision(algorithm.precision, device)
+        requirements.check_training_options([first], algorithm)
+    registry = _build_registry(clients, first, algorithm)
+    network = None
+    if isinstance(algorithm, BringsNetwork) and registry.data_spec is not None:
+        network = algorithm.network_for(registry.data_spec)
+        requirements.check_networks_run([first], factory=network)
+    clients.check_with(DrawnClientChecker(source, algorithm, first, network, registry.data_spec))
+    return Federation(clients, algorithm, settings, public, registry, scores)
+
+
+def _check_suits_source(algorithm: Algorithm[Any, Any], settings: Settings, num_clients: int) -> None:
+    """Raises a `UserError` for methods and settings that need to know every client before round 1, or in each round."""
+    name = registry_name(algorithm)
+    if "everyone_trains" in algorithm.traits:
+        raise UserError(f"{name} trains every client in every round, which a source of clients is not for; give a list")
+    if isinstance(algorithm, LocalTraining) and algorithm.privacy is not None:
+        raise UserError("privacy needs the numbers of examples of all clients before round 1; give a list of clients")
+    if settings.keep == "loss":
+        raise UserError(
+            "keep='loss' needs the numbers of validation examples of all clients; give a list, or keep='last'"
+        )
+    if settings.cross_site:
+        raise UserError("cross_site scores every client's model at every client; give a list of clients")
+    if settings.count_evaluated(num_clients) == num_clients > _MANY:
+        warnings.warn(
+            f"all {num_clients} clients of the source are made and evaluated after every evaluated round; "
+            "evaluate_clients=1000 evaluates a sample",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
+def _build_registry(clients: SourceClients, first: Client, algorithm: Algorithm[Any, Any]) -> ClientRegistry:
+    """Builds what the server knows of the clients, from the first client and the source's manifest."""
+    registry_of_first = ClientRegistry.from_clients([first], algorithm.requires)
+    models, architectures, catalogue = (
+        registry_of_first.models,
+        registry_of_first.architectures,
+        registry_of_first.layer_catalogue,
+    )
+    factories = tuple(clients.manifest.models) or ((first.model,) if first.model is not None else ())
+    if models:
+        keys = [cached_module(factory).architecture for factory in factories]
+        models = dict(zip(keys, factories, strict=True))
+        architectures = ValueByClient(clients.ids, partial(_key_of_client, keys, clients.model_of, clients.ids))
+    if catalogue is not None and len(factories) > 1:
+        contraction = ContractionOptions("layers" if "norms_in_layers" in algorithm.requires else "nodes")
+        catalogue = LayerCatalogue.from_graphs(
+            graph_of_client(_with_model(first, factory), contraction=contraction) for factory in factories
+        )
+    return ClientRegistry(
+        clients.ids, first.task, clients.num_examples, architectures, models, catalogue, registry_of_first.data_spec
+    )
+
+
+def _with_model(client: Client, model: Architecture) -> Client:
+    return Client(client.id, model, client.train, client.test, task=client.task)
+
+
+def _key_of_client(keys: list[str], model_of: Mapping[str, int], ids: tuple[str, ...], place: int) -> str:
+    """Returns the key of the architecture of the client at a place of the sorted ids."""
+    return keys[model_of[ids[place]]] if model_of else keys[0]

@@ -1,0 +1,258 @@
+"""Runs over a source of clients: the bits of a list, clients made where they run and dropped after, checks, resuming."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import polyfed as pf
+from polyfed.core.client_source import SourceManifest
+from polyfed.core.errors import ClientError, UserError
+from polyfed.data import SyntheticClients
+from polyfed.testing import small_clients
+from polyfed.testing.run_equality import assert_runs_equal
+
+OPTIONS = {"rounds": 2, "seed": 3, "clients_per_round": 3, "workers": 0}
+
+
+class ListedSource:
+    """The clients of a list, copied each time; ids in another order than sorted."""
+
+    def __init__(self, clients, with_counts=True):
+        self.listed, self.with_counts = {client.id: client for client in clients}, with_counts
+
+    @property
+    def ids(self):
+        return list(reversed(self.listed))
+
+    def client(self, id):
+        return replace_parts(self.listed[id])
+
+    def manifest(self):
+        return SourceManifest([len(self.listed[i].train) for i in self.ids]) if self.with_counts else None
+
+
+def replace_parts(client, **parts):
+    names = ("id", "model", "train", "test", "val", "global_test", "task", "loss")
+    return pf.Client(**{name: getattr(client, name) for name in names} | parts)
+
+
+@pytest.mark.parametrize("words", [{"workers": 0}, {"workers": 2}, {"engine": "cohort"}], ids=str)
+@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+def test_bits_of_a_list(words, method):
+    options = {**OPTIONS, **words}
+    listed = pf.federate(small_clients(5), method, **options)
+    assert_runs_equal(listed, pf.federate(ListedSource(small_clients(5)), method, **options))
+
+
+def test_bits_without_a_manifest():
+    listed = pf.federate(small_clients(5), "fedavg", **OPTIONS)
+    found = pf.federate(ListedSource(small_clients(5), with_counts=False), "fedavg", **OPTIONS)
+    for client in ("client-0", "client-4"):
+        for a, b in zip(listed.model(client).parameters(), found.model(client).parameters(), strict=True):
+            assert torch.equal(a, b)
+    assert [r["summary"]["accuracy"]["mean"] for r in listed.history] == [
+        r["summary"]["accuracy"]["mean"] for r in found.history
+    ]
+
+
+@pytest.mark.parametrize("name", ["pfedhn", "flha_ghn", "fedproto"])
+def test_methods_whose_server_knows_networks(name):
+    def wide():
+        return nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3))
+
+    def narrow():
+        return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+    factories = (narrow, narrow) if name == "fedproto" else (wide, narrow)
+    clients = [replace_parts(client, model=factories[i % 2]) for i, client in enumerate(small_clients(4))]
+
+    class Mixed(ListedSource):
+        def manifest(self):
+            counts = [len(self.listed[i].train) for i in self.ids]
+            return SourceManifest(counts, factories, [int(i[-1]) % 2 for i in self.ids])
+
+    listed = pf.federate(clients, name, **OPTIONS)
+    assert_runs_equal(listed, pf.federate(Mixed(clients), name, **OPTIONS))
+
+
+class Counted:
+    """Counts the clients that are alive, and those that were made."""
+
+    def __init__(self, n):
+        self.inner, self.alive, self.made, self.most = SyntheticClients(n, examples=(8, 12)), weakref.WeakSet(), 0, 0
+        self.ids = self.inner.ids
+
+    def client(self, id):
+        client = self.inner.client(id)
+        self.alive.add(client.train)
+        self.made += 1
+        self.most = max(self.most, len(self.alive))
+        return client
+
+
+@pytest.mark.parametrize(("engine", "most"), [("inprocess", 2), ("cohort", 5)])
+def test_few_clients_are_alive(engine, most):
+    source = Counted(5_000)
+    gc.disable()
+    try:
+        run = pf.federate(source, "fedavg", rounds=3, clients_per_round=4, evaluate_clients=4, engine=engine, workers=0)
+    finally:
+        gc.enable()
+    assert source.most <= most, (
+        "the client that runs, or those of a cohort, and the first, against which they are checked"
+    )
+    assert source.made < 100
+    assert [row["client"] for row in run.table()[:-1]] == sorted(
+        client for client, row in run.history[-1]["clients"].items() if "loss" in row
+    )
+    assert all(len(record["clients"]) <= 8 for record in run.history)
+    assert source.most <= most
+
+
+def test_resumed(tmp_path):
+    words = {**OPTIONS, "rounds": 4, "evaluate_clients": 3}
+    source = SyntheticClients(200, examples=(8, 12))
+    whole = pf.federate(source, "ditto", out=tmp_path / "whole", **words)
+    pf.federate(source, "ditto", out=tmp_path / "run", callbacks=[lambda record: record["round"] < 2], **words)
+    resumed = pf.resume(tmp_path / "run", clients=SyntheticClients(200, examples=(8, 12)))
+    assert [strip(record) for record in whole.history] == [strip(record) for record in resumed.history]
+    evaluated = [client for client, row in whole.history[-1]["clients"].items() if "loss" in row]
+    for client in evaluated:
+        assert torch.equal(whole.predictions(client).outputs, resumed.predictions(client).outputs)
+    assert {path.stem.partition(".")[0] for path in (tmp_path / "run" / "models").iterdir()} == set(evaluated)
+    assert pf.load(tmp_path / "run").table()[-1]["of"] == 200
+    with pytest.raises(UserError, match="the clients are not those of the run"):
+        pf.resume(tmp_path / "run", clients=SyntheticClients(200, examples=(8, 12), seed=1))
+    with pytest.raises(UserError, match="were made in Python"):
+        pf.resume(tmp_path / "run")
+
+
+def strip(record):
+    return {k: v for k, v in record.items() if not k.startswith("seconds") and k != "clients"}
+
+
+class Faulty(ListedSource):
+    """One client is not like the others."""
+
+    def __init__(self, client, **parts):
+        super().__init__(small_clients(4), with_counts=False)
+        self.odd, self.parts = client, parts
+
+    def client(self, id):
+        client = super().client(id)
+        if id != self.odd:
+            return client
+        if "raise" in self.parts:
+            raise OSError("disk is gone")
+        return "client-1" if "text" in self.parts else replace_parts(client, **self.parts)
+
+
+def other_network():
+    return nn.Linear(6, 3)
+
+
+def failing_network():
+    return nn.Linear(7, 3)
+
+
+SEVERAL = (torch.zeros(4, 6), torch.zeros(4, 3))
+FAULTS = {
+    "architecture": ({"model": other_network}, "needs one architecture, but the 2 clients have 2: 'client-1' differs"),
+    "network": ({"model": failing_network}, "client 'client-1': its network fails on a batch of shape"),
+    "labels": ({"train": (torch.zeros(4, 6), torch.tensor([0, 1, 2, 3]))}, "client-1.*class"),
+    "id": ({"id": "client-2"}, "returned the client 'client-2'; it must have the id that was asked for"),
+    "kind": ({"text": 1}, "must return a polyfed.Client, got str"),
+    "error": ({"raise": 1}, "the source cannot make client 'client-1': OSError: disk is gone"),
+    "task": ({"task": "multilabel", "train": SEVERAL, "test": SEVERAL, "val": None},
+             "clients of one federation must have one task, got"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("parts", "error"), FAULTS.values(), ids=FAULTS)
+def test_a_client_is_checked_when_it_is_drawn(parts, error):
+    words = {**OPTIONS, "clients_per_round": 4}
+    with pytest.raises(ClientError, match=error):
+        pf.federate(Faulty("client-1", **parts), "fedavg", **words)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_on_error_skip_goes_on_without_it(workers):
+    words = {**OPTIONS, "clients_per_round": 4, "workers": workers}
+    run = pf.federate(Faulty("client-1", model=other_network), "fedavg", on_error="skip", **words)
+    assert {failure["client"] for record in run.history for failure in record["failures"]} == {"client-1"}
+    assert "needs one architecture" in run.history[0]["failures"][0]["reason"]
+    assert run.history[-1]["summary"]["accuracy"]
+
+
+def test_the_first_client_is_checked_before_round_1():
+    first = Faulty("client-3", model=failing_network)
+    with pytest.raises(UserError, match="client 'client-3': its network fails"):
+        pf.federate(first, "fedavg", **OPTIONS)
+
+
+class Ids:
+    def __init__(self, ids):
+        self.ids = ids
+
+    def client(self, id):
+        return small_clients(1)[0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "error"),
+    [
+        ([], "the source has no ids"),
+        (["a", "a"], "two clients have the id 'a'"),
+        ([1, 2], "ids of a source must be texts"),
+    ],
+)
+def test_ids(ids, error):
+    with pytest.raises(UserError, match=error):
+        pf.federate(Ids(ids), "fedavg", **OPTIONS)
+
+
+REFUSED = {
+    "everyone": ("pfedme", {}, "trains every client in every round"),
+    "loss": ("fedavg", {"keep": "loss"}, "keep='loss' needs the numbers of validation examples"),
+    "cross_site": ("fedavg", {"cross_site": True}, "cross_site scores every client's model at every client"),
+    "privacy": (
+        pf.algorithms.FedAvg(privacy=pf.Privacy(target_epsilon=8.0)),
+        {},
+        "privacy needs the numbers of examples",
+    ),
+}
+
+
+@pytest.mark.parametrize(("method", "words", "error"), REFUSED.values(), ids=REFUSED)
+def test_refused(method, words, error):
+    with pytest.raises(UserError, match=error):
+        pf.federate(ListedSource(small_clients(4)), method, **OPTIONS, **words)
+
+
+def test_lists_are_needed_elsewhere():
+    with pytest.raises(UserError, match=r"ListedSource is a source, .* only federate and resume take one; give a list"):
+        pf.compare(ListedSource(small_clients(3)), ["fedavg"], rounds=1)
+
+
+def test_all_of_many_clients_is_warned_of():
+    source = Counted(20_000)
+    first = source.client(source.ids[0])
+    source.client = {first.id: first}.__getitem__
+    with pytest.warns(RuntimeWarning, match="all 20000 clients of the source are made and evaluated") as told:
+        assert_stops(source)
+    assert told
+
+
+def assert_stops(source):
+    with pytest.raises(ClientError, match="the source cannot make client 'client-00"):
+        pf.federate(source, "fedavg", rounds=1, clients_per_round=2, workers=0)
+
+
+def test_manifest_of_another_length():
+    source = ListedSource(small_clients(3))
+    source.manifest = lambda: SourceManifest([1, 2])
+    with pytest.raises(UserError, match="num_examples has 2 numbers, and the source 3 clients"):
+        pf.federate(source, "fedavg", **OPTIONS)
