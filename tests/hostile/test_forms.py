@@ -221,7 +221,8 @@ def test_a_forged_checkpoint_on_the_disk_is_not_taken(tmp_path):
     out = tmp_path / "run"
     whole = pf.federate(small_clients(), Local(lr=0.1), rounds=3, workers=0, out=out)
     good, _ = checkpoints.load_newest_checkpoint(out / "checkpoint")
-    bad = {**good.client_states, "client-1": {"model": {**good.client_states["client-1"]["model"]}}}
+    own = dict(good.client_states)
+    bad = {**own, "client-1": {"model": {**own["client-1"]["model"]}}}
     bad["client-1"]["model"]["head.bias"] = torch.zeros(9)
     save(out, good.state, bad, 3)
     sentence = (
@@ -230,7 +231,7 @@ def test_a_forged_checkpoint_on_the_disk_is_not_taken(tmp_path):
     with pytest.warns(RuntimeWarning, match=f"{sentence}.*the one before it is used"):
         assert_runs_equal(pf.resume(out, clients=small_clients()), whole)
     for number in (2, 3):
-        save(out, good.state, {i: s for i, s in good.client_states.items() if i != "client-2"}, number)
+        save(out, good.state, {i: s for i, s in own.items() if i != "client-2"}, number)
     with pytest.raises(pf.UserError, match=r"no checkpoint of the run .*'client-2' is missing, who has trained"):
         pf.resume(out, clients=small_clients())
 

@@ -152,10 +152,13 @@ def test_the_servers_file_does_not_grow_with_the_clients(tmp_path):
             i: {"w": torch.ones(2), "b": torch.ones(1)} for i in ids[1:]
         }
         folder = tmp_path / str(number)
-        save_checkpoint_and_remove_older(folder, Checkpoint(1, {"models": models}, {i: {} for i in ids}), 0)
+        state = {"clients": ids, "names": ["x"], "models": models, "number": 3}
+        save_checkpoint_and_remove_older(folder, Checkpoint(1, state, {i: {} for i in ids}), 0)
         sizes.append((folder / "round-000001" / "server.safetensors").stat().st_size)
         found = load_newest_checkpoint(folder)[0]
         assert list(found.state["models"]) == ids
+        assert {**found.state, "models": None} == {"clients": ids, "names": ["x"], "models": None, "number": 3}
+        assert list(found.state) == list(state)
         assert found.state["models"]["client-0"] == {}
         assert found.state["models"]["client-9"]["w"].tolist() == [1.0, 1.0]
         assert len(found.client_states) == number
@@ -283,6 +286,20 @@ def test_two_runs_of_one_directory_read_side_by_side(tmp_path, reads):
     again = pf.resume(tmp_path / "run", clients=small_clients())
     assert_runs_equal(run, again)
     assert_runs_equal(again, run)
+
+
+def test_states_of_a_round_that_is_not_kept_are_refused_and_never_those_of_another(tmp_path):
+    initial = InitialState(dict.fromkeys("ab"), {"x": 0})
+    with closing(StateStore(tmp_path / STORE_FILE)) as store:
+        store.write(1, 0, {"m": [("a", {"x": 1})]}, [], [])
+        first = ClientStates(saved=SavedStates(store, "m", 1), initial=initial)
+        for number in (2, 3, 4):
+            store.write(number, number - 1, {"m": [("a", {"x": number})]}, [], [number - 1])
+        alone = ClientStates(saved=SavedStates(store, "m", 1))
+        for use in (lambda: first["a"], lambda: first["b"], lambda: list(alone), lambda: len(alone)):
+            with pytest.raises(UserError, match="after round 1 are not stored any more"):
+                use()
+        assert ClientStates(saved=SavedStates(store, "m", 4), initial=initial)["b"] == {"x": 0}
 
 
 def test_the_servers_state_is_read_while_the_run_writes(tmp_path):

@@ -32,6 +32,7 @@ from polyfed.core.state_dict import PyTree
 from polyfed.simulation.storage.client_states import (
     ClientStates,
     groups_by_client,
+    lists_of_clients,
     load_states,
     without_groups,
     write_states,
@@ -55,6 +56,7 @@ class _ServerFile(TypedDict):
     round: int
     state: Any
     groups: NotRequired[list[str]]  # of the state, whose entries are in the store
+    lists: NotRequired[dict[str, str]]  # parts of the state that list the clients of a group
     client_states: NotRequired[dict[str, Any]]  # of the first versions: states without tensors
     files: NotRequired[list[str]]  # of the first versions: clients with a file
     unfinished: NotRequired[str]
@@ -146,7 +148,12 @@ def save_checkpoint_and_remove_older(
     state_hashes = write_states(
         store, checkpoint.client_states, groups, checkpoint.round, previous_round, rounds_on_disk
     )
-    server = {"round": checkpoint.round, "state": without_groups(checkpoint.state), "groups": list(groups)}
+    server = {
+        "round": checkpoint.round,
+        "state": without_groups(checkpoint.state),
+        "groups": list(groups),
+        "lists": lists_of_clients(checkpoint.state, groups) if groups else {},
+    }
     if checkpoint.unevaluated_record is not None:
         server["unfinished"] = json.dumps(checkpoint.unevaluated_record, allow_nan=False)
     if checkpoint.schedule is not None:
@@ -291,7 +298,9 @@ def _read_checkpoint(folder: Path, store: StateStore | None) -> Checkpoint:
         if groups := {name: load_states(store, name, number) for name in server["groups"]}:
             if not isinstance(state, dict):
                 raise UserError(f"the server's state is a {type(state).__name__}, not a mapping")
-            state = {**state, **groups}
+            initials = {key: groups[name].initial for key, name in server.get("lists", {}).items() if name in groups}
+            lists = {key: list(initial.clients) for key, initial in initials.items() if initial is not None}
+            state = {**state, **lists, **groups}
     return Checkpoint(number, state, states, _read_unevaluated_record(server), server.get("schedule"))
 
 

@@ -125,14 +125,26 @@ def sum_of_rows(connection: sqlite3.Connection, round_number: int) -> RowSum:
     return total
 
 
+def check_round_is_stored(connection: sqlite3.Connection, round_number: int) -> None:
+    """Raises a `UserError` if the rows of a round's checkpoint may have been removed, because it is not kept any more."""
+    if connection.execute("SELECT 1 FROM sums WHERE round = ?", (round_number,)).fetchone() is None:
+        raise UserError(
+            f"the clients' states after round {round_number} are not stored any more, since the run went on; read them "
+            "from a run that ends there"
+        )
+
+
 def find_row(connection: sqlite3.Connection, part: str, client: str, round_number: int) -> tuple[StateRow, bool] | None:
     """Returns the row of a client's state after a round, and whether it is the client's newest; None if the client had
-    no state."""
+    no state. Raises a `UserError` if the round's states are not stored any more."""
     columns = "round, hash, first, pieces, until"
     query = f"SELECT {columns} FROM states WHERE part = :part AND client = :client AND {VALID_AFTER_ROUND}"
     values = {"part": part, "client": encode_client_id(client), "round": round_number}
     row = connection.execute(query, values).fetchone()
-    return None if row is None else (StateRow(part, client, *row[:4]), row[4] is None)
+    if row is None:
+        check_round_is_stored(connection, round_number)
+        return None
+    return StateRow(part, client, *row[:4]), row[4] is None
 
 
 def read_state_bytes(connection: sqlite3.Connection, row: StateRow) -> bytes:

@@ -25,6 +25,7 @@ from polyfed.simulation.storage.state_rows import (
     VALID_AFTER_ROUND,
     RowSum,
     StateRow,
+    check_round_is_stored,
     connect_to_store,
     decode_client_id,
     find_row,
@@ -38,7 +39,7 @@ from polyfed.simulation.storage.state_rows import (
 STORE_FILE = "states.sqlite"  # in the folder of the checkpoints
 _SIDE_FILES = ("-wal", "-shm", "-journal")
 _CACHED_BYTES = 2**30  # of states that stay in memory too, so that runs with small states read nothing back
-_ENTRY_BYTES = 500  # of a cached state, besides its tensors
+_ENTRY_BYTES = 500  # of a cached state, and of each of its tensors, besides the tensors' values
 _DAMAGED = (sqlite3.Error, OverflowError, TypeError, UnicodeDecodeError)  # what reading a damaged file raises
 
 
@@ -112,6 +113,7 @@ class StateStore:
     def client_ids(self, part: str, round_number: int) -> list[str]:
         """Returns the sorted ids of the clients that had a state after a round."""
         with self._lock, self._reading() as connection:
+            check_round_is_stored(connection, round_number)
             query = f"SELECT client FROM states WHERE part = :part AND {VALID_AFTER_ROUND} ORDER BY client"
             return [
                 decode_client_id(key) for (key,) in connection.execute(query, {"part": part, "round": round_number})
@@ -120,6 +122,7 @@ class StateStore:
     def count(self, part: str, round_number: int) -> int:
         """Returns the number of clients that had a state after a round."""
         with self._lock, self._reading() as connection:
+            check_round_is_stored(connection, round_number)
             query = f"SELECT count(*) FROM states WHERE part = :part AND {VALID_AFTER_ROUND}"
             return int(connection.execute(query, {"part": part, "round": round_number}).fetchone()[0])
 
@@ -276,7 +279,7 @@ class StateStore:
         """Keeps a client's newest state in memory, unless that would be too much."""
         key = row.part, row.client
         self._forget(key)
-        nbytes = _ENTRY_BYTES + sum(tensor.nbytes for tensor in iter_tensors(state))
+        nbytes = _ENTRY_BYTES + sum(_ENTRY_BYTES + tensor.nbytes for tensor in iter_tensors(state))
         if self._cached_bytes + nbytes <= _CACHED_BYTES:
             self._cache[key] = _CachedState(row.round, state, nbytes)
             self._cached_bytes += nbytes
