@@ -16,7 +16,7 @@ from polyfed.algorithms import FedAvg, PFedMe
 from polyfed.core.messages.fixed_point import mean_from_fixed_point, parse_sum_message
 from polyfed.core.state_dict import iter_tensors
 from polyfed.simulation.engines import ray as engine_module
-from polyfed.simulation.engines import ray_payload, ray_sums
+from polyfed.simulation.engines import ray_actor, ray_payload, ray_sums
 from polyfed.simulation.engines.base import ClientTask, PartialSum, TaskResult
 from polyfed.simulation.engines.ray_sums import WorkerSum, read_summed_reply
 from polyfed.simulation.rounds.regional_sums import RegionalSum, summed_reply_form
@@ -173,7 +173,7 @@ def ray_in_this_process(monkeypatch):
         get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: next(nodes)),
         util=SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1"),
     )  # fmt: skip
-    for module in (engine_module, ray_sums, ray_payload):
+    for module in (engine_module, ray_sums, ray_payload, ray_actor):
         monkeypatch.setattr(module, "ray", fake)
     monkeypatch.setattr(ray_sums, "NodeAffinitySchedulingStrategy", lambda node, soft: node)
     monkeypatch.setattr(engine_module, "connect_to_ray_if_needed", lambda address, workers: False)
