@@ -6,20 +6,21 @@ Eight clients share scikit-learn's digits (Dirichlet 0.5 over the ten classes). 
 by the name of the next, which one model for all cannot fit as well. Every method has six settings to choose from, by the
 worst client's validation accuracy with seed 0: FedAvg six rates, the others two rates and three of their own values.
 Printed: accuracy of the worst client, and mean and standard deviation over clients, after 60 rounds, on test examples,
-over five seeds (of clients, draws and training) with the interval of 95 %; and the difference of the worst client's to
-FedAvg's, by seed.
+over five seeds (of clients, draws and training) with the interval of 95 %; and the worst client's difference to FedAvg's,
+by seed.
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rank_collapse import interval
 
 import polyfed as pf
 from polyfed.algorithms import AFL, FedAvg, QFedAvg
@@ -27,7 +28,6 @@ from polyfed.core.algorithm import Algorithm
 from polyfed.simulation.monitoring.progress import SilentProgress
 
 CLIENTS, ODD, ROUNDS, SEEDS = 8, 2, 60, (0, 1, 2, 3, 4)
-T_QUANTILE = 2.776  # of Student's t with four degrees of freedom, 97.5 %
 RATES = (0.1, 0.3)
 SETTINGS: dict[str, dict[str, Callable[..., Algorithm]]] = {
     "fedavg": {f"lr {lr}": partial(FedAvg, lr=lr) for lr in (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)},
@@ -44,7 +44,7 @@ def clients(seed: int) -> list[pf.Client]:
     network = pf.models.ModelSpec("mlp", {"hidden": (32,)}, pool.input_shape, 10)
     found = []
     for k, part in enumerate(parts):
-        sets = [(data.input_tensor, data.labels.clone()) for data in (part.train, part.test, part.val)]
+        sets = [tuple(data.batch(torch.arange(len(data)))) for data in (part.train, part.test, part.val)]
         if k >= CLIENTS - ODD:
             sets = [(x, torch.where(y % 3 == 0, (y + 1) % 10, y)) for x, y in sets]
         found.append(pf.Client(part.id, network, *sets))
@@ -63,12 +63,6 @@ def score(build: Callable[..., Algorithm], seed: int) -> dict[str, Any]:
         "mean": statistics.mean(row["accuracy"] for row in rows),
         "spread": statistics.pstdev(row["accuracy"] for row in rows), "seconds": round(time.process_time() - begin, 1),
     }  # fmt: skip
-
-
-def interval(values: Sequence[float]) -> str:
-    """Mean and half the width of the interval of 95 %, in per cent."""
-    half = T_QUANTILE * statistics.stdev(values) / len(values) ** 0.5
-    return f"{100 * statistics.mean(values):.1f} ± {100 * half:.1f}"
 
 
 def main() -> None:

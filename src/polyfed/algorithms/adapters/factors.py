@@ -23,7 +23,14 @@ def names_of_factor(names: Collection[str], factor: str) -> list[str]:
 
 @contextmanager
 def freeze_within_block(module: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Freezes the named parameters of a network inside the block; afterwards they can be trained again."""
+    """Freezes the named parameters of a network inside the block; afterwards they can be trained again.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> with freeze_within_block(layer, ["weight"]): print([p.requires_grad for p in layer.parameters()])
+    [False, True]
+    >>> [p.requires_grad for p in layer.parameters()]
+    [True, True]
+    """
     frozen = [p for name, p in module.named_parameters() if p.requires_grad and name in names]
     for parameter in frozen:
         parameter.requires_grad_(False)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import write_file_atomically
+from polyfed.core.io.atomic_files import read_file, write_file_atomically
 
 
 @final
@@ -93,7 +93,7 @@ def index_rows(columns: Iterable[Any], name: str) -> RowIndex:
 def load_index(file: Path, key: str) -> RowIndex | None:
     """Reads an index that `save_index` has written; None if there is none, or it is of another table or damaged."""
     try:
-        with np.load(BytesIO(file.read_bytes()), allow_pickle=False) as stored:
+        with np.load(BytesIO(read_file(file, None)), allow_pickle=False) as stored:
             if str(stored["key"]) != key:
                 return None
             text, ends = stored["ids"].tobytes(), stored["ends"]
