@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
+from polyfed.core.io.atomic_files import open_file
 from polyfed.data.formats.files import resolve_existing_path
 from polyfed.data.sources.grouped_clients import GroupedClients
 from polyfed.data.sources.row_index import RowIndex, load_index, save_index
@@ -132,15 +134,17 @@ class ParquetClients(GroupedClients):
         import pyarrow.parquet
 
         try:
-            return list(pyarrow.parquet.ParquetFile(self._files[0]).schema_arrow.names)
+            with open_file(self._files[0], sys.maxsize) as file:
+                return list(pyarrow.parquet.ParquetFile(file).schema_arrow.names)
         except (OSError, pyarrow.ArrowException) as error:
             raise UserError(f"{self._files[0]} cannot be read as Parquet: {error}") from error
 
     def _iterate_batches(self, columns: Sequence[str]) -> Iterator[Any]:
         import pyarrow.parquet
 
-        for file in self._files:
-            yield from pyarrow.parquet.ParquetFile(file).iter_batches(_ROWS_OF_BATCH, columns=list(columns))
+        for path in self._files:
+            with open_file(path, sys.maxsize) as file:
+                yield from pyarrow.parquet.ParquetFile(file).iter_batches(_ROWS_OF_BATCH, columns=list(columns))
 
     def _read_column(self, name: str) -> Iterator[Any]:
         for batch in self._iterate_batches([name]):

@@ -9,10 +9,10 @@ from typing import Any, final
 from polyfed.core.errors import UserError
 from polyfed.simulation.timing.device_files import (
     deal_entries_to_clients,
+    load_device_text,
     parse_number,
     read_csv_rows,
     read_json_mapping,
-    read_text,
 )
 
 
@@ -101,7 +101,7 @@ def read_availability(value: Any, client_ids: Sequence[str]) -> Mapping[str, Ava
     """
     if isinstance(value, Mapping):
         return _traces_of_intervals(value, client_ids, "availability")
-    text, place = read_text(value, "availability"), f"availability: {value!r}"
+    text, place = load_device_text(value, "availability"), f"availability: {value!r}"
     if value.endswith(".json"):
         entries = read_json_mapping(text, value, "availability")
         traces = {client: _parse_fedscale_trace(entry, f"{place}, {client!r}") for client, entry in entries.items()}

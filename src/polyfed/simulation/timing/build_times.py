@@ -8,7 +8,7 @@ from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.timing.availability import read_availability
 from polyfed.simulation.timing.client_times import ClientTimes
-from polyfed.simulation.timing.device_files import read_text
+from polyfed.simulation.timing.device_files import load_device_text
 from polyfed.simulation.timing.rates import parse_rates
 
 
@@ -36,7 +36,7 @@ def _hash_files(settings: Settings) -> str:
     """Returns a hash of the files that the settings name, by which a resumed run finds a changed one; "" for none."""
     paths = {name: getattr(settings, name) for name in ("speeds", "bandwidth", "availability")}
     texts = [
-        read_text(path, name)
+        load_device_text(path, name)
         for name, path in paths.items()
         if isinstance(path, str) and path.endswith((".csv", ".json"))
     ]

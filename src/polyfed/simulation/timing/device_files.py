@@ -17,7 +17,7 @@ _TRAINING_FACTOR = 3.0  # FedScale's: forward and backward pass take three times
 _BYTES_OF_KILOBIT = 128.0
 
 
-def read_text(path: str, name: str) -> str:
+def load_device_text(path: str, name: str) -> str:
     """Returns the text of a file; raises a `UserError` that begins with `name` if it cannot be read.
 
     Raises:
@@ -80,7 +80,7 @@ def read_device_file(path: str, column: str, name: str) -> dict[str, float]:
     Returns:
         Client -> rate.
     """
-    text = read_text(path, name)
+    text = load_device_text(path, name)
     if not path.endswith(".json"):
         rows = read_csv_rows(text, ("client", column), f"{name}: {path!r}")
         return {
