@@ -222,7 +222,6 @@ GUARDED = ("check_regular_file(", "open_file(", "read_file(", "read_text_file(")
 ALLOWED = {  # file -> how many such calls, and why
     # Nothing is read from a file of somebody else's.
     "simulation/storage/state_store.py": (1, "creates the file"),
-    "data/sources/row_index.py": (1, "bytes in memory"),
     "data/sources/table_clients.py": (3, "two streams of `open_file`, and a copy that it wrote itself"),
     "simulation/timing/availability.py": (
         1,

@@ -373,3 +373,15 @@ def test_compare_leaves_out_what_has_no_mean():
     )  # fmt: skip
     assert {row["method"] for row in found.table()} >= {"local", "fedavg"}
     assert "fedproto does not" in found.results["skipped"]["fedproto"]
+
+
+def test_idle_clients_are_listed_without_a_list():
+    from polyfed.simulation.asynchronous.idle_clients import IdleClients
+
+    ids = tuple(f"{k:03d}" for k in range(50))
+    for busy in ([], ["000"], ["049", "000", "001"], ["007", "008", "030"], list(ids)):
+        idle = IdleClients(ids, busy)
+        expected = [client for client in ids if client not in busy]
+        assert list(idle) == [idle[k] for k in range(len(idle))] == expected
+        with pytest.raises(IndexError):
+            idle[len(idle)]

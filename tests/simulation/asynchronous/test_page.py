@@ -1,6 +1,6 @@
 """The Python code of docs/asynchronous.md runs, and its list of methods is that of the code."""
 
-import ast
+import json
 import re
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def test_the_code_of_the_page_runs(capsys):
     names = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL):
         exec(block, names)  # noqa: S102  # the page's own code
-    waiting, buffered = (ast.literal_eval(line) for line in capsys.readouterr().out.splitlines())
+    waiting, buffered = map(json.loads, capsys.readouterr().out.splitlines())
     assert buffered[0] < waiting[0]  # three of eight replies come before the last
     assert len(names["run"].history) == 2
 

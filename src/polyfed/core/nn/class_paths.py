@@ -36,6 +36,7 @@ _FORMER_NAMES = {
     "IdentityWithCounters": "Counts",
     "NearestNeighbourMixture": "Neighbours",
     "NetworkPair": "Pair",
+    "OperationSampler": "Sampler",
 }
 _PATH_OF = {name: path for path, names in _PATHS.items() for name in names.split()}
 

@@ -10,6 +10,7 @@ from polyfed.core.algorithm import Message
 from polyfed.core.messages.message_compression import compress_message
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.simulation.asynchronous.flights import Flight, Flights
+from polyfed.simulation.asynchronous.idle_clients import IdleClients
 from polyfed.simulation.asynchronous.rebase import mix_model, rebase_update
 from polyfed.simulation.asynchronous.rules import AsynchronousRule, FedAsync
 from polyfed.simulation.engines.base import ClientTask
@@ -137,8 +138,8 @@ def plan_server_update(
         next_reply = min((flight.finishes for flight in at_work.values()), default=math.inf)
         num_free = concurrency - len(at_work)
         if num_free > 0 and next_reply > clock:
-            idle_ids = [client for client in all_ids if client not in at_work and client not in arrivals]
-            if idle_ids:
+            idle_ids = IdleClients(all_ids, [*at_work, *arrivals])
+            if len(idle_ids):
                 drawn_ids = sorted(draw(idle_ids, min(num_free, len(idle_ids)), clock, draws, bool(at_work)))
                 num_bytes = _count_bytes_of_updates(federation, previous, drawn_ids, times)
                 for client in drawn_ids:

@@ -140,13 +140,17 @@ class RoundScheduler:
         may_be_empty: bool,
     ) -> Sequence[str]:
         """Draws clients by the sampler, and checks that they are among those it may draw."""
-        if isinstance(self._sampler, UniformSampler) and size == len(ids):
-            return ids
+        is_uniform = isinstance(self._sampler, UniformSampler)
+        if is_uniform and size == len(ids):
+            return list(ids)
+        ids = ids if is_uniform else list(ids)  # an asynchronous run has no list of a million idle clients
         state = self._schedule.setdefault("sampler", {})
         num_examples = self._federation.client_registry.num_examples
         moment = SamplingRound(round_number, size, num_examples, clock, self._times, may_be_empty, state)
         generator = numpy_generator(derive_seed(self._settings.seed, round_number, purpose))
         drawn_ids = list(self._sampler.draw(moment, ids, history, generator))
+        if is_uniform:
+            return drawn_ids
         allowed = set(ids)
         name = type(self._sampler).__name__
         if strangers := [client for client in drawn_ids if client not in allowed]:
