@@ -7,11 +7,12 @@ images to train on and a perceptron of 64 hidden units, which takes a third of t
 seeds. The paper's form (16 hypernetworks, all clients' models) beside one
 hypernetwork with 16, 8 and 4 neighbours. For each, `hn_lr` is chosen from the same rates by the mean accuracy on the
 clients' validation examples over the seeds. The intervals are of the differences to the paper's form in the same seeds, from
-Student's t. Clients are trained as one stacked network (`engine="cohort"`). The output is written after each rate, and what
+Student's t. Clients are trained as one stacked network (`engine="cohort"`). The output is written after each run, and what
 is there is not computed again.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -33,18 +34,18 @@ def clients_of(seed):
     return [pf.Client(c.id, network, c.train, c.test, c.val) for c in groups.clients_of(seed, CLIENTS)]
 
 
-def measure(neighbours, rate):
-    found = {"accuracy": [], "val_accuracy": [], "weight_inside": [], "zero_rows": []}
-    for seed in range(SEEDS):
-        method = PFedLA(neighbours=neighbours, hn_lr=rate, **groups.OPTIONS)
-        run = pf.federate(clients_of(seed), method, rounds=groups.ROUNDS, seed=seed, evaluate_every=groups.ROUNDS,
-                          engine="cohort", workers=0, progress=False)  # fmt: skip
-        row = run.table()[-1]
-        found["accuracy"].append(round(row["accuracy"], 4))
-        found["val_accuracy"].append(round(row["val_accuracy"], 4))
-        found["weight_inside"].append(round(statistics.mean(groups.weight_inside(run).values()), 4))
-        found["zero_rows"].append(run.history[-1]["analysis"]["zero_rows"])
-    return found
+def measure(found, neighbours, rate):
+    """Adds the figures of the next seed."""
+    seed = len(found.setdefault("accuracy", []))
+    method = PFedLA(neighbours=neighbours, hn_lr=rate, **groups.OPTIONS)
+    run = pf.federate(clients_of(seed), method, rounds=groups.ROUNDS, seed=seed, evaluate_every=groups.ROUNDS,
+                      engine="cohort", workers=0, progress=False)  # fmt: skip
+    row = run.table()[-1]
+    found["accuracy"].append(round(row["accuracy"], 4))
+    found.setdefault("val_accuracy", []).append(round(row["val_accuracy"], 4))
+    inside = statistics.mean(groups.weight_inside(run).values())
+    found.setdefault("weight_inside", []).append(round(inside, 4))
+    found.setdefault("zero_rows", []).append(run.history[-1]["analysis"]["zero_rows"])
 
 
 def difference(ours, theirs):
@@ -59,15 +60,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rates", type=float, nargs="*", default=RATES, help="compute these only")
+    parser.add_argument("--forms", nargs="*", default=list(FORMS), help="compute these only")
     given = parser.parse_args()
     out = given.out
     results = json.loads(out.read_text()) if out.exists() else {"rates": {}}
-    for rate in given.rates:
-        for form, neighbours in FORMS.items():
-            by_rate = results["rates"].setdefault(form, {})
-            if str(rate) not in by_rate:
-                by_rate[str(rate)] = measure(neighbours, rate)
-                out.write_text(json.dumps(results, indent=1) + "\n")
+    for seed, rate, form in itertools.product(range(SEEDS), given.rates, given.forms):
+        found = results["rates"].setdefault(form, {}).setdefault(str(rate), {})
+        if len(found.get("accuracy", [])) <= seed:
+            measure(found, FORMS[form], rate)
+            out.write_text(json.dumps(results, indent=1) + "\n")
+    expected = {(form, str(rate)) for form in FORMS for rate in RATES}
+    complete = {
+        (f, r) for f, by_rate in results["rates"].items() for r, v in by_rate.items() if len(v["accuracy"]) == SEEDS
+    }
+    if expected - complete:
+        return
     chosen = {
         form: max(by_rate, key=lambda rate: statistics.mean(by_rate[rate]["val_accuracy"]))
         for form, by_rate in results["rates"].items()

@@ -16,8 +16,10 @@ from polyfed.core.errors import UserError
 from polyfed.core.machine.memory_limit import check_fits_in_memory
 from polyfed.core.state_dict import StateDict
 from polyfed.hypernetworks.layer_aggregation import (
+    HypernetworkSizes,
     WeightNormalisation,
     aggregation_logits,
+    hypernetwork_batch_slices,
     inner_products_with_updates,
     layer_aggregation_weights,
     mix_models_by_layer,
@@ -141,14 +143,16 @@ def update_models_and_shared_hypernetwork(
     rate = sizes.neighbours / 10 if options.hn_lr is None else options.hn_lr
     changed, trunks = dict[str, Mapping[str, Tensor]](), list[Mapping[str, Tensor]]()
     rows_by_position, recent_rows = defaultdict[int, list[Tensor]](list), _recent_rows(server_state, options)
+    mixtures, products = dict[str, _Mixture](), dict[str, Tensor]()
     for client in clients:
         mixture = _mixture_of(server_state, client, options, recent_rows)
-        products = inner_products_with_updates(
+        products[client] = inner_products_with_updates(
             mixture.models, mixture.weights_used, [replies[client]], server_state["layers"]
         )
-        (stepped,) = update_aggregation_hypernetworks(
-            [mixture.network], [mixture.own_place], products, rate, options.normalise
-        )
+        mixtures[client] = mixture._replace(models=())
+    stepped_by_client = _step_hypernetworks(mixtures, products, rate, sizes, options.normalise)
+    for client, mixture in mixtures.items():
+        stepped = stepped_by_client[client]
         trunks.append({name: stepped[name] for name in server_state["trunk"]})
         for place, position in enumerate(mixture.neighbours):
             rows_by_position[position].append(stepped["heads.weight"][:, place])
@@ -172,6 +176,34 @@ def update_models_and_shared_hypernetwork(
     new_rows = _rows_of(state, state["recent"], sizes)
     linked = {client: _with_best_neighbours(state, client, new_rows, sizes) for client in clients}
     return {**state, "hypernetworks": server_state["hypernetworks"] | changed | linked}
+
+
+def _step_hypernetworks(
+    mixtures: Mapping[str, _Mixture],
+    products: Mapping[str, Tensor],
+    rate: float,
+    sizes: SharedSizes,
+    normalise: WeightNormalisation,
+) -> dict[str, dict[str, Tensor]]:
+    """Returns each client's hypernetwork after a gradient step, by client; those with as many neighbours take it
+    together."""
+    clients_by_number = defaultdict[int, list[str]](list)
+    for client, mixture in mixtures.items():
+        clients_by_number[len(mixture.neighbours)].append(client)
+    stepped = dict[str, dict[str, Tensor]]()
+    for number, clients in sorted(clients_by_number.items()):
+        network_sizes = HypernetworkSizes(number, sizes.layers, sizes.embedding, sizes.hidden)
+        for few in hypernetwork_batch_slices(len(clients), network_sizes):
+            together = clients[few]
+            networks = update_aggregation_hypernetworks(
+                [mixtures[client].network for client in together],
+                [mixtures[client].own_place for client in together],
+                torch.cat([products[client] for client in together]),
+                rate,
+                normalise,
+            )
+            stepped |= dict(zip(together, networks, strict=True))
+    return stepped
 
 
 def analyse_mixtures(
