@@ -223,10 +223,6 @@ ALLOWED = {  # file -> how many such calls, and why
     # Nothing is read from a file of somebody else's.
     "simulation/storage/state_store.py": (1, "creates the file"),
     "data/sources/table_clients.py": (3, "two streams of `open_file`, and a copy that it wrote itself"),
-    "simulation/timing/availability.py": (
-        1,
-        "a function of polyfed.simulation.timing with this name, which is guarded",
-    ),
     "cli/commands/options/recipes.py": (2, "recipes that polyfed ships"),
     "cli/static_registry.py": (1, "polyfed's own source"),
     "core/machine/memory_limit.py": (1, "the system says how much memory there is"),
