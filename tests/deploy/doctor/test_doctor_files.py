@@ -290,6 +290,7 @@ def test_the_words_of_a_site_are_those_that_a_site_knows():
         ({"secure": True}, "secure=true needs key"),
         ({"noise-multiplier": 1.0}, "needs clip-norm"),
         ({"noise-multiplier": 1.0, "clip-norm": 1, "disclose": "loss"}, "take disclose out"),
+        ({"max-epsilon": 8.0, "disclose": "accuracy, look"}, "with max-epsilon no look may leave"),
     ],
 )  # fmt: skip
 def test_words_of_a_site_that_do_not_fit(words, sentence):

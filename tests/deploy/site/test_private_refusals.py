@@ -70,6 +70,18 @@ def epsilon(value, **words):
         ),
         (epsilon(1e-7), lambda c: c, "its log says why, and the cure", "no noise gives epsilon 1e-07"),
         (epsilon(3.0, unit="group"), lambda c: c, "its log says why, and the cure", "give group=, or unit='example'"),
+        (
+            dataclasses.replace(METHOD, privacy=pf.Privacy(noise_multiplier=1e-200, run_epochs=1)),
+            lambda c: c,
+            "would spend more than the budget",
+            "epsilon of each example would be inf",
+        ),
+        (
+            dataclasses.replace(METHOD, privacy=pf.Privacy(noise_multiplier=1e4, run_epochs=10**19)),
+            lambda c: c,
+            "a site counts at most 1000000000000",
+            "a site counts at most",
+        ),
         (METHOD, with_groups, "run with algorithm.privacy.unit = 'group'", "run with algorithm.privacy.unit"),
         (
             FedAvg(privacy=PRIVACY, sampler="balanced"),

@@ -11,6 +11,7 @@ from polyfed.core.errors import UserError
 
 _ORDERS = (*range(2, 65), *range(68, 257, 4), *range(272, 1025, 16))
 _MOST_NOISE = 1e5
+_LEAST_NOISE = 1e-6  # below, numbers overflow, and ε is far above a million
 
 
 def renyi_divergences(sampling_rate: float, noise_multiplier: float) -> NDArray[np.float64]:
@@ -19,6 +20,8 @@ def renyi_divergences(sampling_rate: float, noise_multiplier: float) -> NDArray[
     For whole α it is log(A_α)/(α − 1) with A_α = Σ_k C(α, k) (1 − q)^(α−k) q^k exp(k(k − 1)/(2σ²)) (Mironov, Talwar and
     Zhang 2019, section 3.3); with q = 1 it is α/(2σ²).
     """
+    if noise_multiplier < _LEAST_NOISE:
+        return np.full(len(_ORDERS), math.inf)
     if sampling_rate >= 1:
         return np.asarray(_ORDERS, float) / (2 * noise_multiplier**2)
     log_q, log_rest = math.log(sampling_rate), math.log1p(-sampling_rate)

@@ -81,7 +81,15 @@ def check_node_config(component: str, node_config: Mapping[str, Any]) -> Finding
         yield problem_finding(
             component, "node-config: with noise-multiplier no numbers may leave the site; take disclose out"
         )
-    if node_config.get("max-epsilon") and not node_config.get("noise-multiplier"):
+    protects_units = node_config.get("max-epsilon") and not node_config.get("noise-multiplier")
+    disclosed = {word.strip() for word in str(node_config.get("disclose", "")).split(",")}
+    if protects_units and (uncovered := sorted(disclosed & {"look", "errors", "seconds"})):
+        has_problem = True
+        words = " or ".join(uncovered)
+        yield problem_finding(
+            component, f"node-config: with max-epsilon no {words} may leave the site; take it out of disclose"
+        )
+    if protects_units:
         yield note_finding(
             component,
             "node-config: max-epsilon without noise-multiplier is the budget of each example or patient; this site takes "

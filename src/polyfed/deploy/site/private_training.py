@@ -40,6 +40,7 @@ from polyfed.simulation.engines.base import Engine, TaskResult
 
 _LOG = logging.getLogger("polyfed.site")
 _PERSONAL_NOISE_FILE = "personal-noise.json"
+_MOST_STEPS = 10**12
 
 
 class _PersonalNoise(TypedDict):
@@ -131,6 +132,8 @@ class PrivateTrainingGuard:
         self._check_steps(PrivateSteps(privacy.unit, rate, noise_multiplier, privacy.steps_of_run(rate)), "this run")
 
     def _check_steps(self, steps: PrivateSteps, what: str) -> None:
+        if steps.number > _MOST_STEPS:
+            raise RefusalError(f"{what} has {steps.number} steps, and a site counts at most {_MOST_STEPS}")
         try:
             check_budget_for_steps(self.ledger, self.data_set, self.protection, steps)
         except UserError as error:
