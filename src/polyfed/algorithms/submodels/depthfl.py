@@ -60,7 +60,7 @@ class DepthFL(Averaging):
         stacked=True,
     )
 
-    requires: ClassVar[frozenset[str]] = frozenset({"architectures", "classification"})
+    requires: ClassVar[frozenset[str]] = frozenset({"architectures", "classification", "one_input_spec"})
     discloses: ClassVar[frozenset[str]] = frozenset({"architecture", "weights"})
     distill: float = 1.0
     rampup: float = 0.3
