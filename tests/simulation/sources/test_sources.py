@@ -1,6 +1,7 @@
 """Runs over a source of clients: the bits of a list, clients made where they run and dropped after, checks, resuming."""
 
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -11,6 +12,9 @@ import polyfed as pf
 from polyfed.core.client_source import SourceManifest
 from polyfed.core.errors import ClientError, UserError
 from polyfed.data import SyntheticClients
+from polyfed.simulation.engines.inprocess import InProcessEngine
+from polyfed.simulation.rounds.preparation import check_and_build_federation
+from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
 from polyfed.testing.run_equality import assert_runs_equal
 
@@ -256,3 +260,20 @@ def test_manifest_of_another_length():
     source.manifest = lambda: SourceManifest([1, 2])
     with pytest.raises(UserError, match="num_examples has 2 numbers, and the source 3 clients"):
         pf.federate(source, "fedavg", **OPTIONS)
+
+
+def test_clients_of_a_source_can_be_sent_to_another_process():
+    settings = Settings(rounds=1, clients_per_round=2, workers=0)
+    source = SyntheticClients(40, examples=(8, 12))
+    federation = check_and_build_federation(source, pf.algorithms.FedAvg(), settings, None, None)
+    clients = pickle.loads(pickle.dumps(federation.clients))  # noqa: S301
+    chosen = federation.sample_cohort(1)
+    (tasks,) = federation.build_task_blocks("local", chosen, 1, federation.initial_checkpoint())
+    here, there = (
+        [result.reply for result in InProcessEngine(federation.algorithm, of, torch.device("cpu")).run(tasks)]
+        for of in (federation.clients, clients)
+    )
+    for ours, theirs in zip(here, there, strict=True):
+        assert ours.tensors.keys() == theirs.tensors.keys()
+        for group, tree in ours.tensors.items():
+            assert all(torch.equal(tensor, theirs.tensors[group][name]) for name, tensor in tree.items())
