@@ -20,6 +20,7 @@ from polyfed.algorithms.distillation.fedkd import FedKD
 from polyfed.algorithms.distillation.fedmd import FedMD
 from polyfed.algorithms.distillation.fedmrl import FedMRL
 from polyfed.algorithms.distillation.fml import FML
+from polyfed.algorithms.distillation.takfl import TAKFL
 from polyfed.algorithms.global_model.afl import AFL
 from polyfed.algorithms.global_model.fedavg import FedAvg
 from polyfed.algorithms.global_model.feddyn import FedDyn
@@ -55,6 +56,7 @@ from polyfed.algorithms.personalised.local import Local
 from polyfed.algorithms.personalised.per_fedavg import PerFedAvg
 from polyfed.algorithms.personalised.pfedme import PFedMe
 from polyfed.algorithms.prototypes.fedgh import FedGH
+from polyfed.algorithms.prototypes.fedl2g import FedL2G
 from polyfed.algorithms.prototypes.fedproto import FedProto
 from polyfed.algorithms.prototypes.fedtgp import FedTGP
 from polyfed.algorithms.submodels.depthfl import DepthFL
@@ -77,6 +79,7 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
     "fedmd": FedMD,
     "fedmrl": FedMRL,
     "fml": FML,
+    "takfl": TAKFL,
     "afl": AFL,
     "fedavg": FedAvg,
     "feddyn": FedDyn,
@@ -114,6 +117,7 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
     "per_fedavg": PerFedAvg,
     "pfedme": PFedMe,
     "fedgh": FedGH,
+    "fedl2g": FedL2G,
     "fedproto": FedProto,
     "fedtgp": FedTGP,
     "depthfl": DepthFL,
@@ -155,6 +159,7 @@ __all__ = [
     "FML",
     "IFCA",
     "REGISTRY",
+    "TAKFL",
     "CAFedDSNAS",
     "CAFedPNAS",
     "DepthFL",
@@ -177,6 +182,7 @@ __all__ = [
     "FedHeNN",
     "FedHeNNHomo",
     "FedKD",
+    "FedL2G",
     "FedMD",
     "FedMRL",
     "FedNova",

@@ -10,31 +10,17 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.base.averaging import Averaging, ServerState
+from polyfed.algorithms.distillation.ensemble_distillation import EnsembleDistillationMethod
 from polyfed.algorithms.distillation.output_matching import fit_to_targets, softened_kl_divergence
-from polyfed.core.algorithm import Architecture, ClientInfo, Message, ServerContext
-from polyfed.core.errors import UserError
-from polyfed.core.evaluation.evaluate import predict
-from polyfed.core.examples.examples import Examples
+from polyfed.core.algorithm import ServerContext
 from polyfed.core.method_card import MethodCard
-from polyfed.core.nn.buffers import BufferPolicy
-from polyfed.core.nn.module_cache import (
-    cached_module,
-    copy_trained_weights_and_buffers,
-    fill_module,
-    initial_state,
-    restore_all_but_weights_and_set_eval,
-)
-from polyfed.core.seeds import derive_seed
+from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers, fill_module
 from polyfed.core.state_dict import StateDict
-from polyfed.core.training.config import LocalTraining
-
-# The server keeps "model": θ^p by architecture; "seed" of the run; "round"
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedDF(Averaging):
+class FedDF(EnsembleDistillationMethod):
     """Trains one model for each architecture: by FedAvg among the clients with this architecture, then by distilling
     all clients' models into it on the server's public examples.
 
@@ -70,100 +56,24 @@ class FedDF(Averaging):
         stacked=True,
     )
 
-    requires: ClassVar[frozenset[str]] = frozenset({"architectures", "public_data", "classification"})
-    discloses: ClassVar[frozenset[str]] = frozenset({"architecture", "weights"})
-    server_steps: int = 500
-    server_lr: float = 0.001
-    server_batch_size: int = 128
-    weighted: bool = True
-    buffers: BufferPolicy = "average"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require(self.server_steps >= 0, "server_steps", "at least 0 (0 is FedAvg by architecture)")
-        self._positive("server_lr")
-        self._require(self.server_batch_size >= 0, "server_batch_size", "at least 1, or 0 for all public examples")
-        self._require(self.buffers == "average", "buffers", "'average', since the server runs the clients' models")
-
-    @property
-    def aggregates_by_sum(self) -> bool:
-        """Returns False, since the server needs each client's model, not only their sum."""
-        return False
-
-    # -- server ---------------------------------------------------------------------------------------------------
-
-    def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: an initial model for each architecture; raises a `UserError` if
-        these differ in their number of outputs.
-        """
-        assert server.architectures is not None  # `requires` names both
-        assert server.public is not None
-        initial_models = {
-            key: initial_state(factory, server.seed) for key, factory in sorted(server.architectures.items())
-        }
-        example = server.public.head()
-        num_outputs = {
-            key: _predict_public(server.architectures[key], tree, example).shape[1]
-            for key, tree in initial_models.items()
-        }
-        if len(set(num_outputs.values())) > 1:
-            outputs_by_client = {
-                client_info.id: num_outputs[client_info.architecture or ""] for client_info in server.clients
-            }
-            first, second = (
-                next(i for i in outputs_by_client if outputs_by_client[i] == width)
-                for width in list(dict.fromkeys(outputs_by_client.values()))[:2]
-            )
-            raise UserError(
-                f"FedDF: the network of {first!r} has {outputs_by_client[first]} outputs, that of {second!r} "
-                f"{outputs_by_client[second]}, which cannot be averaged; give all networks the same number of outputs, one "
-                "for each class of the federation"
-            )
-        return {"model": initial_models, "seed": server.seed, "round": 0}
-
-    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client: the current model of its architecture, and the learning rate of the round."""
-        return Message(
-            {"model": server_state["model"][client_info.architecture]},
-            {"lr": self.lr_at(client_info.round, client_info.rounds)},
-        )
-
-    def aggregate(
-        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
-    ) -> ServerState:
-        """Averages the clients' models of each architecture, then distils the mean output of all models into each
-        average for `server_steps`; returns the new server state.
-        """
+    def distil(
+        self, architecture: str, tree: StateDict, outputs: Mapping[str, Tensor], server: ServerContext, seed: int
+    ) -> StateDict:
+        """Trains the average θ^p on the mean outputs of all clients of the round, of whatever architecture."""
         assert server.architectures is not None
         assert server.public is not None
-        architecture_by_client = {client_info.id: client_info.architecture or "" for client_info in server.clients}
-        models, round_number = dict(server_state["model"]), server_state["round"] + 1
-        for key in sorted({architecture_by_client[i] for i in replies}):
-            models[key] = self._average_by_client(
-                {i: replies[i].tensors["model"] for i in sorted(replies) if architecture_by_client[i] == key}, replies
-            )
-        if not self.server_steps:
-            return {**server_state, "model": models, "round": round_number}
-        client_models = [
-            (server.architectures[architecture_by_client[i]], replies[i].tensors["model"]) for i in sorted(replies)
-        ]
-        mean_outputs = torch.stack(
-            [_predict_public(factory, tree, server.public) for factory, tree in client_models]
-        ).mean(0)
-        options = LocalTraining(local_steps=self.server_steps, batch_size=self.server_batch_size, optimizer="adam")
-        seed = derive_seed(server_state["seed"], round_number, "server")
-        for key, tree in models.items():
-            student = fill_module(cached_module(server.architectures[key]).module, tree)
-            fit_to_targets(
-                student, server.public, mean_outputs, options, lr=self.server_lr, seed=seed, distance=_kl_divergence
-            )
-            models[key] = copy_trained_weights_and_buffers(student)
-        return {**server_state, "model": models, "round": round_number}
-
-
-def _predict_public(factory: Architecture, tree: StateDict, examples: Examples) -> Tensor:
-    """Returns the logits of a client's model on public examples."""
-    return predict(restore_all_but_weights_and_set_eval(fill_module(cached_module(factory).module, tree)), examples)
+        student = fill_module(cached_module(server.architectures[architecture]).module, tree)
+        targets = torch.stack(list(outputs.values())).mean(0)
+        fit_to_targets(
+            student,
+            server.public,
+            targets,
+            self.distillation_options,
+            lr=self.server_lr,
+            seed=seed,
+            distance=_kl_divergence,
+        )
+        return copy_trained_weights_and_buffers(student)
 
 
 def _kl_divergence(teacher: Tensor, student: Tensor) -> Tensor:

@@ -105,6 +105,10 @@ class FedMRL(MutualLearningMethod, WrapsNetwork):
         shared = cached_module(factory, client.train.device).module
         networks = super().personal_model(Message(), client_state, client, seed), shared
         layers = [net.get_submodule(representation_module_name(net, client.train)) for net in networks]
+        if not all(isinstance(layer, nn.Linear) for layer in layers):
+            kinds = [type(layer).__name__ for layer in layers]
+            raise UserError(f"FedMRL: the last layers of the network of {client.id!r} and of the shared one are {kinds}; "
+                            "give networks that end in an nn.Linear")  # fmt: skip
         places = [list(net.modules()).index(layer) for net, layer in zip(networks, layers, strict=True)]
         width, shared_width = (last_layer(net, place).in_features for net, place in zip(networks, places, strict=True))
         if shared_width > width or layers[1].out_features != client_state["outputs"]:
