@@ -24,6 +24,7 @@ from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.examples.examples import Examples
 from polyfed.core.serialization import deserialize_state, serialize_state
+from polyfed.core.training.config import LocalTraining
 from polyfed.data.partitioning.folds import Folds
 from polyfed.simulation.callbacks.base import Callback
 from polyfed.simulation.federate import resume_federation, run_federation
@@ -247,7 +248,10 @@ def execute_or_load_runs(
     for job in run_specs:
         history = None
         if job.folder is not None:
-            method = describe_method_and_settings(job.method, plan.settings)["algorithm"]
+            run_method = job.method  # as a run writes it: with the steps of the whole run in `privacy`
+            if isinstance(run_method, LocalTraining):
+                run_method = run_method.with_privacy_of_run(plan.settings.rounds)
+            method = describe_method_and_settings(run_method, plan.settings)["algorithm"]
             history = load_history_if_finished(
                 job.folder, plan.settings.rounds, clients, job.seed, method, job.data_fingerprint
             )

@@ -259,6 +259,24 @@ def test_a_comparison_leaves_out_what_noise_does_not_cover():
     assert set(found.results["methods"]) == {"local", "fedavg", "fedavg_ft"}
 
 
+def test_a_comparison_with_privacy_goes_on_where_it_was_stopped(tmp_path):
+    private = pf.algorithms.FedAvg(lr=0.1, privacy=Privacy(target_epsilon=8.0))
+    words = {
+        "rounds": 1,
+        "seeds": 1,
+        "tune": "none",
+        "references": False,
+        "parallel": 1,
+        "quiet": True,
+        "out": tmp_path,
+    }
+    first = pf.compare(clients(2), [private], **words)
+    finished = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("metrics.jsonl"))
+    again = pf.compare(clients(2), [private], **words)
+    assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("metrics.jsonl")) == finished
+    assert again.table() == first.table()
+
+
 def test_one_client_alone_cannot_be_without():
     with pytest.raises(UserError, match=r"by_client\['client-0'\] cannot have 'privacy'; it is the same for all"):
         pf.algorithms.Local(privacy=Privacy(target_epsilon=8.0), by_client={"client-0": {"privacy": None}})
