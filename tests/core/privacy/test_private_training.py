@@ -173,7 +173,7 @@ def test_a_stopped_run_goes_on_with_the_same_noise(tmp_path, workers):
     whole = pf.federate(clients(), private, rounds=2, seed=4, workers=0)
     out = tmp_path / "run"
     pf.federate(clients(), private, rounds=2, seed=4, workers=workers, out=out, callbacks=[StopAfterOne()])
-    resumed = pf.resume(out, clients=clients(), workers=workers)
+    resumed = pf.resume(out, clients=clients(), algorithm=private if workers else None, workers=workers)
     assert torch.equal(whole.model("client-0")[0].weight, resumed.model("client-0")[0].weight)
     assert resumed.history[-1]["epsilon"] == whole.history[-1]["epsilon"]
 

@@ -15,6 +15,7 @@ from polyfed.core.io.trusted_code import find_trusted_import_path, import_truste
 from polyfed.core.io.validation import build_dataclass, validation_error
 from polyfed.core.privacy.options import Privacy
 from polyfed.core.task import Task, TaskSpec
+from polyfed.core.training.config import LocalTraining
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.directory import to_plain_values
 
@@ -63,6 +64,8 @@ def restore_settings_and_method(
     saved = read_section(config, "algorithm")
     if not isinstance(algorithm, Algorithm):  # None, or something that `federate` rejects later
         return RestoredConfiguration(settings, build_method(saved) if algorithm is None else algorithm)
+    if isinstance(algorithm, LocalTraining):
+        algorithm = algorithm.with_privacy_of_run(settings.rounds)
     current = _describe_method(algorithm)
     saved = rename_former_fields(saved, current)
     declared_fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
