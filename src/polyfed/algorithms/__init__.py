@@ -41,6 +41,7 @@ from polyfed.algorithms.partial_sharing.fedbn import FedBN
 from polyfed.algorithms.partial_sharing.fedpac import FedPAC
 from polyfed.algorithms.partial_sharing.fedper import FedPer
 from polyfed.algorithms.partial_sharing.fedrep import FedRep
+from polyfed.algorithms.partial_sharing.gpfl import GPFL
 from polyfed.algorithms.partial_sharing.lg_fedavg import LGFedAvg
 from polyfed.algorithms.personalised.apfl import APFL
 from polyfed.algorithms.personalised.ditto import Ditto
@@ -102,6 +103,7 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
     "fedpac": FedPAC,
     "fedper": FedPer,
     "fedrep": FedRep,
+    "gpfl": GPFL,
     "lg_fedavg": LGFedAvg,
     "apfl": APFL,
     "ditto": Ditto,
@@ -157,6 +159,7 @@ __all__ = [
     "FD",
     "FLHAGHN",
     "FML",
+    "GPFL",
     "IFCA",
     "REGISTRY",
     "TAKFL",

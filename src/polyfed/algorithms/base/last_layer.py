@@ -32,28 +32,30 @@ def find_last_layer(client: Client) -> tuple[str, int]:
 
 
 @contextmanager
-def watch_last_layer(network: nn.Module, name: str, vector: Tensor | None = None) -> Iterator[list[Tensor]]:
-    """Stores, inside a `with` block, the representation of each batch that a network computes, and adds a vector to what
-    the named module gets of it.
+def watch_last_layer(
+    network: nn.Module, name: str, transform: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[list[Tensor]]:
+    """Stores, inside a `with` block, the representation of each batch that a network computes, and transforms it before
+    the named module gets it.
 
-    Yields a list, which holds the flattened representation of the last batch, (batch, width), without the vector.
+    Yields a list, which holds the flattened representation of the last batch, (batch, width), before it is transformed.
 
     >>> layer = nn.Linear(2, 2)
-    >>> with watch_last_layer(layer, "", torch.ones(2)) as seen: shifted = layer(torch.zeros(1, 2))
+    >>> with watch_last_layer(layer, "", lambda z: z + 1) as seen: shifted = layer(torch.zeros(1, 2))
     >>> seen[-1], torch.equal(shifted, layer(torch.ones(1, 2)))
     (tensor([[0., 0.]]), True)
     """
     seen: list[Tensor] = []
 
-    def add_vector(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def replace_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         z = args[0] if args else first_leaf(kwargs)
         seen[:] = [z.flatten(1)]
-        if vector is None:
+        if transform is None:
             return None
-        shifted = (z.flatten(1) + vector).view_as(z)
-        return ((shifted, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): shifted})
+        transformed = transform(z.flatten(1)).view_as(z)
+        return ((transformed, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): transformed})
 
-    hook = network.get_submodule(name).register_forward_pre_hook(add_vector, with_kwargs=True)
+    hook = network.get_submodule(name).register_forward_pre_hook(replace_input, with_kwargs=True)
     try:
         yield seen
     finally:
@@ -105,7 +107,25 @@ class ShiftedRepresentation(_AtLastLayer):
 
     def forward(self, *parts: Any, **kwargs: Any) -> Tensor:
         """Returns the outputs for the shifted representations, (batch, outputs)."""
-        with watch_last_layer(self.network, self.layer_name, self.vector):
+        with watch_last_layer(self.network, self.layer_name, lambda z: z + self.vector):
+            return logits_of(self.network(*parts, **kwargs))
+
+
+@final
+class ConditionedRepresentation(_AtLastLayer):
+    """Scales and shifts the representations from which a network's last layer computes its outputs, and sets negative
+    numbers to 0."""
+
+    def __init__(self, network: nn.Module, name: str | Tensor, scale: Tensor, shift: Tensor) -> None:
+        super().__init__(network, name)
+        self.scale: Tensor
+        self.shift: Tensor
+        self.register_buffer("scale", scale)
+        self.register_buffer("shift", shift)
+
+    def forward(self, *parts: Any, **kwargs: Any) -> Tensor:
+        """Returns the outputs for the representations relu(scale·z + shift), (batch, outputs)."""
+        with watch_last_layer(self.network, self.layer_name, lambda z: (self.scale * z + self.shift).relu()):
             return logits_of(self.network(*parts, **kwargs))
 
 

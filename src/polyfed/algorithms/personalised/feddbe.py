@@ -147,7 +147,7 @@ class FedDBE(Averaging, ValidatesNetworks, WrapsNetwork):
             running_mean[0] = mean.detach()
             return task_loss(batch.outputs, batch.targets) + self.kappa / 2 * (mean - target).square().mean()
 
-        with watch_last_layer(module, name, vector if self.memory else None) as seen:
+        with watch_last_layer(module, name, (lambda z: z + vector) if self.memory else None) as seen:
             trained_vectors = [vector] if self.memory else []
             return fit_with_extra_tensors(module, client, self, trained_vectors, lr=lr, seed=seed, loss=loss)
 

@@ -1,0 +1,101 @@
+"""GPFL: representations conditioned on embeddings of the classes. Rounds by hand, what travels, learning."""
+
+import pytest
+import torch
+from halves import FULL, OPTIONS, mixed, plain, play, run, short
+from torch.nn import functional as F
+from two_parts import BODY, HEAD, mean_of, swapped
+
+import polyfed as pf
+from polyfed.algorithms import GPFL, FedAvg
+from polyfed.algorithms.partial_sharing.gpfl import condition_of, draw_conditional
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
+from polyfed.core.nn.module_cache import initial_state
+
+
+def conditioned(t, z, context):
+    """relu((1 + γ(c))·z + β(c)), with the layer norms written out."""
+
+    def part(name):
+        h = torch.relu(t[f"{name}.weight"] @ context + t[f"{name}.bias"])
+        normal = (h - h.mean()) / ((h - h.mean()).square().mean() + 1e-5).sqrt()
+        return normal * t[f"{name}.norm.weight"] + t[f"{name}.norm.bias"]
+
+    return torch.relu((1 + part("gamma")) * z + part("beta"))
+
+
+def shares(c):
+    return torch.tensor([float((c.train.y == k).float().mean()) for k in range(3)])
+
+
+@pytest.mark.parametrize(("lam", "mu"), [(0.01, 0.1), (0.5, 0.0)])
+def test_rounds_in_plain_torch_are_the_same(lam, mu):
+    clients = plain(mixed(classes=[(0, 1), (1, 2), (0, 1, 2)]))
+    _, state, own, replies = play(GPFL(**FULL, lam=lam, mu=mu), clients, rounds=2)
+    draw, shared = initial_state(short, 3), draw_conditional(3, 8, 3)
+    body, heads = {n: draw[n] for n in BODY}, [{n: draw[n] for n in HEAD} for _ in clients]
+    sizes = [len(c.train) for c in clients]
+    for _ in range(2):
+        received, trained = shared["embeddings"].clone(), []
+        for c, head in zip(clients, heads, strict=True):
+            x, y, p = c.train.x, c.train.y, {n: t.clone() for n, t in {**body, **head, **shared}.items()}
+            generic, personal = received.mean(0), (shares(c)[:, None] * received).sum(0)
+            for _ in range(3):
+                leaves = {n: t.requires_grad_(True) for n, t in p.items()}
+                z = torch.tanh(x @ leaves["0.weight"].T + leaves["0.bias"])
+                outputs = conditioned(leaves, z, personal) @ leaves["2.weight"].T + leaves["2.bias"]
+                common, e = conditioned(leaves, z, generic), leaves["embeddings"]
+                cosines = (common @ e.T) / common.norm(dim=1)[:, None].clamp(min=1e-12) / e.norm(dim=1)
+                loss = F.cross_entropy(outputs, y) + F.cross_entropy(cosines, y)
+                loss = loss + lam * (common - received[y]).square().sum().sqrt()
+                loss = loss + mu / 2 * sum(leaves[n].square().sum() for n in shared)
+                slopes = torch.autograd.grad(loss, list(leaves.values()))
+                p = {n: t.detach() - 0.1 * g for (n, t), g in zip(p.items(), slopes, strict=True)}
+            trained.append(p)
+        body, heads = mean_of(trained, sizes, BODY), [{n: p[n] for n in HEAD} for p in trained]
+        shared = mean_of(trained, sizes, list(shared))
+    for name, tensor in {**body, **shared}.items():
+        found = {**state["model"], **state["conditional"]}[name]
+        torch.testing.assert_close(found, tensor, rtol=1e-4, atol=1e-5)
+    for c, head in zip(clients, heads, strict=True):
+        assert set(replies[c.id].tensors["model"]) == set(BODY)  # the head is never sent
+        for name in HEAD:
+            torch.testing.assert_close(own[c.id]["head"][name], head[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_evaluated_network_is_conditioned_on_the_clients_shares_of_classes():
+    clients, method = plain(mixed(classes=[(0, 1), (1, 2), (0, 1, 2)])), GPFL(**OPTIONS)
+    federation, state, own, _ = play(method, clients, rounds=2)
+    for c in clients:
+        message = method.dispatch(state, federation.client_info(c.id, 2, "personal"))
+        with exclusive_single_torch_thread_with_grad():
+            network = method.personal_model(message, own[c.id], c, 0)
+            found = network(c.test.x)
+        theta, h, shared = state["model"], own[c.id]["head"], state["conditional"]
+        z = torch.tanh(c.test.x @ theta["0.weight"].T + theta["0.bias"])
+        v = conditioned(shared, z, (shares(c)[:, None] * shared["embeddings"]).sum(0))
+        torch.testing.assert_close(found, v @ h["2.weight"].T + h["2.bias"], rtol=1e-4, atol=1e-5)
+
+
+def test_all_clients_begin_with_the_same_embeddings():
+    clients = plain(mixed())
+    first = [GPFL().client_init(c, 3)["first"] for c in clients]
+    assert all(torch.equal(first[0][name], other[name]) for other in first for name in first[0])
+    assert not torch.equal(first[0]["embeddings"], GPFL().client_init(clients[0], 4)["first"]["embeddings"])
+
+
+def test_a_condition_of_no_scale_and_no_shift_leaves_positive_representations():
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in draw_conditional(3, 8, 0).items()}
+    z = torch.rand(5, 8)
+    assert torch.equal(condition_of(tensors, torch.ones(8)).apply(z), z)
+
+
+def test_it_learns_clients_who_give_the_same_inputs_other_labels():
+    ours, theirs = (run(m(lr=0.1, batch_size=8), swapped(), rounds=15).table()[-1]["accuracy"] for m in (GPFL, FedAvg))
+    assert ours > theirs + 0.3
+
+
+@pytest.mark.parametrize("wrong", [{"lam": -1.0}, {"mu": -1.0}])
+def test_wrong_fields_are_refused(wrong):
+    with pytest.raises(pf.UserError, match=f"GPFL: {next(iter(wrong))} must be"):
+        GPFL(**wrong)
