@@ -54,7 +54,7 @@ class QFedAvg(Averaging):
     )
 
     discloses: ClassVar[frozenset[str]] = frozenset({"weights", "received_loss"})
-    groups: ClassVar[tuple[str, ...]] = ("delta", "buffers", "step")
+    groups: ClassVar[tuple[str, ...]] = ("delta", "model", "step")
     _differences: ClassVar[frozenset[str]] = frozenset({"delta"})
     q: float = 1.0
     lipschitz: float | None = None
@@ -78,10 +78,10 @@ class QFedAvg(Averaging):
         single number.
         """
         model = state_dict_spec(message.tensors["model"])
-        buffers = {name for name in reply.tensors.get("buffers", {}) if name not in reply.tensors.get("delta", {})}
+        buffers = {name for name in reply.tensors.get("model", {}) if name not in reply.tensors.get("delta", {})}
         return {
             "delta": {name: form for name, form in model.items() if name not in buffers},
-            "buffers": {name: form for name, form in model.items() if name in buffers},
+            "model": {name: form for name, form in model.items() if name in buffers},
             "step": {"h": ((), torch.float64)},
         }
 
@@ -91,7 +91,7 @@ class QFedAvg(Averaging):
         """Returns the next server state: θ ← θ − Σ_i Δ_i/Σ_i h_i (algorithm 2, line 6), and the mean of the buffers."""
         theta, h = server_state["model"], mean["step"]["h"]
         stepped = {n: (theta[n].double() - delta.double() / h).to(theta[n].dtype) for n, delta in mean["delta"].items()}
-        return {**server_state, "model": {**theta, **stepped, **mean["buffers"]}}
+        return {**server_state, "model": {**theta, **stepped, **mean["model"]}}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class QFedAvg(Averaging):
         h = self.q * loss ** (self.q - 1) * curvature * norm_square + weight
         tensors = {
             "delta": {n: (weight * tensor).to(theta[n].dtype) for n, tensor in change.items()},
-            "buffers": {n: trained[n] for n in trained if n in net.buffers},
+            "model": {n: trained[n] for n in trained if n in net.buffers},
             "step": {"h": h},
         }
         return Message(tensors, reply.scalars), state_after
