@@ -44,6 +44,7 @@ DISCLOSURES = {
     "moments": "of a client's table, how many rows have each column of numbers, their means and variances",
     "summaries": "names and categories of the columns of a client's data, and counts, means, spreads and histograms of them",
     "ranks": "in how few numbers the client's update can be written, which depends on its data and network",
+    "guidance": "how a vector for each class should change for the loss on held-out examples of the client to fall",
     "received_loss": "how well the model that the client received fits its training examples",
     "choice": "which of several models suits the client's data best",
     "form": "names, shapes or whole numbers of its tensors that depend on its data",
@@ -54,7 +55,7 @@ DISCLOSURES = {
 
 CONSENT = frozenset({
     "weights", "architecture", "class_means", "mean_representation", "class_counts", "moments", "summaries", "vocabulary",
-    "received_loss",
+    "received_loss", "guidance",
 })  # fmt: skip
 """The words of `DISCLOSURES` that a site must have allowed before the method runs there (`disclosures_needing_consent`)."""
 

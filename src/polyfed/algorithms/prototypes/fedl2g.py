@@ -28,7 +28,6 @@ from polyfed.algorithms.prototypes.prototype_method import class_means_spec_for_
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.capabilities import ValidatesNetworks
-from polyfed.core.declared_words import NewDisclosure
 from polyfed.core.errors import UserError
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
@@ -83,9 +82,7 @@ class FedL2G(PersonalNetworkMethod, Averaging, ValidatesNetworks):
     )
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "classification"})
-    discloses: ClassVar[frozenset[str]] = frozenset({
-        NewDisclosure("guidance", "how a vector for each class should change for the loss on held-out examples to fall")
-    })  # fmt: skip
+    discloses: ClassVar[frozenset[str]] = frozenset({"guidance"})
     groups: ClassVar[tuple[str, ...]] = ("classes",)
     guide: Literal["logits", "features"] = "logits"
     server_lr: float | None = None
