@@ -92,7 +92,7 @@ QUICK = [  # words, exit status, and what is said
     ("run --rounds many", 2, "--rounds must be a whole number, got 'many'"),
     ("run quikstart", 2, "no recipe or file 'quikstart'; did you mean quickstart?"),
     ("run --algorithm fedavgg", 2, "unknown algorithm 'fedavgg'; did you mean fedavg or"),
-    ("run --algorithm.mu 1", 2, "fedavg has no 'mu', but fedprox, moon have: give --algorithm fedprox"),
+    ("run --algorithm.mu 1", 2, "fedavg has no 'mu', but fedprox, moon, gpfl have: give --algorithm fedprox"),
     ("run --model cnn_smal", 2, "unknown model 'cnn_smal'; did you mean cnn_small"),
     ("run quickstart --scale cpu", 2, "quickstart has no scales; leave --scale cpu out"),
     ("data --data.partition dirichlt", 2, "did you mean dirichlet?"),

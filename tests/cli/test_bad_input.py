@@ -64,7 +64,7 @@ UNKNOWN = {
     "run --baselines [fedprx]": "unknown algorithm 'fedprx'; did you mean fedprox",
     "run --algorithm.lrr 1": "unknown option --algorithm.lrr; fedavg has no 'lrr': did you mean lr?",
     "run --model.hiddn [3]": "unknown option --model.hiddn; mlp has no 'hiddn': did you mean hidden?",
-    "run --algorithm.mu 1": "fedavg has no 'mu', but fedprox, moon have: give --algorithm fedprox",
+    "run --algorithm.mu 1": "fedavg has no 'mu', but fedprox, moon, gpfl have: give --algorithm fedprox",
     "run --data.path x": "digits has no 'path', but fashion_mnist, ",
     "run --rund 3": "unknown option --rund; did you mean --rounds?",
     "run --nothing.like 3": "unknown option --nothing.like; choices: --algorithm,",

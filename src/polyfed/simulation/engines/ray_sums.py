@@ -105,13 +105,11 @@ def collect_node_sums(
     for reference, node, clients in sums:
         references_by_node[node].append(reference)
         clients_by_node[node] += clients
-    add_up = ray.remote(_add_up).options(num_cpus=0, max_retries=0)
-    totals = {
-        node: add_up.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-            algorithm, clients_by_node[node], *references
-        )
-        for node, references in references_by_node.items()
-    }
+    add_up, totals = ray.remote(_add_up), {}
+    for node, references in references_by_node.items():
+        place = NodeAffinitySchedulingStrategy(node, soft=False)
+        options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": place}
+        totals[node] = add_up.options(**options).remote(algorithm, clients_by_node[node], *references)
     return [
         PartialSum(tuple(sorted(clients_by_node[node])), _from_arrays(arrays))
         for node, arrays in zip(totals, ray.get(list(totals.values())), strict=True)
