@@ -166,7 +166,7 @@ def test_refused(refused, command, sentence):
 YAML = {
     "seed: 1\nalgoritm: fedavg": "bad.yaml, line 2: unknown key algoritm; did you mean algorithm?",
     "algorithm: {name: fedavg, lrr: 1}": "unknown key algorithm.lrr; fedavg has no 'lrr': did you mean lr?",
-    "algorithm: {name: fedavg, mu: 1}": "fedavg has no 'mu', but fedprox, moon have: give algorithm: {name: fedprox}",
+    "algorithm: {name: fedavg, mu: 1}": "fedavg has no 'mu', but fedprox, moon, gpfl have: give algorithm: {name: fedprox}",
     "rounds: two": "bad.yaml, line 1: rounds must be a whole number, got 'two'",
     "data: 3": "data must be a name, or a mapping with a name, got 3",
     "data: {name: digitz}": "unknown data 'digitz'; did you mean digits?",

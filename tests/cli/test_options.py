@@ -116,7 +116,7 @@ def test_defaults_are_the_callers_own():
         ("--batch-size 8", "unknown option --batch-size; did you mean --algorithm.batch-size?"),
         ("--clients 4", "unknown option --clients; did you mean --data.clients?"),
         ("--alpha 1", "unknown option --alpha; did you mean --data.partition.alpha?"),
-        ("--mu 1", "unknown option --mu; fedprox, moon have it: --algorithm fedprox --algorithm.mu VALUE"),
+        ("--mu 1", "unknown option --mu; fedprox, moon, gpfl have it: --algorithm fedprox --algorithm.mu VALUE"),
     ],
 )
 def test_a_field_without_its_section_gets_the_right_hint(words, hint):

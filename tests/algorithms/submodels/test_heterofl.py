@@ -124,7 +124,7 @@ def test_the_evaluated_network_computes_what_was_trained():
     plain.load_state_dict(fold_scaling_into_weights(net.state_dict(), shares))
     with divide_layer_outputs_by_ratio(net, shares):
         during = net(x)
-    torch.testing.assert_close(during, plain(x))
+    torch.testing.assert_close(during, plain(x), rtol=1e-4, atol=1e-4)  # norm layers amplify rounding
     assert not torch.allclose(net(x), during)
     channels = normed(6)().state_dict()["4.weight"][:2, : 16 * 2].view(2, 2, 16)
     assert channels.shape == (2, 2, 16)  # the first 2 channels' 16 pixels each: a prefix of the flat input

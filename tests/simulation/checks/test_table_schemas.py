@@ -17,7 +17,7 @@ from polyfed.data.tabular.preprocessing import Column, TablePreprocessor
 ANY_MEANING = [
     name
     for name, method in REGISTRY.items()
-    if name in {"local", "fd", "pfedhn", "flha_ghn"} or "one_representation" in method.requires
+    if name in {"local", "fd", "pfedhn", "flha_ghn", "fedl2g"} or "one_representation" in method.requires
 ]
 """Methods whose networks need not read the same inputs; those that share last layers of one width are among them."""
 ONE_MEANING = sorted(

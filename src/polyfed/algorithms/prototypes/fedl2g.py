@@ -136,8 +136,9 @@ class FedL2G(PersonalNetworkMethod, Averaging, ValidatesNetworks):
         v_c ← v_c − η_S · (mean of ∇_{v_c} over the clients with class c); the vector of a class that none has stays.
         """
         gradients, _ = class_means_from_sums(mean["classes"])
-        classes, width = gradients.shape
-        guides = server_state["guides"] or {"vectors": draw_first_vectors(classes, width, server_state["seed"])}
+        guides = server_state["guides"] or {
+            "vectors": draw_first_vectors(gradients.shape[0], gradients.shape[1], server_state["seed"])
+        }
         rate = self.server_lr or (0.1 if self.guide == "logits" else 100.0)
         return {**server_state, "guides": {"vectors": guides["vectors"] - rate * gradients}}
 
