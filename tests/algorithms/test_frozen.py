@@ -109,7 +109,7 @@ def test_a_frozen_part_is_a_constant(name):
     assert serialize_state(frozen[1]) == serialize_state(constant[1])
     assert without_durations(frozen[0].history) == without_durations(constant[0].history)
     models = (run.model("client-0") for run, _ in (frozen, constant))
-    model, other = (getattr(found, "network", found) for found in models)  # without what is around it
+    model, other = (getattr(m, "network", getattr(m, "own", m)) for m in models)  # without what is around it
     for tensor, expected in zip(model.backbone.parameters(), Tuned().backbone.parameters(), strict=True):
         assert torch.equal(tensor, expected)
     assert {n for n in model.state_dict() if n.startswith("backbone")} == {"backbone.weight", "backbone.bias"}

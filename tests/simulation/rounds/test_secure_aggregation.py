@@ -98,9 +98,10 @@ def averaging_buffers(weighted):
     found = {}
     for name, method in REGISTRY.items():
         fields = {f.name for f in dataclasses.fields(method)}
-        if supports_secure_sum(method()) and "images" not in method.requires:
+        if supports_secure_sum(method()) and not {"images", "adapters"} & method.requires:
+            shared = {"shared": {"name": "mlp", "hidden": [8]}} if name == "fedmrl" else {}  # no wider than `Counting`
             with contextlib.suppress(UserError):  # it weighs, or treats buffers, in one way only
-                found[name] = method(**{key: value for key, value in words.items() if key in fields})
+                found[name] = method(**{key: value for key, value in words.items() if key in fields}, **shared)
     return found
 
 

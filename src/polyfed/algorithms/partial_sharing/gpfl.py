@@ -46,7 +46,7 @@ def condition_of(tensors: StateDict, context: Tensor) -> Condition:
     """Returns (1 + γ(c), β(c)) for a context c, (width,): γ and β are a linear layer, ReLU and a layer norm each."""
     gamma, beta = (
         F.layer_norm(
-            F.linear(context, tensors[f"{part}.weight"], tensors[f"{part}.bias"]).relu(),
+            F.linear(context.unsqueeze(0), tensors[f"{part}.weight"], tensors[f"{part}.bias"]).squeeze(0).relu(),
             context.shape, tensors[f"{part}.norm.weight"], tensors[f"{part}.norm.bias"],
         )
         for part in ("gamma", "beta")
