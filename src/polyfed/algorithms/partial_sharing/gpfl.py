@@ -46,9 +46,9 @@ def condition_of(tensors: StateDict, context: Tensor) -> Condition:
     """Returns (1 + γ(c), β(c)) for a context c, (width,): γ and β are a linear layer, ReLU and a layer norm each."""
     gamma, beta = (
         F.layer_norm(
-            F.linear(context.unsqueeze(0), tensors[f"{part}.weight"], tensors[f"{part}.bias"]).squeeze(0).relu(),
-            context.shape, tensors[f"{part}.norm.weight"], tensors[f"{part}.norm.bias"],
-        )
+            F.linear(context.reshape(1, -1), tensors[f"{part}.weight"], tensors[f"{part}.bias"]).relu(),
+            tensors[f"{part}.norm.weight"].shape, tensors[f"{part}.norm.weight"], tensors[f"{part}.norm.bias"],
+        ).flatten()
         for part in ("gamma", "beta")
     )  # fmt: skip
     return Condition(gamma + 1, beta)
