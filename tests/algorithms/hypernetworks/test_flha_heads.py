@@ -64,7 +64,7 @@ def test_the_papers_networks_are_light_where_they_are_large():
     assert use_factored_heads_if_large(large).head == "factored"
     assert (
         describe_message_size_of_heads(large)
-        == "factored: 19 MB each way a round, where the paper's heads (mlp) would send 315 MB"
+        == "factored: 20 MB each way a round, where the paper's heads (mlp) would send 315 MB"
     )
 
 
