@@ -31,7 +31,6 @@ from polyfed.simulation.federate import resume_federation, run_federation
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.regional_sums import supports_regions
-from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
 from polyfed.simulation.settings import Keep, Settings
 from polyfed.simulation.storage import predictions
 from polyfed.simulation.storage.configuration import describe_method_and_settings
@@ -343,14 +342,11 @@ def _run_or_resume(
             clients_are_checked=True,
         )
     settings = dataclasses.replace(
-        settings,
+        settings_of_method(settings, job.method),
         seed=job.seed,
         keep=job.keep,
-        secure=settings.secure and supports_secure_sum(job.method),  # the others that are here send nothing
-        regions=settings.regions if supports_regions(job.method) else None,
         on_error="skip" if job.skip_failed_clients else settings.on_error,
         cross_site=settings.cross_site and job.keep_predictions,  # runs of a search are not compared
-        asynchronous=None if isinstance(job.method, Local) else settings.asynchronous,
     )
     return run_federation(
         client_set.clients,
@@ -364,6 +360,18 @@ def _run_or_resume(
         callbacks=callbacks,
         progress=progress,
         clients_are_checked=True,
+    )
+
+
+def settings_of_method(settings: Settings, method: Method) -> Settings:
+    """Returns the settings with which a method of a comparison runs: training alone sends nothing and waits for nobody, and
+    only means are summed by region."""
+    alone = isinstance(method, Local)
+    return dataclasses.replace(
+        settings,
+        secure=settings.secure and not alone,
+        regions=settings.regions if supports_regions(method) else None,
+        asynchronous=None if alone else settings.asynchronous,
     )
 
 

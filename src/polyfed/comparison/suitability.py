@@ -1,26 +1,22 @@
 """Finds out, before a comparison trains anything, whether its clients suit a method."""
 
-from polyfed.algorithms import Local
-from polyfed.comparison.plan import ClientSet, Method
+from polyfed.comparison.plan import ClientSet, Method, settings_of_method
 from polyfed.core.errors import UserError
+from polyfed.simulation.checks.method_settings import check_settings_suit_method
 from polyfed.simulation.checks.private_training import with_privacy_if_possible
-from polyfed.simulation.checks.robustness import check_robust_rule
 from polyfed.simulation.checks.scheduling import check_scheduling
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.preparation import check_method
-from polyfed.simulation.rounds.secure_aggregation import check_secure_support
 from polyfed.simulation.settings import Settings
 
 
 def explain_unsuited_method(client_set: ClientSet, method: Method, settings: Settings) -> str | None:
     """Returns why the clients or the settings do not suit a method, as a run would say it in an error; None if they suit
     it."""
-    settings = settings.without_asynchronous() if isinstance(method, Local) else settings
+    settings = settings_of_method(settings, method)
     try:
         check_method(client_set.clients, method, client_set.public)
-        if settings.secure and not isinstance(method, Local):
-            check_secure_support(method, settings.cohort_size(len(client_set.clients)))
-        check_robust_rule(method, settings.cohort_size(len(client_set.clients)))
+        check_settings_suit_method(method, settings, sorted(client.id for client in client_set.clients))
         with_privacy_if_possible(method, client_set.clients, settings.rounds)
         clients = {c.id: c for c in sorted(client_set.clients, key=lambda c: c.id)}
         federation = Federation(clients, method, settings, client_set.public)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, final, get_args
 
 from polyfed.core.errors import UserError, did_you_mean
@@ -243,10 +243,6 @@ class Settings:
             for name, value in asdict(self).items()
             if name not in SCHEDULING_FIELDS or value != _SCHEDULING_DEFAULTS[name]
         }
-
-    def without_asynchronous(self) -> "Settings":
-        """Returns these settings for rounds that wait for all their clients."""
-        return replace(self, asynchronous=None)
 
     @property
     def execution_settings(self) -> dict[str, Any]:

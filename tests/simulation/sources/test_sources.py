@@ -277,3 +277,29 @@ def test_clients_of_a_source_can_be_sent_to_another_process():
         assert ours.tensors.keys() == theirs.tensors.keys()
         for group, tree in ours.tensors.items():
             assert all(torch.equal(tensor, theirs.tensors[group][name]) for name, tensor in tree.items())
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("fedavg", {"regions": {"client-0": "north"}}, "regions has no region for the client 'client-1'"),
+        ("pfedla", {"regions": 2}, "pfedla needs each reply by itself"),
+        ("pfedla", {"asynchronous": pf.FedBuff(buffer=2)}, "needs a method whose server takes the mean"),
+        ("fedavg", {"asynchronous": pf.FedBuff(buffer=20)}, "waits for more clients than the 5 there are"),
+        ("fedavg", {"sampler": "available"}, "give availability="),
+    ],
+)
+def test_settings_are_refused_as_for_a_list(method, options, message):
+    for clients in (small_clients(5), ListedSource(small_clients(5))):
+        with pytest.raises(UserError, match=message):
+            pf.federate(clients, method, **OPTIONS, **options)
+
+
+def test_a_sampler_of_ones_own_draws_from_a_source():
+    class Second(pf.Sampler):
+        def draw(self, round, ids, history, rng):
+            return ids[1:2]
+
+    run = pf.federate(ListedSource(small_clients(5)), "fedavg", **OPTIONS, sampler=Second())
+    trained = [[i for i, row in record["clients"].items() if "bytes_down" in row] for record in run.history]
+    assert trained == [["client-1"], ["client-1"]]

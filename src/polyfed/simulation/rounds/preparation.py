@@ -19,15 +19,12 @@ from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_publ
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.client_list import list_clients
 from polyfed.simulation.checks.fingerprints import data_fingerprint, earlier_version_run_error
+from polyfed.simulation.checks.method_settings import check_settings_suit_method
 from polyfed.simulation.checks.private_training import with_privacy_if_possible
-from polyfed.simulation.checks.robustness import check_robust_rule
 from polyfed.simulation.checks.scheduling import check_scheduling
-from polyfed.simulation.engines.devices import check_engine_installed, choose_client_device
-from polyfed.simulation.rounds.evaluation_sample import check_evaluation_sample
+from polyfed.simulation.engines.devices import choose_client_device
 from polyfed.simulation.rounds.federated_preprocessing import unify_preprocessing_of_clients
 from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
-from polyfed.simulation.rounds.regional_sums import check_regions
-from polyfed.simulation.rounds.secure_aggregation import check_secure_support
 from polyfed.simulation.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.sources.preparation import build_federation_of_source
@@ -67,7 +64,7 @@ def check_and_build_federation(
         )
     public_examples = None if public is None else as_examples(public, "public", labelled=False)
     if is_client_source(clients):
-        return build_federation_of_source(clients, algorithm, settings, public_examples, metrics, resumed)  # type: ignore[arg-type]
+        return build_federation_of_source(clients, algorithm, settings, public_examples, metrics, resumed, sampler)  # type: ignore[arg-type]
     given_clients = list_clients(clients)
     if not clients_are_checked:
         requirements.check_clients(given_clients)
@@ -89,14 +86,7 @@ def check_and_build_federation(
         if not isinstance(algorithm, BringsNetwork):  # other methods look into the clients' networks, so these must run
             requirements.check_networks_run(clients)
         check_method(clients, algorithm, public_examples)
-    cohort_size = settings.cohort_size(len(clients))
-    check_evaluation_sample(settings, sorted(client.id for client in clients))
-    if settings.secure:
-        check_secure_support(algorithm, cohort_size)
-    if settings.regions is not None:
-        check_regions(algorithm, settings.regions, [client.id for client in clients])
-    check_robust_rule(algorithm, cohort_size)
-    check_engine_installed(settings.engine)
+    check_settings_suit_method(algorithm, settings, sorted(client.id for client in clients))
     device = choose_client_device(settings)
     if isinstance(algorithm, LocalTraining):
         check_precision(algorithm.precision, device)

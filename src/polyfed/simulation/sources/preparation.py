@@ -21,12 +21,12 @@ from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.graphs.contraction import ContractionOptions
 from polyfed.simulation.checks import requirements
-from polyfed.simulation.checks.robustness import check_robust_rule
-from polyfed.simulation.engines.devices import check_engine_installed, choose_client_device
+from polyfed.simulation.checks.method_settings import check_settings_suit_method
+from polyfed.simulation.checks.scheduling import check_scheduling
+from polyfed.simulation.engines.devices import choose_client_device
 from polyfed.simulation.rounds.client_registry import ClientRegistry
-from polyfed.simulation.rounds.evaluation_sample import check_evaluation_sample
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.secure_aggregation import check_secure_support
+from polyfed.simulation.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.sources.drawn_client import DrawnClientChecker, make_client
 from polyfed.simulation.sources.per_client import ValueByClient
@@ -43,13 +43,14 @@ def build_federation_of_source(
     public: Examples | None,
     metrics: Any,
     resumed: str | Path | None = None,
+    sampler: Sampler | None = None,
 ) -> Federation:
     """Builds the `Federation` of a run over a source; makes its first client, and checks method, settings and that client
     as those of a list are checked.
 
     Args:
         source: makes the clients.
-        algorithm, settings, public, metrics, resumed: as for `check_and_build_federation`.
+        algorithm, settings, public, metrics, resumed, sampler: as for `check_and_build_federation`.
 
     Raises:
         UserError: something does not fit, or needs to know all clients before round 1.
@@ -71,12 +72,7 @@ def build_federation_of_source(
     if not isinstance(algorithm, BringsNetwork):
         requirements.check_networks_run([first])
     requirements.check_requirements([first], algorithm, public)
-    cohort_size = settings.cohort_size(len(clients))
-    check_evaluation_sample(settings, clients.ids)
-    if settings.secure:
-        check_secure_support(algorithm, cohort_size)
-    check_robust_rule(algorithm, cohort_size)
-    check_engine_installed(settings.engine)
+    check_settings_suit_method(algorithm, settings, clients.ids)
     device = choose_client_device(settings)
     if isinstance(algorithm, LocalTraining):
         check_precision(algorithm.precision, device)
@@ -87,7 +83,9 @@ def build_federation_of_source(
         network = algorithm.network_for(registry.data_spec)
         requirements.check_networks_run([first], factory=network)
     clients.check_with(DrawnClientChecker(source, algorithm, first, network, registry.data_spec))
-    return Federation(clients, algorithm, settings, public, registry, scores)
+    federation = Federation(clients, algorithm, settings, public, registry, scores, sampler=sampler)
+    check_scheduling(federation)
+    return federation
 
 
 def _check_suits_source(algorithm: Algorithm[Any, Any], settings: Settings, num_clients: int) -> None:

@@ -214,7 +214,7 @@ def _run_method(
     secure = settings.secure and (is_main_method or supports_secure_sum(method))
     rule = parse_asynchronous(settings.asynchronous)
     if rule is not None and not is_main_method and not supports_asynchronous(method, rule):
-        settings = settings.without_asynchronous()
+        settings = replace(settings, asynchronous=None)
     regions = settings.regions if is_main_method or supports_regions(method) else None
     return run_federation(
         experiment_data.clients,
