@@ -225,7 +225,9 @@ def asynchronous_page(text: str, methods: Sequence[Declared]) -> str:
     buffered, mixed = able(pf.FedBuff()), able(pf.FedAsync())
     names = ", ".join(f"`{name}`" for name in buffered)
     excluded = ", ".join(f"`{name}`" for name in buffered if name not in mixed)
-    text = re.sub(r"(?<=mean of clients' weights: ).*?(?=\. With)", lambda _: names, text)
+    text = re.sub(
+        r"(?<=mean of clients' weights, of which it holds an earlier version: ).*?(?=\. With)", lambda _: names, text
+    )
     return re.sub(r"(?<=makes a step of its own \().*?(?=\))", lambda _: excluded, text)
 
 

@@ -46,6 +46,7 @@ class RoLoRA(Averaging):
     )
     private_fits: ClassVar[tuple[str, ...]] = ("local_epochs",)
 
+    traits: ClassVar[frozenset[str]] = frozenset({"one_version"})
     requires: ClassVar[frozenset[str]] = ADAPTER_REQUIREMENTS
     first: Literal["B", "A"] = "B"
     weighted: bool = True

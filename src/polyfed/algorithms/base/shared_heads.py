@@ -82,6 +82,7 @@ class AveragedHeadMethod(HeadFromServerMethod, Averaging, ABC):
         head_layers: how many of the last parametric layers are the shared head (1, polyfed's choice).
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"one_version"})
     groups: ClassVar[tuple[str, ...]] = ("head",)
     clients_keep_trained_weights: ClassVar[bool] = True
     head_layers: int = 1

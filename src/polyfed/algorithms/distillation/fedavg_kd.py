@@ -83,6 +83,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         leaderboard={"*": {}, "tweets": {"teacher": {"name": "lstm", "vocabulary": 5000}, "teacher_lr": 0.002}},
     )
 
+    traits: ClassVar[frozenset[str]] = frozenset({"one_version"})
     requires: ClassVar[frozenset[str]] = frozenset({"model"})
     teacher: str | Mapping[str, Any] = "mlp"
     teacher_lr: float = 0.1

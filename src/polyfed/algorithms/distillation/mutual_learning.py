@@ -60,6 +60,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
             the same.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"one_version"})
     requires: ClassVar[frozenset[str]] = frozenset({"model"})
     shared: str | Mapping[str, Any] = "mlp"
     weighted: bool = True

@@ -64,6 +64,7 @@ class FedNova(ServerUpdateMethod):
         stacked=True,
     )
 
+    traits: ClassVar[frozenset[str]] = frozenset({"one_version"})
     groups: ClassVar[tuple[str, ...]] = ("model", "steps")
     weighted: bool = True
 

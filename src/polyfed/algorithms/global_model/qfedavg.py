@@ -53,6 +53,7 @@ class QFedAvg(Averaging):
         stacked=True,
     )
 
+    traits: ClassVar[frozenset[str]] = frozenset({"one_version"})
     discloses: ClassVar[frozenset[str]] = frozenset({"weights", "received_loss"})
     groups: ClassVar[tuple[str, ...]] = ("delta", "model", "step")
     _differences: ClassVar[frozenset[str]] = frozenset({"delta"})

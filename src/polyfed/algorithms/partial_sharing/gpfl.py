@@ -95,6 +95,7 @@ class GPFL(BodyAndHeadMethod, WrapsNetwork):
         evaluated="the body with the client's condition and head",
     )
 
+    traits: ClassVar[frozenset[str]] = frozenset({"one_version"})
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture", "classification"})
     groups: ClassVar[tuple[str, ...]] = ("model", "conditional")
     lam: float = 0.01

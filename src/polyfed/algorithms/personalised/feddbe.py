@@ -62,6 +62,7 @@ class FedDBE(Averaging, ValidatesNetworks, WrapsNetwork):
         evaluated="the average with the client's vector; also without",
     )
 
+    traits: ClassVar[frozenset[str]] = frozenset({"one_version"})
     discloses: ClassVar[frozenset[str]] = frozenset({"weights", "mean_representation"})
     groups: ClassVar[tuple[str, ...]] = ("model", "consensus")
     clients_keep_trained_weights: ClassVar[bool] = True

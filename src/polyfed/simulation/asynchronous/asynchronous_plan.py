@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, final
 
 from polyfed.core.algorithm import Message
+from polyfed.core.errors import RoundError
 from polyfed.core.messages.message_compression import compress_message
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.simulation.asynchronous.flights import Flight, Flights
@@ -79,9 +80,15 @@ class AsynchronousPlan(RoundPlan):
         the newest state."""
         newest = self._newest_messages[client]
         scale = self.rule.scale(self.staleness_of(client))
-        if isinstance(self.rule, FedAsync):
-            return mix_model(reply, newest, scale), newest
-        return rebase_update(reply, message, newest, scale, self._buffer_names), newest
+        try:
+            if isinstance(self.rule, FedAsync):
+                return mix_model(reply, newest, scale), newest
+            return rebase_update(reply, message, newest, scale, self._buffer_names), newest
+        except ValueError as flaw:
+            raise RoundError(
+                f"client {client!r}: {flaw}; asynchronous={self.rule.rule} is for methods whose replies hold what the "
+                'server\'s message held, and the method should have "one_version" among its traits'
+            ) from flaw
 
     def staleness_of(self, client: str) -> int:
         """Returns the number of server updates between a client's start and this round."""

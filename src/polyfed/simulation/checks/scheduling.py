@@ -14,7 +14,9 @@ from polyfed.simulation.sampling.registry import build_sampler
 from polyfed.simulation.sampling.sampler import AvailableSampler
 from polyfed.simulation.timing.build_times import build_client_times
 
-_NO_WEIGHTS = frozenset({"class_means", "representations"})  # what a reply holds that has no earlier version
+_NO_WEIGHTS = frozenset(
+    {"class_means", "representations", "guidance"}
+)  # what a reply holds that has no earlier version
 
 
 def check_scheduling(federation: Federation) -> None:
@@ -85,7 +87,7 @@ def _is_mean_of_weights(algorithm: Algorithm[Any, Any]) -> bool:
     return (
         supports_secure_sum(algorithm)
         and not algorithm.discloses & _NO_WEIGHTS
-        and "everyone_trains" not in algorithm.traits
+        and not algorithm.traits & {"everyone_trains", "one_version"}
     )
 
 
