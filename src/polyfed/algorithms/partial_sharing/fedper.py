@@ -24,7 +24,7 @@ class FedPer(ChosenHeadMethod):
         head_layers: K_P, how many of the last parametric layers are personal (1, polyfed's choice: the classifier; the
             paper also tries the last blocks). 0 leaves nothing local: FedAvg, bit for bit.
         head: names of the personal modules, instead of a search (polyfed's choice); a ResNet's last blocks, say.
-        weighted: weighs clients by their number of training examples (True, paper).
+        weighted: weighs clients by their number of training examples (True, polyfed's choice: as FedAvg).
         buffers: buffers of the base layers; those of the head are never sent ("local", polyfed's choice).
 
     The other fields are those of `LocalTraining`.

@@ -45,7 +45,7 @@ class FedDBE(Averaging, ValidatesNetworks, WrapsNetwork):
         mean_momentum: μ from 0 to 1: after each minibatch z̄_i ← (1 − μ)·z̄_i + μ·(mean of the minibatch), starting from 0 (1,
             authors' code). With 0 the penalty has no gradient.
         memory: trains p_i (True, paper); False leaves it at 0, which with κ = 0 is FedAvg, bit for bit.
-        weighted: weighs clients in the global model and in z̄ by their number of training examples (True, paper).
+        weighted: weighs clients in the global model and in z̄ by their number of training examples (True, authors' code).
         buffers: "local" (polyfed's choice), as in every personalised method.
 
     The other fields are those of `LocalTraining`. They apply to the global model; p_i makes plain steps with the same

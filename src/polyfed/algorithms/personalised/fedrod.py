@@ -36,8 +36,8 @@ class FedRoD(Averaging, ValidatesNetworks, WrapsNetwork):
     zero, so that a client that never took part has the generic model.
 
     Args:
-        gamma: γ ≥ 0, the exponent of a client's number of examples of a class in the balanced softmax (1, paper). With 0 the
-            generic model is FedAvg's, bit for bit.
+        gamma: γ ≥ 0, the exponent of a client's number of examples of a class in the balanced softmax (1, polyfed's choice:
+            the balanced softmax as it is). With 0 the generic model is FedAvg's, bit for bit.
         weighted: weighs clients by their number of training examples (True, polyfed's choice: as FedAvg).
         buffers: "local" (polyfed's choice), as in every personalised method.
 
