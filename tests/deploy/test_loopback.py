@@ -1,5 +1,6 @@
 """Flower for real: a SuperLink and SuperNodes with TLS and keys on loopback, processes that are killed, and strangers."""
 
+import contextlib
 import json
 import os
 import re
@@ -192,7 +193,7 @@ def test_a_supernode_that_is_killed_in_a_round_is_taken_back(watched):
             if has_ended.wait(0.2):  # without a round
                 return
         time.sleep(3.0)
-        os.killpg(trial.processes[2].running.pid, signal.SIGKILL)
+        os.killpg(trial.processes[2].popen.pid, signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
     thread.start()
@@ -215,17 +216,21 @@ def test_a_superlink_that_is_killed_costs_the_rounds_since_the_checkpoint_only(w
     link = trial.processes[0]
     (project.path / "slow-client-1").write_text("2")
 
+    has_ended = threading.Event()
+
     def kill():
         while len(read_metrics(out / "metrics.jsonl")) < 2:
-            time.sleep(0.2)
+            if has_ended.wait(0.2):  # without two rounds
+                return
         time.sleep(1.0)
-        os.killpg(link.running.pid, signal.SIGKILL)
-        link.running.wait()
-        link.running = trials._open_process(link.command, link.log, link.environment)
+        os.killpg(link.popen.pid, signal.SIGKILL)
+        link.popen.wait()
+        link.popen = trials._open_process(link.command, link.log, link.environment)
 
     thread = threading.Thread(target=kill)
     thread.start()
     done = pfedla(project, "--out", str(out), rounds=6)
+    has_ended.set()
     thread.join()
     assert done.returncode == 1
     assert f"go on with `polyfed flower run {project.path} --resume {out}`" in done.stderr
@@ -280,7 +285,8 @@ def test_strangers_are_refused(watched, tmp_path, port):
             try:
                 done.wait(120)
             finally:
-                os.killpg(done.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has ended, and so have its children
+                    os.killpg(done.pid, signal.SIGKILL)
         told = (tmp_path / "log").read_text()
         print(f"{case}: exit {done.returncode} after {time.monotonic() - began:.1f} s")
         assert done.returncode != 0, case
@@ -288,7 +294,7 @@ def test_strangers_are_refused(watched, tmp_path, port):
     assert online(project) == 2
 
     # A registered key that says it is another site: the name of the key counts.
-    os.killpg(trial.processes[1].running.pid, signal.SIGTERM)
+    os.killpg(trial.processes[1].popen.pid, signal.SIGTERM)
     trial.processes[1].command = [word.replace('client-id="client-0"', 'client-id="client-1"') for word in node]
     out = project.path / "runs" / "thief"
     time.sleep(20)
