@@ -20,7 +20,18 @@ pytestmark = pytest.mark.slow  # .ci/run has it
 SOURCE = Path(pf.__file__).parent
 FIRST = ["--algorithm", "local", "--data.clients", "2", "--rounds", "2", "--workers", "0", "--quiet"]
 ONE = ["--seeds", "0", "--tune", "none", "--no-references"]
-WRITE = {"write_text", "write_bytes", "mkdir", "makedirs", "savefig", "save_file", "savez", "savez_compressed", "touch"}
+WRITE = {
+    "write_text",
+    "write_bytes",
+    "mkdir",
+    "makedirs",
+    "savefig",
+    "save_file",
+    "savez",
+    "savez_compressed",
+    "touch",
+    "OSFile",
+}
 
 
 @pytest.fixture
@@ -198,6 +209,7 @@ def test_nothing_is_written_in_another_way():
         "report/export/mlflow_models.py": "its own code, in a temporary folder",
         "simulation/storage/directory.py": "into memory",
         "data/plot.py": "into memory",
+        "data/sources/row_index.py": "into memory",
     }
     # A project of Flower's is a tree of files that a user asks for, and its trial runs beside it.
     projects = {f"deploy/{name}.py" for name in ("trial/project", "trial/local_trial", "flower/superlink")}
@@ -225,7 +237,15 @@ def writes(node):
 
 
 def test_the_list_would_find_a_new_one():
-    for line in ("p.write_text(s)", "open(p, 'w')", "p.open('ab')", "p.open(mode='x')", "p.mkdir()", "np.save(p, x)"):
+    for line in (
+        "p.write_text(s)",
+        "open(p, 'w')",
+        "p.open('ab')",
+        "p.open(mode='x')",
+        "p.mkdir()",
+        "np.save(p, x)",
+        "arrow.OSFile(p)",
+    ):
         assert writes(ast.parse(line).body[0].value), line
     for line in ("open(p)", "p.open('rb')", "p.read_text()", "io.BytesIO()"):
         assert not writes(ast.parse(line).body[0].value), line

@@ -25,6 +25,7 @@ from polyfed.core.io.atomic_files import (
     open_lock_file,
     read_file,
     read_text_file,
+    remove_file_or_folder,
 )
 from tests.special_files import endless, folder, nowhere, pipe, sparse
 
@@ -279,3 +280,14 @@ def test_every_read_of_a_file_is_guarded():
 def test_an_unguarded_read_is_found(text):
     assert list(reading_calls(text))
     assert not list(reading_calls("np.load(open_file(p))"))
+
+
+def test_removing_a_link_leaves_what_it_leads_to(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/file").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    remove_file_or_folder(tmp_path / "link")
+    assert (tmp_path / "folder/file").read_text() == "precious"
+    for name in ("folder/file", "folder", "folder"):  # the last is not there any more
+        remove_file_or_folder(tmp_path / name)
+    assert not list(tmp_path.iterdir())

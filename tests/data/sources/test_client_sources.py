@@ -1,5 +1,6 @@
 """Sources that make clients one at a time: rows grouped by a column of a table, and made examples."""
 
+import os
 import pickle
 
 import numpy as np
@@ -81,6 +82,8 @@ def test_parquet_files_are_made_once_and_again_for_other_data(tmp_path):
     ParquetClients(tmp_path / "rows.parquet", **WORDS).client("amy")
     made = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("rows.clients-*")}
     assert len(made) == 2
+    # The copy holds what the data hold: its owner alone reads it.
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("rows.clients-*")} == {0o600}
     ParquetClients(tmp_path / "rows.parquet", **WORDS).client("bob")
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("rows.clients-*")} == made
     pyarrow.parquet.write_table(table().slice(0, 40), tmp_path / "rows.parquet")
@@ -88,6 +91,15 @@ def test_parquet_files_are_made_once_and_again_for_other_data(tmp_path):
     elsewhere = ParquetClients(tmp_path / "rows.parquet", cache_dir=tmp_path / "cache", **WORDS)
     elsewhere.client("amy")
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_the_copy_of_a_parquet_file_follows_no_link(tmp_path):
+    pyarrow.parquet.write_table(table(), tmp_path / "rows.parquet")
+    source, victim = ParquetClients(tmp_path / "rows.parquet", **WORDS), tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / f".partial-{os.getpid()}-{source._cache.name}.arrow").symlink_to(victim)
+    source.client("amy")
+    assert victim.read_text() == "precious"
 
 
 def test_folder_of_files(tmp_path):

@@ -10,6 +10,7 @@ sparse file of a terabyte, a link to nothing) raises an error before a byte of i
 
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -54,6 +55,14 @@ def create_private_folder_if_missing(path: Path, *, parents: bool = False) -> Pa
         )
     path.mkdir(mode=PRIVATE_FOLDER_MODE, exist_ok=True)
     return path
+
+
+def remove_file_or_folder(path: Path) -> None:
+    """Removes a folder with all that is in it, or a file; of a symbolic link the link, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

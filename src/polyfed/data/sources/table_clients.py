@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import open_file
+from polyfed.core.io.atomic_files import create_private_folder_if_missing, open_file, open_file_for_overwrite
 from polyfed.data.formats.files import resolve_existing_path
 from polyfed.data.sources.grouped_clients import GroupedClients
 from polyfed.data.sources.row_index import RowIndex, load_index, save_index
@@ -120,7 +120,7 @@ class ParquetClients(GroupedClients):
         """Returns the path of the two files without their endings; its name changes with the data and the columns."""
         folder = self._files[0].parent if self.cache_dir is None else Path(self.cache_dir).expanduser()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            create_private_folder_if_missing(folder, parents=True)
         except OSError as error:
             raise UserError(f"cannot make the folder {folder}: {error.strerror}; give another cache_dir") from error
         return folder / f"{Path(self._files[0]).stem}.clients-{hashlib.sha256(self._key.encode()).hexdigest()[:12]}"
@@ -174,10 +174,11 @@ class ParquetClients(GroupedClients):
     def _write_copy(self, file: Path) -> None:
         import pyarrow
 
+        # Named by the process, since several may make the copy at once.
         partial = file.with_name(f".partial-{os.getpid()}-{file.name}")
         columns = list(dict.fromkeys([*self._input_columns, self.target]))
         try:
-            with pyarrow.OSFile(str(partial), "wb") as sink:
+            with open_file_for_overwrite(partial) as sink:
                 writer = None
                 for batch in self._iterate_batches(columns):
                     writer = pyarrow.ipc.new_file(sink, batch.schema) if writer is None else writer
@@ -186,7 +187,6 @@ class ParquetClients(GroupedClients):
                     writer.close()
             os.replace(partial, file)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise UserError(f"cannot write {file}: {error}; give a folder with room, cache_dir=...") from error
 
     def _read_rows(self, rows: NDArray[np.int64], columns: Sequence[str]) -> Any:

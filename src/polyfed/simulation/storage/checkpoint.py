@@ -12,7 +12,6 @@ The first versions wrote a file for each client into the folder. Such checkpoint
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from polyfed.core.io.atomic_files import (
     flush_folder_to_disk,
     open_file_for_overwrite,
     read_file,
+    remove_file_or_folder,
 )
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.serialization import deserialize_state, serialize_state
@@ -141,7 +141,7 @@ def save_checkpoint_and_remove_older(
     target = _folder_of(folder, checkpoint.round)
     partial = folder / f".partial-{target.name}"
     for stale in folder.glob(".partial-*"):
-        shutil.rmtree(stale)
+        remove_file_or_folder(stale)
     create_private_folder_if_missing(partial)
     rounds_on_disk = [number for number in map(_round_of, _newest_first(folder)) if 0 < number <= previous_round]
     groups = groups_by_client(checkpoint.state)
@@ -163,7 +163,7 @@ def save_checkpoint_and_remove_older(
     _write(partial / COMPLETE_FILE, json.dumps(content, indent=1).encode())
     flush_folder_to_disk(partial)
     if target.exists():
-        shutil.rmtree(target)
+        remove_file_or_folder(target)
     partial.rename(target)
     flush_folder_to_disk(folder)
     for part, states in {PRIVATE_PART: checkpoint.client_states, **groups}.items():
@@ -171,7 +171,7 @@ def save_checkpoint_and_remove_older(
     kept_folders = {_folder_of(folder, number) for number in (checkpoint.round, previous_round, *kept_rounds)}
     for old in list(_newest_first(folder)):
         if old not in kept_folders:
-            shutil.rmtree(old)
+            remove_file_or_folder(old)
 
 
 @final
@@ -265,7 +265,7 @@ def remove_newer_checkpoints(folder: Path, round_number: int, store: StateStore 
     resumes from that round."""
     for candidate in list(_newest_first(folder)):
         if candidate.name > _folder_of(folder, round_number).name:
-            shutil.rmtree(candidate)
+            remove_file_or_folder(candidate)
     if store is None:
         with closing(StateStore(folder / STORE_FILE)) as own_store:
             own_store.roll_back(round_number)

@@ -270,7 +270,11 @@ class StateStore:
         self._check_is_file()
         connection = connect_to_store(self.path)
         if is_new:
-            flush_folder_to_disk(self.path.parent)
+            try:
+                flush_folder_to_disk(self.path.parent)
+            except OSError:
+                connection.close()  # left open, it would lock the file, and the next error would hide this one
+                raise
         return connection
 
     # -- states in memory -----------------------------------------------------------------------------------------
