@@ -1,7 +1,10 @@
 """The cosine of each client's update to the mean is recorded, and a client that departs from the others is named."""
 
 import dataclasses
+import functools
 import math
+import random
+import statistics
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from polyfed.core.algorithm import Message
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.monitoring.update_directions import (
     SKETCH_SIZE,
+    _medians_of_others,
     cosines_to_mean,
     describe_departing_clients,
     loss_change,
@@ -83,7 +87,9 @@ def rows(**values):
 
 
 def test_a_client_that_pulls_against_the_others_twice_is_named():
-    clients = rows(**{i: {"update_cosine": 0.6} for i in "abc"}, d={"update_cosine": -0.5})
+    clients = rows(
+        **{i: {"update_cosine": 0.6, "update_norm": 1.0} for i in "abc"}, d={"update_cosine": -0.5, "update_norm": 1.0}
+    )
     before = {"round": 4, "clients": clients}
     record = {"round": 5, "clients": clients}
     (sentence,) = describe_departing_clients(record, [before])
@@ -92,8 +98,49 @@ def test_a_client_that_pulls_against_the_others_twice_is_named():
         "preprocessing and its loss those that all agreed on?"
     )
     assert describe_departing_clients(record) == []
-    scattered = rows(**{i: {"update_cosine": 0.1} for i in "abc"}, d={"update_cosine": -0.5})
-    assert describe_departing_clients({"round": 5, "clients": scattered}, [before]) == []
+    scattered = {"round": 4, "clients": rows(**{i: {"update_cosine": 0.1} for i in "abc"}, d=clients["d"])}
+    assert describe_departing_clients({"round": 5, "clients": scattered["clients"]}, [scattered]) == []
+    # Its large updates were those of the others; only the small ones at the end oppose them.
+    agreed = {"round": 3, "clients": {**clients, "d": {"update_cosine": 0.6, "update_norm": 5.0}}}
+    assert describe_departing_clients(record, [agreed] * 8 + [before] * 8) == []
+    assert len(describe_departing_clients(record, [agreed] + [before] * 8)) == 1
+
+
+def test_what_was_said_of_a_client_is_not_repeated_for_ten_rounds():
+    clients = rows(
+        **{i: {"update_cosine": 0.6, "update_norm": 1.0} for i in "abc"}, d={"update_cosine": -0.5, "update_norm": 1.0}
+    )
+    records, rounds = [], []
+    for number in range(1, 25):
+        record = {"round": number, "clients": clients}
+        record["warnings"] = describe_departing_clients(record, records)
+        rounds += [number] * len(record["warnings"])
+        records.append(record)
+    assert rounds == [2, 12, 22]
+
+
+def test_medians_are_those_of_the_others():
+    generator = random.Random(0)
+    for size in range(3, 12):
+        values = {i: generator.choice([0.1, 0.2, 0.3, -0.5, 1.0]) for i in "abcdefghijkl"[:size]}
+        expected = {
+            i: (value, statistics.median_high([other for j, other in values.items() if j != i]))
+            for i, value in values.items()
+        }
+        assert _medians_of_others({i: {"x": value} for i, value in values.items()}, "x") == expected
+
+
+@pytest.mark.parametrize("method", [FedAvg(lr=0.05), FedAvg(lr=0.15)])
+def test_of_four_honest_hospitals_that_differ_none_is_named(method):
+    """Near the end the updates of honest sites cancel out: that is no reason to suspect one."""
+    for seed in range(2):
+        sites = pf.data.heart(seed=seed)
+        make_network = functools.partial(
+            torch.nn.Linear, sites.num_features, 2
+        )  # converges, so that updates cancel out
+        run = pf.federate(sites.build_clients(make_network), method, rounds=30, seed=seed, workers=0, evaluate_every=30)
+        assert not [sentence for record in run.history for sentence in record["warnings"]]
+        assert min(row["update_cosine"] for record in run.history for row in record["clients"].values()) < -0.1
 
 
 def test_a_client_whose_loss_rises_alone_is_named():

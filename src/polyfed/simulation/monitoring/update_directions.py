@@ -11,9 +11,10 @@ average (a random projection). The error of a cosine is then about 0.02.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import nlargest
 from typing import Any, final
 
 import torch
@@ -24,10 +25,12 @@ COSINE = "update_cosine"
 LOSS_CHANGE = "train_loss_change"
 """The field of the client rows with the training loss minus that of the round in which the client last took part."""
 SKETCH_SIZE = 4096
-_AGAINST, _AGREE = -0.1, 0.2  # a client's cosine, and the median of the others', from which on it pulls against them
+_AGAINST, _AGREE = -0.2, 0.2  # a client's mean cosine, and that of the others, from which on it pulls against them
+_LARGEST = 8  # rounds of a client over which both are means: those with its largest updates
 _IDLE = 0.01  # times the median norm of the others, below which a client has hardly trained
 _ROSE, _ABOVE = 1.5, 2.0  # a loss that rose by this factor, and is above that of the others by this one
 _FEWEST = 3  # clients among which one can depart from the others
+WARNED_ROUNDS = 10  # a sentence about a client is not repeated for so many rounds
 
 
 @final
@@ -119,9 +122,13 @@ def describe_departing_clients(
 ) -> list[str]:
     """Returns a sentence for each client that departs from the others in a way that somebody can look into.
 
-    - It pulls against the others, in this round and in the one before in which it took part.
+    - It pulls against the others: its cosine is negative and theirs are not, in the mean over the rounds with its largest
+      updates. Where a model has almost converged, updates of honest sites that differ cancel out, so that some are opposed
+      to the mean; but those are small, and in the rounds before, with larger updates, all moved the model the same way.
     - It sends back almost what it has received.
     - Its training loss rises, far above that of the others, while theirs does not.
+
+    A sentence that was said of a client in the last ten records is not repeated.
 
     And one sentence if the mean of a secure sum is beyond the bound that every site keeps.
 
@@ -131,10 +138,14 @@ def describe_departing_clients(
     has it its examples?"]
     """
     rows, number = record["clients"], record["round"]
+    said = [text for before in earlier_records[1 - WARNED_ROUNDS :] for text in before.get("warnings", ())]
+    departures = [*_opposed(rows, earlier_records), *_idle(rows), *_rising_losses(rows, earlier_records)]
     return [
-        *_opposed(rows, number, earlier_records),
-        *_idle(rows, number),
-        *_rising_losses(rows, number, earlier_records),
+        *(
+            f"round {number}: {departure}{details}"
+            for departure, details in departures
+            if not any(departure in text for text in said)
+        ),
         *_broken_bound(record.get("robust", {}), number),
     ]
 
@@ -145,41 +156,52 @@ def _medians_of_others(rows: Mapping[str, Mapping[str, Any]], field: str) -> dic
     The upper one, since of two others one may lie.
     """
     values = {i: float(row[field]) for i, row in rows.items() if isinstance(row.get(field), int | float)}
-    values = {i: value for i, value in values.items() if math.isfinite(value)}
-    if len(values) < _FEWEST:
+    ordered = sorted((value, i) for i, value in values.items() if math.isfinite(value))
+    if len(ordered) < _FEWEST:
         return {}
-    return {i: (value, statistics.median_high(v for j, v in values.items() if j != i)) for i, value in values.items()}
+    middle = (len(ordered) - 1) // 2  # of the others: one place higher for those up to there
+    return {i: (value, ordered[middle + (rank <= middle)][0]) for rank, (value, i) in enumerate(ordered)}
 
 
 def _opposed(
-    rows: Mapping[str, Mapping[str, Any]], number: int, earlier_records: Sequence[Mapping[str, Any]]
-) -> list[str]:
-    sentences = []
-    for client, (cosine, others) in _medians_of_others(rows, COSINE).items():
-        if cosine > _AGAINST or others < _AGREE:
+    rows: Mapping[str, Mapping[str, Any]], earlier_records: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """Yields what each client that pulls against the others does, and the details of this round."""
+    for client, newest in _medians_of_others(rows, COSINE).items():
+        if newest[0] >= 0:  # most clients, so that their earlier rounds are not read
             continue
-        rows_before = (r["clients"].get(client, {}) for r in reversed(earlier_records))
-        if next((row[COSINE] for row in rows_before if COSINE in row), 1.0) <= _AGAINST:
-            sentences.append(
-                f"round {number}: the update of {client!r} pulls against the others (cosine {cosine:.2f}, their median "
-                f"{others:.2f}): are its labels, its preprocessing and its loss those that all agreed on?"
+        seen = [
+            record["clients"]
+            for record in ({"clients": rows}, *earlier_records)
+            if COSINE in record["clients"].get(client, {})
+        ]
+        largest = nlargest(
+            _LARGEST, seen, key=lambda rows_of_round: float(rows_of_round[client].get("update_norm") or 0)
+        )
+        if len(seen) < 2 or statistics.fmean(rows_of_round[client][COSINE] for rows_of_round in largest) > _AGAINST:
+            continue
+        medians = [_medians_of_others(rows_of_round, COSINE).get(client, (0.0, 0.0))[1] for rows_of_round in largest]
+        if statistics.fmean(medians) >= _AGREE:
+            yield (
+                f"the update of {client!r} pulls against the others",
+                f" (cosine {newest[0]:.2f}, their median {newest[1]:.2f}): are its labels, its preprocessing and its loss "
+                "those that all agreed on?",
             )
-    return sentences
 
 
-def _idle(rows: Mapping[str, Mapping[str, Any]], number: int) -> list[str]:
-    return [
-        f"round {number}: {client!r} sends back almost what it has received (norm {norm:.3g}, the others' median "
-        f"{others:.3g}): does its training run, and has it its examples?"
-        for client, (norm, others) in _medians_of_others(rows, "update_norm").items()
-        if norm < _IDLE * others
-    ]
+def _idle(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    for client, (norm, median) in _medians_of_others(rows, "update_norm").items():
+        if norm < _IDLE * median:
+            yield (
+                f"{client!r} sends back almost what it has received",
+                f" (norm {norm:.3g}, the others' median {median:.3g}): does its training run, and has it its examples?",
+            )
 
 
 def _rising_losses(
-    rows: Mapping[str, Mapping[str, Any]], number: int, earlier_records: Sequence[Mapping[str, Any]]
-) -> list[str]:
-    changes, sentences = _medians_of_others(rows, LOSS_CHANGE), []
+    rows: Mapping[str, Mapping[str, Any]], earlier_records: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    changes = _medians_of_others(rows, LOSS_CHANGE)
     for client, (loss, others) in _medians_of_others(rows, "train_loss").items():
         change, others_change = changes.get(client, (0.0, 0.0))
         stands_out = change > 0 and others_change <= 0 and loss > _ROSE * (loss - change) and loss > _ABOVE * others
@@ -187,11 +209,11 @@ def _rising_losses(
                       if isinstance(r["clients"].get(client, {}).get("train_loss"), float)), 0.0)  # fmt: skip
         # A loss that has almost vanished may double and mean nothing.
         if stands_out and loss > first / 2:
-            sentences.append(
-                f"round {number}: the training loss of {client!r} rose from {loss - change:.3g} to {loss:.3g}, and the "
-                f"others' did not (median {others:.3g}): has its data changed, or are labels swapped?"
+            yield (
+                f"the training loss of {client!r} rose",
+                f" from {loss - change:.3g} to {loss:.3g}, and the others' did not (median {others:.3g}): has its data "
+                "changed, or are labels swapped?",
             )
-    return sentences
 
 
 def _broken_bound(report: Mapping[str, Any], number: int) -> list[str]:

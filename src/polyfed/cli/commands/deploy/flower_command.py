@@ -280,9 +280,16 @@ def _describe_newest_run(runs_folder: Path) -> NewestRun | None:
     return {
         "directory": str(out), "round": last["round"], "rounds": read_config(out).get("rounds"),
         "failures": [{name: str(failure[name]) for name in ("client", "phase", "reason")} for failure in last["failures"]],
-        "warnings": [str(sentence) for sentence in last.get("warnings", ())],
+        "warnings": _recent_warnings(records),
         "sites": {site: dict(values) for site, values in last["clients"].items()},
     }  # fmt: skip
+
+
+def _recent_warnings(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the warnings of the last rounds, in which none about the same site is repeated."""
+    from polyfed.simulation.monitoring.update_directions import WARNED_ROUNDS  # which imports torch
+
+    return [str(sentence) for record in records[-WARNED_ROUNDS:] for sentence in record.get("warnings", ())]
 
 
 def _read_newest_run(runs_folder: Path) -> tuple[Path, list[dict[str, Any]]] | None:
@@ -308,7 +315,7 @@ def show_newest_run(runs_folder: Path, console: Console) -> None:
     print(sanitise_for_terminal(f"{out}: round {records[-1]['round']} of {config.get('rounds')}"))
     for failure in records[-1]["failures"]:
         print(sanitise_for_terminal(f"  {failure['client']}, {failure['phase']}: {failure['reason']}"))
-    for sentence in records[-1].get("warnings", ()):
+    for sentence in _recent_warnings(records):
         print(sanitise_for_terminal(f"  warning: {sentence}"))
     if config.get("secure") is True:
         print("  secure sums hide the norms of single updates")
