@@ -200,6 +200,10 @@ def test_folds_from_the_command_line(polyfed):
         (["fedavg_digits", "--algorithms", "fedavgg"], "did you mean fedavg"),
         (["fedavg_digits", "--algorithms", "fedavg,fedavg"], "--algorithms has 'fedavg' twice"),
         (["fedavg_digits", "--seeds", "0,one"], "--seeds must be whole numbers"),
+        (
+            ["fedavg_digits", "--seeds", "x"],
+            "--seeds must be whole numbers with commas between, such as 0,1,2, or how many",
+        ),
         (["fedavg_digits", "--tune", "lr"], "--tune takes 'grid', or each field with its values"),
         (["fedavg_digits", "--tune", "lr=0.1;lr=0.2"], "--tune takes 'grid', or each field with its values"),
         (["fedavg_digits", "--tune", "lr=0.1..0.2"], "needs a number of runs a method"),
@@ -229,6 +233,6 @@ def test_help_and_words(polyfed):
     assert "--algorithms NAMES" in out
     words = ["--seeds=3", "--same-data", "--rounds", "2", "--parallel", "2"]
     options, _, rest = parse_compare_options(words)
-    assert (options.seeds, options.same_data, options.parallel, rest) == ((3,), True, 2, ["--rounds", "2"])
+    assert (options.seeds, options.same_data, options.parallel, rest) == ((0, 1, 2), True, 2, ["--rounds", "2"])
     with pytest.raises(UserError, match="--target must be a number, got 'high'"):
         parse_compare_options(["--target", "high"])

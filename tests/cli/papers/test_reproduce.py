@@ -246,7 +246,7 @@ def test_runs_side_by_side_are_those_of_one_after_another(polyfed, monkeypatch):
     assert polyfed("reproduce", *words, "--out", "two", "--quiet")[0] == 0
     assert cells(polyfed.here / "two") == two
     (run / "config.yaml").unlink()
-    changed = [{"2": "3", "0,1": "1"}.get(word, word) for word in words]
+    changed = [{"2": "3", "0,1": "1,"}.get(word, word) for word in words]
     status, _, err = polyfed("reproduce", *changed, "--out", "two")
     assert status == 2
     assert "local is a run with other settings (rounds was 2 and is now 3); choose another --out" in err

@@ -131,11 +131,21 @@ def split_names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",")) if text else ()
 
 
-def split_whole_numbers(text: str) -> tuple[int, ...]:
-    """Splits the text of an option's value at its commas, and returns the parts as ints; raises an error if one is not
-    a whole number.
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """Returns the seeds that an option's value stands for: those it lists, or as many as it says.
+
+    >>> parse_seeds("3"), parse_seeds("4,7"), parse_seeds("0")
+    ((0, 1, 2), (4, 7), (0,))
+
+    Raises:
+        argparse.ArgumentTypeError: a part of it is no whole number.
     """
-    return tuple(_convert(part, int, "whole numbers with commas between, such as 0,1,2") for part in text.split(","))
+    parts = [part for part in text.split(",") if part] if text.endswith(",") else text.split(",")
+    numbers = tuple(
+        _convert(part, int, "whole numbers with commas between, such as 0,1,2, or how many") for part in parts
+    )
+    is_count = "," not in text and numbers[0] > 0
+    return tuple(range(numbers[0])) if is_count else numbers
 
 
 def _convert(text: str, kind: Callable[[str], Any], expected: str) -> Any:

@@ -33,7 +33,7 @@ Compares methods on the same clients, with several seeds and equal tuning. Says 
 not decided. With DIR it continues a comparison that was stopped, or reads a finished one again.
 
   --algorithms NAMES   methods, with commas between (default: the recipe's method and its baselines)
-  --seeds SEEDS        one run of each method for each seed (default: 0,1,2,3,4)
+  --seeds SEEDS        seeds with commas between, or how many (default: 5)
   --same-data          the first seed deals the data for all; only then are there answers per client
   --resplit K          split each client's examples K times: answers per client, better for small data
   --tune FIELDS        none, or what to search; default: each method's learning rate

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple, final
 from polyfed.cli.commands.argv import (
     CommandParser,
     parse_decimal_number,
+    parse_seeds,
     parse_whole_number,
     split_names,
-    split_whole_numbers,
 )
 from polyfed.cli.commands.options.recipes import add_scale_and_variant_options
 from polyfed.cli.static_registry import read_value_or_outline_without_import
@@ -114,8 +114,8 @@ def build_compare_parser() -> CommandParser:
         "and for one architecture fedavg and fedavg_ft, always take part", split_names,
     )  # fmt: skip
     parser.add_option(
-        "--seeds", "SEEDS", "one run of each method for each seed (default: 0,1,2,3,4); each seed deals the data again "
-        "unless --same-data, --resplit or --folds is given", split_whole_numbers,
+        "--seeds", "SEEDS", "one run of each method for each seed, or how many: 3 is 0,1,2, and 7, is seed 7 alone "
+        "(default: 5); each seed deals the data again unless --same-data, --resplit or --folds is given", parse_seeds,
     )  # fmt: skip
     parser.add_flag("--same-data", "the first seed deals the data for all runs; only then are there answers per client")
     parser.add_option(

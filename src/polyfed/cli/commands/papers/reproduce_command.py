@@ -2,6 +2,7 @@
 paper.
 """
 
+import argparse
 import fnmatch
 import itertools
 import json
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from rich.console import Console
 
+from polyfed.cli.commands.argv import parse_seeds
 from polyfed.cli.commands.options import configuration_parser
 from polyfed.cli.commands.options.recipes import SCALES, Recipe, read_recipe
 from polyfed.cli.commands.papers import job_runner
@@ -41,7 +43,7 @@ class ReproduceOptions:
     Args:
         scale: of the recipes; None is "cpu".
         variant: names or patterns with commas between, of the recipes' variants to run; None runs all that make a cell.
-        seeds: whole numbers with commas between; None takes the recipe's.
+        seeds: whole numbers with commas between, or how many; None takes the recipe's.
         out: folder of the runs and of `reproduce.json`; None is runs/reproduce-PAPER-TABLE-SCALE.
 
     Raises:
@@ -56,8 +58,11 @@ class ReproduceOptions:
     def __post_init__(self) -> None:
         if self.scale is not None and self.scale not in SCALES:
             raise UserError(f"unknown scale {self.scale!r}; {did_you_mean(self.scale, SCALES)}")
-        parts = [] if self.seeds is None else [part.strip() for part in self.seeds.split(",")]
-        if not all(part.isdecimal() for part in parts) or len(set(map(int, parts))) < len(parts):
+        try:
+            seeds = [] if self.seeds is None else parse_seeds(self.seeds)
+        except argparse.ArgumentTypeError:
+            seeds = [-1]
+        if any(seed < 0 for seed in seeds) or len(set(seeds)) < len(seeds):
             raise UserError(
                 f"--seeds must be different whole numbers with commas between, e.g. --seeds 0,1,2, got {self.seeds!r}"
             )
@@ -70,7 +75,7 @@ class ReproduceOptions:
         >>> ReproduceOptions(seeds="0, 7").seeds_to_run, ReproduceOptions().seeds_to_run
         ([0, 7], [None])
         """
-        return [None] if self.seeds is None else [int(part) for part in self.seeds.split(",")]
+        return [None] if self.seeds is None else list(parse_seeds(self.seeds))
 
     def output_folder(self, table: PaperTable) -> Path:
         """Returns the path of the folder for the runs of a table and for `reproduce.json`."""
