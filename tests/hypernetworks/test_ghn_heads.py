@@ -58,6 +58,26 @@ def test_weights_and_gradients_are_those_of_the_plain_formula(kind, rank):
             torch.testing.assert_close(gradient, value, rtol=1e-12, atol=1e-12, msg=name)
 
 
+def test_gradients_of_many_examples_at_once_are_those_of_one_after_the_other():
+    """Private training needs the gradient of each example (`torch.func`)."""
+    head, generator = Factored(KINDS["3×3"], hidden=7, rank=1).double(), torch_generator(0)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(generator=generator)
+    z, slopes = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((3, 7), (5, 3, 6, 4, 3, 3)))
+    scales = torch.rand(3, 1, generator=generator, dtype=torch.float64)
+
+    def weighted_sum(tensors, slope):
+        weights = torch.func.functional_call(head, tensors, (z, scales))
+        return sum((weight * part).sum() for weight, part in zip(weights, slope, strict=True))
+
+    gradients = torch.func.grad(weighted_sum)
+    at_once = torch.func.vmap(gradients, in_dims=(None, 0))(dict(head.named_parameters()), slopes)
+    for row, slope in enumerate(slopes):
+        for name, expected in gradients(dict(head.named_parameters()), slope).items():
+            torch.testing.assert_close(at_once[name][row], expected, rtol=1e-12, atol=1e-12, msg=name)
+
+
 def test_what_no_layer_uses_counts_as_a_gradient_of_zeros():
     head = TypeHead(KINDS["3×3"], inputs=5, hidden=7, rank=1)
     nn.init.ones_(head.out.bias)

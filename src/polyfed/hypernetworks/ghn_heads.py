@@ -138,9 +138,10 @@ class _FactoredWeights(torch.autograd.Function):
     takes the gradients one by one: autograd would concatenate them, and keep a copy of the bias in this order.
     """
 
+    generate_vmap_rule = True  # private training needs the gradient of each example
+
     @staticmethod
-    def forward(ctx: Any, row_factors: Tensor, columns: Tensor, s: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(row_factors, columns, s, bias)
+    def forward(row_factors: Tensor, columns: Tensor, s: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         bias_view = _bias_view(bias, row_factors, columns)
         return tuple(
             (row_factor @ columns.T).addcmul_(bias_view, of_set)
@@ -148,21 +149,22 @@ class _FactoredWeights(torch.autograd.Function):
         )
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
     @once_differentiable
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         row_factors, columns, s, bias = ctx.saved_tensors
-        bias_view, to_bias, to_columns = (
-            _bias_view(bias, row_factors, columns),
-            torch.zeros_like(bias),
-            torch.zeros_like(columns),
-        )
-        to_left, to_s = torch.empty_like(row_factors), torch.empty_like(s)
-        for k, slope in enumerate(slopes):
-            to_left[k] = slope @ columns
-            to_columns.addmm_(slope.flatten(0, 1).T, row_factors[k].flatten(0, 1))
-            _bias_view(to_bias, row_factors, columns).addcmul_(slope, s[k])
-            to_s[k] = (slope * bias_view).sum()
-        return to_left, to_columns, to_s, to_bias
+        bias_view = _bias_view(bias, row_factors, columns)
+        to_left = torch.stack([slope @ columns for slope in slopes])
+        to_s = torch.stack([(slope * bias_view).sum() for slope in slopes])[:, None]
+        to_columns = slopes[0].flatten(0, 1).T @ row_factors[0].flatten(0, 1)
+        to_bias_view = slopes[0] * s[0]
+        for slope, row_factor, of_set in zip(slopes[1:], row_factors[1:], s[1:], strict=True):
+            to_columns = torch.addmm(to_columns, slope.flatten(0, 1).T, row_factor.flatten(0, 1))
+            to_bias_view = torch.addcmul(to_bias_view, slope, of_set)
+        return to_left, to_columns, to_s, to_bias_view.transpose(1, 2).reshape(bias.shape)
 
 
 def _bias_view(bias: Tensor, row_factors: Tensor, columns: Tensor) -> Tensor:
