@@ -2,10 +2,13 @@
 
 For each method and number of clients, in a process of its own: seconds until round 1, seconds of a round (the median after
 the first, without evaluation), peak memory, bytes of the checkpoints and seconds of saving one. Clients are those of
-`SyntheticClients`, 100 a round; 100 are evaluated at the end. With `--source parquet` they are rows of a file. With
-`--resume-at` a run is also killed (kill -9) in the middle and resumed, and its predictions are compared bit for bit.
+`SyntheticClients`, 100 a round; 100 are evaluated at the end. With `--source parquet` they are rows of a file, eight for
+each user; with `--source tweets` eight tweets of Sentiment140 for each user, drawn at random. With `--resume-at` a run is
+also killed (kill -9) in the middle and resumed, and its predictions are compared bit for bit. Rows of `--out` stay unless
+they are measured again.
 
-    python benchmarks/million.py --clients 1e2,1e3,1e4,1e5,1e6 --out benchmarks/results/million.json
+    python benchmarks/million.py --clients 1e2,1e3,1e4,1e5,1e6 --resume-at 1e6 --out benchmarks/results/million.json
+    python benchmarks/million.py --source tweets --tweets ../shared/data/sentiment140-100k --methods fedavg,fedrep
     python benchmarks/million.py --methods fedavg --clients 1e6 --rounds 3
 """
 
@@ -28,15 +31,28 @@ from typing import Any
 METHODS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "fedavg": ("fedavg", {}),
     "fedrep": ("fedrep", {}),
-    "flha_ghn": ("flha_ghn", {}),
-    "ca_fedpnas": ("ca_fedpnas", {}),
+    "flha_ghn": ("flha_ghn", {"head": "factored"}),
+    "ca_fedpnas": (
+        "ca_fedpnas",
+        {
+            "channels": 4,
+            "base_cells": 1,
+            "base_nodes": 1,
+            "personal_nodes": 1,
+            "finetune_epochs": 0,
+            "operations": ("sep_conv_3", "skip"),
+            "personal_operations": ("sep_conv_3", "skip"),
+        },
+    ),
     "pfedhn": ("pfedhn", {"embedding_dim": 32}),
+    "pfedhn plain": ("pfedhn", {"embedding_dim": 32, "hn_momentum": 0.0, "hn_weight_decay": 0.0}),
     "pfedla": ("pfedla", {"neighbours": 10, "hidden": 10}),
-    "fedhenn": ("fedhenn", {"rank": 8, "sketch": True}),
+    "fedhenn": ("fedhenn", {"rank": 8, "sketch": True, "rad_size": 64}),
 }
 """What is measured: label -> name and fields. One whose fields this version does not have is left out, and said."""
 LIMITS = {"start_seconds": 20.0, "peak_mb": 2000.0, "growth_of_round": 1.2}
 COHORT, EVALUATED, PUBLIC = 100, 100, 64
+TWEETS_EACH, TOKENS, LENGTH = 8, 2_000, 25
 IMAGES = {"ca_fedpnas"}  # brings networks for images
 
 
@@ -56,9 +72,11 @@ def build_mlp(features: int, classes: int) -> Any:
 
 
 def build_source(label: str, number: int, kind: str, folder: Path) -> Any:
-    """Builds a source of `number` clients: "synthetic", or "parquet" with eight rows each, dealt at random."""
+    """Builds a source of `number` clients: "synthetic", "parquet" with eight rows each, dealt at random, or "tweets"."""
     from polyfed.data import ParquetClients, SyntheticClients
 
+    if kind == "tweets":
+        return TweetUsers(number, Path((folder / "tweets.txt").read_text()))
     if kind == "parquet":
         return ParquetClients(
             write_parquet(number, folder), client_column="user", inputs=[f"x{k}" for k in range(16)], target="label",
@@ -67,6 +85,39 @@ def build_source(label: str, number: int, kind: str, folder: Path) -> Any:
     shape = (1, 8, 8) if label in IMAGES else (16,)
     model = None if label in IMAGES else partial(build_mlp, 16, 4)
     return SyntheticClients(number, shape=shape, examples=(16, 48), model=model)
+
+
+def build_token_mean() -> Any:
+    """Builds a network that classifies tweets by the mean of their tokens' vectors."""
+    from torch import nn
+
+    return nn.Sequential(nn.EmbeddingBag(TOKENS, 16), nn.Linear(16, 2))
+
+
+class TweetUsers:
+    """A source of `number` users who wrote eight tweets each, drawn at random from Sentiment140, with replacement."""
+
+    def __init__(self, number: int, path: Path) -> None:
+        from polyfed.data.sources.tweets import Sentiment140
+
+        self.ids = [f"u{place:07d}" for place in range(number)]
+        self.train = Sentiment140(path=str(path), vocabulary_size=TOKENS, length=LENGTH).load().train
+
+    def manifest(self) -> Any:
+        """Returns the numbers of training tweets: all but two of each user's."""
+        from polyfed.data import SourceManifest
+
+        return SourceManifest([TWEETS_EACH - 2] * len(self.ids), fingerprint=f"{len(self.train)} tweets")
+
+    def client(self, id: str) -> Any:
+        """Makes a user with six tweets to train on and two to test."""
+        import numpy as np
+
+        import polyfed as pf
+
+        rows = np.random.default_rng(int(id[1:])).integers(0, len(self.train), TWEETS_EACH)
+        x, y = self.train.x[rows], self.train.labels[rows]
+        return pf.Client(id, build_token_mean, (x[:-2], y[:-2]), (x[-2:], y[-2:]))
 
 
 def write_parquet(number: int, folder: Path) -> Path:
@@ -114,7 +165,7 @@ def measure(label: str, number: int, rounds: int, kind: str, folder: Path, resum
             clock.append(time.perf_counter())
 
     cohort, saving = min(COHORT, number), time_saves()
-    public = draw_public(method)
+    public = draw_public(method, source)
     words: dict[str, Any] = {
         "rounds": rounds, "clients_per_round": cohort, "evaluate_clients": min(EVALUATED, number), "evaluate_every": rounds,
         "checkpoint_every": rounds, "workers": 0, "public": public, "quiet": True, "seed": 1,
@@ -137,12 +188,14 @@ def measure(label: str, number: int, rounds: int, kind: str, folder: Path, resum
     return found
 
 
-def draw_public(method: Any) -> Any:
+def draw_public(method: Any, source: Any) -> Any:
     """Draws public examples for a method that needs them; None for the others."""
     import torch
 
     if "public_data" not in method.requires:
         return None
+    if isinstance(source, TweetUsers):
+        return source.train.x[:PUBLIC]
     return torch.randn((PUBLIC, 16), generator=torch.Generator().manual_seed(0))
 
 
@@ -195,16 +248,16 @@ def run_until_killed(label: str, number: int, rounds: int, kind: str, folder: Pa
     import polyfed as pf
 
     torch.set_num_threads(1)
-    method = build_method(label)
+    method, source = build_method(label), build_source(label, number, kind, folder)
 
     def kill_after_half(record: Mapping[str, Any]) -> None:
         if record["round"] == max(1, rounds // 2) + 1:
             os.kill(os.getpid(), 9)
 
     pf.federate(
-        build_source(label, number, kind, folder), method, rounds=rounds, clients_per_round=min(COHORT, number),
+        source, method, rounds=rounds, clients_per_round=min(COHORT, number),
         evaluate_clients=min(EVALUATED, number), evaluate_every=rounds, checkpoint_every=1, workers=0,
-        quiet=True, public=draw_public(method),
+        quiet=True, public=draw_public(method, source),
         seed=1, out=folder / f"killed-{label}-{number}", callbacks=[kill_after_half],
     )  # fmt: skip
 
@@ -217,7 +270,7 @@ def measure_in_child(label: str, number: int, rounds: int, kind: str, folder: Pa
     done = subprocess.run([sys.executable, __file__, "--child", *words], check=False, stderr=subprocess.PIPE, text=True)
     if done.returncode or not result.is_file():
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        return {"method": label, "clients": number, "error": lines[-1]}
+        return {"method": label, "clients": number, "source": kind, "error": lines[-1]}
     return dict(json.loads(result.read_text()))
 
 
@@ -233,14 +286,16 @@ def is_available(label: str) -> bool:
 def judge(rows: list[dict[str, Any]]) -> list[str]:
     """Returns a sentence for each limit of `LIMITS` that a method does not keep."""
     sentences = []
-    seconds = {(row["method"], row["clients"]): row["round_seconds"] for row in rows if "error" not in row}
+    seconds = {
+        (row["method"], row["source"], row["clients"]): row["round_seconds"] for row in rows if "error" not in row
+    }
     for row in rows:
         for name in ("start_seconds", "peak_mb"):
             if row.get(name, 0.0) > LIMITS[name]:
                 sentences.append(
                     f"{row['method']} with {row['clients']} clients: {name} {row[name]:.1f}, at most {LIMITS[name]}"
                 )
-        small = seconds.get((row["method"], 1_000))
+        small = seconds.get((row["method"], row["source"], 1_000))
         if (
             small
             and row["clients"] > 1_000
@@ -260,7 +315,8 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--clients", default="1e2,1e3,1e4,1e5,1e6")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--source", choices=["synthetic", "parquet"], default="synthetic")
+    parser.add_argument("--source", choices=["synthetic", "parquet", "tweets"], default="synthetic")
+    parser.add_argument("--tweets", type=Path, help="the folder of Sentiment140 for --source tweets")
     parser.add_argument("--resume-at", default="", help="numbers of clients at which a run is killed and resumed")
     parser.add_argument("--folder", type=Path, help="for data and runs; default: a temporary one")
     parser.add_argument("--out", type=Path)
@@ -273,6 +329,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
+        if options.source == "tweets":
+            (folder / "tweets.txt").write_text(str(options.tweets.resolve()))
         for label in labels:
             for number in numbers:
                 rows.append(
@@ -282,7 +340,9 @@ def main() -> None:
     for sentence in [*(f"{label} is left out: this version has no such fields" for label in left_out), *judge(rows)]:
         print(sentence)
     if options.out is not None:
-        content = {"cohort": COHORT, "evaluated": EVALUATED, "limits": LIMITS, "left_out": left_out, "runs": rows}
+        earlier = json.loads(options.out.read_text())["runs"] if options.out.is_file() else []
+        by_key = {(row["method"], row.get("source"), row["clients"]): row for row in [*earlier, *rows]}
+        content = {"cohort": COHORT, "evaluated": EVALUATED, "limits": LIMITS, "runs": list(by_key.values())}
         options.out.write_text(json.dumps(content, indent=1) + "\n")
 
 

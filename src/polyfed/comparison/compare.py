@@ -4,17 +4,18 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from polyfed.algorithms import Local
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.build_results import ResultInputs, build_results
+from polyfed.comparison.client_set import ClientSet, make_client_set_of_source
 from polyfed.comparison.evaluation_panel import draw_panel
 from polyfed.comparison.final_runs import run_final_methods
 from polyfed.comparison.fold_tests import collect_test_examples_of_folds
 from polyfed.comparison.forecast import count_runs, forecast_cost_and_detectable_gain
 from polyfed.comparison.method_selection import labels_added_by_default, select_methods
-from polyfed.comparison.plan import ClientSet, ComparisonPlan, Method, log_warnings
+from polyfed.comparison.plan import ComparisonPlan, Method, log_warnings
 from polyfed.comparison.plan_description import (
     describe_comparison,
     initial_search_budget,
@@ -29,6 +30,7 @@ from polyfed.comparison.storage.comparison_directory import Comparison
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.tuning.client_rounds import freeze_history_after, select_compared_rounds_of_local_runs
 from polyfed.core.algorithm import Client
+from polyfed.core.client_source import ClientSource, is_client_source
 from polyfed.core.data_warnings import collect_data_warnings
 from polyfed.core.errors import RunInterrupt, UserError
 from polyfed.core.evaluation.metric import Metric
@@ -59,7 +61,7 @@ seeds, in 99 with 5; one of 5 points in 25 and 56 (`benchmarks/verdicts.py`)."""
 
 
 def compare(
-    clients: Iterable[Client],
+    clients: Iterable[Client] | ClientSource,
     algorithms: Method | str | Sequence[Method | str] | Mapping[str, Method | str] | None = None,
     *,
     rounds: int,
@@ -114,7 +116,7 @@ def compare(
     and the others are compared. The same call with the same `out` goes on where it was stopped; finished runs stay.
 
     Args:
-        clients: who takes part, as for `federate`.
+        clients: who takes part, as for `federate`; a client source too, of which `evaluate_clients` are compared.
         algorithms, methods (its former name): a method or its name, several of them as a list, or either by label.
         rounds, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every, checkpoint_every,
             on_error, min_replies, compress, compress_down, cross_site, regions (of means), sampler, speeds, bandwidth,
@@ -166,7 +168,6 @@ def compare(
     if algorithms is not None and methods is not None:
         raise UserError("methods is a former name of algorithms; give one of the two")
     display = resolve_own_progress(progress, quiet=quiet)
-    client_list = list_clients(clients)
     seeds, resplit, target = numpy_to_python(seeds), numpy_to_python(resplit), numpy_to_python(target)
     tune, trials, parallel = numpy_to_python(tune), numpy_to_python(trials), numpy_to_python(parallel)
     fold_design = build_folds(numpy_to_python(folds), numpy_to_python(fold_repeats))
@@ -187,11 +188,27 @@ def compare(
         **describe_scheduling(sampler, speeds, bandwidth, availability, asynchronous, is_built_again=True),
     )  # fmt: skip
     pool = None if public is None else as_examples(public, "public", labelled=False)
-    clients_by_seed = redraw_clients(client_list, resplit, fold_design, seeds) or [tuple(client_list)] * len(seeds)
-    client_sets = {
-        seed: ClientSet(tuple(sets), apply_common_preprocessing_to_public(pool, sets), class_names_of(client_list))
-        for seed, sets in zip(seeds, clients_by_seed, strict=True)
-    }
+    search_space = hyperparameter_search.parse_search_space(tune, trials)
+    if is_client_source(clients):
+        deals = resplit is not None or fold_design is not None
+        client_sets = dict.fromkeys(
+            seeds,
+            make_client_set_of_source(
+                cast(ClientSource, clients),
+                settings,
+                pool,
+                seeds[0],
+                deals_examples=deals,
+                searches=search_space is not None,
+            ),
+        )
+    else:
+        client_list = list_clients(clients)
+        clients_by_seed = redraw_clients(client_list, resplit, fold_design, seeds) or [tuple(client_list)] * len(seeds)
+        client_sets = {
+            seed: ClientSet(tuple(sets), apply_common_preprocessing_to_public(pool, sets), class_names_of(client_list))
+            for seed, sets in zip(seeds, clients_by_seed, strict=True)
+        }
     is_single = isinstance(metrics, str | Metric) or callable(metrics)
     metric_list = () if metrics is None else (metrics,) if is_single else tuple(metrics)
     requested: Any = algorithms if methods is None else methods
@@ -206,7 +223,7 @@ def compare(
         criteria=ResultCriteria(Budget.from_text(budget), target),
         out=None if out is None else expand_user_path(out, "out"),
         parallel_runs=parallel,
-        search_space=hyperparameter_search.parse_search_space(tune, trials),
+        search_space=search_space,
         num_trials=trials,
         quiet=quiet or progress is False,
         progress=display,
@@ -248,11 +265,11 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
         plan, build_client_set=lru_cache(maxsize=1)(plan.build_client_set)
     )  # dealing may read and decode whole data sets
     with collect_data_warnings() as data_warnings:
-        first_clients = plan.build_client_set(plan.seeds[0]).clients
-        task = first_clients[0].task
+        first_client_set = plan.build_client_set(plan.seeds[0])
+        task = first_client_set.clients[0].task
         panel = draw_panel(
             plan.settings,
-            [c.id for c in first_clients],
+            first_client_set.ids,
             plan.seeds[0],
             deals_examples=bool(plan.folds or plan.num_resplits),
         )

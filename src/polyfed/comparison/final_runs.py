@@ -46,7 +46,8 @@ def run_final_methods(plan: ComparisonPlan, methods: Mapping[str, Method], descr
             final_methods, description["tuning"] = search_result.set_chosen_fields_in_methods(rank_by_choice)
         jobs = [
             RunSpec(label, method, seed, _run_folder(plan, label, search_result, rank_by_choice, seed),
-                description["fingerprints"][str(seed)], _round_to_keep(plan, label, description.get("tuning")))
+                _fingerprint_of_run(plan, method, description["fingerprints"][str(seed)]),
+                _round_to_keep(plan, label, description.get("tuning")))
             for seed in plan.seeds
             for label, method in final_methods.items()
             if label not in failed and (label, seed) not in runs
@@ -88,6 +89,13 @@ def _run_folder(
         / ("" if search_result is None else search_result.subfolder_of_final_runs(label, rank_by_choice))
         / f"seed-{seed}"
     )
+
+
+def _fingerprint_of_run(plan: ComparisonPlan, method: Method, fingerprint: str) -> str:
+    """Returns the fingerprint of a run's clients: of all clients, but where a source makes them, only of those that train
+    alone."""
+    first_client_set = plan.build_client_set(plan.seeds[0])
+    return fingerprint if first_client_set.source is None else first_client_set.fingerprint_of_run(method)
 
 
 def _round_to_keep(plan: ComparisonPlan, label: str, tuning_entry: Mapping[str, Any] | None) -> Keep:

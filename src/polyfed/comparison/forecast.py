@@ -117,7 +117,7 @@ def count_runs(plan: ComparisonPlan, methods: Mapping[str, Method]) -> tuple[int
 def _num_parallel(plan: ComparisonPlan) -> int:
     if plan.parallel_runs != "auto":
         return plan.parallel_runs
-    return default_parallel_runs(plan.settings, len(plan.build_client_set(plan.seeds[0]).clients))
+    return default_parallel_runs(plan.settings, len(plan.build_client_set(plan.seeds[0]).ids))
 
 
 def _describe_design(plan: ComparisonPlan) -> ComparisonDesign:

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from polyfed.algorithms import Local
 from polyfed.comparison.budget import Budget, ResultCriteria
+from polyfed.comparison.client_set import ClientSet
 from polyfed.comparison.evaluation_panel import EvaluationPanel
 from polyfed.comparison.process_pool import default_parallel_runs, run_in_processes, supports_forked_runs
 from polyfed.comparison.runs_display import RoundCounter, RunsDisplay, SilentRunsDisplay
 from polyfed.comparison.statistics.estimate import ALPHA
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_history_if_finished
-from polyfed.core.algorithm import Algorithm, Client
+from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metric import Metric
-from polyfed.core.examples.examples import Examples
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.core.training.config import LocalTraining
 from polyfed.data.partitioning.folds import Folds
@@ -42,22 +42,6 @@ EQUAL_FIELDS = ("local_epochs", "local_steps", "batch_size")
 TUNING_FOLDER = "tuning"  # folder of the runs of a search
 _RESERVED_NAMES = (DESCRIPTION, RESULTS, TUNING_FOLDER)
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")
-
-
-@final
-@dataclass(frozen=True)
-class ClientSet:
-    """Holds the clients that take part in the runs of one seed, and the public examples, if there are any.
-
-    Attributes: `clients`; `public` examples; `class_names`; `config` and `facts`, for `config.yaml` and `manifest.json` of
-    the runs.
-    """
-
-    clients: tuple[Client, ...]
-    public: Examples | None = None
-    class_names: tuple[str, ...] | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @final
@@ -241,7 +225,8 @@ def execute_or_load_runs(
     A method that diverges does not keep the others from being compared. Runs that are finished already are read, and
     stopped ones are resumed.
     """
-    clients = [c.id for c in plan.build_client_set(run_specs[0].seed).clients]
+    first_client_set = plan.build_client_set(run_specs[0].seed)
+    clients = [c.id for c in first_client_set.clients]
     finished_runs: dict[RunSpec, FinishedRun] = {}
     failed: dict[RunSpec, Failure] = {}
     for job in run_specs:
@@ -257,7 +242,7 @@ def execute_or_load_runs(
         if history is not None:
             finished_runs[job] = FinishedRun(list(history), job.folder)
     missing = [job for job in run_specs if job not in finished_runs]
-    processes = min(_num_processes(plan, len(clients)), max(1, len(missing)))
+    processes = min(_num_processes(plan, len(first_client_set.ids)), max(1, len(missing)))
     in_this_process = processes == 1
     settings = plan.panel.settings_of_run(plan.settings)
     settings = settings if in_this_process else dataclasses.replace(settings, engine="inprocess", workers=0)
@@ -332,7 +317,7 @@ def _run_or_resume(
     if job.folder is not None and (job.folder / "config.yaml").exists():
         return resume_federation(
             job.folder,
-            clients=client_set.clients,
+            clients=client_set.clients_of_run(job.method),
             algorithm=job.method,
             public=client_set.public,
             execution=settings.execution_settings,
@@ -342,14 +327,14 @@ def _run_or_resume(
             clients_are_checked=True,
         )
     settings = dataclasses.replace(
-        settings_of_method(settings, job.method),
+        client_set.settings_of_run(job.method, settings_of_method(settings, job.method)),
         seed=job.seed,
         keep=job.keep,
         on_error="skip" if job.skip_failed_clients else settings.on_error,
         cross_site=settings.cross_site and job.keep_predictions,  # runs of a search are not compared
     )
     return run_federation(
-        client_set.clients,
+        client_set.clients_of_run(job.method),
         job.method,
         settings,
         public=client_set.public,
@@ -379,7 +364,7 @@ def _pack_outputs(run: Run) -> str:
     """Packs the outputs of each kept round on the test examples into a text that another process can read."""
     outputs_by_round: dict[str, dict[str, Tensor]] = {}
     for record in run.history:
-        for client in run.federation.client_registry.ids if record["summary"] else ():
+        for client in record["clients"] if record["summary"] else ():
             try:
                 outputs = run.predictions(client, round=record["round"]).outputs
             except UserError:  # not kept

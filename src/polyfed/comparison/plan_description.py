@@ -18,7 +18,6 @@ from polyfed.core.declared_words import NEEDS_ONE_ARCHITECTURE
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.simulation.checks import requirements
-from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint as first_weights_of
 from polyfed.simulation.rounds.federated_preprocessing import check_sums_hide_single_values
 from polyfed.simulation.settings import EXECUTION_FIELDS, Settings
@@ -40,7 +39,7 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
         requirements.check_clients(client_set.clients)
         requirements.check_networks_run(client_set.clients)
         check_sums_hide_single_values(client_set.clients, secure=settings.secure)
-        settings.cohort_size(len(client_set.clients))
+        settings.cohort_size(len(client_set.ids))
         for label, method in plan.methods.items():
             if label in skipped:
                 continue
@@ -53,7 +52,7 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
                     raise UserError(f"not all values that are to be searched for {label} suit these clients: {reason}")
                 skipped[label] = reason
         data[str(seed)] = count_client_examples(plan.panel.select(client_set.clients), client_set.class_names)
-        fingerprints[str(seed)] = data_fingerprint(client_set.clients, client_set.public)
+        fingerprints[str(seed)] = client_set.fingerprint_of_run()
         first_weights = first_weights or first_weights_of(client_set.clients)
     methods = {label: method for label, method in plan.methods.items() if label not in skipped}
     if all(isinstance(method, Local) for method in methods.values()):

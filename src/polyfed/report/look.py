@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from polyfed.core.algorithm import Client
+from polyfed.core.client_source import is_client_source
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.data.clients import ClientData
@@ -47,6 +48,8 @@ def look(
     >>> look(small_clients(2)).table()[0]["site"]
     'client-0'
     """
+    if is_client_source(clients):
+        list_clients(clients)  # which says that it takes a list
     if between_sites or secure:
         client_list = list(clients) if not isinstance(clients, ClientTables) else clients.build_clients(None)
         if odd := [client for client in client_list if not isinstance(client, Client)]:

@@ -220,7 +220,11 @@ def test_ids(ids, error):
 
 REFUSED = {
     "everyone": ("pfedme", {}, "trains every client in every round"),
-    "loss": ("fedavg", {"keep": "loss"}, "keep='loss' needs the numbers of validation examples"),
+    "loss": (
+        "fedavg",
+        {"keep": "loss"},
+        "keep='loss' needs the numbers of validation examples of all clients that are",
+    ),
     "cross_site": ("fedavg", {"cross_site": True}, "cross_site scores every client's model at every client"),
     "privacy": (
         pf.algorithms.FedAvg(privacy=pf.Privacy(target_epsilon=8.0)),
@@ -237,8 +241,10 @@ def test_refused(method, words, error):
 
 
 def test_lists_are_needed_elsewhere():
-    with pytest.raises(UserError, match=r"ListedSource is a source, .* only federate and resume take one; give a list"):
-        pf.compare(ListedSource(small_clients(3)), ["fedavg"], rounds=1)
+    with pytest.raises(
+        UserError, match=r"ListedSource is a source, .* only federate, resume and compare take one; give"
+    ):
+        pf.look(ListedSource(small_clients(3)))
 
 
 def test_all_of_many_clients_is_warned_of():
@@ -303,3 +309,24 @@ def test_a_sampler_of_ones_own_draws_from_a_source():
     run = pf.federate(ListedSource(small_clients(5)), "fedavg", **OPTIONS, sampler=Second())
     trained = [[i for i, row in record["clients"].items() if "bytes_down" in row] for record in run.history]
     assert trained == [["client-1"], ["client-1"]]
+
+
+def test_best_round_by_the_loss_of_named_clients():
+    clients = small_clients(4)
+    words = {**OPTIONS, "rounds": 4, "keep": "loss", "evaluate_clients": ["client-1", "client-3"]}
+    over_source, listed = (pf.federate(them, "fedavg", **words) for them in (ListedSource(clients), clients))
+    assert over_source.best_round == listed.best_round
+    assert_runs_equal(over_source, listed)
+
+
+def test_the_start_looks_at_a_thousand_clients_at_most(monkeypatch):
+    looked_at, analyse = [], pf.algorithms.PFedLA.analysis
+
+    def analyse_and_count(method, state, ids):
+        looked_at.append(len(ids))
+        return analyse(method, state, ids)
+
+    monkeypatch.setattr(pf.algorithms.PFedLA, "analysis", analyse_and_count)
+    method = pf.algorithms.PFedLA(neighbours=2, hidden=2, embedding_dim=2)
+    pf.federate(SyntheticClients(5_000), method, **{**OPTIONS, "rounds": 1, "evaluate_clients": 3})
+    assert looked_at == [1_000, 3]

@@ -92,6 +92,9 @@ def fit_references(
     }
     left_out = tuple(dict.fromkeys(sentence for seed_fit in fitted.values() for sentence in seed_fit["left_out"]))
     clients = plan.build_client_set(first).clients
+    if plan.build_client_set(first).source is not None:
+        sentence = "No network was trained on the data of all clients pooled: a source makes its clients one at a time."
+        return FittedReferences(references, outputs, (*left_out, sentence))
     local_method = next((method for method in methods.values() if isinstance(method, Local)), None)
     pooled_models = fit_pooled_references(clients, seed=first)
     if local_method is not None:
@@ -113,7 +116,7 @@ def fit_references(
 def _fit_all_seeds(plan: ComparisonPlan, seeds: Sequence[int]) -> dict[int, dict[str, Any]]:
     """Fits the simple models for each seed; returns their packed outputs, the sentences about them, and what was left
     out."""
-    clients = len(plan.build_client_set(seeds[0]).clients)
+    clients = len(plan.build_client_set(seeds[0]).ids)
     processes = default_parallel_runs(plan.settings, clients) if plan.parallel_runs == "auto" else plan.parallel_runs
     fit_by_seed: dict[int, dict[str, Any]] = {}
 

@@ -87,9 +87,9 @@ def select_compared_rounds_of_local_runs(
         if tuning_entry is not None and "rounds" in tuning_entry:
             rounds = tuning_entry["methods"][label].get("rounds")
         else:
-            rounds = lowest_loss_round_by_client(
-                run.history, {c: row["val"] for c, row in sizes_by_seed[str(seed)].items()}
-            )
+            sizes = sizes_by_seed[str(seed)]
+            rounds = lowest_loss_round_by_client(run.history, {c: row["val"] for c, row in sizes.items()})
+            rounds = {c: n for c, n in rounds.items() if c in sizes}  # those that are evaluated
         if rounds and all(run.test_outputs(c, n) is not None for c, n in rounds.items()):
             rounds_by_run[label, seed] = rounds
     return rounds_by_run

@@ -44,7 +44,6 @@ from polyfed.comparison.tuning.search_result import MAX_EXTENSIONS, SearchResult
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
-from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.storage.paths import safe_file_name
 
 AUTO, NONE = "auto", "none"
@@ -153,7 +152,6 @@ def run_search(plan: ComparisonPlan, methods: Mapping[str, Method], *, has_same_
         config={},
     )
     plan = dataclasses.replace(plan, build_client_set=lambda seed: search_clients)
-    data = data_fingerprint(search_clients.clients, search_clients.public)
     sizes = {c.id: 0 if c.val is None else len(c.val) for c in plan.panel.select(search_clients.clients)}
     result = SearchResult(plan, methods, {label: [] for label in methods}, sizes, held_out, has_same_clients)
     if plan.num_trials is None:
@@ -161,7 +159,7 @@ def run_search(plan: ComparisonPlan, methods: Mapping[str, Method], *, has_same_
             (label, fields) for label, method in methods.items() for fields in _all_combinations(plan, method)
         ]
         while candidates:
-            result = result.with_runs_added(_run_candidates(result, candidates, data))
+            result = result.with_runs_added(_run_candidates(result, candidates))
             candidates = [(label, fields) for label in methods for fields in _extended_candidates(result, label)]
     else:
         studies = {
@@ -171,9 +169,7 @@ def run_search(plan: ComparisonPlan, methods: Mapping[str, Method], *, has_same_
         }
         # One run of each method at a time, since Optuna's next suggestion depends on its score.
         for _ in range(plan.num_trials):
-            new_runs = _run_candidates(
-                result, [(label, study.suggest_fields()) for label, study in studies.items()], data
-            )
+            new_runs = _run_candidates(result, [(label, study.suggest_fields()) for label, study in studies.items()])
             result = result.with_runs_added(new_runs)
             for search_run in new_runs:
                 is_complete = (
@@ -214,9 +210,10 @@ def _extended_candidates(result: SearchResult, label: str) -> list[Fields]:
     return [fields for k, fields in enumerate(candidates) if fields not in candidates[:k]]
 
 
-def _run_candidates(result: SearchResult, candidates: Sequence[tuple[str, Fields]], data: str) -> list[SearchRun]:
+def _run_candidates(result: SearchResult, candidates: Sequence[tuple[str, Fields]]) -> list[SearchRun]:
     """Runs the method of each candidate (label, fields) with these fields, and returns the runs in that order."""
     plan, jobs = result.plan, []
+    client_set = plan.build_client_set(plan.seeds[0])
     for label, fields in candidates:
         name, method = join_as_name_equals_value(fields), result.methods[label]
         folder = None if plan.out is None else plan.out / TUNING_FOLDER / label / safe_file_name(name)
@@ -224,8 +221,8 @@ def _run_candidates(result: SearchResult, candidates: Sequence[tuple[str, Fields
         skips = isinstance(method, Local)  # a client that trains alone and diverges does not affect the others
         jobs.append(
             RunSpec(
-                f"{label} with {name}", changed, plan.seeds[0], folder, data, keep_predictions=False,
-                skip_failed_clients=skips,
+                f"{label} with {name}", changed, plan.seeds[0], folder, client_set.fingerprint_of_run(method),
+                keep_predictions=False, skip_failed_clients=skips,
             )
         )  # fmt: skip
     finished_runs, failed = execute_or_load_runs(plan, jobs) if jobs else ({}, {})

@@ -28,8 +28,8 @@ def list_clients(clients: Any) -> list[Client]:
     """
     if is_client_source(clients):
         raise UserError(
-            f"{type(clients).__name__} is a source, which makes clients when they are drawn, and only federate and resume "
-            "take one; give a list: [source.client(i) for i in source.ids[:100]]"
+            f"{type(clients).__name__} is a source, which makes clients when they are drawn, and only federate, resume and "
+            "compare take one; give a list: [source.client(i) for i in source.ids[:100]]"
         )
     if isinstance(clients, Client):
         raise UserError(f"clients must be a list of polyfed.Client objects, got one client, {clients.id!r}: [client]")

@@ -110,10 +110,15 @@ class Federation:
         if has_other_clients_each_round(self.settings, len(self.client_registry.ids)):
             return None
         if self.settings.keep == "loss":
-            return round_of_lowest_pooled_loss(
-                history, {i: len(c.val) for i, c in self.clients.items() if c.val is not None}
-            )
+            return round_of_lowest_pooled_loss(history, self._num_validation)
         return round_of_best_score(history, self.metrics[0])
+
+    @cached_property
+    def _num_validation(self) -> dict[str, int]:
+        """Returns the numbers of validation examples of the clients that are evaluated, and have some."""
+        chosen = self.settings.evaluate_clients
+        clients = {i: self.clients[i] for i in (chosen if isinstance(chosen, tuple) else self.clients)}
+        return {i: len(client.val) for i, client in clients.items() if client.val is not None}
 
     @property
     def cohort_size(self) -> int:

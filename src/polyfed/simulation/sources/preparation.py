@@ -67,8 +67,10 @@ def build_federation_of_source(
         )
     else:
         scores = restore_metrics(settings, metrics, task, resumed)
-    if settings.keep == "best" and first.val is None:
-        raise UserError(f"keep='best' needs validation examples, and client {first.id!r} has none: give val=...")
+    if settings.keep in ("best", "loss") and first.val is None:
+        raise UserError(
+            f"keep={settings.keep!r} needs validation examples, and client {first.id!r} has none: give val=..."
+        )
     if not isinstance(algorithm, BringsNetwork):
         requirements.check_networks_run([first])
     requirements.check_requirements([first], algorithm, public)
@@ -95,9 +97,10 @@ def _check_suits_source(algorithm: Algorithm[Any, Any], settings: Settings, num_
         raise UserError(f"{name} trains every client in every round, which a source of clients is not for; give a list")
     if isinstance(algorithm, LocalTraining) and algorithm.privacy is not None:
         raise UserError("privacy needs the numbers of examples of all clients before round 1; give a list of clients")
-    if settings.keep == "loss":
+    if settings.keep == "loss" and not isinstance(settings.evaluate_clients, tuple):
         raise UserError(
-            "keep='loss' needs the numbers of validation examples of all clients; give a list, or keep='last'"
+            "keep='loss' needs the numbers of validation examples of all clients that are evaluated; name them, as in "
+            "evaluate_clients=['a', 'b'], give a list of clients, or keep='last'"
         )
     if settings.cross_site:
         raise UserError("cross_site scores every client's model at every client; give a list of clients")
