@@ -1,7 +1,9 @@
 """pFedHN: a hypernetwork on the server generates every client's weights (Shamsian et al., ICML 2021, algorithm 1)."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -29,8 +31,10 @@ from polyfed.hypernetworks.pfedhn_hypernetwork import (
 )
 from polyfed.models.structure import norm_layer_tensor_names
 
-# "network": φ and all v_i; "velocity": their momentum; by client's id "rows" of embeddings, and "architectures", keys
-# of heads
+# "network": φ and all v_i; "velocity": their momentum; "clients" and "heads": the ids in the order of the rows of
+# embeddings, and the keys of their heads (one where all have the same), each as one JSON text, since a checkpoint and
+# every check of the state would go through a million entries. Runs of earlier versions have mappings by client instead:
+# "rows" of embeddings, and "architectures", keys of heads
 ServerState = dict[str, Any]
 ClientState = dict[str, StateDict]  # "buffers"
 _BLOCK = 2**24  # floats of clients' networks that are generated, or backpropagated, at one time: 64 MB
@@ -159,8 +163,10 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
                 offsets_by_heads,
             ),
             "velocity": {},
-            "rows": {client: row for row, client in enumerate(sorted(architecture_by_client))},
-            "architectures": heads,
+            "clients": json.dumps(ids := sorted(architecture_by_client)),
+            "heads": json.dumps(
+                [next(iter(heads.values()))] if len(set(heads.values())) == 1 else [heads[i] for i in ids]
+            ),
         }
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
@@ -264,14 +270,33 @@ def _head_keys_by_client(architecture_by_client: Mapping[str, str]) -> dict[str,
     return heads
 
 
+@lru_cache(maxsize=2)
+def _parse_rows(clients: str) -> Mapping[str, int]:
+    return {client: row for row, client in enumerate(json.loads(clients))}
+
+
+@lru_cache(maxsize=2)
+def _parse_heads(heads: str) -> tuple[str, ...]:
+    return tuple(json.loads(heads))
+
+
+def _row_and_heads(server_state: ServerState, client: str) -> tuple[int, str]:
+    """Returns the row of a client's embedding, and the key of its heads."""
+    if "rows" in server_state:  # of an earlier version
+        return server_state["rows"][client], server_state["architectures"][client]
+    row, heads = _parse_rows(server_state["clients"])[client], _parse_heads(server_state["heads"])
+    return row, heads[0] if len(heads) == 1 else heads[row]
+
+
 def _group_by_heads(server_state: ServerState, clients: Sequence[str]) -> dict[str, tuple[list[str], Tensor]]:
     """Groups clients that share heads of the hypernetwork: name of the heads -> (the clients, their rows in the table
     of embeddings).
     """
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[tuple[str, int]]] = {}
     for client in clients:
-        groups.setdefault(server_state["architectures"][client], []).append(client)
-    return {key: (ids, torch.tensor([server_state["rows"][i] for i in ids])) for key, ids in groups.items()}
+        row, heads = _row_and_heads(server_state, client)
+        groups.setdefault(heads, []).append((client, row))
+    return {key: ([i for i, _ in of], torch.tensor([row for _, row in of])) for key, of in groups.items()}
 
 
 def _split_into_blocks(server_state: ServerState, clients: Sequence[str]) -> Iterator[list[str]]:
@@ -279,14 +304,15 @@ def _split_into_blocks(server_state: ServerState, clients: Sequence[str]) -> Ite
     together.
     """
     network = server_state["network"]
+    heads_by_client = {client: _row_and_heads(server_state, client)[1] for client in clients}
     sizes = {
         key: sum(network[f"heads.{key}.{name}.bias"].numel() for name in generated_tensor_names(network, key))
-        for key in set(server_state["architectures"].values())
+        for key in set(heads_by_client.values())
     }
     block: list[str] = []
     held = 0
     for client in clients:
-        size = sizes[server_state["architectures"][client]]
+        size = sizes[heads_by_client[client]]
         if block and held + size > _BLOCK:
             yield block
             block, held = [], 0
