@@ -50,13 +50,13 @@ class FedGen(AveragedHeadMethod, ValidatesNetworks):
         eta: weight of the generator's diversity loss (1, authors' code).
         noise_dim: length of the noise ε (32, authors' code for MNIST).
         hidden_dim: width of the generator's hidden layer (256, authors' code for MNIST).
-        generated_batch_size: generated representations in a step of a client (32, authors' code).
+        generated_batch_size: generated representations in a step of a client (32, paper: as many as in its minibatch).
         server_steps: steps of the generator in a round (50, authors' code).
         server_lr: learning rate of these steps, by Adam (0.0003, authors' code for MNIST).
         server_batch_size: representations in such a step (32, authors' code).
         weighted: weighs heads by the number of training examples (True, authors' code); False counts every client the
             same (paper).
-        head_layers: how many of the last parametric layers are averaged (1, polyfed's choice; the paper averages all where
+        head_layers: how many of the last parametric layers are averaged (1, paper, section 3.3; it averages all where
             networks have one architecture). Generated representations go into the last one, which is linear.
 
     The other fields are those of `LocalTraining`.
