@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from polyfed.report.export.folder import export_model
     from polyfed.report.look import look
     from polyfed.simulation.asynchronous.rules import FedAsync, FedBuff
-    from polyfed.simulation.callbacks.base import Callback
+    from polyfed.simulation.callbacks.callback import Callback
     from polyfed.simulation.federate import federate, resume
     from polyfed.simulation.results.run import Run
     from polyfed.simulation.sampling.sampler import Sampler
@@ -63,7 +63,7 @@ __all__ = [
 # Importing torch takes a second or more, which a help text should not cost. So a name is imported when it is first used.
 _HOMES = {
     "Algorithm": "core.algorithm",
-    "Callback": "simulation.callbacks.base",
+    "Callback": "simulation.callbacks.callback",
     "Client": "core.algorithm",
     "ClientError": "core.errors",
     "ClientInfo": "core.algorithm",

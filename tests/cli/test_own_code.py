@@ -13,7 +13,7 @@ import torch
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.evaluation.metrics import Metric
 from polyfed.data import Partition
-from polyfed.data.pool import Source, build_pooled_dataset
+from polyfed.data.pooled_dataset import Source, build_pooled_dataset
 
 @final
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from polyfed.cli.main import main
-from polyfed.deploy.doctor.folders import _parse_options, read_systemd_unit_if_exists
+from polyfed.deploy.doctor.folder_kinds import _parse_options, read_systemd_unit_if_exists
 from polyfed.deploy.doctor.network import check_tls_server_and_clock
 from polyfed.deploy.doctor.site_config import parse_node_config
 from polyfed.deploy.trial.local_trial import flower_environment

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from polyfed.nas import depthwise
-from polyfed.nas.depthwise import Depthwise
+from polyfed.nas.depthwise import DepthwiseConv2d
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def own(monkeypatch):
     [((3,), 48, True), ((5,), 48, False), ((5,), 5, True), ((3, 1, 2), 5, False), ((3, 1, 2), 1, True)],
 )
 def test_gradients_are_torchs_own_where_these_are_as_quick(layer, batch, torchs):
-    out = Depthwise(2, *layer)(torch.randn(batch, 2, 20, 20))
+    out = DepthwiseConv2d(2, *layer)(torch.randn(batch, 2, 20, 20))
     assert ("Convolution" in out.grad_fn.name()) == torchs
 
 
@@ -30,7 +30,7 @@ def test_gradients_are_torchs_own_where_these_are_as_quick(layer, batch, torchs)
     ("kernel", "stride", "dilation"), [(3, 1, 1), (5, 2, 1), (7, 1, 1), (7, 2, 1), (3, 1, 2), (5, 2, 2), (3, 2, 3)]
 )
 def test_it_is_the_convolution_of_torch(kernel, stride, dilation, size):
-    one = Depthwise(4, kernel, stride, dilation).double()
+    one = DepthwiseConv2d(4, kernel, stride, dilation).double()
     other = nn.Conv2d(4, 4, kernel, stride, dilation * (kernel // 2), dilation, groups=4, bias=False).double()
     other.load_state_dict(one.state_dict())
     x = torch.randn(3, 4, size, size + 1, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
@@ -48,7 +48,7 @@ def test_it_is_the_convolution_of_torch(kernel, stride, dilation, size):
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(("kernel", "stride", "dilation"), [(5, 1, 1), (5, 2, 1), (3, 1, 2)])
 def test_its_gradients_have_gradients(kernel, stride, dilation):
-    layer = Depthwise(1, kernel, stride, dilation).double()
+    layer = DepthwiseConv2d(1, kernel, stride, dilation).double()
     x = torch.randn(1, 1, 4, 3, dtype=torch.float64, requires_grad=True)
 
     def convolved(x, weight):
@@ -60,7 +60,7 @@ def test_its_gradients_have_gradients(kernel, stride, dilation):
 
 @pytest.mark.usefixtures("own")
 def test_a_gradient_that_nobody_wants_is_not_computed():
-    layer = Depthwise(2, 5)
+    layer = DepthwiseConv2d(2, 5)
     layer.weight.requires_grad_(False)
     x = torch.randn(1, 2, 6, 6, requires_grad=True)
     layer(x).sum().backward()

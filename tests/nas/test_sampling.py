@@ -6,7 +6,13 @@ import torch.nn.functional as F
 from scipy import stats
 
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.nas import ContextAware, ContextFree, gumbel_noise_like, most_probable_operations, sample_operations
+from polyfed.nas import (
+    ContextAwareSampler,
+    ContextFreeSampler,
+    gumbel_noise_like,
+    most_probable_operations,
+    sample_operations,
+)
 from polyfed.nas.sampling import pool_to_8x8
 
 
@@ -54,12 +60,12 @@ def test_scale_is_one_with_the_gradient_of_the_softmax():
 
 def test_all_operations_are_equally_probable_at_first():
     image, previous = torch.randn(5, 3, 9, 9), torch.randn(5, 4, 3, 3)
-    for sampler, shape in ((ContextFree(2, 6), (2, 6)), (ContextAware(2, 6, 3, 4), (5, 2, 6))):
+    for sampler, shape in ((ContextFreeSampler(2, 6), (2, 6)), (ContextAwareSampler(2, 6, 3, 4), (5, 2, 6))):
         assert torch.equal(sampler(image, previous), torch.zeros(shape))
 
 
 def test_context_aware_logits_depend_on_cell_input_and_image():
-    sampler = ContextAware(1, 2, 3, 4)
+    sampler = ContextAwareSampler(1, 2, 3, 4)
     with torch.no_grad():
         sampler.logits.weight.normal_()
     image, previous = torch.randn(2, 3, 9, 9), torch.randn(2, 4, 3, 3)

@@ -20,7 +20,7 @@ from polyfed.nas import (  # fmt: skip
     CellPlan,
     Network,
     OperationChoice,
-    Sampled,
+    SampledNetwork,
     SupernetPlan,
     build_network_with_operations,
     build_operations,
@@ -302,7 +302,7 @@ def test_sampled_is_the_mean_of_its_networks(context):
             k: gumbel_noise_like(torch.empty(4, s.edges, s.operations))
             for k, (_, s) in enumerate(network.cells_with_samplers())
         }
-    mean = Sampled(network, noise).eval()
+    mean = SampledNetwork(network, noise).eval()
     singles = []
     for k in range(4):
         network.noise = {cell: tensor[k] for cell, tensor in noise.items()}
@@ -323,7 +323,7 @@ def test_written_and_read_back(kind, tmp_path):
             k: gumbel_noise_like(torch.empty(2, s.edges, s.operations))
             for k, (_, s) in enumerate(network.cells_with_samplers())
         }
-        module = Sampled(network, noise).eval()
+        module = SampledNetwork(network, noise).eval()
     known = operation_probabilities(network, Examples(images(), torch.zeros(6, dtype=torch.int64)))
     description = describe_network(module, known)
     (tmp_path / "a.json").write_text(json.dumps(description))

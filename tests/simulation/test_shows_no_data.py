@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.data.pool import PooledDataset
+from polyfed.data.pooled_dataset import PooledDataset
 from polyfed.simulation.monitoring.progress import LineProgress
 
 MARK = 73591.25  # stands for a measurement of a patient

@@ -14,7 +14,7 @@ from polyfed.data import IID, Shift, Split, make_clients
 from polyfed.data.formats.lazy_images import build_image_keys_and_decoder, open_image_files_lazily
 from polyfed.data.partitioning.resplit import resplit_clients
 from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
-from polyfed.data.pool import PooledDataset
+from polyfed.data.pooled_dataset import PooledDataset
 from polyfed.graphs import extract
 from polyfed.models.structure import compute_batch_representation, find_head_modules
 from polyfed.report.export.folder import export_model

@@ -22,7 +22,7 @@ from polyfed.core.examples.pytree import named_leaves
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.vectorized.deferred_calls import PerClientTerm
-from polyfed.core.vectorized.stacked_module import Stacked
+from polyfed.core.vectorized.stacked_module import StackedNetworks
 
 
 @final
@@ -109,7 +109,7 @@ class AlignmentTerm:
 
     def __call__(self, network: nn.Module, states: Sequence[Tensor]) -> Tensor:
         """Returns the penalty of the loss: shape () for one network, (k,) for a stack of k networks."""
-        many, (state,) = isinstance(network, Stacked), states
+        many, (state,) = isinstance(network, StackedNetworks), states
         drawn = torch.stack([self._draw_rows(mine) for mine in state]) if many else self._draw_rows(state)
         drawn = drawn.to(self.rows.device, non_blocking=True)
         a = differentiable_representations(network, self.pool, self.rows[drawn], self.module)

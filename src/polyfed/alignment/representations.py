@@ -12,7 +12,7 @@ from polyfed.core.examples.examples import Examples, Normalise, split_into_batch
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import torch_generator
-from polyfed.core.vectorized.stacked_module import CannotStackError, Stacked
+from polyfed.core.vectorized.stacked_module import CannotStackError, StackedNetworks
 from polyfed.models.structure import compute_batch_representation, find_representation_module
 
 _BATCH = 256
@@ -71,7 +71,7 @@ def differentiable_representations(model: nn.Module, examples: Examples, rows: T
     batches = torch.split(rows, [len(some) for some in places], dim=-1)
 
     def run_batch(batch: Tensor) -> Tensor:
-        if isinstance(model, Stacked):
+        if isinstance(model, StackedNetworks):
             return _stacked_representations(model, examples, batch, module)
         x = to_preferred_memory_format(model, examples.batch(batch)[0])
         return compute_batch_representation(model, x, module=module, batch_statistics=True)
@@ -89,7 +89,7 @@ def representation_batch_size(num_examples: int) -> int:
     return min(num_examples, _BATCH if num_examples <= _BATCH else _BATCH // 2)
 
 
-def _stacked_representations(networks: Stacked, examples: Examples, rows: Tensor, module: str) -> Tensor:
+def _stacked_representations(networks: StackedNetworks, examples: Examples, rows: Tensor, module: str) -> Tensor:
     if examples.transform is None or isinstance(examples.transform, Normalise):
         x = examples.batch(rows.flatten())[0]
     else:  # the transform may depend on all examples of its batch

@@ -52,7 +52,7 @@ Run = tuple[str, int]
 Histories = Mapping[Run, Sequence[Mapping[str, Any]]]
 
 
-def no_outputs(label: str, seed: int, client: str, round_number: int) -> Tensor | None:
+def load_no_outputs(label: str, seed: int, client: str, round_number: int) -> Tensor | None:
     """Returns None for every run; takes the place of the function `outputs` in `ResultInputs` if no predictions were
     kept."""
     return None
@@ -87,7 +87,7 @@ class ResultInputs:
     class_names: Sequence[str] | None
     histories: Histories
     metric: Metric
-    outputs: Callable[[str, int, str, int], Tensor | None] = no_outputs
+    outputs: Callable[[str, int, str, int], Tensor | None] = load_no_outputs
     targets: Callable[[int, str], Tensor] | None = None
     references: Mapping[str, Any] | None = None
     left_out: Sequence[str] = ()

@@ -13,7 +13,7 @@ from polyfed.comparison.client_set import ClientSet, make_client_set_of_source
 from polyfed.comparison.evaluation_panel import draw_panel
 from polyfed.comparison.final_runs import run_final_methods
 from polyfed.comparison.fold_tests import collect_test_examples_of_folds
-from polyfed.comparison.forecast import count_runs, forecast_cost_and_detectable_gain
+from polyfed.comparison.forecast import count_final_and_search_runs, forecast_cost_and_detectable_gain
 from polyfed.comparison.method_selection import labels_added_by_default, select_methods
 from polyfed.comparison.plan import ComparisonPlan, Method, log_warnings
 from polyfed.comparison.plan_description import (
@@ -44,7 +44,7 @@ from polyfed.data.partitioning.folds import build_folds, redraw_clients
 from polyfed.data.partitioning.group_split import group_numbers
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.simulation.asynchronous.rules import FedAsync, FedBuff
-from polyfed.simulation.callbacks.base import Callback, RecordFunction, validate_callbacks
+from polyfed.simulation.callbacks.callback import Callback, RecordFunction, validate_callbacks
 from polyfed.simulation.checks.client_list import class_names_of, list_clients
 from polyfed.simulation.checks.data_leakage import limit_leak_warnings
 from polyfed.simulation.monitoring.progress import Progress
@@ -283,7 +283,7 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
     methods = {label: plan.methods[label] for label in description["methods"]}
     if plan.forecast_only:
         return forecast_cost_and_detectable_gain(plan, methods, description["skipped"])
-    plan.display.expect(*count_runs(plan, methods))
+    plan.display.expect(*count_final_and_search_runs(plan, methods))
     if plan.out is not None:
         comparison_directory.write_description(plan.out, description, plan.criteria)
     try:

@@ -53,7 +53,7 @@ def forecast_cost_and_detectable_gain(
     start = time.monotonic()
     pilot = _run_pilot(plan, methods, (label, local))
     seconds = (time.monotonic() - start) / 4
-    num_runs, num_tried = count_runs(plan, methods)
+    num_runs, num_tried = count_final_and_search_runs(plan, methods)
     design, metric = _describe_design(plan), plan.metrics[0]
     forecast: dict[str, Any] = {"runs": num_runs, "search_runs": num_tried, "seconds_per_run": seconds}
     forecast["minutes"] = (num_runs + num_tried) * seconds / _num_parallel(plan) / 60
@@ -102,8 +102,8 @@ def _without_floor(difference: FoldDifferences) -> FoldDifferences:
     return dataclasses.replace(difference, min_example_variance=0.0)
 
 
-def count_runs(plan: ComparisonPlan, methods: Mapping[str, Method]) -> tuple[int, int]:
-    """Returns the number of runs that are compared, and of those that a search needs at least."""
+def count_final_and_search_runs(plan: ComparisonPlan, methods: Mapping[str, Method]) -> tuple[int, int]:
+    """Returns how many runs are compared, and how many runs a search needs at least."""
     final = len(plan.seeds) * len(methods)
     if plan.search_space is None:
         return final, 0

@@ -26,7 +26,7 @@ from polyfed.core.evaluation.metric import Metric
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.core.training.config import LocalTraining
 from polyfed.data.partitioning.folds import Folds
-from polyfed.simulation.callbacks.base import Callback
+from polyfed.simulation.callbacks.callback import Callback
 from polyfed.simulation.federate import resume_federation, run_federation
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.results.run import Run

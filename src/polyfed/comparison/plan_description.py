@@ -18,7 +18,7 @@ from polyfed.core.declared_words import NEEDS_ONE_ARCHITECTURE
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.simulation.checks import requirements
-from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint as first_weights_of
+from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint
 from polyfed.simulation.rounds.federated_preprocessing import check_sums_hide_single_values
 from polyfed.simulation.settings import EXECUTION_FIELDS, Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
@@ -53,7 +53,7 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
                 skipped[label] = reason
         data[str(seed)] = count_client_examples(plan.panel.select(client_set.clients), client_set.class_names)
         fingerprints[str(seed)] = client_set.fingerprint_of_run()
-        first_weights = first_weights or first_weights_of(client_set.clients)
+        first_weights = first_weights or initial_weights_fingerprint(client_set.clients)
     methods = {label: method for label, method in plan.methods.items() if label not in skipped}
     if all(isinstance(method, Local) for method in methods.values()):
         raise UserError(f"no method that federates suits these clients: {'; '.join(skipped.values())}")

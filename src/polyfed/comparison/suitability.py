@@ -4,7 +4,7 @@ from polyfed.comparison.client_set import ClientSet
 from polyfed.comparison.plan import Method, settings_of_method
 from polyfed.core.errors import UserError
 from polyfed.simulation.checks.method_settings import check_settings_suit_method
-from polyfed.simulation.checks.private_training import with_privacy_if_possible
+from polyfed.simulation.checks.private_training import check_and_complete_privacy
 from polyfed.simulation.checks.scheduling import check_scheduling
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.preparation import check_method
@@ -24,7 +24,7 @@ def explain_unsuited_method(client_set: ClientSet, method: Method, settings: Set
             return None
         check_method(client_set.clients, method, client_set.public)
         check_settings_suit_method(method, settings, sorted(client.id for client in client_set.clients))
-        with_privacy_if_possible(method, client_set.clients, settings.rounds)
+        check_and_complete_privacy(method, client_set.clients, settings.rounds)
         clients = {c.id: c for c in sorted(client_set.clients, key=lambda c: c.id)}
         federation = Federation(clients, method, settings, client_set.public)
         federation.initial_checkpoint()

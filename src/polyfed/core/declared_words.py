@@ -28,7 +28,7 @@ ONE_CLASS = "classification"
 """The word of `Algorithm.requires` that asks for one class per example, which some tasks have."""
 
 NEEDS_ONE_ARCHITECTURE = "needs one architecture"
-"""What the refusal of a method says of clients with several architectures."""
+"""The reason for refusing a method when clients have several architectures."""
 
 MODEL_REQUIREMENTS = frozenset({"model", "one_architecture", "architectures", "layer_catalogue"})
 """The words of `Algorithm.requires` that each imply that the clients bring networks."""

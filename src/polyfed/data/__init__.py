@@ -20,7 +20,7 @@ from polyfed.data.partitioning.partitions import (
 )
 from polyfed.data.partitioning.split import ClientRows, Split, class_counts, partition_fingerprint
 from polyfed.data.plot import draw_class_counts
-from polyfed.data.pool import PooledDataset, Source
+from polyfed.data.pooled_dataset import PooledDataset, Source
 from polyfed.data.shifts import Shift
 from polyfed.data.sources.heart import heart
 from polyfed.data.sources.registry import SOURCES

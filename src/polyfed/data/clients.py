@@ -17,7 +17,7 @@ from polyfed.data.formats.lazy_images import DecodeAndAugment, LazyImageDecoder
 from polyfed.data.partitioning.allocation import draw_stratified_rows
 from polyfed.data.partitioning.partitions import Partition
 from polyfed.data.partitioning.split import ClientRows, Split, split_rows_by_client
-from polyfed.data.pool import PooledDataset
+from polyfed.data.pooled_dataset import PooledDataset
 from polyfed.data.shifts import Shift
 from polyfed.data.tabular.preprocessing import fit_preprocessor, warn_of_changed_constants
 

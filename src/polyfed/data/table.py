@@ -10,7 +10,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.data.clients import ClientData, make_clients
 from polyfed.data.partitioning.partitions import IID, Natural
 from polyfed.data.partitioning.split import Split, SplitOrder
-from polyfed.data.pool import PooledDataset
+from polyfed.data.pooled_dataset import PooledDataset
 from polyfed.data.sources.table_file import TableFile, parse_column_names
 from polyfed.data.tabular.schema import table_schema
 from polyfed.data.tabular.table_reader import read_table

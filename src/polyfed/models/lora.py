@@ -42,7 +42,9 @@ class LoRALinear(nn.Module):
         return outputs
 
     def extra_repr(self) -> str:
-        """Returns the scale of the adapter for printing; networks of other scales are other architectures."""
+        """Returns the scale of the adapter, as text for printing. Networks with different scales have different
+        architectures.
+        """
         return f"scale={self.scaling['default']:g}"
 
 

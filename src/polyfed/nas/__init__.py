@@ -16,25 +16,31 @@ from polyfed.nas.derived import (
 )
 from polyfed.nas.operations import OPERATION_NAMES, SMALL_OPERATION_NAMES, build_operation, build_operations
 from polyfed.nas.sampling import (
-    ContextAware,
-    ContextFree,
+    ContextAwareSampler,
+    ContextFreeSampler,
     OperationChoice,
     gumbel_noise_like,
     most_probable_operations,
     sample_operations,
 )
-from polyfed.nas.supernet import Network, Sampled, SupernetPlan, count_edge_operation_parameters, plan_cell_stacks
+from polyfed.nas.supernet import (
+    Network,
+    SampledNetwork,
+    SupernetPlan,
+    count_edge_operation_parameters,
+    plan_cell_stacks,
+)
 
 __all__ = [
     "OPERATION_NAMES",
     "SMALL_OPERATION_NAMES",
     "Cell",
     "CellPlan",
-    "ContextAware",
-    "ContextFree",
+    "ContextAwareSampler",
+    "ContextFreeSampler",
     "Network",
     "OperationChoice",
-    "Sampled",
+    "SampledNetwork",
     "SupernetPlan",
     "build_network_with_operations",
     "build_operation",

@@ -16,12 +16,12 @@ _FEW, _FEW_DILATED = 4000, 400  # pixels of a batch up to which torch's own grad
 
 
 @final
-class Depthwise(nn.Conv2d):
+class DepthwiseConv2d(nn.Conv2d):
     """Computes a depthwise convolution without bias, with a square kernel of odd size and zero padding.
 
     The result is that of `nn.Conv2d`, and so are the gradients except for the order in which they are summed.
 
-    >>> Depthwise(4, 5, stride=2)(torch.zeros(1, 4, 7, 7)).shape
+    >>> DepthwiseConv2d(4, 5, stride=2)(torch.zeros(1, 4, 7, 7)).shape
     torch.Size([1, 4, 4, 4])
     """
 

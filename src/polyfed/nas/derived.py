@@ -20,7 +20,7 @@ from polyfed.core.io.validation import build_dataclass, parse_json, validation_e
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.module_cache import build_module
 from polyfed.nas.cells import CellPlan
-from polyfed.nas.supernet import Network, Sampled, SupernetPlan
+from polyfed.nas.supernet import Network, SampledNetwork, SupernetPlan
 
 FORMAT = "polyfed.search 1"
 _MOST = 10**9  # most entries of one cell's noise that a description may claim
@@ -173,16 +173,16 @@ def describe_network(module: nn.Module, probabilities: Sequence[Tensor | None]) 
     readable form.
 
     Args:
-        module: a `Network`, or a `Sampled` of one.
+        module: a `Network`, or a `SampledNetwork` of one.
         probabilities: the probabilities of the supernet's operations, as `operation_probabilities` returns them.
 
     Returns:
         A dict of `format`; `plan`, the fields of `SupernetPlan`; and `cells`, base first, each with its `stack`, number of
         `inputs` and `edges`. An edge has `from`, `to`, the network's `operations` and, where there was a choice, the
-        supernet's `candidates` and their `probabilities`. A `Sampled` also has `sampled`, the shapes of its noise, and
-        `mean`.
+        supernet's `candidates` and their `probabilities`. A `SampledNetwork` also has `sampled`, the shapes of its noise,
+        and `mean`.
     """
-    network = module.network if isinstance(module, Sampled) else module
+    network = module.network if isinstance(module, SampledNetwork) else module
     assert isinstance(network, Network)
     supernet = network.supernet or network.plan
     supernet_cells = supernet.base + supernet.personal
@@ -199,7 +199,7 @@ def describe_network(module: nn.Module, probabilities: Sequence[Tensor | None]) 
         stack = "base" if k < len(supernet.base) else "personal"
         cells.append({"stack": stack, "inputs": cell.plan.inputs, "edges": edges})
     description = {"format": FORMAT, "plan": asdict(network.plan), "cells": cells}
-    if isinstance(module, Sampled):
+    if isinstance(module, SampledNetwork):
         description |= {
             "sampled": {str(k): list(module.get_buffer(name).shape) for k, name in module.names.items()},
             "mean": "probabilities" if module.probabilities else "outputs",
@@ -234,7 +234,7 @@ def rebuild_network(description: Mapping[str, Any]) -> nn.Module:
         network.supernet = _supernet_plan(network.plan, description["cells"])
         if "sampled" not in description:
             return network.eval()
-        return Sampled(
+        return SampledNetwork(
             network, _noise_buffers(description["sampled"]), description.get("mean") == "probabilities"
         ).eval()
     except UserError:

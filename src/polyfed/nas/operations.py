@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.nas.depthwise import Depthwise
+from polyfed.nas.depthwise import DepthwiseConv2d
 
 
 @final
@@ -46,7 +46,7 @@ def normalise_by_batch_without_tracking(module: nn.Module) -> Iterator[None]:
 
 def _separable_layers(channels: int, size: int, stride: int, dilation: int = 1) -> list[nn.Module]:
     """Builds the layers of a separable convolution: ReLU, depthwise convolution, 1×1 convolution and BatchNorm."""
-    depthwise = Depthwise(channels, size, stride, dilation)
+    depthwise = DepthwiseConv2d(channels, size, stride, dilation)
     return [nn.ReLU(), depthwise, nn.Conv2d(channels, channels, 1, bias=False), GroupedNorm(channels)]
 
 

@@ -97,7 +97,7 @@ class OperationSampler(nn.Module, ABC):
 
 
 @final
-class ContextFree(OperationSampler):
+class ContextFreeSampler(OperationSampler):
     """Holds the logits of a cell's operations as learnable parameters; at first all operations are equally probable.
 
     The logits are log Π of eq. 2.
@@ -114,7 +114,7 @@ class ContextFree(OperationSampler):
 
 
 @final
-class ContextAware(OperationSampler):
+class ContextAwareSampler(OperationSampler):
     """Computes the logits of a cell's operations for each example, from the image and the cell's input (φ(v_1, x) in
     section 3.3).
 

@@ -19,8 +19,8 @@ from polyfed.core.machine.memory_limit import build_after_memory_check
 from polyfed.nas.cells import Cell, CellPlan, EdgeJoin
 from polyfed.nas.operations import OPERATION_NAMES, SMALL_OPERATION_NAMES, build_operations
 from polyfed.nas.sampling import (
-    ContextAware,
-    ContextFree,
+    ContextAwareSampler,
+    ContextFreeSampler,
     Gradient,
     OperationChoice,
     OperationSampler,
@@ -232,9 +232,9 @@ def _build_stack(plan: SupernetPlan, cells: Sequence[CellPlan]) -> dict[str, nn.
             raise UserError(f"the edges of a cell choose from equally many operations, got {sorted(sizes)}")
         edges, choices = len(cell.edges), max(sizes)
         samplers[str(k)] = (
-            ContextFree(edges, choices)
+            ContextFreeSampler(edges, choices)
             if plan.context == "free"
-            else ContextAware(edges, choices, plan.in_channels, plan.channels, plan.sampler_width)
+            else ContextAwareSampler(edges, choices, plan.in_channels, plan.channels, plan.sampler_width)
         )
     return {
         "cells": nn.ModuleList(Cell(cell, plan.channels, plan.channels, plan.join) for cell in cells),
@@ -243,7 +243,7 @@ def _build_stack(plan: SupernetPlan, cells: Sequence[CellPlan]) -> dict[str, nn.
 
 
 @final
-class Sampled(nn.Module):
+class SampledNetwork(nn.Module):
     """Predicts with several networks drawn from a supernet: the output is the log of their mean class probabilities,
     shape (batch, outputs).
 

@@ -27,7 +27,7 @@ from polyfed.data import (
     make_clients,
     partition_fingerprint,
 )
-from polyfed.data.pool import PooledDataset
+from polyfed.data.pooled_dataset import PooledDataset
 from polyfed.data.table import check_model_per_client
 from polyfed.models import ModelSpec
 from polyfed.simulation.rounds.federated_preprocessing import apply_preprocessing, fit_common_preprocessing

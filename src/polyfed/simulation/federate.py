@@ -12,7 +12,7 @@ from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.compressors import Compressor
 from polyfed.simulation.asynchronous.rules import FedAsync, FedBuff
-from polyfed.simulation.callbacks.base import Callback, RecordFunction, validate_callbacks
+from polyfed.simulation.callbacks.callback import Callback, RecordFunction, validate_callbacks
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.monitoring.progress_argument import resolve_progress
 from polyfed.simulation.results.run import Run

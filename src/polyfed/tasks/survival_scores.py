@@ -99,8 +99,8 @@ def kaplan_meier(time: Floats, event: NDArray[np.bool_]) -> tuple[Floats, Floats
 
 
 def value_of_step_curve(times: Floats, values: Floats, at: Floats, *, before: bool = False) -> Floats:
-    """Returns values at the times `at` of a step curve that is 1 at first and `values` from each of `times` on; with
-    `before`, just before `at`.
+    """Evaluates a step curve at the times `at`, or just before them. The curve begins at 1, and takes the next of `values`
+    at each of `times`.
     """
     steps = np.searchsorted(times, at, side="left" if before else "right")
     return np.concatenate([[1.0], values])[steps]

@@ -12,7 +12,7 @@ from polyfed.algorithms.nas.supernet_method import SMALL_SUPERNET
 from polyfed.core.algorithm import Client, ClientInfo, DataSpec, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
-from polyfed.nas import Network, Sampled, load_network
+from polyfed.nas import Network, SampledNetwork, load_network
 from polyfed.simulation.checks.requirements import common_data_spec
 from polyfed.testing import AlgorithmContract, SmallNet, small_image_clients, without_durations
 
@@ -192,7 +192,7 @@ def test_exported_with_a_description(name, evaluation, tmp_path):
     for client, owner in run.federation.clients.items():
         read = load_network(tmp_path / "run" / "models" / f"{client}.json")
         mine = run.model(client)
-        assert isinstance(read, Sampled if evaluation == "sampled" else Network)
+        assert isinstance(read, SampledNetwork if evaluation == "sampled" else Network)
         assert torch.allclose(read(owner.test.x), mine(owner.test.x), atol=1e-6)
         accuracy = (read(owner.test.x).argmax(1) == owner.test.labels).double().mean()
         assert float(accuracy) == run.history[-1]["clients"][client]["accuracy"]

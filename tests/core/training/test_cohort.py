@@ -29,7 +29,7 @@ from polyfed.core.vectorized.deferred_calls import (
 )
 from polyfed.core.vectorized.stacked_layers import max_pool_channels_last
 from polyfed.core.vectorized.stacked_lstm import run_stacked_lstm
-from polyfed.core.vectorized.stacked_module import CannotStackError, Stacked, stacking_obstacle
+from polyfed.core.vectorized.stacked_module import CannotStackError, StackedNetworks, stacking_obstacle
 
 
 class Tokens(nn.Module):
@@ -295,7 +295,7 @@ def test_buffers_that_no_layer_knows_must_be_equal():
     module.register_buffer("shift", torch.zeros(1))
     states = [{**copy_all_parameters_and_buffers(module), "shift": torch.full((1,), float(k))} for k in range(2)]
     with pytest.raises(CannotStackError, match="'shift' differs"):
-        Stacked(module, states)
+        StackedNetworks(module, states)
     assert stacking_obstacle(Shifted(2, 2)) == "Shifted has weights of its own"
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from polyfed.cli.main import main
-from polyfed.deploy.doctor.folders import detect_folder_kinds, read_systemd_unit_if_exists
+from polyfed.deploy.doctor.folder_kinds import detect_folder_kinds, read_systemd_unit_if_exists
 from polyfed.deploy.doctor.network import check_port_free, check_tls_server_and_clock, split_host_and_port
 from polyfed.deploy.trial.project import Project, create_project, write_site_key_pair, write_trial_certificates
 

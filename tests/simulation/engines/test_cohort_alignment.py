@@ -16,7 +16,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.training import cohort
 from polyfed.core.vectorized.deferred_calls import copy_all_parameters_and_buffers
-from polyfed.core.vectorized.stacked_module import CannotStackError, Stacked
+from polyfed.core.vectorized.stacked_module import CannotStackError, StackedNetworks
 from tests.few_cases import few
 
 FORMS = {
@@ -114,7 +114,7 @@ def test_each_client_meets_its_own_rows_at_every_step(number, sigma):
     generators = [torch_generator(derive_seed(seed, "rad")) for seed in (5, 6, 7)]
     target = ours.target.compute_target(examples, rows, "3")
     target = AlignmentTarget(target.matrix.double(), sigma)
-    with Stacked(
+    with StackedNetworks(
         networks[0], [copy_all_parameters_and_buffers(net) for net in networks], frozenset({"0.weight"})
     ) as stack:
         (weights,) = (p for _, p in stack.named_parameters())
@@ -155,7 +155,7 @@ class Turned(nn.Module):
 
 def test_an_input_without_a_row_for_each_example_is_left_to_each_client():
     with (
-        Stacked(Turned(), [copy_all_parameters_and_buffers(Turned()) for _ in range(3)]) as stack,
+        StackedNetworks(Turned(), [copy_all_parameters_and_buffers(Turned()) for _ in range(3)]) as stack,
         pytest.raises(CannotStackError, match="row"),
     ):
         differentiable_representations(stack, pool(), torch.arange(6).view(3, 2), "head")

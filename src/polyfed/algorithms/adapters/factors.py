@@ -8,7 +8,7 @@ from torch import nn
 from polyfed.core.messages.lora import find_adapters
 
 ADAPTER_REQUIREMENTS = frozenset({"one_architecture", "adapters"})
-"""What the methods of this folder require of the clients."""
+"""The words for what the methods of this folder require of the clients."""
 
 
 def names_of_factor(names: Collection[str], factor: str) -> list[str]:

@@ -79,7 +79,7 @@ class _AtLastLayer(nn.Module):
 
 
 @final
-class AddedHead(_AtLastLayer):
+class NetworkWithAddedHead(_AtLastLayer):
     """Adds to the outputs of a network those of a further linear head on the same representation."""
 
     def __init__(self, network: nn.Module, name: str | Tensor, weight: Tensor, bias: Tensor) -> None:
@@ -97,7 +97,7 @@ class AddedHead(_AtLastLayer):
 
 
 @final
-class ShiftedRepresentation(_AtLastLayer):
+class NetworkWithShiftedRepresentation(_AtLastLayer):
     """Adds a vector to the representations from which a network's last layer computes its outputs."""
 
     def __init__(self, network: nn.Module, name: str | Tensor, vector: Tensor) -> None:
@@ -112,7 +112,7 @@ class ShiftedRepresentation(_AtLastLayer):
 
 
 @final
-class ConditionedRepresentation(_AtLastLayer):
+class NetworkWithConditionedRepresentation(_AtLastLayer):
     """Scales and shifts the representations from which a network's last layer computes its outputs, and sets negative
     numbers to 0."""
 

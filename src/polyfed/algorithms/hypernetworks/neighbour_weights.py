@@ -61,7 +61,7 @@ class NeighbourOptions(Protocol):
 
     @property
     def hidden(self) -> int:
-        """Returns the width of the trunk."""
+        """Returns the number of hidden units of the trunk."""
 
     @property
     def hn_lr(self) -> float | None:

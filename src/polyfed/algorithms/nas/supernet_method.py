@@ -36,7 +36,7 @@ from polyfed.nas.operations import (
     normalise_by_batch_without_tracking,
 )
 from polyfed.nas.sampling import Gradient, gumbel_noise_like
-from polyfed.nas.supernet import Network, Sampled, SamplerContext, SamplingUnit, SupernetPlan, plan_cell_stacks
+from polyfed.nas.supernet import Network, SampledNetwork, SamplerContext, SamplingUnit, SupernetPlan, plan_cell_stacks
 
 DerivationMode = Literal["argmax", "sampled"]
 Annealing = Literal["exponential", "linear", "constant"]
@@ -278,7 +278,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
                     for k, (_, sampler) in enumerate(supernet.cells_with_samplers())
                     if sampler is not None
                 }
-            derived = Sampled(supernet, noise, client.task.one_class_per_example).to(client.train.device)
+            derived = SampledNetwork(supernet, noise, client.task.one_class_per_example).to(client.train.device)
         elif self.context == "free":
             derived = most_probable_network(supernet)
         if self.buffers == "recompute" or (self.buffers == "local" and not client_state.get("buffers")):
@@ -301,7 +301,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         """Describes a network derived from the supernet, as a dict: its plan, its cells, and the probabilities from
         which each operation was chosen.
         """
-        supernet = network.network if isinstance(network, Sampled) else network
+        supernet = network.network if isinstance(network, SampledNetwork) else network
         assert isinstance(supernet, Network)
         return describe_network(network, supernet.known or operation_probabilities(supernet, client.train))
 

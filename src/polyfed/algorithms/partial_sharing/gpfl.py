@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from polyfed.algorithms.base.averaging import ClientState, ServerState
 from polyfed.algorithms.base.class_means import count_outputs
 from polyfed.algorithms.base.last_layer import (
-    ConditionedRepresentation,
+    NetworkWithConditionedRepresentation,
     find_last_layer,
     fit_with_extra_tensors,
     watch_last_layer,
@@ -185,9 +185,9 @@ class GPFL(BodyAndHeadMethod, WrapsNetwork):
         network = restore_all_but_weights_and_set_eval(super().personal_model(message, client_state, client, seed))
         shared = self._received(message, client_state, client)
         condition = condition_of(shared, self._contexts(shared["embeddings"], client)[1])
-        conditioned = ConditionedRepresentation(network, find_last_layer(client)[0], *condition)
+        conditioned = NetworkWithConditionedRepresentation(network, find_last_layer(client)[0], *condition)
         return conditioned.to(client.train.device).eval()
 
     def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
         """Returns the client's network with conditioned representations; the caller loads the weights of both."""
-        return ConditionedRepresentation(network, weights["name"], weights["scale"], weights["shift"])
+        return NetworkWithConditionedRepresentation(network, weights["name"], weights["scale"], weights["shift"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState, build_reply_and_client_state
 from polyfed.algorithms.base.last_layer import (
-    ShiftedRepresentation,
+    NetworkWithShiftedRepresentation,
     find_last_layer,
     fit_with_extra_tensors,
     watch_last_layer,
@@ -156,12 +156,12 @@ class FedDBE(Averaging, ValidatesNetworks, WrapsNetwork):
         """Returns the network to evaluate for the client: the global model, with p_i added to its representations."""
         network = load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)
         name, vector = find_last_layer(client)[0], client_state["memory"]["vector"]
-        shifted = ShiftedRepresentation(restore_all_but_weights_and_set_eval(network), name, vector)
+        shifted = NetworkWithShiftedRepresentation(restore_all_but_weights_and_set_eval(network), name, vector)
         return shifted.to(client.train.device).eval()
 
     def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
         """Returns the client's network with a vector added to its representations; the caller loads the weights of both."""
-        return ShiftedRepresentation(network, weights["name"], weights["vector"])
+        return NetworkWithShiftedRepresentation(network, weights["name"], weights["vector"])
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int

@@ -12,7 +12,12 @@ from torch.nn import functional as F
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, build_reply_and_client_state
 from polyfed.algorithms.base.class_means import count_outputs
-from polyfed.algorithms.base.last_layer import AddedHead, find_last_layer, fit_with_extra_tensors, watch_last_layer
+from polyfed.algorithms.base.last_layer import (
+    NetworkWithAddedHead,
+    find_last_layer,
+    fit_with_extra_tensors,
+    watch_last_layer,
+)
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.capabilities import ValidatesNetworks, WrapsNetwork
 from polyfed.core.method_card import MethodCard
@@ -102,12 +107,12 @@ class FedRoD(Averaging, ValidatesNetworks, WrapsNetwork):
         """Returns the network to evaluate for the client: the generic model with the outputs of h_i added."""
         generic = load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)
         h = {n: t.to(client.train.device) for n, t in client_state["personal"].items()}
-        network = AddedHead(restore_all_but_weights_and_set_eval(generic), find_last_layer(client)[0], **h)
+        network = NetworkWithAddedHead(restore_all_but_weights_and_set_eval(generic), find_last_layer(client)[0], **h)
         return network.to(client.train.device).eval()
 
     def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
         """Returns the client's network with a further head; the caller loads the weights of both."""
-        return AddedHead(network, weights["name"], weights["weight"], weights["bias"])
+        return NetworkWithAddedHead(network, weights["name"], weights["weight"], weights["bias"])
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int

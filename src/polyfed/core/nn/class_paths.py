@@ -33,10 +33,18 @@ _PATHS = {
     "polyfed.testing": "SmallNet",
 }
 _FORMER_NAMES = {
+    "ContextAwareSampler": "ContextAware",
+    "ContextFreeSampler": "ContextFree",
+    "DepthwiseConv2d": "Depthwise",
     "IdentityWithCounters": "Counts",
     "NearestNeighbourMixture": "Neighbours",
     "NetworkPair": "Pair",
+    "NetworkWithAddedHead": "AddedHead",
+    "NetworkWithConditionedRepresentation": "ConditionedRepresentation",
+    "NetworkWithShiftedRepresentation": "ShiftedRepresentation",
     "OperationSampler": "Sampler",
+    "SampledNetwork": "Sampled",
+    "StackedNetworks": "Stacked",
 }
 _PATH_OF = {name: path for path, names in _PATHS.items() for name in names.split()}
 
@@ -46,7 +54,6 @@ def module_path_in_fingerprint(layer_class: type[nn.Module]) -> str:
     moves to another file.
 
     A class of polyfed that is not in the table has the path "polyfed"; any other class has the path of its module.
-
 
     >>> module_path_in_fingerprint(nn.Linear)
     'torch.nn.modules.linear'

@@ -26,7 +26,7 @@ from polyfed.core.vectorized.deferred_calls import (
     copy_all_parameters_and_buffers,
     current_deferred_run,
 )
-from polyfed.core.vectorized.stacked_module import Stacked
+from polyfed.core.vectorized.stacked_module import StackedNetworks
 
 Direction = Callable[[Callable[[int], Tensor]], Tensor]
 Member = TypeVar("Member")
@@ -188,7 +188,7 @@ class SingleClientBackend(OneNetworkBackend):
 class CohortBackend(TrainingBackend):
     """Trains the stacked networks of k clients at once, each on minibatches of that client's examples."""
 
-    def __init__(self, networks: Stacked, batches: CohortBatches, label_smoothing: float) -> None:
+    def __init__(self, networks: StackedNetworks, batches: CohortBatches, label_smoothing: float) -> None:
         self.device, self._networks, self._batches = batches.device, networks, batches
         self._label_smoothing, self._rows = label_smoothing, torch.empty(0)
 
@@ -243,8 +243,8 @@ class CohortBackend(TrainingBackend):
         self._networks.record_losses(loss, self._rows)
 
     def mean_loss(self) -> float:
-        """Returns the mean over clients of each client's mean training loss; `Stacked.mean_losses` returns them one by
-        one.
+        """Returns the mean over clients of each client's mean training loss; `StackedNetworks.mean_losses` has each
+        client's own.
         """
         return float(self._networks.mean_losses().mean())
 
@@ -261,7 +261,7 @@ def create_backend(
     network.
     """
     if isinstance(examples, CohortBatches):
-        assert isinstance(model, Stacked)
+        assert isinstance(model, StackedNetworks)
         return CohortBackend(model, examples, options.label_smoothing)
     return SingleClientBackend(model, examples, options, task, batches_per_step, seed)
 

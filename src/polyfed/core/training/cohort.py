@@ -30,7 +30,12 @@ from polyfed.core.vectorized.deferred_calls import (
     PredictCall,
     copy_tensors_into_module,
 )
-from polyfed.core.vectorized.stacked_module import CannotStackError, Stacked, has_batch_statistics, stacking_obstacle
+from polyfed.core.vectorized.stacked_module import (
+    CannotStackError,
+    StackedNetworks,
+    has_batch_statistics,
+    stacking_obstacle,
+)
 
 MAX_COHORT_SIZE = 100
 """Clients that are computed at once: more do not save anything, and their numbers would leave the processor's cache."""
@@ -126,7 +131,7 @@ def train_cohort(calls: Sequence[FitCall]) -> list[FitCallResult]:
     streams = CohortBatches([call.examples for call in ordered], seeds, plans, first.batches_per_step)
     penalty, gradient = (_stack_terms([getattr(call, name) for call in ordered]) for name in ("penalty", "gradient"))
     dropout_rngs = [DropoutMaskGenerator(derive_seed(seed, "dropout"), first.examples.device) for seed in seeds]
-    with Stacked(first.module, [call.state for call in ordered], first.trained_names, dropout_rngs) as networks:
+    with StackedNetworks(first.module, [call.state for call in ordered], first.trained_names, dropout_rngs) as networks:
         fit(
             networks, streams, first.options, lr=first.lr, seed=0, task=first.task,
             penalty=penalty, gradient=gradient, batches_per_step=first.batches_per_step,
@@ -239,7 +244,7 @@ def _train_step_together(
     filled = torch.cat([torch.cat([x, x[:1].expand(max_rows - len(x), *x.shape[1:])]) for x, _ in batches])
     device = batches[0][1].device
     dropout_rngs, random = [DropoutMaskGenerator(call.seed, device) for call in calls], torch.random.get_rng_state()
-    with Stacked(module, [call.state for call in calls], trained, dropout_rngs) as networks:
+    with StackedNetworks(module, [call.state for call in calls], trained, dropout_rngs) as networks:
         module.train()
         networks.valid_rows = ValidRows(rows, torch.tensor(rows, device=device)) if min(rows) < max_rows else None
         with _RefuseScalarReads():
@@ -349,7 +354,7 @@ def _predict_with_stacked_weights(calls: Sequence[PredictCall], sets: Sequence[E
     longest = len(sets[order[0]])
     size = min(longest, max(8, _ROWS_AT_ONCE // len(calls)))
     parts: list[list[Tensor]] = [[] for _ in sets]
-    with Stacked(calls[0].module, [calls[place].state for place in order]) as networks:
+    with StackedNetworks(calls[0].module, [calls[place].state for place in order]) as networks:
         networks.eval()
         for start in range(0, longest, size):
             active = [place for place in order if len(sets[place]) > start]

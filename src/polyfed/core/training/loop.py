@@ -25,7 +25,7 @@ from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.private_backend import WITHHELD_LOSS, PrivateBackend
 from polyfed.core.vectorized.cohort_batches import CohortBatches, Minibatch
 from polyfed.core.vectorized.deferred_calls import PerClientTerm
-from polyfed.core.vectorized.stacked_module import Stacked
+from polyfed.core.vectorized.stacked_module import StackedNetworks
 
 ReportedLoss = Literal["task", "loss", "total"]
 
@@ -89,7 +89,7 @@ def fit(
         model: takes a batch of `examples` (transformed inputs) and returns logits, shape (batch, outputs), as described in
             `polyfed.core.examples.pytree`; it lies on the device of `examples`.
         examples: the client, whose training examples, task and own loss are taken, and by whose validation examples
-            training may stop; or examples alone. (Many clients' are `CohortBatches`, with a `Stacked` as the model.)
+            training may stop; or examples alone. (Many clients' are `CohortBatches`, with a `StackedNetworks` as the model.)
         options: epochs or steps, batch size, optimiser, clipping, precision.
         lr: learning rate of this round.
         seed: decides the order of examples, augmentation and dropout.
@@ -225,7 +225,11 @@ def _group_by_lr(
 ) -> list[ParameterGroup]:
     """Groups the trained parameters by learning rate, for the optimiser."""
     groups: dict[float, list[nn.Parameter]] = {}
-    named = all_names_by_first_name(model.module if isinstance(model, Stacked) else model) if options.lr_by_name else {}
+    named = (
+        all_names_by_first_name(model.module if isinstance(model, StackedNetworks) else model)
+        if options.lr_by_name
+        else {}
+    )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             factor = options.lr_factor(*named.get(name, [name])) * (1.0 if lr_factor is None else lr_factor(name))

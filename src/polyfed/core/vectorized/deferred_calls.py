@@ -33,7 +33,7 @@ class PerClientTerm:
     Args:
         function: two clients' are equal (`==`) only if they are the same function.
         tensors: of the client; the function may change them in place.
-        takes_network: a penalty is called with the network, or with a stack of many (`Stacked`), instead of with the
+        takes_network: a penalty is called with the network, or with a stack of many (`StackedNetworks`), instead of with the
             trained parameters. (A direction always is.)
         num_rows: examples of its own that a penalty takes through each network at once, 0 for none.
 

@@ -46,7 +46,7 @@ def stacking_obstacle(module: nn.Module) -> str | None:
 
 
 @final
-class Stacked(nn.Module):
+class StackedNetworks(nn.Module):
     """Computes k networks of one architecture at once; `forward` takes all clients' inputs one below another, shape
     (k·rows, ...), and returns as many outputs.
 
@@ -62,7 +62,7 @@ class Stacked(nn.Module):
         CannotStackError: buffers that no layer here knows differ between the clients.
 
     >>> one, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    >>> with Stacked(one, [dict(n.named_parameters()) for n in (one, other)]) as both:
+    >>> with StackedNetworks(one, [dict(n.named_parameters()) for n in (one, other)]) as both:
     ...     found = both(torch.ones(4, 2))
     >>> bool(torch.allclose(found[2:], other(torch.ones(2, 2))))
     True
@@ -108,7 +108,7 @@ class Stacked(nn.Module):
         self.loss_sums = torch.zeros(self.num_clients, device=next(iter(self.stacked_tensors.values())).device)
         self.example_counts = torch.zeros_like(self.loss_sums)
 
-    def __enter__(self) -> "Stacked":
+    def __enter__(self) -> "StackedNetworks":
         for part, mine in self._parts:
             part.forward = partial(self._layer, STACKED_LAYERS[type(part)][0], part, mine)
         for part in self.module.modules():
@@ -242,7 +242,7 @@ def has_batch_statistics(module: nn.Module) -> bool:
 
 def sum_per_client(network: nn.Module, numbers: Tensor) -> Tensor:
     """Returns the sum of the numbers of each client: shape (k,) for k stacked networks, a scalar for one network."""
-    return numbers.reshape(network.num_clients, -1).sum(1) if isinstance(network, Stacked) else numbers.sum()
+    return numbers.reshape(network.num_clients, -1).sum(1) if isinstance(network, StackedNetworks) else numbers.sum()
 
 
 def reshape_to_broadcast(per_client_numbers: Tensor, like: Tensor) -> Tensor:
@@ -261,13 +261,15 @@ def get_network_rng_states(network: nn.Module, device: torch.device) -> list[Ten
     stacked client.
     """
     return (
-        [chance.state for chance in network.dropout_rngs] if isinstance(network, Stacked) else [get_rng_state(device)]
+        [chance.state for chance in network.dropout_rngs]
+        if isinstance(network, StackedNetworks)
+        else [get_rng_state(device)]
     )
 
 
 def set_network_rng_states(network: nn.Module, device: torch.device, states: Sequence[Tensor]) -> None:
     """Sets a network's random number generators to the states from `get_network_rng_states`."""
-    if isinstance(network, Stacked):
+    if isinstance(network, StackedNetworks):
         for rng, rng_state in zip(network.dropout_rngs, states, strict=True):
             rng.state = rng_state
     else:

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from polyfed.data.look.columns import LookColumn, SiteColumns
 from polyfed.data.look.number_statistics import NumberStatistics
+from polyfed.data.look.site_columns import LookColumn, SiteColumns
 
 MIN_COUNT = 5
 """Sets the smallest number of rows whose count or sum leaves a real site."""

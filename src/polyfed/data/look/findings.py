@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 from polyfed.core.io.number_format import join_first_and_count_rest
-from polyfed.data.look.columns import LookColumn
 from polyfed.data.look.counts import MIN_COUNT
 from polyfed.data.look.number_statistics import GRADES, NumberStatistics
+from polyfed.data.look.site_columns import LookColumn
 from polyfed.data.look.summaries import SiteDataStatistics, SiteSummaries
 from polyfed.data.look.units import describe_unit_difference
 

@@ -9,11 +9,11 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.data.clients import ClientData
 from polyfed.data.look import counts as passes
-from polyfed.data.look.columns import LookColumn, SiteColumns, merge_columns, read_site_columns
 from polyfed.data.look.counts import MIN_COUNT
 from polyfed.data.look.findings import SiteDifferenceFinding, find_differences
+from polyfed.data.look.site_columns import LookColumn, SiteColumns, merge_columns, read_site_columns
 from polyfed.data.look.summaries import CommonScaleAndRange, SiteDataStatistics, SiteSummaries, build_summaries
-from polyfed.data.look.text import format_look
+from polyfed.data.look.text_format import format_look
 from polyfed.data.table import ClientTables
 from polyfed.data.tabular.columns import sorted_unique_texts
 

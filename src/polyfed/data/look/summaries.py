@@ -8,9 +8,9 @@ from typing import Any, final
 import numpy as np
 from torch import Tensor
 
-from polyfed.data.look.columns import LookColumn, SiteColumns
 from polyfed.data.look.counts import MIN_COUNT, Counts, find_numeric_column_positions, number_statistics
 from polyfed.data.look.number_statistics import NumberStatistics
+from polyfed.data.look.site_columns import LookColumn, SiteColumns
 
 ALL_SITES = "all sites"
 

@@ -30,7 +30,7 @@ from polyfed.data.formats.lazy_images import (
     build_image_keys_and_decoder,
     copy_parquet_images_to_arrow_file,
 )
-from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset, encode_labels
+from polyfed.data.pooled_dataset import PooledDataset, Source, build_pooled_dataset, encode_labels
 
 
 @final

@@ -12,7 +12,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.data.formats.images import measure_normalisation
-from polyfed.data.pool import PooledDataset, Source
+from polyfed.data.pooled_dataset import PooledDataset, Source
 from polyfed.tasks import Segmentation
 
 SITES = ("east", "north", "south", "west")
@@ -53,7 +53,7 @@ class Blobs(Source):
         """Builds the images and masks of all sites."""
         dimensions = 3 if self.volumes else 2
         parts = [
-            build_blobs(number, self.image_size, dimensions, scanner, seed=derive_seed(0, "blobs", site))
+            build_images_and_masks(number, self.image_size, dimensions, scanner, seed=derive_seed(0, "blobs", site))
             for number, site, scanner in zip(self.images, SITES, _SCANNERS, strict=True)
         ]
         x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
@@ -66,7 +66,7 @@ class Blobs(Source):
         )
 
 
-def build_blobs(
+def build_images_and_masks(
     number: int, side: int, dimensions: int, scanner: tuple[float, float, int, float], *, seed: int
 ) -> tuple[Tensor, Tensor]:
     """Builds images of one scanner, and their masks.
@@ -82,7 +82,7 @@ def build_blobs(
     Returns:
         uint8 (number, 1, side, side), and masks of 0 and 1, uint8 (number, side, side); with one more side for volumes.
 
-    >>> x, y = build_blobs(3, 16, 2, (0.4, 0.3, 1, 0.1), seed=0)
+    >>> x, y = build_images_and_masks(3, 16, 2, (0.4, 0.3, 1, 0.1), seed=0)
     >>> x.shape, x.dtype, y.shape, y.unique().tolist()
     (torch.Size([3, 1, 16, 16]), torch.uint8, torch.Size([3, 16, 16]), [0, 1])
     """

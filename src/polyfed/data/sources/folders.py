@@ -19,7 +19,7 @@ from polyfed.core.io.validation import check_field_types
 from polyfed.data.formats.files import resolve_existing_path
 from polyfed.data.formats.images import Mode, measure_normalisation, read_images
 from polyfed.data.formats.lazy_images import build_image_keys_and_decoder, open_image_files_lazily
-from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset
+from polyfed.data.pooled_dataset import PooledDataset, Source, build_pooled_dataset
 from polyfed.data.sources.table_file import parse_column_names
 from polyfed.data.tabular.columns import check_task_option, has_few_values, read_targets
 from polyfed.data.tabular.table_reader import (

@@ -7,7 +7,7 @@ from typing import Any, final
 from polyfed.core.io.validation import build_dataclass, check_field_types
 from polyfed.data.formats.files import Table
 from polyfed.data.partitioning.split import Split
-from polyfed.data.pool import PooledDataset, Source
+from polyfed.data.pooled_dataset import PooledDataset, Source
 from polyfed.data.sources.table_file import TableFile
 from polyfed.data.table import ClientTables, divide_by_site
 from polyfed.data.tabular.preprocessing import Scope

@@ -9,7 +9,7 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.data.formats.images import measure_normalisation
-from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset
+from polyfed.data.pooled_dataset import PooledDataset, Source, build_pooled_dataset
 from polyfed.data.sources.vision import FashionMNIST
 
 _PLACES = 4

@@ -1,6 +1,6 @@
 """Registers every data source under its name."""
 
-from polyfed.data.pool import Source
+from polyfed.data.pooled_dataset import Source
 from polyfed.data.sources.arrays import Npz, Parquet
 from polyfed.data.sources.blobs import Blobs
 from polyfed.data.sources.folders import ImageFolder, ImageTable

@@ -52,7 +52,7 @@ class RowIndex:
 
 
 def index_rows(columns: Iterable[Any], name: str) -> RowIndex:
-    """Builds the index from the column that says whose each row is, in parts, one after another.
+    """Builds the index from the column that names the client of each row; the column comes in parts.
 
     Args:
         columns: Arrow arrays or chunked arrays.

@@ -22,7 +22,7 @@ _PREFIX = "client-"
 @final
 @dataclass(frozen=True, eq=False)
 class SyntheticClients:
-    """A source of `n` clients with made examples: class centres that all clients share, a shift of each client's own, and
+    """Makes `n` clients with synthetic examples: class centres that all clients share, a shift of each client's own, and
     noise.
 
     A client is made from the seed and its id alone, so that a million clients need no memory until they are drawn.

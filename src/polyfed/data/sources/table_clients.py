@@ -24,7 +24,7 @@ _ROWS_OF_BATCH = 65_536
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class ArrowClients(GroupedClients):
-    """A source of clients whose rows lie in an Arrow table, grouped by a column; the table may be memory-mapped.
+    """Makes clients from the rows of an Arrow table, grouped by a column; the table may be memory-mapped.
 
     Args:
         table: a `pyarrow.Table`; its rows may be in any order.
@@ -60,7 +60,7 @@ class ArrowClients(GroupedClients):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class DatasetClients(GroupedClients):
-    """A source of clients whose rows lie in a dataset of the package `datasets` (Hugging Face), grouped by a column.
+    """Makes clients from the rows of a dataset of the package `datasets` (Hugging Face), grouped by a column.
 
     Args:
         dataset: a `datasets.Dataset`, as `load_dataset(..., split="train")` returns it; it stays on the disk.
@@ -89,7 +89,7 @@ class DatasetClients(GroupedClients):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class ParquetClients(GroupedClients):
-    """A source of clients whose rows lie in a Parquet file, or the Parquet files of a folder, grouped by a column.
+    """Makes clients from the rows of a Parquet file, or of the Parquet files of a folder, grouped by a column.
 
     Rows may be in any order. When the source is first used, the columns that it needs are copied once, batch by batch, to an
     uncompressed Arrow file that is memory-mapped, with an index of the rows of each client: so a client is read without

@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.validation import check_field_types
 from polyfed.data.formats.files import Table
-from polyfed.data.pool import PooledDataset, Source
+from polyfed.data.pooled_dataset import PooledDataset, Source
 from polyfed.data.tabular.columns import (
     check_task_option,
     has_few_values,

@@ -11,7 +11,7 @@ import torch
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import derive_seed
-from polyfed.data.pool import PooledDataset, Source
+from polyfed.data.pooled_dataset import PooledDataset, Source
 from polyfed.tasks import Tokens
 
 TAGS = ("O", "B-person", "I-person", "B-place", "I-place")

@@ -21,7 +21,7 @@ from polyfed.data.formats.files import (
 )
 from polyfed.data.formats.hub import load_hub_tables
 from polyfed.data.formats.text import Vocabulary, build_vocabulary, load_vocabulary
-from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset, move_test_set_to_train
+from polyfed.data.pooled_dataset import PooledDataset, Source, build_pooled_dataset, move_test_set_to_train
 
 _ADVICE = (
     "give --data.path with the folder of training.1600000.processed.noemoticon.csv (the published file) or of Parquet "

@@ -28,7 +28,7 @@ from polyfed.data.formats.files import (
 from polyfed.data.formats.hub import load_hub_tables
 from polyfed.data.formats.images import Mode, decode_images
 from polyfed.data.partitioning.allocation import draw_stratified_rows
-from polyfed.data.pool import Columns, PooledDataset, Source, build_pooled_dataset, move_test_set_to_train
+from polyfed.data.pooled_dataset import Columns, PooledDataset, Source, build_pooled_dataset, move_test_set_to_train
 
 _FASHION = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 _CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -22,7 +22,7 @@ from polyfed.data.formats.files import (
 )
 from polyfed.data.formats.hub import load_hub_tables
 from polyfed.data.formats.images import decode_images, measure_normalisation, read_images
-from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset
+from polyfed.data.pooled_dataset import PooledDataset, Source, build_pooled_dataset
 
 FINDINGS = (
     "Atelectasis",

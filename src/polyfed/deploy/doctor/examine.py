@@ -14,7 +14,7 @@ from polyfed.deploy.doctor.certificates import (
     first_host_in_certificate,
     read_openssh_public_key_as_der,
 )
-from polyfed.deploy.doctor.folders import (
+from polyfed.deploy.doctor.folder_kinds import (
     SERVER_UNIT,
     SITE_UNIT,
     SystemdUnit,

@@ -11,7 +11,7 @@ from pathlib import Path
 from polyfed.core.errors import UserError
 from polyfed.deploy.contact import Contact, read_contacts
 from polyfed.deploy.doctor import Finding, Findings, note_finding, ok_finding, problem_finding
-from polyfed.deploy.doctor.folders import SERVER_UNIT, SITE_UNIT, detect_folder_kinds, read_systemd_unit_if_exists
+from polyfed.deploy.doctor.folder_kinds import SERVER_UNIT, SITE_UNIT, detect_folder_kinds, read_systemd_unit_if_exists
 from polyfed.deploy.doctor.machine import is_process_alive
 from polyfed.deploy.doctor.network import check_tls_server_and_clock, split_host_and_port
 from polyfed.deploy.doctor.site_config import parse_node_config

@@ -10,8 +10,8 @@ from typing import Any
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import create_private_folder_if_missing, write_file_atomically
-from polyfed.data.look.columns import LookColumn, merge_columns
 from polyfed.data.look.look import Look
+from polyfed.data.look.site_columns import LookColumn, merge_columns
 from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, SITE_HEAD_BYTES, Envelope, parse_head
 from polyfed.deploy.server.preprocessing import MessageExchangeEngine
 from polyfed.deploy.server.reply_validation import sanitize_line

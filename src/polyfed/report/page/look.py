@@ -14,12 +14,12 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import write_file_atomically
 from polyfed.core.io.number_format import capitalize_first, count_with_noun, end_with_period, shorten_name
 from polyfed.core.machine.package_versions import package_versions
-from polyfed.data.look.columns import LookColumn
 from polyfed.data.look.counts import BINS, MIN_COUNT
 from polyfed.data.look.findings import describe_class_counts_of_site, find_most_serious_kind_per_site_column
 from polyfed.data.look.look import Look
+from polyfed.data.look.site_columns import LookColumn
 from polyfed.data.look.summaries import NumberSummary, SiteDataStatistics
-from polyfed.data.look.text import format_short
+from polyfed.data.look.text_format import format_short
 from polyfed.report.page.elements import html_bullet_list, html_figure, html_side_by_side, html_table, render_template
 from polyfed.report.page.svg_charts import (
     CHART_WIDTH,

@@ -17,13 +17,13 @@ from polyfed.simulation.experiment import Participants, build_experiment, load_p
 from polyfed.simulation.storage.directory import read_manifest
 
 MethodResult = RepresentationAlignment | ArchitectureSearchResult
-"""What a panel is made from and a terminal can show as well."""
+"""The results from which a panel is drawn; a terminal can show them as text."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class PanelInputs:
-    """Holds everything from which the panels that a run's method adds to the report page are built.
+    """Holds the inputs of the panels that a run's method adds to the report page.
 
     Attributes:
         run: the run; it has a directory.

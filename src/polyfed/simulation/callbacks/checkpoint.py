@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from polyfed.simulation.callbacks.base import Callback
+from polyfed.simulation.callbacks.callback import Callback
 from polyfed.simulation.rounds.resume import load_kept_checkpoint
 from polyfed.simulation.rounds.run_state import RunState
 from polyfed.simulation.rounds.training_round import write_personal_models
@@ -25,7 +25,7 @@ class CheckpointSaver(Callback):
         self._run = run
         self._saved_round = run.checkpoint.round
         self._kept_rounds: tuple[int, ...] = ()
-        self._binding: integrity.Binding = {}
+        self._binding: integrity.RunHashes = {}
 
     def on_start(self, earlier_records: Sequence[Mapping[str, Any]]) -> None:
         """Loads, if the run is resumed, the checkpoint of the round whose models the setting `keep` selects."""
@@ -35,7 +35,7 @@ class CheckpointSaver(Callback):
         if run.settings.keep != "last" and run.checkpoint.round:
             run.best = load_kept_checkpoint(directory, run.federation, earlier_records, run.checkpoint)
         self._kept_rounds = _rounds_of(run.best)
-        self._binding = integrity.compute_run_binding_hashes(read_config(directory.path), directory.read_manifest())
+        self._binding = integrity.compute_run_hashes(read_config(directory.path), directory.read_manifest())
         if outdated := {"files", "stopped"} & directory.read_manifest().keys():  # of the end that the run had before
             directory.add_to_manifest({name: {} for name in outdated})
 

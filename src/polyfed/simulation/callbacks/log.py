@@ -6,7 +6,7 @@ from typing import Any, final
 
 from polyfed.algorithms import registry_name
 from polyfed.core.io.terminal_text import sanitise_for_terminal
-from polyfed.simulation.callbacks.base import Callback
+from polyfed.simulation.callbacks.callback import Callback
 from polyfed.simulation.monitoring.progress import describe_score_and_traffic
 from polyfed.simulation.monitoring.update_norms import describe_diverged_losses
 from polyfed.simulation.rounds.run_state import RunState

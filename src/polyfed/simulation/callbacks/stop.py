@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from polyfed.core.errors import UserError
-from polyfed.simulation.callbacks.base import Callback, asks_to_stop, name_of_callback
+from polyfed.simulation.callbacks.callback import Callback, asks_to_stop, name_of_callback
 from polyfed.simulation.rounds.run_state import RunState
 
 

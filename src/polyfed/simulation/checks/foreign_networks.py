@@ -8,7 +8,7 @@ from torch import nn
 _LOG = logging.getLogger("polyfed.simulation")
 
 
-def explain_foreign_network(module: nn.Module, client_name: str) -> None:
+def report_unused_training_code(module: nn.Module, client_name: str) -> None:
     """Warns that the training code of a `LightningModule` is not used, and logs what is taken of a model of
     transformers; does nothing for other networks.
 

@@ -16,7 +16,7 @@ from polyfed.core.training.private_backend import number_of_units
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 
 
-def with_privacy_if_possible(
+def check_and_complete_privacy(
     algorithm: Algorithm[Any, Any], clients: Sequence[Client], rounds: int
 ) -> Algorithm[Any, Any]:
     """Returns the method with the number of steps of the run in its `privacy`, or the method itself if it has none; raises a

@@ -11,7 +11,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import call_network, input_spec_of, logits_or_output, named_leaves
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.simulation.checks.foreign_networks import explain_foreign_network
+from polyfed.simulation.checks.foreign_networks import report_unused_training_code
 
 
 def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[int, ...]:
@@ -27,7 +27,7 @@ def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[i
         UserError: the network fails, in evaluation or in training; its output is no tensor with a row for each example;
             or it creates layers or tensors as it runs.
     """
-    explain_foreign_network(module, client_name)
+    report_unused_training_code(module, client_name)
     x = data.batch(torch.zeros(2, dtype=torch.int64))[0]
     shapes = []
     for training in (False, True):

@@ -152,9 +152,9 @@ def load_trained_server(out: str | Path) -> TrainedServer:
     settings, algorithm = restore_settings_and_method(config, None)
     algorithm = _require_flha_ghn(algorithm, str(folder))
     integrity.check_config_unchanged(folder, config, manifest)
-    binding = integrity.compute_run_binding_hashes(config, manifest)
+    binding = integrity.compute_run_hashes(config, manifest)
     checkpoint, notes = checkpoints.load_newest_checkpoint(
-        folder / "checkpoint", expected_binding_of_round=lambda number: binding, server_only=True
+        folder / "checkpoint", expected_run_hashes_of_round=lambda number: binding, server_only=True
     )
     if checkpoint is None:
         if notes:

@@ -20,9 +20,9 @@ from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 from polyfed.data.look import counts as passes
-from polyfed.data.look.columns import LookColumn, SiteColumns, merge_columns
 from polyfed.data.look.counts import MIN_COUNT, Counts, find_numeric_column_positions, suppress_small_counts
 from polyfed.data.look.look import Look, read_columns_by_site
+from polyfed.data.look.site_columns import LookColumn, SiteColumns, merge_columns
 from polyfed.data.look.summaries import ALL_SITES, CommonScaleAndRange, build_summaries
 from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.engines.inprocess import InProcessEngine

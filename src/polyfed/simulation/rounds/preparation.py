@@ -20,7 +20,7 @@ from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.client_list import list_clients
 from polyfed.simulation.checks.fingerprints import data_fingerprint, earlier_version_run_error
 from polyfed.simulation.checks.method_settings import check_settings_suit_method
-from polyfed.simulation.checks.private_training import with_privacy_if_possible
+from polyfed.simulation.checks.private_training import check_and_complete_privacy
 from polyfed.simulation.checks.scheduling import check_scheduling
 from polyfed.simulation.engines.devices import choose_client_device
 from polyfed.simulation.rounds.federated_preprocessing import unify_preprocessing_of_clients
@@ -91,7 +91,7 @@ def check_and_build_federation(
     if isinstance(algorithm, LocalTraining):
         check_precision(algorithm.precision, device)
         requirements.check_training_options(clients, algorithm)
-    algorithm = with_privacy_if_possible(algorithm, clients, settings.rounds)
+    algorithm = check_and_complete_privacy(algorithm, clients, settings.rounds)
     client_by_id = {c.id: c for c in sorted(clients, key=lambda c: c.id)}
     federation = Federation(client_by_id, algorithm, settings, public_examples, metrics=scores, sampler=sampler)
     check_scheduling(federation)

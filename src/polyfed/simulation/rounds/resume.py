@@ -35,7 +35,7 @@ def rewind_to_newest_checkpoint(directory: RunDirectory, federation: Federation)
     metrics = directory.path / "metrics.jsonl"
     records, config = read_metrics(metrics), read_config(directory.path)
     integrity.check_config_unchanged(directory.path, config, directory.read_manifest())
-    expected = integrity.expected_binding_by_round(config, directory.read_manifest(), read_metrics_text(metrics))
+    expected = integrity.expected_run_hashes_by_round(config, directory.read_manifest(), read_metrics_text(metrics))
 
     validators: list[StateValidator] = []  # built once, if there is a checkpoint
 
@@ -76,7 +76,7 @@ def load_kept_checkpoint(
     federation: Federation,
     history: Sequence[Mapping[str, Any]],
     latest: Checkpoint,
-    expected_binding_of_round: Callable[[int], integrity.Binding] | None = None,
+    expected_run_hashes_of_round: Callable[[int], integrity.RunHashes] | None = None,
 ) -> Checkpoint | None:
     """Loads the checkpoint after the round whose models the setting `keep` selects; None if it selects no round yet.
 
@@ -84,7 +84,7 @@ def load_kept_checkpoint(
         directory, federation: of the run.
         history: the records up to `latest`.
         latest: the newest checkpoint, which is returned if its round is the one.
-        expected_binding_of_round: the binding that a checkpoint of a round must have.
+        expected_run_hashes_of_round: the binding that a checkpoint of a round must have.
 
     Returns:
         The state; None if no round so far is to be kept.
@@ -97,5 +97,5 @@ def load_kept_checkpoint(
     if kept_round is None or kept_round >= latest.round:
         return latest if kept_round == latest.round else None
     return checkpoints.load_round_checkpoint(
-        directory.checkpoint_folder, kept_round, expected_binding_of_round, directory.state_store
+        directory.checkpoint_folder, kept_round, expected_run_hashes_of_round, directory.state_store
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from polyfed.core.errors import RunInterrupt
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full
-from polyfed.simulation.callbacks.base import Callback
+from polyfed.simulation.callbacks.callback import Callback
 from polyfed.simulation.callbacks.checkpoint import CheckpointSaver
 from polyfed.simulation.callbacks.evaluate import RoundEvaluator
 from polyfed.simulation.callbacks.log import ProgressReporter

@@ -55,7 +55,7 @@ class RoundScheduler:
         """
         if self._is_plain:
             return None
-        self._schedule = copy_plain(previous.schedule or {})
+        self._schedule = copy_without_flights(previous.schedule or {})
         digest = "" if self._times is None else self._times.files_digest
         if self._schedule.setdefault("files", digest) != digest:
             raise UserError(
@@ -183,6 +183,6 @@ def find_concurrency(federation: Federation) -> int:
     return max(1, round(rule.concurrency * number + 1e-9))
 
 
-def copy_plain(schedule: Mapping[str, Any]) -> dict[str, Any]:
+def copy_without_flights(schedule: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of a schedule without its flights, so that a sampler cannot change what a checkpoint holds."""
     return copy.deepcopy({name: value for name, value in schedule.items() if name != "flights"})

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-from polyfed.simulation.callbacks.base import Callback
+from polyfed.simulation.callbacks.callback import Callback
 from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.rounds.federation import Federation

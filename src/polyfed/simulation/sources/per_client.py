@@ -38,7 +38,7 @@ class ValueByClient(Mapping[str, Value], Generic[Value]):
 
 @final
 class ComputedSequence(Sequence[Value], Generic[Value]):
-    """A sequence whose items a function computes from their places when they are asked for.
+    """Computes each item of a sequence from its position, when it is asked for.
 
     >>> list(ComputedSequence(3, lambda place: 2 * place))
     [0, 2, 4]

@@ -39,7 +39,7 @@ from polyfed.simulation.storage.client_states import (
 )
 from polyfed.simulation.storage.integrity import (
     COMPLETE_FILE,
-    Binding,
+    RunHashes,
     checkpoint_mismatch_error,
     read_checkpoint_hashes,
 )
@@ -118,7 +118,7 @@ def save_checkpoint_and_remove_older(
     checkpoint: Checkpoint,
     previous_round: int,
     kept_rounds: Collection[int] = (),
-    binding: Binding | None = None,
+    binding: RunHashes | None = None,
     store: StateStore | None = None,
 ) -> None:
     """Writes a checkpoint to `folder`, and removes older ones, except the previous checkpoint and the checkpoints of
@@ -188,7 +188,7 @@ def load_newest_checkpoint(
     folder: Path,
     last_metrics_round: int | None = None,
     check_usable: Callable[[Checkpoint], object] = lambda found: None,
-    expected_binding_of_round: Callable[[int], Binding] | None = None,
+    expected_run_hashes_of_round: Callable[[int], RunHashes] | None = None,
     store: StateStore | None = None,
     server_only: bool = False,
 ) -> NewestCheckpoint:
@@ -199,7 +199,7 @@ def load_newest_checkpoint(
         folder: of the checkpoints.
         last_metrics_round: the last round in the metrics; a later checkpoint is not usable. None needs no metrics.
         check_usable: raises a `UserError` for a checkpoint that is not usable for another reason.
-        expected_binding_of_round: returns what a checkpoint after this round must be bound to; None does not check it.
+        expected_run_hashes_of_round: returns what a checkpoint after this round must be bound to; None does not check it.
         store: the run's store of states; None takes the one in `folder`.
         server_only: leaves the store out, which a run may be writing to: the checkpoint has no clients' states, and None for
             the groups of the server's state that have an entry for each client.
@@ -217,8 +217,8 @@ def load_newest_checkpoint(
             metrics = folder.parent / "metrics.jsonl"
             notes.append(f"{metrics} does not hold rounds 1 to {last}, which checkpoint {candidate} follows")
             continue
-        reason = expected_binding_of_round and checkpoint_mismatch_error(
-            _read_binding(candidate), expected_binding_of_round(last), candidate, last
+        reason = expected_run_hashes_of_round and checkpoint_mismatch_error(
+            _read_binding(candidate), expected_run_hashes_of_round(last), candidate, last
         )
         if reason:
             notes.append(reason)
@@ -235,7 +235,7 @@ def load_newest_checkpoint(
 def load_round_checkpoint(
     folder: Path,
     round_number: int,
-    expected_binding_of_round: Callable[[int], Binding] | None = None,
+    expected_run_hashes_of_round: Callable[[int], RunHashes] | None = None,
     store: StateStore | None = None,
 ) -> Checkpoint:
     """Loads the checkpoint of one round; raises a `UserError` if it is missing, damaged or from another run.
@@ -248,10 +248,10 @@ def load_round_checkpoint(
         checkpoint = _read_checkpoint(round_folder, store or StateStore(folder / STORE_FILE))
     except (UserError, OSError, ValueError, KeyError) as error:
         raise UserError(f"checkpoint {round_folder} is missing or damaged ({error})") from error
-    if expected_binding_of_round and (
+    if expected_run_hashes_of_round and (
         reason := checkpoint_mismatch_error(
             _read_binding(round_folder),
-            expected_binding_of_round(checkpoint.last_recorded_round),
+            expected_run_hashes_of_round(checkpoint.last_recorded_round),
             round_folder,
             checkpoint.last_recorded_round,
         )

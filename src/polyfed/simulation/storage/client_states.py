@@ -148,7 +148,7 @@ class ClientStates(Mapping[str, PyTree]):
         saved = self._saved
         return saved is not None and (saved.store.path, saved.part, saved.round) == (store.path, part, round_number)
 
-    def with_checked_changes(self, name: str) -> "ClientStates":
+    def with_contiguous_changes(self, name: str) -> "ClientStates":
         """Returns the states with the changed ones in row-major order; raises a `TypeError` if one of them cannot be
         saved.
 
@@ -190,7 +190,7 @@ def check_and_wrap_server_state(state: PyTree, algorithm: Algorithm[Any, Any], n
     rest = without_groups({**state, **groups}) if groups else state
     check_serializable(rest, name)
     rest = as_contiguous(rest)
-    checked = {key: group.with_checked_changes(f"{name} at {key!r}") for key, group in groups.items()}
+    checked = {key: group.with_contiguous_changes(f"{name} at {key!r}") for key, group in groups.items()}
     return {**rest, **{key: state[key] for key in lists_of_clients(state, groups)}, **checked} if checked else rest
 
 

@@ -27,7 +27,7 @@ from polyfed.core.machine.package_versions import package_versions
 from polyfed.simulation.storage.integrity import (
     RunningHash,
     hash_settings_that_affect_results,
-    read_newest_binding_hashes,
+    read_run_hashes_of_newest_checkpoint,
 )
 from polyfed.simulation.storage.integrity import describe_changed_files as changes_of
 from polyfed.simulation.storage.paths import safe_file_name
@@ -316,7 +316,7 @@ def describe_changed_files_of_run(folder: str | Path, *, include_outputs: bool =
     Raises:
         UserError: its configuration cannot be read.
     """
-    newest = read_newest_binding_hashes(Path(folder) / "checkpoint")
+    newest = read_run_hashes_of_newest_checkpoint(Path(folder) / "checkpoint")
     return changes_of(Path(folder), read_config(folder), read_manifest(folder), newest, include_outputs)
 
 

@@ -23,7 +23,7 @@ COMPLETE_FILE = "complete.json"  # of a checkpoint
 # Where a run computes does not change its results.
 _WHERE = set(EXECUTION_FIELDS)
 _MOST_BYTES = 2**31  # most bytes of models and predictions whose hashes are checked
-Binding = Mapping[str, str]  # "config", "data" and, of a checkpoint, "metrics" -> SHA-256 or fingerprint
+RunHashes = Mapping[str, str]  # "config", "data" and, of a checkpoint, "metrics" -> SHA-256 or fingerprint
 
 
 def hash_settings_that_affect_results(config: Mapping[str, Any]) -> str:
@@ -62,7 +62,7 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it supports readinto
 
 
-def compute_run_binding_hashes(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> Binding:
+def compute_run_hashes(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> RunHashes:
     """Returns the hashes by which each checkpoint shows that it belongs to a run, as `{"config": hash, "data": hash}`;
     in a deployment the run's id takes the place of the hash of the data.
     """
@@ -70,7 +70,7 @@ def compute_run_binding_hashes(config: Mapping[str, Any], manifest: Mapping[str,
     return {"config": hash_settings_that_affect_results(config), "data": str(data)}
 
 
-def checkpoint_mismatch_error(bound: Binding, expected: Binding, checkpoint: Path, round_number: int) -> str | None:
+def checkpoint_mismatch_error(bound: RunHashes, expected: RunHashes, checkpoint: Path, round_number: int) -> str | None:
     """Returns, as a sentence, the reason why a checkpoint does not belong to a run, by comparing the stored hashes with
     the expected ones; None if it does.
     """
@@ -90,15 +90,15 @@ def checkpoint_mismatch_error(bound: Binding, expected: Binding, checkpoint: Pat
     return None
 
 
-def expected_binding_by_round(
+def expected_run_hashes_by_round(
     config: Mapping[str, Any], manifest: Mapping[str, Any], metrics: str
-) -> Callable[[int], Binding]:
+) -> Callable[[int], RunHashes]:
     """Returns a function that takes a round number, and returns the hashes that a checkpoint of the run after that
     round must store.
     """
-    constant_binding, lines = compute_run_binding_hashes(config, manifest), hash_line_prefixes(metrics)
+    constant_hashes, lines = compute_run_hashes(config, manifest), hash_line_prefixes(metrics)
     return lambda round_number: {
-        **constant_binding,
+        **constant_hashes,
         "metrics": lines[round_number] if round_number < len(lines) else "",
     }
 
@@ -128,7 +128,7 @@ def check_manifest_unchanged(folder: Path, fingerprint: str) -> None:
     Raises:
         UserError: `manifest.json` was changed.
     """
-    if read_newest_binding_hashes(folder / "checkpoint").get("data") == fingerprint:
+    if read_run_hashes_of_newest_checkpoint(folder / "checkpoint").get("data") == fingerprint:
         raise UserError(
             f"{folder / 'manifest.json'} was changed since the run began: its data_fingerprint is not that of the run, to "
             "which the checkpoints are bound; put back a copy of it"
@@ -146,7 +146,7 @@ def _config_change(folder: Path, config: Mapping[str, Any], manifest: Mapping[st
 
 
 def describe_changed_files(
-    folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any], newest: Binding, include_outputs: bool
+    folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any], newest: RunHashes, include_outputs: bool
 ) -> list[str]:
     """Returns a sentence for each file of a run directory that was changed after the run wrote it; an empty list if
     none was.
@@ -221,9 +221,9 @@ def read_checkpoint_hashes(folder: Path, section: str) -> dict[str, str]:
     return hashes if isinstance(hashes, dict) and sound else {}
 
 
-def read_newest_binding_hashes(folder: Path) -> Binding:
-    """Returns the hashes by which the newest checkpoint identifies its run, and the checkpoint's round under "round";
-    an empty dict if no checkpoint has hashes.
+def read_run_hashes_of_newest_checkpoint(folder: Path) -> RunHashes:
+    """Returns the hashes of the run that its newest checkpoint stores, and the checkpoint's round under "round"; an
+    empty dict if no checkpoint stores hashes.
     """
     for candidate in sorted(folder.glob("round-*"), reverse=True):
         number = candidate.name.removeprefix("round-")
