@@ -181,8 +181,8 @@ def test_few_files_know_each_framework(package, allowed):
 
 
 def test_fit_is_the_only_training_loop():
-    """`x.step()` occurs once, in `core/training.fit`."""
-    steps = []
+    """`x.step()` occurs once, in `core/training.fit`; the audit's search for images trains no network."""
+    search, steps = ("report/audit/messages/image_inversion.py", "search_images"), []
     for file in FILES:
         text = file.read_text(encoding="utf-8")
         for function in ast.walk(ast.parse(text)) if "step" in text else ():
@@ -192,7 +192,7 @@ def test_fit_is_the_only_training_loop():
                     for node in ast.walk(function)
                     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step"
                 ]
-    assert steps == [("core/training/loop.py", "fit")]
+    assert [step for step in steps if step != search] == [("core/training/loop.py", "fit")]
 
 
 def test_only_tasks_know_the_names_of_tasks():

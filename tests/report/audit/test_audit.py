@@ -13,6 +13,7 @@ import polyfed as pf
 from polyfed.cli.main import main
 from polyfed.report.audit.attack_rates import attack_auc, true_positive_rate
 from polyfed.report.audit.audit import _draw_half
+from polyfed.report.audit.audit_file import read_audit
 from polyfed.report.audit.likelihood_ratio import logit_scaled_confidence, score_members
 
 MARK = 73591.25  # stands for a measurement of a patient
@@ -51,7 +52,7 @@ def test_overfitted_networks_reveal_their_members(tmp_path):
     assert [entry.client for entry in report.clients] == ["north", "south"]
     assert {entry.examples for entry in report.clients} == {24}
     assert report.overall.examples == 48
-    assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == before
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == sorted([*before, "audit.json"])
     assert "epsilon" in report.table()[-1]
     assert report.overall.epsilon is None
     assert report == pf.audit(tmp_path / "run", clients=clients, algorithm=method, runs=4)
@@ -66,7 +67,8 @@ def test_untrained_networks_reveal_nothing(tmp_path):
     assert report.overall.tpr_at_10_percent.low < 0.1 < report.overall.tpr_at_10_percent.high
     text = str(report)
     sentences = (
-        "hold weights", "the server sees each of", "An attack that fails shows nothing", "No number here is called safe",
+        "the server sees each client's reply", "Labels: the share", "An attack that fails shows nothing",
+        "No number here is called safe",
     )  # fmt: skip
     assert [sentence for sentence in sentences if sentence not in text] == []
 
@@ -209,18 +211,65 @@ def test_the_command_prints_a_table_or_json(tmp_path, monkeypatch, capsys):
     words = ["--rounds", "1", "--workers", "0", "--quiet", "--data.clients", "2", "--baselines", "[]", "--out", "run"]
     assert main(["run", "fedavg_digits", *words]) == 0
     capsys.readouterr()
-    assert main(["audit", "run", "--runs", "4", "--json"]) == 0
+    assert main(["audit", "run", "--runs", "4", "--iterations", "5", "--restarts", "1", "--json"]) == 0
     out, err = capsys.readouterr()
     content = json.loads(out)
-    assert list(content) == ["format", "method", "shadow_runs", "clients", "overall", "sentences"]
+    assert list(content) == ["format", "method", "shadow_runs", "clients", "overall", "sentences", "messages"]
+    assert json.loads((tmp_path / "run" / "audit.json").read_text()) == content
+    assert (tmp_path / "run" / "audit.json").stat().st_mode & 0o777 == 0o600
     rates = {"auc", "tpr_at_1_percent", "tpr_at_10_percent"}
     assert set(content["overall"]) == {"client", "examples", "epsilon", *rates}
     assert all(set(content["overall"][name]) == {"value", "low", "high"} for name in rates)
+    images = content["messages"]
+    assert [entry["client"] for entry in images] == [entry["client"] for entry in content["clients"]]
+    assert all(entry["best_psnr"] > 0 and entry["senders"] == 1 for entry in images)
+    assert "5 iterations, 1 restart," in " ".join(content["sentences"])
     assert "audit: 4 of 4 runs" in err
     assert main(["audit", "run", "--runs", "3"]) == 2
     assert "at least 4 runs, got runs=3" in capsys.readouterr().err
-    assert main(["audit", "run", "--runs", "4", "--client", content["clients"][0]["client"]]) == 0
-    assert "TPR at 1 % FPR" in capsys.readouterr().out
+    only = ["--client", content["clients"][0]["client"], "--iterations", "0"]
+    assert main(["audit", "run", "--runs", "4", *only]) == 0
+    out = capsys.readouterr().out
+    assert "TPR at 1 % FPR" in out
+    assert "not attacked: 0 iterations" in out
+    assert "% right (last layer), guess" in out
+    assert main(["audit", "run", "--restarts", "0"]) == 2
+    assert "restarts of an audit must be a whole number of at least 1, got 0" in capsys.readouterr().err
+    assert main(["report", "run"]) == 0
+    page = (tmp_path / "run" / "report.html").read_text("utf-8")
+    assert "Audit: what networks and messages reveal" in page
+    assert "PSNR of images in dB" in page
+    assert "No number here is called safe" in page
+
+
+@pytest.mark.parametrize(
+    ("text", "flaw"),
+    [
+        ("{", "is damaged"),
+        ('{"format": 1}', "is damaged"),
+        ("[" * 100_000, "is damaged"),
+        (
+            '{"format": 9, "method": "", "shadow_runs": 4, "clients": [], "overall": ALL, "sentences": []}',
+            "has format 9",
+        ),
+    ],
+)
+def test_a_damaged_result_of_an_audit_is_named(tmp_path, text, flaw):
+    rate = '{"value": 0.5, "low": 0.1, "high": 0.9}'
+    entry = '{"client": "all", "examples": 4, "auc": R, "tpr_at_1_percent": R, "tpr_at_10_percent": R, "epsilon": null}'
+    assert read_audit(tmp_path) is None
+    (tmp_path / "audit.json").write_text(text.replace("ALL", entry.replace("R", rate)))
+    with pytest.raises(pf.UserError, match=rf"audit\.json {flaw}"):
+        read_audit(tmp_path)
+
+
+def test_a_sum_is_said_to_be_one(tmp_path):
+    clients = noise_clients(("north", "south", "west"))
+    pf.federate(clients, pf.algorithms.FedAvg(), rounds=1, out=tmp_path / "run", secure=True, workers=0, quiet=True)
+    report = pf.audit(tmp_path / "run", clients=clients, runs=4)
+    assert {entry.senders for entry in report.messages} == {3}
+    assert [entry.note for entry in report.messages] == ["inputs are no images"] * 3
+    assert "the server sees the sum of 3 clients" in str(report)
 
 
 def test_the_result_is_frozen():

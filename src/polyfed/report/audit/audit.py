@@ -19,13 +19,18 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.report.audit.attack_rates import attack_auc, true_positive_rate
+from polyfed.report.audit.audit_file import write_audit
 from polyfed.report.audit.audit_report import AuditReport, ClientAudit
 from polyfed.report.audit.likelihood_ratio import logit_scaled_confidence, score_members
+from polyfed.report.audit.messages.attack_messages import attack_messages, choose_most_exposed
+from polyfed.report.audit.messages.effort import describe_effort
+from polyfed.report.audit.messages.message_audit import MessageAudit
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.experiment import check_ray_cluster_trusted, rebuild_clients
 from polyfed.simulation.federate import run_federation
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.results.run import Run
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.preparation import check_and_build_federation
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage import integrity
@@ -49,26 +54,32 @@ def audit(
     metrics: Any = None,
     runs: int = 8,
     client: str | None = None,
+    iterations: int = 300,
+    restarts: int = 2,
     on_run: Callable[[int], object] | None = None,
 ) -> AuditReport:
     """Measures how well training examples of a run can be told from others by the clients' personal networks
-    (membership inference), and returns the rates with intervals.
+    (membership inference), and what a server reconstructs of images and label counts from the first messages;
+    returns rates with intervals, and the quality of reconstructions.
 
     It trains `runs` shadow runs like the run in `folder`, each on a random half of every client's training examples (of its
     patients, with `group=`). Each is attacked with what the others show. So it takes `runs` times as long as training.
+    Messages are those of all training examples, of the up to four clients that have the fewest.
 
     Args:
-        folder: a run directory; it is only read.
+        folder: a run directory; the result is written to `audit.json` in it, for the page of `polyfed report`, and
+            nothing else is changed.
         clients, algorithm, public: as they were given to `federate`; needed only if the run was not described by a file.
             `algorithm` is needed only if it is not in the registry.
         metrics: as for `federate`; needed only if one that is not built in chose the round that was kept.
         runs: number of shadow runs, at least 4; more make the attack stronger.
         client: id of a client, to attack this one alone; None attacks all.
+        iterations, restarts: effort of the search for images; `iterations=0` leaves it out.
         on_run: called with the number of each finished shadow run.
 
     Raises:
-        UserError: no run directory, fewer than 4 runs, an unknown client, clients that are not those of the run, a task
-            that is not classification, or a client with fewer than 4 training examples.
+        UserError: no run directory, fewer than 4 runs, an effort below 0, an unknown client, clients that are not those of
+            the run, a task that is not classification, or a client with fewer than 4 training examples.
 
     >>> audit("no/such/folder", runs=2)
     Traceback (most recent call last):
@@ -76,6 +87,9 @@ def audit(
     """
     if not isinstance(runs, int) or isinstance(runs, bool) or runs < FEWEST_RUNS:
         raise UserError(f"an audit needs at least {FEWEST_RUNS} runs, got runs={runs!r}")
+    for name, value, least in (("iterations", iterations, 0), ("restarts", restarts, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UserError(f"{name} of an audit must be a whole number of at least {least}, got {value!r}")
     path = expand_user_path(folder, "the run directory")
     if not (path / "config.yaml").is_file():
         raise UserError(f"{path} is not a run directory: it has no config.yaml")
@@ -119,7 +133,12 @@ def audit(
             epsilons[name] = max(value, epsilons.get(name, 0.0))
         if on_run is not None:
             on_run(number + 1)
-    return _summarise(attacked, observations, memberships, epsilons, method, settings)
+    exposed = [client] if client is not None else choose_most_exposed(attacked)
+    messages = attack_messages(federation, exposed, iterations, restarts)
+    effort = describe_effort(federation, messages, iterations, restarts)
+    report = _summarise(attacked, observations, memberships, epsilons, federation, messages, effort)
+    write_audit(path, report)
+    return report
 
 
 def _rebuild_clients(config: Mapping[str, Any], path: Path) -> tuple[Sequence[Client], Examples | None]:
@@ -199,8 +218,9 @@ def _summarise(
     observations: Observations,
     memberships: Observations,
     epsilons: Mapping[str, float],
-    method: Algorithm[Any, Any],
-    settings: Settings,
+    federation: Federation,
+    messages: tuple[MessageAudit, ...],
+    effort: Sequence[str],
 ) -> AuditReport:
     entries, parts, first_unit = list[ClientAudit](), list[ScoredExamples](), 0
     for client in clients:
@@ -216,9 +236,8 @@ def _summarise(
     overall = _measure_attack("all", num_examples, (all_scores, all_members, all_units), epsilon)
     num_runs = len(observations[clients[0].id])
     few = any(int((~np.stack(members)).sum()) < _FEW_NON_MEMBERS for members in memberships.values())
-    return AuditReport(
-        registry_name(method), num_runs, tuple(entries), overall, _describe_attempt(num_runs, method, settings, few)
-    )
+    sentences = (*_describe_attempt(num_runs, few), *effort)
+    return AuditReport(registry_name(federation.algorithm), num_runs, tuple(entries), overall, sentences, messages)
 
 
 def _measure_attack(name: str, num_examples: int, part: ScoredExamples, epsilon: float | None) -> ClientAudit:
@@ -226,8 +245,8 @@ def _measure_attack(name: str, num_examples: int, part: ScoredExamples, epsilon:
     return ClientAudit(name, num_examples, attack_auc(*part), at_1_percent, at_10_percent, epsilon)
 
 
-def _describe_attempt(num_runs: int, method: Algorithm[Any, Any], settings: Settings, few: bool) -> tuple[str, ...]:
-    """Returns what was tried, and what the numbers do not say, as sentences."""
+def _describe_attempt(num_runs: int, few: bool) -> tuple[str, ...]:
+    """Returns what was tried to find members, and what the rates do not say, as sentences."""
     sentences = [
         f"Tried: membership inference by a likelihood ratio (LiRA, one variance for each client) on each client's personal "
         f"network; {num_runs} runs, each on a random half of the training examples, each attacked with the "
@@ -237,14 +256,4 @@ def _describe_attempt(num_runs: int, method: Algorithm[Any, Any], settings: Sett
         sentences.append(
             "Fewer than 100 scores of non-members for a client: there the rate at 1 % is the one without any false positive."
         )
-    if "weights" in method.discloses:
-        receiver = "the server sees only their sum" if settings.secure else "the server sees each of them"
-        sentences.append(
-            f"Replies of {registry_name(method)} hold weights trained on a client's examples, of the whole model or a part "
-            f"of it, and {receiver}. They were not attacked, and may reveal more than these networks."
-        )
-    sentences.append(
-        "An attack that fails shows nothing: more runs, or attacks on the messages of all rounds, may succeed. "
-        "No number here is called safe."
-    )
     return tuple(sentences)

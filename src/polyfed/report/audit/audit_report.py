@@ -6,6 +6,7 @@ from typing import Any, final
 
 from polyfed.core.errors import UserError
 from polyfed.report.audit.attack_rates import AttackRate
+from polyfed.report.audit.messages.message_audit import MessageAudit
 
 JSON_FORMAT = 1
 
@@ -43,6 +44,7 @@ class AuditReport:
         clients: one entry for each client that was attacked.
         overall: of all these clients together.
         sentences: what was tried, and what the numbers do not say.
+        messages: what was reconstructed from messages, one entry for each client whose messages were attacked.
     """
 
     method: str
@@ -50,6 +52,7 @@ class AuditReport:
     clients: tuple[ClientAudit, ...]
     overall: ClientAudit
     sentences: tuple[str, ...]
+    messages: tuple[MessageAudit, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.clients:
@@ -81,4 +84,15 @@ class AuditReport:
             rates = (entry.auc, entry.tpr_at_1_percent, entry.tpr_at_10_percent)
             line = f"{entry.client:{width}}{entry.examples:>8}  " + "".join(f"{rate!s:23}" for rate in rates)
             lines.append((line + ("" if entry.epsilon is None else f"{entry.epsilon:.3g}")).rstrip())
-        return "\n".join([*lines, *self.sentences])
+        return "\n".join([*lines, *self._lines_on_messages(width), *self.sentences])
+
+    def _lines_on_messages(self, width: int) -> list[str]:
+        """Returns the table of what was reconstructed from messages; empty if none were attacked."""
+        if not self.messages:
+            return []
+        texts = [(entry.client, entry.describe_images(), entry.describe_labels()) for entry in self.messages]
+        across = max(len(images) for _, images, _ in texts) + 2
+        head = "PSNR of images in dB"
+        across = max(across, len(head) + 2)
+        rows = [f"{client:{width}}{images:{across}}{labels}" for client, images, labels in texts]
+        return ["", f"{'client':{width}}{head:{across}}labels", *rows, ""]

@@ -13,10 +13,12 @@ from polyfed.comparison.storage.comparison_directory import DESCRIPTION, read_de
 from polyfed.core.errors import UserError
 from polyfed.core.task import DEFAULT_TASK, get_task
 from polyfed.data.look.look import look_at_sites
+from polyfed.report.audit.audit_file import read_audit
 from polyfed.report.data.predictions import read_group_predictions
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.run_records import RunRecord
 from polyfed.report.page import update_directions, update_norms
+from polyfed.report.page.audit_panel import AUDIT_HEADING, html_audits
 from polyfed.report.page.cross_site import CROSS_SITE_HEADING, html_cross_site
 from polyfed.report.page.look import LOOK_HEADING, html_look
 from polyfed.report.page.method_panels import (
@@ -120,14 +122,21 @@ def _participants_of_comparison(run: RunRecord) -> Participants | None:
 
 
 def _site_panels(run_group: RunGroup, participants: Participants | None, key: str) -> dict[str, Markup]:
-    """Renders the look at the sites' data, where the configuration says which data they have, and the scores of every
-    site's model at every site, where they were computed."""
+    """Renders the look at the sites' data, where the configuration says which data they have, the scores of every
+    site's model at every site, where they were computed, and the last audit of each run's first seed."""
     panels = {}
     matrices = {}
     for method in run_group.methods:
         parts = [read_cross_site(run.folder) for run in method.runs if run.folder is not None]
         if scores := [part for part in parts if part is not None]:
             matrices[method.label] = average_cross_site(scores)
+    audits = {
+        method.label: audit
+        for method in run_group.methods
+        if (folder := method.runs[0].folder) is not None and (audit := read_audit(folder)) is not None
+    }
+    if audits:
+        panels[AUDIT_HEADING] = html_audits(audits, f"{key}-audit")
     if matrices:
         panels[CROSS_SITE_HEADING] = html_cross_site(matrices, f"{key}-cross")
     if participants is not None:

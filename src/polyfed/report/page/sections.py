@@ -57,7 +57,7 @@ class PageExtras:
         predictions: predictions of the test examples; None without any.
         predictions_note: a sentence that says why there are none; may be empty.
         subgroup_columns: columns of the test examples by whose values the page has scores.
-        panels: further panels of the group by heading: the look at the sites' data, the scores of every model at every site.
+        panels: further panels of the group by heading: look at the data, scores of every model at every site, audits.
     """
 
     class_counts: Mapping[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Implements `polyfed audit`: tries to find the training examples of a run from its networks."""
+"""Implements `polyfed audit`: tries to find a run's training examples from its networks and messages."""
 
 import sys
 
@@ -8,16 +8,23 @@ from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 
 def audit_command(argv: list[str]) -> None:
-    """Parses the command line of `polyfed audit`, and prints how well training examples of a run were found."""
+    """Parses the command line of `polyfed audit`, and prints how well training examples of a run were found, and what was
+    reconstructed from its messages."""
     parser = CommandParser(
-        "polyfed audit DIR [--runs K] [--client ID] [--json]",
+        "polyfed audit DIR [--runs K] [--client ID] [--iterations N] [--restarts R] [--json]",
         "Tries to find the training examples of the run in DIR from its clients' networks (membership inference): trains K "
         "runs like it, each on a random half of every client's training examples, and attacks each with the others. Prints "
-        "the AUC of the attack and its true positive rates at 1 % and 10 % false positives, with 95 % intervals. "
-        "Classification only. It takes K times as long as the run; DIR is only read.",
+        "the AUC of the attack and its true positive rates at 1 % and 10 % false positives, with 95 % intervals. Then tries "
+        "to reconstruct images and label counts from the first messages, as a server could that keeps what it "
+        "receives. Classification only. It takes K times as long as the run, and the search for images seconds to minutes a "
+        "client. The result is also written to audit.json in DIR, for the page of `polyfed report`.",
     )
     parser.add_option("--runs", "K", "number of runs to train, at least 4 (default: 8)", parse_whole_number)
-    parser.add_option("--client", "ID", "attack this client's network alone")
+    parser.add_option("--client", "ID", "attack this client alone")
+    parser.add_option(
+        "--iterations", "N", "of the search for images (default: 300); 0 leaves it out", parse_whole_number
+    )
+    parser.add_option("--restarts", "R", "of the search for images (default: 2)", parse_whole_number)
     parser.add_flag("--json", "print JSON (docs/json.md)")
     if has_help_flag(argv):
         parser.print_help()
@@ -35,6 +42,8 @@ def audit_command(argv: list[str]) -> None:
         folder,
         runs=num_runs,
         client=options.client,
+        iterations=300 if options.iterations is None else options.iterations,
+        restarts=2 if options.restarts is None else options.restarts,
         on_run=lambda number: print(f"audit: {number} of {num_runs} runs", file=sys.stderr),
     )
     if options.json:
