@@ -164,6 +164,8 @@ def test_an_import_upwards_and_a_cycle_are_found(tmp_path, monkeypatch):
         "flwr": {
             "deploy/flower/apps.py",
             "deploy/flower/engine.py",
+            "deploy/flower/envelopes.py",
+            "deploy/flower/pending_requests.py",
             "deploy/flower/superlink.py",
             "deploy/flower/records.py",
             "deploy/flower/supernode.py",

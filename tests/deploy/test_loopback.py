@@ -180,6 +180,30 @@ def _clients_of(project, names):
     return clients
 
 
+def test_asynchronous_rounds_do_not_wait_for_a_slow_site(watched):
+    """It takes 15 s for a reply; meanwhile the other site goes on, and the slow reply is then used too."""
+    project, _ = watched
+    (project.path / "slow-client-1").write_text("15")
+    out = project.path / "runs" / "asynchronous"
+    settings = {
+        "algorithm.name": "fedavg", "algorithm.lr": 0.05, "file": str(project.path / "server" / "server.py"),
+        "rounds": 12, "evaluate-every": 12, "asynchronous.rule": "fedbuff", "asynchronous.buffer": 1,
+    }  # fmt: skip
+    changes = [f"--set={name}={json.dumps(value)}" for name, value in settings.items()]
+    done = command("run", str(project.path), "--allow-disclosure", "--out", str(out), *changes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = read_metrics(out / "metrics.jsonl")
+    fast, slow = ([r["clients"][f"client-{k}"] for r in records if f"client-{k}" in r["clients"]] for k in (0, 1))
+    fast, slow = ([row for row in rows if "bytes_up" in row] for rows in (fast, slow))
+    print("update seconds:", [row["update_seconds"] for row in fast], [row["update_seconds"] for row in slow])
+    print("staleness:", [row["staleness"] for row in slow])
+    assert len(fast) > 2 * len(slow) > 0
+    assert max(row["update_seconds"] for row in fast) < 15 <= min(row["update_seconds"] for row in slow)
+    assert all(row["staleness"] > 0 for row in slow)
+    assert all("accuracy" in row for row in records[-1]["clients"].values())
+    assert all(not record["failures"] for record in records)
+
+
 def test_a_supernode_that_is_killed_in_a_round_is_taken_back(watched):
     """Killed while its site works: the round goes on without it, and it is back in a later one, with its private state."""
     project, trial = watched

@@ -110,10 +110,6 @@ def test_predictions_stay_at_the_site(tmp_path, run, nodes):
         ({"metrics": "cost"}, "metrics has 'cost', which sites do not know; choices: accuracy, auc"),
         ({"metrics": "r2"}, "r2 is no metric of a task of classification"),
         ({"keep": "best"}, "keep = 'best' is not possible between sites"),
-        (
-            {"asynchronous.rule": "fedbuff"},
-            "asynchronous is for simulations alone: real sites take the time that they take",
-        ),
         ({"sampler": "oort"}, "sampler is for simulations alone"),
     ],
 )

@@ -17,13 +17,17 @@ import polyfed as pf
 from polyfed.algorithms import FedAMP, FedAvg, FedFomo, HeurPFedLA, Local, PFedLA
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
+from polyfed.core.examples.nan_checks import nonfinite_state_error
 from polyfed.core.messages.contiguous import path_of_first_difference
 from polyfed.core.serialization import serialize_state
+from polyfed.data import SyntheticClients
+from polyfed.simulation.rounds import state_validation
 from polyfed.simulation.storage import state_rows, state_store
 from polyfed.simulation.storage.checkpoint import Checkpoint, load_newest_checkpoint, save_checkpoint_and_remove_older
 from polyfed.simulation.storage.client_states import ClientStates, InitialState, SavedStates
 from polyfed.simulation.storage.state_store import STORE_FILE, StateStore
 from polyfed.testing import assert_runs_equal, small_clients
+from polyfed.testing.algorithm_contract import _InterruptAfter
 from tests.stored_states import change_rows, damage_states
 
 FOMO, PFEDLA = FedFomo(lr=0.1, num_models=1), PFedLA(lr=0.1, embedding_dim=4, hidden=5)
@@ -344,3 +348,35 @@ def test_commands_read_a_run_with_a_store(tmp_path, monkeypatch, capsys):
     for client in small_clients():
         assert torch.equal(again.predict(client.id, client.test.x), run.predictions(client.id).outputs)
         assert torch.equal(run.predict(client.id, client.test.x), run.predictions(client.id).outputs)
+
+
+def test_a_resume_compares_what_clients_have_of_their_own_and_one_initial_entry(tmp_path, monkeypatch):
+    """As often for sixty clients as for twenty, though the server's state has a model of each."""
+    numbers, compare = [], state_validation._state_difference
+
+    def compare_and_count(*arguments):
+        numbers[-1] += str(arguments[-1]).startswith("models/")
+        return compare(*arguments)
+
+    monkeypatch.setattr(state_validation, "_state_difference", compare_and_count)
+    method = PFedLA(lr=0.1, embedding_dim=4, hidden=5, neighbours=2)
+    for number in (20, 60):
+        numbers.append(0)
+        source, out = SyntheticClients(number), tmp_path / str(number)
+        words = {**OPTIONS, "evaluate_clients": 2, "quiet": True}
+        with pytest.raises(KeyboardInterrupt):
+            pf.federate(source, method, **words, out=out, progress=_InterruptAfter(1))
+        numbers[-1] = 0
+        pf.resume(out, clients=source, quiet=True)
+    assert numbers == [3, 3]
+
+
+def test_a_forged_initial_entry_is_refused():
+    clients = dict.fromkeys(["a", "b", "c"])
+    initial = {"models": ClientStates(initial=InitialState(clients, {"w": torch.zeros(2)}))}
+    for entry, sentence in (({"w": torch.zeros(3)}, "w"), ({"w": torch.tensor([0.0, torch.nan])}, "NaN")):
+        forged = {"models": ClientStates(initial=InitialState(clients, entry))}
+        before, after = state_validation._without_repeated_entries(initial, forged)
+        assert list(after["models"]) == ["a"]
+        error = state_validation._state_difference(before, after, [], set(clients)) or nonfinite_state_error(after)
+        assert sentence in error

@@ -11,7 +11,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.deploy.flower.engine import FlowerEngine, SiteRegistry, envelope_to_record, packed_envelope_from_record
+from polyfed.deploy.flower.engine import FlowerEngine, SiteRegistry
+from polyfed.deploy.flower.envelopes import envelope_to_record, packed_envelope_from_record
 from polyfed.deploy.flower.private_api import try_to_shorten_reply_polling
 from polyfed.deploy.logs import send_logs_to_stderr
 from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, Envelope

@@ -10,32 +10,34 @@ average a NaN.
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 from flwr.app import Message as FlowerMessage
-from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
 from polyfed.core.errors import ClientError, UserError
+from polyfed.deploy.flower.envelopes import (
+    envelope_from_record,
+    envelope_to_record,
+    packed_envelope_from_record,
+    pull_arrived_replies,
+)
+from polyfed.deploy.flower.pending_requests import PendingRequests
 from polyfed.deploy.flower.polling import PollingSchedule
-from polyfed.deploy.flower.records import build_flower_record, parse_flower_record
 from polyfed.deploy.protocol.handshake import describe_changed_introduction
 from polyfed.deploy.protocol.piggyback import build_envelope_per_client
 from polyfed.deploy.protocol.table_summary import describe_table_difference
 from polyfed.deploy.protocol.wire import (
-    SERVER_HEAD_BYTES,
-    SITE_HEAD_BYTES,
     Envelope,
     FailureReason,
     PackedEnvelope,
     count_record_bytes,
-    pack_envelope,
-    parse_head,
 )
 from polyfed.deploy.server.reply_validation import parse_evaluation_result_or_failure, parse_task_result, sanitize_line
 from polyfed.deploy.server.secure_rounds import SecureRoundServer
 from polyfed.deploy.server.server import DeploymentServer
-from polyfed.simulation.engines.base import ClientTask, Engine, Phase, TaskResult
+from polyfed.simulation.engines.base import ClientTask, Engine, Phase, RealTimeEngine, TaskResult
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.storage.checkpoint import Checkpoint
 
@@ -44,52 +46,7 @@ _REASON_SECONDS = 10.0  # a refusal waits so long for the answers of other sites
 _POLL_SECONDS = 0.2  # the shortest wait; Flower's own `send_and_receive` polls every 3 s
 _NODE_CHECK_SECONDS = 5.0  # between two checks for nodes that have restarted since they got a message
 _QUERY_SECONDS = 120.0  # for a site's introduction: it starts Python, imports torch and loads its data
-_TTL_MARGIN_SECONDS = 60.0  # Flower forgets a message well after our own limit, so that ours is reported
 _MAX_INTRODUCTION_BYTES = 4096
-_MESSAGE_TYPES = {"local": "train", "evaluate": "evaluate", "export": "evaluate"}
-
-
-def envelope_to_record(envelope: Envelope) -> RecordDict:
-    """Converts a message, with its header and tensors, to a Flower RecordDict.
-
-    >>> import torch
-    >>> from polyfed.core.algorithm import Message
-    >>> envelope = Envelope({"kind": "task"}, Message({"model": {"w": torch.ones(2)}}, {"lr": 0.1}))
-    >>> back = envelope_from_record(envelope_to_record(envelope))
-    >>> back.head, dict(back.body.scalars), back.body.tensors["model"]["w"]
-    ({'kind': 'task'}, {'lr': 0.1}, tensor([1., 1.]))
-    """
-    return build_flower_record(*pack_envelope(envelope))
-
-
-def envelope_from_record(record: RecordDict, max_head_length: int = SERVER_HEAD_BYTES) -> Envelope:
-    """Converts a Flower RecordDict to a message; raises an error if it holds none, or a damaged one.
-
-    Args:
-        record: the records.
-        max_head_length: largest length of the header, in characters.
-
-    Raises:
-        UserError: the records hold no envelope, or a damaged one.
-    """
-    packed = packed_envelope_from_record(record, max_head_length)
-    return Envelope(parse_head(packed.head), packed.unpack_body())
-
-
-def packed_envelope_from_record(record: RecordDict, max_head_length: int = SITE_HEAD_BYTES) -> PackedEnvelope:
-    """Reads a message from a Flower RecordDict, and returns it with its header and tensors still serialised.
-
-    Args:
-        record: the records.
-        max_head_length: largest length of the header, in characters.
-
-    Raises:
-        UserError: the records hold no envelope, or exceed the limits.
-    """
-    try:
-        return PackedEnvelope(*parse_flower_record(record), max_head_length)
-    except Exception as error:  # on hostile bytes numpy and Flower may raise anything
-        raise UserError(f"not a message of polyfed: {type(error).__name__}: {sanitize_line(error)}") from error
 
 
 @final
@@ -209,31 +166,13 @@ class SiteRegistry:
         return tables and any(client not in self.refusals for client in missing)
 
 
-def pull_arrived_replies(grid: Grid, awaited_ids: Mapping[str, Any], unreadable: set[str]) -> Iterator[FlowerMessage]:
-    """Fetches the replies that have arrived, one by one, so that an unreadable reply does not affect the others.
-
-    Args:
-        grid: Flower's connection to the nodes.
-        awaited_ids: ids of the messages whose replies are expected.
-        unreadable: gets the ids of replies that cannot be read, which are not fetched again.
-    """
-    for message_id in [message_id for message_id in awaited_ids if message_id not in unreadable]:
-        try:
-            yield from grid.pull_messages([message_id])
-        except (
-            Exception
-        ) as error:  # on hostile bytes protobuf and Flower may raise anything; Flower retries the network
-            unreadable.add(message_id)
-            reason = f"{type(error).__name__}: {sanitize_line(error)}"
-            _LOG.warning("the reply to message %s cannot be read: %s", message_id, reason)
-
-
 @final
-class FlowerEngine(Engine):
+class FlowerEngine(RealTimeEngine):
     """Sends each task of a round to its site through Flower, and collects the replies that arrive in time.
 
     All messages of a phase are sent at once, so that sites work in parallel and share one time limit. The evaluation of a
-    round travels with the training of the next, in one message to a site that does both.
+    round travels with the training of the next, in one message to a site that does both. In asynchronous runs training
+    tasks are started, and their results taken as they come.
 
     Args:
         grid: Flower's connection to the nodes.
@@ -249,6 +188,10 @@ class FlowerEngine(Engine):
         self._server_state: Any = None
         self._secure_rounds: SecureRoundServer | None = None
         self._schedules: dict[str, PollingSchedule] = {}  # client -> when to ask for its reply
+        self._requests: PendingRequests | None = None  # of an asynchronous run, by client as all that follow
+        self._tasks_at_work: dict[str, ClientTask] = {}
+        self._new_results: dict[str, TaskResult] = {}
+        self._results: dict[str, TaskResult] = {}
 
     def bind_federation(self, federation: Federation) -> None:
         """Sets the federation whose server state this engine needs to check the replies to its tasks."""
@@ -266,6 +209,10 @@ class FlowerEngine(Engine):
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
         """Sends tasks, and yields one result per task as replies arrive; without a valid reply in time, a failure."""
+        if self._results and any(task.phase == "local" for task in tasks):
+            for task in tasks:
+                yield replace(self._results.pop(task.client), task=task)
+            return
         if self._secure_rounds is not None and any(task.phase == "local" for task in tasks):
             yield from self._secure_rounds.run_secure_round(tasks, self._server_state)
             return
@@ -297,91 +244,48 @@ class FlowerEngine(Engine):
         self, envelopes: Mapping[str, Envelope], round_number: int
     ) -> Iterator[tuple[str, PackedEnvelope | FailureReason]]:
         """Sends one message per site, and yields (site, reply) as they arrive, or (site, reason) without a reply."""
-        deployment = self._server.deployment
         self._sites.query_new_nodes_and_register_answers()
-        connected = self._activation_by_node()
-        waiting: dict[str, str] = {}
-        for client, envelope in envelopes.items():
-            node = self._sites.nodes.get(client)
-            if client in self._sites.refusals:
-                yield client, f"does not take part any more: {self._sites.refusals[client]}"
-                continue
-            if node not in connected or node is None:
-                yield client, "is not connected; its SuperNode must run (flwr supernode list)"
-                continue
-            record = envelope_to_record(envelope)
-            ttl, kind = (
-                2 * deployment.round_seconds + _TTL_MARGIN_SECONDS,
-                _MESSAGE_TYPES.get(envelope.head.get("phase", ""), "train"),
-            )
-            message = FlowerMessage(record, node, kind, ttl=ttl, group_id=str(round_number))
-            # Flower returns None for a message that it does not accept.
-            if sent := [sent for sent in self._grid.push_messages([message]) if sent]:
-                waiting[sent[0]] = client
-            else:
-                yield client, f"could not be sent {count_record_bytes(record)} bytes: the SuperLink refused the message"
-        unreadable: set[str] = set()
-        schedules = {
-            client: self._schedules.setdefault(client, PollingSchedule(_POLL_SECONDS)) for client in waiting.values()
-        }
-        for schedule in schedules.values():
-            schedule.start_new_wait()
-        deadline = time.monotonic() + deployment.round_seconds
-        next_node_check = time.monotonic() + _NODE_CHECK_SECONDS
-        while waiting:
-            if time.monotonic() > next_node_check:
-                lost, next_node_check = (
-                    self._messages_to_restarted_nodes(waiting, connected),
-                    time.monotonic() + _NODE_CHECK_SECONDS,
-                )
-                for answer in pull_arrived_replies(self._grid, lost, unreadable):  # replies from before the restart
-                    lost.pop(answer.metadata.reply_to_message_id)
-                    yield waiting.pop(answer.metadata.reply_to_message_id), self._unpack_answer(answer)
-                for message_id, client in lost.items():
-                    waiting.pop(message_id)
-                    yield client, "its SuperNode was cut off, or restarted, before it replied; its part is lost"
-            due = {
-                message_id: client
-                for message_id, client in waiting.items()
-                if not schedules[client].seconds_until_poll()
-            }
-            for answer in pull_arrived_replies(self._grid, due, unreadable):
-                client = waiting.pop(answer.metadata.reply_to_message_id)
-                schedules[client].record_arrival_time()
-                yield client, self._unpack_answer(answer)
-            for client in set(due.values()) & set(waiting.values()):
-                schedules[client].record_empty_poll()
-            for message_id in unreadable & set(waiting):
-                yield waiting.pop(message_id), "its reply cannot be read; the server's log says why"
-            if waiting and time.monotonic() > deadline:
-                for client in waiting.values():
-                    yield (
-                        client,
-                        f"no reply within {deployment.round_seconds:g} s (round-seconds); a later one is discarded",
-                    )
-                return
-            if waiting:
-                time.sleep(min(schedules[client].seconds_until_poll() for client in waiting.values()))
+        requests = self._build_requests(self._schedules)
+        yield from requests.send(envelopes, round_number)
+        while requests.clients:
+            yield from requests.collect()
+            time.sleep(requests.seconds_until_poll())
 
-    def _activation_by_node(self) -> Mapping[int, str]:
-        """Returns for each connected Flower node the time since which it has been connected."""
-        return {info.node_id: info.last_activated_at for info in self._grid.get_nodes()}
+    def start(self, tasks: Sequence[ClientTask]) -> None:
+        """Sends training tasks to idle sites, and returns at once; a site that is not connected has ended."""
+        self._sites.query_new_nodes_and_register_answers()
+        if self._requests is None:
+            self._requests = self._build_requests({})
+        self._tasks_at_work |= {task.client: task for task in tasks}
+        envelopes = build_envelope_per_client(tasks, self._server.build_task_head)
+        for client, reason in self._requests.send(envelopes, max(task.round for task in tasks)):
+            self._end_task(client, reason)
 
-    def _messages_to_restarted_nodes(
-        self, waiting: Mapping[str, str], activated_before: Mapping[int, str]
-    ) -> dict[str, str]:
-        """Returns the unanswered messages whose Flower node has restarted since, so that no reply will come.
+    def wait_for_results(self) -> Sequence[TaskResult]:
+        """Waits for the answers of sites at work, and returns the results of all tasks that have ended since."""
+        while self._requests is not None and self._requests.clients and not self._new_results:
+            for client, answer in self._requests.collect():
+                self._end_task(client, answer)
+            if not self._new_results:
+                time.sleep(self._requests.seconds_until_poll())
+        self._results |= self._new_results
+        newest, self._new_results = self._new_results, {}
+        return list(newest.values())
 
-        Flower itself notices a missing node only while it is missing, and so not a quick restart.
-        """
-        activated_now, nodes = self._activation_by_node(), self._sites.nodes
-        return {
-            message_id: client
-            for message_id, client in waiting.items()
-            if (node := nodes.get(client)) in activated_now
-            and node is not None
-            and activated_now[node] != activated_before.get(node)
-        }
+    def _end_task(self, client: str, answer: PackedEnvelope | FailureReason) -> None:
+        self._new_results[client] = self._parse_answer(self._tasks_at_work.pop(client), answer)
+
+    def _build_requests(self, schedules: dict[str, PollingSchedule]) -> PendingRequests:
+        return PendingRequests(
+            self._grid,
+            self._sites.nodes,
+            self._sites.refusals,
+            self._unpack_answer,
+            schedules,
+            round_seconds=self._server.deployment.round_seconds,
+            poll_seconds=_POLL_SECONDS,
+            node_check_seconds=_NODE_CHECK_SECONDS,
+        )
 
     def close(self) -> None:
         """Does nothing: the connection belongs to Flower, which closes it."""

@@ -71,7 +71,7 @@ def parse_task_result(
     scalars = _parse_scalars(packed, server, introduction)
     if spec_error := reply_spec_error(packed, task.message, server, server_state, scalars):
         raise UserError(spec_error)
-    state_stub = {"round": task.round}  # in place of the private state, which stays at the site
+    state_stub = server.describe_stored_state(task)  # in place of the private state, which stays at the site
     reply = Message(packed.unpack_body().tensors, scalars)
     return TaskResult(task, reply, state_stub, seconds=float(seconds) if _is_finite_number(seconds) else 0.0)
 

@@ -143,14 +143,34 @@ class DeploymentServer:
 
     def build_task_head(self, task: ClientTask) -> dict[str, Any]:
         """Returns the header of the message that sends a training or evaluation task to a site."""
-        span = 2 * self.settings.checkpoint_every + 1  # two checkpoints are kept, and the last round may have none
         return {
             "kind": "task", **self._common_head(), "phase": task.phase, "round": task.round, "client": task.client,
             "seed": task.seed, "run_seed": task.run_seed,
             "state": None if task.client_state is None else task.client_state["round"],
-            "keep": max(0, task.round - span), "metrics": list(self.settings.metrics),
+            "keep": self._oldest_state_to_keep(task), "metrics": list(self.settings.metrics),
             **build_compressor_head_fields(self.settings),
         }  # fmt: skip
+
+    def _oldest_state_to_keep(self, task: ClientTask) -> int:
+        """Returns the round of the oldest private state that a site must keep, since the run may be resumed from it."""
+        if self.settings.asynchronous is None:
+            return max(0, task.round - self._most_rounds_back)
+        earlier = (task.client_state or {}).get("earlier", [])  # a slow site's last state may be of any round
+        return int(earlier[0]) if len(earlier) == self._most_rounds_back else 0
+
+    def describe_stored_state(self, task: ClientTask) -> dict[str, Any]:
+        """Returns what the server stores in place of the private state that a site has after a training task: its round,
+        and in asynchronous runs the rounds of the states before it that the run may go back to."""
+        if self.settings.asynchronous is None:
+            return {"round": task.round}
+        before = task.client_state or {}
+        earlier = [*before.get("earlier", []), *([before["round"]] if before else [])]
+        return {"round": task.round, "earlier": earlier[-self._most_rounds_back :]}
+
+    @property
+    def _most_rounds_back(self) -> int:
+        """Returns how many rounds a resumed run may go back: two checkpoints are kept, and the last round may have none."""
+        return 2 * self.settings.checkpoint_every + 1
 
     def _common_head(self) -> dict[str, Any]:
         algorithm = describe_method_and_settings(self.algorithm, self.settings)["algorithm"]

@@ -22,8 +22,10 @@ from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.training.config import LocalTraining
 from polyfed.deploy.server.server import Deployment, DeploymentServer
 from polyfed.deploy.server.update_bound import bound_updates
+from polyfed.simulation.asynchronous.rules import parse_asynchronous
 from polyfed.simulation.checks.private_training import check_privacy_covers_method
 from polyfed.simulation.checks.robustness import check_robust_rule
+from polyfed.simulation.checks.scheduling import check_asynchronous_support
 from polyfed.simulation.rounds.secure_aggregation import check_secure_support, effective_disclosures
 from polyfed.simulation.settings import SCHEDULING_FIELDS, Settings
 from polyfed.simulation.storage.configuration import restore_settings_and_method
@@ -68,11 +70,13 @@ def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
             "cross-site scores every site's model on the other sites' test examples, for which models would travel between "
             "sites; it is for simulations alone, so leave it out"
         )
-    if simulated := sorted(name for name in SCHEDULING_FIELDS if any(key.partition(".")[0] == name for key in options)):
+    simulated = set(SCHEDULING_FIELDS) - {"asynchronous"}
+    if refused := sorted(name for name in simulated if any(key.partition(".")[0] == name for key in options)):
         raise UserError(
-            f"{simulated[0]} is for simulations alone: real sites take the time that they take. A round draws its sites "
-            "uniformly and waits for their replies, at most round-seconds; leave it out"
+            f"{refused[0]} is for simulations alone: real sites take the time that they take, and a round draws its sites "
+            "uniformly; leave it out"
         )
+    asynchronous = _take_asynchronous_rule(options)
     method_fields = {key.partition(".")[2]: value for key, value in options.items() if key.startswith("algorithm.")}
     privacy_words = [key for key in method_fields if key.startswith("privacy.")]
     if privacy_options := {key.partition(".")[2]: _parse_field_value(method_fields.pop(key)) for key in privacy_words}:
@@ -105,11 +109,19 @@ def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
     names = tuple(name.strip() for name in str(setting_values.get("metrics", "")).split(",") if name.strip())
     if unknown := [name for name in names if not is_built_in_metric(name)]:
         raise UserError(f"metrics has {unknown[0]!r}, which sites do not know; {did_you_mean(unknown[0], METRICS)}")
-    settings = Settings(**{"on_error": "skip", **setting_values, "metrics": names})
+    settings = Settings(**{"on_error": "skip", **setting_values, "metrics": names, "asynchronous": asynchronous})
     bounded = bound_updates(algorithm, deployment.max_update_norm, secure=settings.secure)
     algorithm = bounded.algorithm
     _LOG.info("%s", bounded.sentence)
     return _check_and_build_server(deployment, algorithm, settings, secrets.token_hex(8))
+
+
+def _take_asynchronous_rule(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Removes the options of asynchronous rounds, `asynchronous` or `asynchronous.FIELD`, and returns them as a mapping;
+    None without any."""
+    keys = [key for key in options if key.partition(".")[0] == "asynchronous"]
+    values = {key.partition(".")[2] or "rule": _parse_field_value(options.pop(key)) for key in keys}
+    return {name: value for name, value in values.items() if value is not None} or None
 
 
 def _parse_field_value(value: Any) -> Any:
@@ -167,6 +179,18 @@ def _check_and_build_server(
     """
     needs, name = algorithm.requires, registry_name(algorithm)
     parties = settings.cohort_size(len(deployment.sites))
+    if (rule := parse_asynchronous(settings.asynchronous)) is not None:
+        check_asynchronous_support(algorithm, rule)
+        if rule.buffer > len(deployment.sites):
+            raise UserError(
+                f"asynchronous.buffer = {rule.buffer} waits for more sites than the {len(deployment.sites)} there are; a "
+                "site sends one reply to a buffer"
+            )
+        if settings.evaluate_every == 1 < settings.rounds:
+            raise UserError(
+                "asynchronous rounds wait for nobody, but an evaluation waits for every site, and evaluate-every = 1 "
+                f"evaluates after each; give evaluate-every = {settings.rounds} (after the last), or a number between"
+            )
     if settings.secure:
         check_secure_support(algorithm, parties)
     check_robust_rule(algorithm, parties)

@@ -155,6 +155,19 @@ class Engine(ABC):
         """Releases the engine's processes and memory; the engine cannot be used afterwards."""
 
 
+class RealTimeEngine(Engine):
+    """Runs the tasks of real clients, which take the time that they take, so that a run need not wait for all of them."""
+
+    @abstractmethod
+    def start(self, tasks: Sequence[ClientTask]) -> None:
+        """Gives clients a training task each, and returns at once."""
+
+    @abstractmethod
+    def wait_for_results(self) -> Sequence[TaskResult]:
+        """Waits until a started task has ended, and returns the results of all that have ended since the last call; empty
+        if no client is at work. `run` then returns these results again, for the same tasks."""
+
+
 def move_clients_to_device(clients: Sequence[Client], device: torch.device) -> list[Client]:
     """Returns copies of the clients with their data on `device`; a tensor that several clients share is moved once, and
     they still share it.

@@ -65,7 +65,7 @@ def run_remaining_rounds(
         predictions.load_history_and_remove_later_rounds(earlier_records)
         stack.callback(progress.stop)
         run = RunState(federation, engine, progress, predictions, directory, checkpoint, list(earlier_records))
-        scheduler, checkpoint_saver = RoundScheduler(federation), CheckpointSaver(run)
+        scheduler, checkpoint_saver = RoundScheduler(federation, engine), CheckpointSaver(run)
         run.callbacks = (
             RoundEvaluator(run),
             ProgressReporter(run),

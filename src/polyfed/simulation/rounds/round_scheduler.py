@@ -10,13 +10,16 @@ from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.core.serialization import check_serializable
 from polyfed.simulation.asynchronous.asynchronous_plan import AsynchronousPlan, plan_server_update
 from polyfed.simulation.asynchronous.flights import Flights
+from polyfed.simulation.asynchronous.real_updates import RealUpdates
 from polyfed.simulation.asynchronous.rules import parse_asynchronous
+from polyfed.simulation.engines.base import Engine, RealTimeEngine
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.round_plan import RoundPlan, SynchronousPlan
 from polyfed.simulation.sampling.registry import build_sampler
 from polyfed.simulation.sampling.sampler import Sampler, SamplingRound, UniformSampler
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.timing.build_times import build_client_times
+from polyfed.simulation.timing.client_times import ClientTimes
 
 
 @final
@@ -28,23 +31,29 @@ class RoundScheduler:
 
     Args:
         federation: of the run.
+        engine: runs its clients; real ones take the time that they take, and no time is simulated.
 
     Raises:
         UserError: a file with speeds or availability cannot be read, or has nothing for a client.
     """
 
-    def __init__(self, federation: Federation) -> None:
+    def __init__(self, federation: Federation, engine: Engine) -> None:
         settings = federation.settings
         self._federation, self._settings = federation, settings
         self._sampler: Sampler = federation.sampler or build_sampler(settings.sampler)
-        self._times = build_client_times(settings, federation.algorithm, federation.client_registry)
         self._rule = parse_asynchronous(settings.asynchronous)
+        self._real_updates: RealUpdates | None = None
+        self._times: ClientTimes | None = None
+        if not isinstance(engine, RealTimeEngine):
+            self._times = build_client_times(settings, federation.algorithm, federation.client_registry)
+        elif self._rule is not None:
+            self._real_updates = RealUpdates(federation, self._rule, engine)
         self._schedule: dict[str, Any] = {}
 
     @property
     def _is_plain(self) -> bool:
         """Returns True if clients are drawn uniformly, in rounds that wait for all, without simulated time."""
-        return self._times is None and isinstance(self._sampler, UniformSampler)
+        return self._times is None and self._rule is None and isinstance(self._sampler, UniformSampler)
 
     def plan_round(self, previous: Checkpoint, history: Sequence[Mapping[str, Any]]) -> RoundPlan | None:
         """Returns the plan of the round after `previous`; None for a synchronous round with a uniform draw.
@@ -82,6 +91,9 @@ class RoundScheduler:
         record = dict(after.unevaluated_record or {})
         if isinstance(plan, AsynchronousPlan):
             self._describe_arrivals(record, plan)
+            if self._real_updates is not None:
+                for name in ("seconds", "seconds_clients"):
+                    record[name] = round(record[name] + self._real_updates.seconds_waited, 4)
         elif self._times is not None:
             self._wait_for_slowest(record)
         if self._times is not None:
@@ -114,16 +126,18 @@ class RoundScheduler:
 
     def _plan_server_update(self, previous: Checkpoint, history: Sequence[Mapping[str, Any]]) -> AsynchronousPlan:
         assert self._rule is not None
-        assert self._times is not None
         concurrency = find_concurrency(self._federation)
-        # The states of versions are large and never changed: they are not copied.
-        flights_entry = (previous.schedule or {}).get("flights")
-        flights = Flights() if flights_entry is None else Flights.from_plain_state(flights_entry)
 
         def draw(ids: Sequence[str], size: int, clock: float, number: int, may_be_empty: bool) -> Sequence[str]:
             purpose = "cohort" if number == 0 else f"cohort {number}"
             return self._draw(previous.round + 1, ids, size, history, clock, purpose, may_be_empty)
 
+        if self._real_updates is not None:
+            return self._real_updates.plan_update(previous, concurrency, draw)
+        assert self._times is not None
+        # The states of versions are large and never changed: they are not copied.
+        flights_entry = (previous.schedule or {}).get("flights")
+        flights = Flights() if flights_entry is None else Flights.from_plain_state(flights_entry)
         planned = plan_server_update(self._federation, self._rule, previous, flights, self._times, concurrency, draw)
         self._schedule["flights"] = planned.flights_after.to_plain_state()
         self._schedule["clock"] = planned.flights_after.clock

@@ -67,7 +67,8 @@ class RunState:
         """Returns True if each round is evaluated during the training of the next; False if `keep` needs the scores
         before that.
         """
-        return self.engine.overlaps_evaluation and self.settings.keep == "last"
+        waits_for_all = self.settings.asynchronous is None
+        return self.engine.overlaps_evaluation and waits_for_all and self.settings.keep == "last"
 
     def finish_round(self, after: Checkpoint, evaluation_results: PhaseResults | None) -> None:
         """Completes the record of a round, writes it to `metrics.jsonl`, and calls `on_round` of the callbacks.

@@ -29,6 +29,7 @@ from polyfed.core.state_dict import PyTree, StateDict, spec_mismatch, state_dict
 from polyfed.simulation.asynchronous.flights import Flights
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.client_states import ClientStates, groups_by_client
 
 _SHRINKING = "private"  # flha_ghn: parameters that turn out to be generated are dropped from it
 _PARTS = "heads"  # fedpac: a part of the network; only the clients know which
@@ -84,9 +85,8 @@ class StateValidator:
         if isinstance(algorithm := self._federation.algorithm, AddsServerTensors):
             known_trees.append(algorithm.later_server_tensors(self._initial_server_state))
         for state in (checkpoint.state, *versions):
-            if error_text := _state_difference(
-                self._initial_server_state, state, known_trees, ids
-            ) or nonfinite_state_error(state):
+            initial, part = _without_repeated_entries(self._initial_server_state, state)
+            if error_text := _state_difference(initial, part, known_trees, ids) or nonfinite_state_error(part):
                 return f"the server's state: {error_text}"
         wrongs = (
             (i, self._client_state_error(self._federation.clients[i], client_state))
@@ -97,9 +97,9 @@ class StateValidator:
     def _states_of_versions(self, checkpoint: Checkpoint, ids: set[str]) -> Sequence[PyTree] | str:
         """Returns the server states from which the clients at work in an asynchronous run have started, or what is wrong
         with the schedule."""
-        schedule = checkpoint.schedule or {}
-        if self._federation.settings.asynchronous is None or checkpoint.round == 0:
-            return []
+        schedule, has_real_clients = checkpoint.schedule or {}, not self._federation.clients
+        if self._federation.settings.asynchronous is None or checkpoint.round == 0 or has_real_clients:
+            return []  # real clients start again from the newest version
         try:
             flights = Flights.from_plain_state(schedule.get("flights"))
         except UserError as error:
@@ -145,10 +145,27 @@ def describe_state_error(difference: str, folder: object, federation: Federation
 def _remote_state_error(client: str, client_state: PyTree, checkpoint: Checkpoint) -> str:
     """Returns what is wrong with the private state of a client that is kept at its site; "" if nothing is. The checkpoint
     has only the round of such a state."""
-    number = client_state.get("round") if isinstance(client_state, dict) and client_state.keys() == {"round"} else None
-    if type(number) is int and 1 <= number <= checkpoint.round:
+    entry = client_state if isinstance(client_state, dict) and client_state.keys() <= {"round", "earlier"} else {}
+    earlier = entry.get("earlier", [])
+    numbers: list[Any] = [*earlier, entry.get("round")] if isinstance(earlier, list) else [None]
+    are_whole = all(type(number) is int for number in numbers)
+    if are_whole and numbers == sorted(set(numbers)) and numbers[0] >= 1 and numbers[-1] <= checkpoint.round:
         return ""
     return f"the round of the private state that {client!r} keeps is {str(client_state)[:60]}"
+
+
+def _without_repeated_entries(initial: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns both server states with, of groups that have the same initial entry for many clients, only the entries that
+    clients have of their own, and one of the initial ones: a million need not be compared one by one."""
+    before, after = dict[str, Any](), dict[str, Any]()
+    for name, group in groups_by_client(state).items():
+        initial_group = initial.get(name) if isinstance(initial, Mapping) else None
+        if not isinstance(initial_group, ClientStates) or initial_group.initial is None or group.initial is None:
+            continue
+        if initial_group.initial.clients.keys() == group.initial.clients.keys():
+            after[name] = dict(group.distinct_items())
+            before[name] = {client: initial_group[client] for client in after[name] if client in initial_group}
+    return ({**initial, **before}, {**state, **after}) if after else (initial, state)
 
 
 def _state_difference(
@@ -270,8 +287,11 @@ def _parameters_and_buffers(client: Client) -> list[StateDict]:
 
 def _trees(nested: PyTree) -> Iterator[StateDict]:
     """Yields every mapping of names to tensors in a state."""
-    if _is_tree(nested):
+    if not isinstance(nested, ClientStates) and _is_tree(nested):
         yield nested
+    elif isinstance(nested, ClientStates):
+        for _, value in nested.distinct_items():
+            yield from _trees(value)
     elif isinstance(nested, Mapping | list):
         for value in nested.values() if isinstance(nested, Mapping) else nested:
             yield from _trees(value)

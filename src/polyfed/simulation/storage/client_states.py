@@ -135,6 +135,17 @@ class ClientStates(Mapping[str, PyTree]):
         yield from self._changed.items()
         yield from ((client, self[client]) for client in self._saved_ids() if client not in self._changed)
 
+    def distinct_items(self) -> Iterator[tuple[str, PyTree]]:
+        """Yields each client that has a state of its own, with the state, and one of those that have the initial state."""
+        own_ids = set[str]()
+        for client, state in self.own_items():
+            own_ids.add(client)
+            yield client, state
+        if self._initial is not None:
+            first = next((client for client in self._initial.clients if client not in own_ids), None)
+            if first is not None:
+                yield first, self._initial.state
+
     def _saved_ids(self) -> list[str]:
         return [] if self._saved is None else self._saved.store.client_ids(self._saved.part, self._saved.round)
 
