@@ -118,7 +118,7 @@ def after_all(found, sizes, own):
 def computed(found, sizes, methods, own):
     """What accuracy costs: seconds to the round at which methods are compared."""
     lines = [
-        "What it costs: seconds that clients and server compute until that round, all clients one after another, mean over "
+        "Cost: the seconds that clients and server compute until that round, all clients one after another, mean over "
         "seeds. Several runs went at the same time, so that factors below 1.5 say little.\n",
         "| seconds | " + " | ".join(map(str, sizes)) + " |", "|---|" + "---|" * len(sizes),
     ]  # fmt: skip

@@ -199,7 +199,7 @@ def test_a_further_form_of_a_method_has_a_comparison_of_its_own(page, tmp_path):
     assert "| **`a`** | 62.5 |" in last
     assert "| `c` | +37.5 (+36.5 to +38.5) |\n\n- against `c`: ahead with 20 examples" in last
     assert "| `b` is ahead of it after all rounds by | 20 |" in last
-    assert "| **`a`** | 12 |" in last.split("What it costs")[1]
+    assert "| **`a`** | 12 |" in last.split("Cost: ")[1]
     assert "`b` is `a` with `normalise: false, clip_norm: null`" in last
     own, form = text.split("| `b` is ahead of it by")
     assert "| `b` | −10.0 (−11.0 to −9.0) |" in own

@@ -110,9 +110,9 @@ class AlignmentTerm:
     def __call__(self, network: nn.Module, states: Sequence[Tensor]) -> Tensor:
         """Returns the penalty of the loss: shape () for one network, (k,) for a stack of k networks."""
         many, (state,) = isinstance(network, StackedNetworks), states
-        drawn = torch.stack([self._draw_rows(mine) for mine in state]) if many else self._draw_rows(state)
-        drawn = drawn.to(self.rows.device, non_blocking=True)
-        a = differentiable_representations(network, self.pool, self.rows[drawn], self.module)
+        row_positions = torch.stack([self._draw_rows(mine) for mine in state]) if many else self._draw_rows(state)
+        row_positions = row_positions.to(self.rows.device, non_blocking=True)
+        a = differentiable_representations(network, self.pool, self.rows[row_positions], self.module)
         a = a if a.dtype == torch.float64 else a.float()
         if not a.requires_grad:
             warnings.warn(
@@ -122,26 +122,26 @@ class AlignmentTerm:
                 stacklevel=2,
             )
         if not many:
-            return self.eta * self._distance(a, drawn)
+            return self.eta * self._distance(a, row_positions)
         if self._resolved_target.sigma is None and self.distance == "cka":
-            return self.eta * torch.vmap(self._distance)(a, drawn)
+            return self.eta * torch.vmap(self._distance)(a, row_positions)
         # The RBF kernel branches on values and Procrustes has its own backward pass, which vmap cannot take.
-        return self.eta * torch.stack([self._distance(*mine) for mine in zip(a, drawn, strict=True)])
+        return self.eta * torch.stack([self._distance(*mine) for mine in zip(a, row_positions, strict=True)])
 
     def _draw_rows(self, state: Tensor) -> Tensor:
         generator = torch.Generator()
         generator.set_state(state.clone())  # torch crashes on a row of a stack
-        drawn = torch.randperm(len(self.rows), generator=generator)[: self.num_rows]
+        row_positions = torch.randperm(len(self.rows), generator=generator)[: self.num_rows]
         state.copy_(generator.get_state())
-        return drawn
+        return row_positions
 
-    def _distance(self, a: Tensor, drawn: Tensor) -> Tensor:
+    def _distance(self, a: Tensor, row_positions: Tensor) -> Tensor:
         target = self._float64_target if a.dtype == torch.float64 else self._resolved_target
         if self.num_rows == len(self.rows):
             # All rows are drawn, so the draw only decides which examples BatchNorm sees together. The client's own
             # representation is put back into the order of X, since copying K̄ in the drawn order would cost more.
-            return target.distance(a[drawn.argsort()])
-        return target.distance(a, drawn)
+            return target.distance(a[row_positions.argsort()])
+        return target.distance(a, row_positions)
 
     @cached_property
     def _resolved_target(self) -> AlignmentTarget:

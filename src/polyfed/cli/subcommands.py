@@ -190,11 +190,11 @@ def warmstart(argv: list[str]) -> None:
     options, words = parser.parse_declared_options(argv)
     if has_help_flag(argv):
         parser.print_help()
-        chosen = [
+        recipe_words = [
             word for word in words[bool(words and not words[0].startswith("-")) :] if word not in ("-h", "--help")
         ]
         configuration_parser.parse_configuration(
-            [*chosen, "--help"], {}, "polyfed warmstart", is_warmstart_key
+            [*recipe_words, "--help"], {}, "polyfed warmstart", is_warmstart_key
         )  # prints their options and ends
     if not words or words[0].startswith("-"):
         raise UserError(f"polyfed warmstart takes a run directory before its options, got {(words or ['none'])[0]}")

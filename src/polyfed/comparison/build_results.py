@@ -28,6 +28,7 @@ from polyfed.comparison.statistics.method_statistics import (
     mean_validation_score,
 )
 from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT
+from polyfed.comparison.verdicts.budget_sentences import budget_sentence, describe_target_source
 from polyfed.comparison.verdicts.rival_gains import (
     add_gains_of_references_over_local,
     collect_local_simple_model_scores,
@@ -36,11 +37,9 @@ from polyfed.comparison.verdicts.rival_gains import (
 )
 from polyfed.comparison.verdicts.site_model import build_random_effects_gain_entry
 from polyfed.comparison.verdicts.verdict_sentences import (
-    budget_sentence,
     build_join_answers,
     describe_limits_of_results,
     describe_result_scope,
-    describe_target_source,
     verdict_sentences,
 )
 from polyfed.comparison.verdicts.warning_sentences import warning_sentences
@@ -106,9 +105,11 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
     labels, reference = list(description["methods"]), description["reference"]
     curves = {run: build_learning_curve(history, metric.name) for run, history in inputs.histories.items()}
     limit = _budget_limit(criteria.budget, curves)
-    chosen = {run: _compared_point(run, inputs, criteria.budget, limit, points) for run, points in curves.items()}
+    point_by_run = {run: _compared_point(run, inputs, criteria.budget, limit, points) for run, points in curves.items()}
     runs = {
-        label: {str(s): _run_entry(label, s, inputs, curves[label, s], chosen[label, s]) for s in description["seeds"]}
+        label: {
+            str(s): _run_entry(label, s, inputs, curves[label, s], point_by_run[label, s]) for s in description["seeds"]
+        }
         for label in labels
     }
     clients_without_score = _clients_without_score(runs)
@@ -140,7 +141,7 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
         "class_names": None if inputs.class_names is None else list(inputs.class_names),
         "data": inputs.client_sizes,
     }
-    validated = any(point is not None and _chosen_round(run, inputs) is not None for run, point in chosen.items())
+    validated = any(point is not None and _chosen_round(run, inputs) is not None for run, point in point_by_run.items())
     kind, has_limit = criteria.budget.kind, criteria.budget.limit is not None
     panel = dict(description.get("panel") or {})
     content |= {"panel": panel} if panel else {}
@@ -332,8 +333,8 @@ def _ranking(
         for label in tested
         if (value := mean_if_all_defined([run["validation"] for run in runs[label].values()])) is not None
     }
-    chosen = not fitted and tested and validated.keys() == tested.keys()
-    return ("validation", validated) if chosen else ("test", tested)
+    by_validation = not fitted and tested and validated.keys() == tested.keys()
+    return ("validation", validated) if by_validation else ("test", tested)
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full, expand_user_path
+from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.io.plain_values import numpy_to_python
 from polyfed.core.messages.compressors import Compressor
 from polyfed.data.partitioning.folds import build_folds, redraw_clients
@@ -175,7 +176,7 @@ def compare(
         num_runs = DEFAULT_NUM_SEEDS if resplit is None else resplit
         num_runs = num_runs if fold_design is None else fold_design.num_runs
         seeds = range(num_runs) if isinstance(num_runs, int) else ()
-    if isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0:
+    if is_whole_number(seeds, 1):
         seeds = range(seeds)
     if not isinstance(seeds, Sequence):
         raise UserError(f"seeds must be different whole numbers, such as [0, 1, 2], or how many, got {seeds!r}")

@@ -23,6 +23,7 @@ from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metric import Metric
+from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.core.training.config import LocalTraining
 from polyfed.data.partitioning.folds import Folds
@@ -129,15 +130,12 @@ class ComparisonPlan:
                 raise UserError(f"{label!r} is a name in the directory, and cannot be a method's label; choose another")
         if self.settings.cross_site and self.out is None:
             raise UserError("cross_site=True keeps its matrices in the run directories; give out=...")
-        is_number = (
-            isinstance(self.parallel_runs, int) and not isinstance(self.parallel_runs, bool) and self.parallel_runs >= 1
-        )
         if self.stop_when_decided and (self.folds is None or self.folds.repeats < 2):
             raise UserError(
                 "stop_when_decided deals folds again until the mean's answer is decided; give folds, and at least 2 "
                 "fold_repeats (--folds 5 --fold-repeats 4)"
             )
-        if self.parallel_runs != "auto" and not is_number:
+        if self.parallel_runs != "auto" and not is_whole_number(self.parallel_runs, 1):
             raise UserError(f"parallel must be 'auto' or a number of runs from 1, got {self.parallel_runs!r}")
 
     def describe_seed(self, seed: int) -> str:

@@ -166,8 +166,8 @@ class RunLines(RunsDisplay):
 
     def show_finished_run(self, name: str, *, failed: bool) -> None:
         """Prints how many runs are finished, and the time left."""
-        left = format_time_left(self.seconds_left()) if self.num_done < self.num_runs else ""
-        how_far = f"{self.num_done} of {self.num_runs} runs{', ' if left else ''}{left}"
+        time_left = format_time_left(self.seconds_left()) if self.num_done < self.num_runs else ""
+        how_far = f"{self.num_done} of {self.num_runs} runs{', ' if time_left else ''}{time_left}"
         self.say(f"{name}: {'failed' if failed else 'done'} ({how_far})")
 
     def say(self, sentence: str) -> None:

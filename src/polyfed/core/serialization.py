@@ -14,7 +14,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.validation import explain_exceeded_size_limit
 from polyfed.core.state_dict import PyTree
 
-# What bytes that are no state make readers raise; torch refuses shapes and types by RuntimeError.
+# Readers raise these for bytes that are no state; torch refuses shapes and types by RuntimeError.
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError, RuntimeError)
 
 

@@ -19,7 +19,8 @@ from polyfed.data.partitioning.partitions import Partition
 from polyfed.data.partitioning.split import ClientRows, Split, split_rows_by_client
 from polyfed.data.pooled_dataset import PooledDataset
 from polyfed.data.shifts import Shift
-from polyfed.data.tabular.preprocessing import fit_preprocessor, warn_of_changed_constants
+from polyfed.data.tabular.fit_preprocessor import fit_preprocessor
+from polyfed.data.tabular.preprocessing import warn_of_changed_constants
 
 
 @final

@@ -28,11 +28,11 @@ def save_figure(figure: Any, path: str | Path) -> None:
     path = resolve_picture_path(path)
     # No date, and ids from a fixed salt, so that the bytes are the same each time.
     metadata = {"Date": None} if path.suffix == ".svg" else None
-    drawn = io.BytesIO()
+    buffer = io.BytesIO()
     try:
         with rc_context({"svg.hashsalt": "polyfed"}):
-            figure.savefig(drawn, format=path.suffix[1:], dpi=120, metadata=metadata)
-        write_file_atomically(path, drawn.getvalue(), private=False)
+            figure.savefig(buffer, format=path.suffix[1:], dpi=120, metadata=metadata)
+        write_file_atomically(path, buffer.getvalue(), private=False)
     except OSError as error:
         raise UserError(f"cannot write the picture {str(path)!r} ({error.strerror})") from error
 

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Literal, cast, final, get_args
 
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.number_checks import is_whole_number
 
 PaperKind = Literal[
     "conv1d", "conv2d", "conv3d", "linear", "batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"
@@ -109,7 +110,7 @@ class LayerType:
         if not self.dilation and not self.has_free_shape:
             object.__setattr__(self, "dilation", (1,) * len(self.kernel))
         numbers = (self.c_in, self.c_out, self.groups, *self.kernel, *self.stride, *self.dilation)
-        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in numbers):
+        if not all(is_whole_number(n, 1) for n in numbers):
             raise UserError(f"a {self.kind} layer needs whole numbers of at least 1, got {self}")
         dimensions = int(self.kind[-2]) if self.is_conv else 0
         lengths = {len(self.kernel), len(self.stride), len(self.dilation)}

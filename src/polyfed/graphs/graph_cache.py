@@ -49,8 +49,8 @@ def extract_with_disk_cache(model: nn.Module, example_input: Inputs, kinds: Kind
 
 def cache_folder() -> Path:
     """Returns the folder for files that can be made again: `POLYFED_CACHE`, or polyfed in the user's cache folder."""
-    if chosen := os.environ.get("POLYFED_CACHE"):
-        return Path(chosen).expanduser()
+    if folder := os.environ.get("POLYFED_CACHE"):
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "polyfed"
 
 

@@ -8,6 +8,7 @@ from typing import final
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.number_checks import is_whole_number
 
 
 @final
@@ -69,7 +70,7 @@ def add_lora(
     >>> [name for name, parameter in network.named_parameters() if parameter.requires_grad]
     ['0.lora_A.default.weight', '0.lora_B.default.weight', '2.weight', '2.bias']
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+    if not is_whole_number(rank, 1):
         raise UserError(f"add_lora: rank must be a whole number from 1, got {rank!r}")
     if not 0 < alpha < math.inf:
         raise UserError(f"add_lora: alpha must be above 0, got {alpha!r}")

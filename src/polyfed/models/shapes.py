@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_checks import is_whole_number
 
 
 def check_sizes(model: str, name: str, sizes: Iterable[int], *, minimum: int = 1) -> tuple[int, ...]:
@@ -15,7 +16,7 @@ def check_sizes(model: str, name: str, sizes: Iterable[int], *, minimum: int = 1
     (64, 32)
     """
     result = tuple(sizes)
-    if any(not isinstance(size, int) or isinstance(size, bool) or size < minimum for size in result):
+    if not all(is_whole_number(size, minimum) for size in result):
         raise UserError(f"{model}: {name} must be whole numbers of at least {minimum}, got {result}")
     return result
 

@@ -150,10 +150,10 @@ def apply_chosen_operations(candidates: Sequence[nn.Module], value: Tensor, inde
     if max(sizes) == len(index):
         return cast(Tensor, candidates[sizes.index(len(index))](value))
     rows = torch.split(order, sizes)
-    chosen = [(operation, of) for operation, of in zip(candidates, rows, strict=True) if len(of)]
-    rows = tuple(of for _, of in chosen)
+    operations = [(operation, of) for operation, of in zip(candidates, rows, strict=True) if len(of)]
+    rows = tuple(of for _, of in operations)
     groups = _SplitRows.apply(value, rows)  # type: ignore[no-untyped-call]
-    outs = [operation(group) for (operation, _), group in zip(chosen, groups, strict=True)]
+    outs = [operation(group) for (operation, _), group in zip(operations, groups, strict=True)]
     return cast(Tensor, _MergeRows.apply(rows, *outs))  # type: ignore[no-untyped-call]
 
 
@@ -276,16 +276,16 @@ class _OneHotSelection(torch.autograd.Function):
 
 @torch.no_grad()
 def _choice_gradient(
-    operation: nn.Module, value: Tensor, gradient: Tensor, of_chosen: Tensor, chosen: Tensor,
+    operation: nn.Module, value: Tensor, gradient: Tensor, of_chosen: Tensor, is_chosen: Tensor,
     autocast: tuple[str, torch.dtype, bool],
 ) -> Tensor:  # fmt: skip
     """Computes, for each example, the inner product of the gradient with one operation's output, shape (batch,).
 
     ⟨gradient, o(v)⟩; for examples that chose the operation it is `of_chosen`.
     """
-    if bool(chosen.all()):
+    if bool(is_chosen.all()):
         return of_chosen
     kind, dtype, enabled = autocast
     with normalise_by_batch_without_tracking(operation), torch.autocast(kind, dtype, enabled=enabled):
         out = operation(value)
-    return torch.where(chosen, of_chosen, (gradient * out).flatten(1).sum(1))
+    return torch.where(is_chosen, of_chosen, (gradient * out).flatten(1).sum(1))

@@ -54,7 +54,7 @@ def look(
         client_list = list(clients) if not isinstance(clients, ClientTables) else clients.build_clients(None)
         if odd := [client for client in client_list if not isinstance(client, Client)]:
             raise UserError(f"between sites look takes clients (pf.Client), got {type(odd[0]).__name__}")
-        seen = look_between_sites([c for c in client_list if isinstance(c, Client)], seed=seed, secure=secure)
+        summary = look_between_sites([c for c in client_list if isinstance(c, Client)], seed=seed, secure=secure)
     else:
         if not isinstance(clients, ClientTables):
             clients = list(clients)
@@ -62,7 +62,7 @@ def look(
             if clients and len(whole_clients) == len(clients):
                 shared = list_clients(whole_clients)  # whose labels have common numbers, where they were texts
                 clients, class_names = [*shared], class_names or class_names_of(shared) or ()
-        seen = look_at_sites(clients, class_names)
+        summary = look_at_sites(clients, class_names)
     if out is not None:
-        write_look_page(seen, expand_user_path(out, "out"))
-    return seen
+        write_look_page(summary, expand_user_path(out, "out"))
+    return summary

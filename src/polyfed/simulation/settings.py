@@ -7,6 +7,7 @@ from typing import Any, Literal, final, get_args
 
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.frozen_mapping import FrozenMapping
+from polyfed.core.io.number_checks import is_number, is_whole_number
 from polyfed.core.io.plain_values import convert_numpy_fields_in_place
 
 EngineName = Literal["auto", "inprocess", "pool", "cohort", "ray"]
@@ -112,9 +113,9 @@ class Settings:
         object.__setattr__(self, "metrics", tuple(self.metrics))
         for name in ("rounds", "evaluate_every", "checkpoint_every", "min_replies"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_whole_number(value, 1):
                 raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+        if not is_whole_number(self.seed):
             raise UserError(f"seed must be a whole number, got {self.seed!r}")
         if not _is_share_or_count(self.clients_per_round):
             raise UserError(
@@ -136,13 +137,12 @@ class Settings:
         for name in ("secure", "cross_site", "evaluate_all_at_end"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        is_round = isinstance(self.keep, int) and not isinstance(self.keep, bool) and 1 <= self.keep <= self.rounds
+        is_round = is_whole_number(self.keep) and 1 <= self.keep <= self.rounds
         if self.keep not in ("last", "best", "loss") and not is_round:
             raise UserError(
                 f"keep must be 'last', 'best', 'loss' or a round from 1 to {self.rounds}, got {self.keep!r}"
             )
-        is_process_count = isinstance(self.workers, int) and not isinstance(self.workers, bool)
-        if self.workers != "auto" and not (is_process_count and int(self.workers) >= 0):
+        if self.workers != "auto" and not is_whole_number(self.workers, 0):
             raise UserError(f"workers must be 'auto' or a number of processes from 0, got {self.workers!r}")
         if self.engine in ("pool", "ray") and self.workers == 0:
             raise UserError(f"engine={self.engine!r} needs at least one worker, got workers=0; use engine='inprocess'")
@@ -155,7 +155,7 @@ class Settings:
         regions = self.regions
         if isinstance(regions, Mapping):
             object.__setattr__(self, "regions", FrozenMapping(regions))
-        is_count = isinstance(regions, int) and not isinstance(regions, bool) and regions >= 1
+        is_count = is_whole_number(regions, 1)
         is_mapping = (
             isinstance(regions, Mapping) and bool(regions) and all(isinstance(r, str) for r in regions.values())
         )
@@ -170,8 +170,7 @@ class Settings:
         address, gpus = self.ray_address, self.gpus_per_worker
         if address not in ("local", "auto") and not (isinstance(address, str) and _HOST_AND_PORT.fullmatch(address)):
             raise UserError(f"ray_address must be 'local', 'auto' or HOST:PORT, got {address!r}")
-        number = isinstance(gpus, int | float) and not isinstance(gpus, bool)
-        if not (number and 0 <= gpus < float("inf") and (gpus <= 1 or gpus == int(gpus))):
+        if not (is_number(gpus) and 0 <= gpus < float("inf") and (gpus <= 1 or gpus == int(gpus))):
             raise UserError(f"gpus_per_worker must be a fraction from 0 to 1 or a number of GPUs, got {gpus!r}")
         if self.engine == "ray" and self.device not in ("auto", "cpu"):
             raise UserError(
@@ -277,7 +276,7 @@ class Settings:
 
 def _is_share_or_count(value: Any) -> bool:
     """Returns whether a value is a fraction in (0, 1], or a whole number from 1."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if is_whole_number(value):
         return value >= 1
     return isinstance(value, float) and 0 < value <= 1
 

@@ -143,7 +143,7 @@ class Classification(Task):
             return partial(F.cross_entropy, label_smoothing=label_smoothing)
 
         def weighted_loss(outputs: Tensor, labels: Tensor) -> Tensor:
-            weights = _resolve_class_weights(class_weights, targets, outputs.shape[1])
+            weights = resolve_class_weights(class_weights, targets, outputs.shape[1])
             weights = weights.to(outputs.device, outputs.dtype)
             return F.cross_entropy(outputs, labels, weight=weights, label_smoothing=label_smoothing)
 
@@ -272,7 +272,8 @@ def fixed_class_weights(class_weights: Sequence[float], num_outputs: int) -> Ten
     return torch.tensor(class_weights, dtype=torch.float64)
 
 
-def _resolve_class_weights(class_weights: Any, labels: Tensor, num_outputs: int) -> Tensor:
+def resolve_class_weights(class_weights: Any, labels: Tensor, num_outputs: int) -> Tensor:
+    """Returns the user's class weights, or for "balanced" weights by which each class that occurs counts the same."""
     if class_weights != "balanced":
         return fixed_class_weights(class_weights, num_outputs)
     counts = torch.bincount(labels, minlength=num_outputs).to(torch.float64)

@@ -160,9 +160,9 @@ class ForecastError:
             raise UserError(
                 f"{self.kind}_at_{self.horizon}: forecasts have the horizons 1 to {number}; give one of these"
             )
-        chosen = slice(None) if not self.horizon else slice(self.horizon - 1, self.horizon)
-        true, naive = targets[:, :number].double()[:, chosen], targets[:, number:].double()[:, chosen]
-        errors = outputs.double()[:, chosen] - true
+        columns = slice(None) if not self.horizon else slice(self.horizon - 1, self.horizon)
+        true, naive = targets[:, :number].double()[:, columns], targets[:, number:].double()[:, columns]
+        errors = outputs.double()[:, columns] - true
         if self.kind == "rmse":
             return float(errors.square().mean().sqrt())
         error = float(errors.abs().mean())

@@ -113,10 +113,10 @@ def _uncensored_before(time: Floats, event: NDArray[np.bool_], at: Floats) -> Fl
     """
     times, number = np.unique(time[~event], return_counts=True)
     ordered, ordered_events = np.sort(time), np.sort(time[event])
-    left = np.searchsorted(ordered, times) + (
+    num_before = np.searchsorted(ordered, times) + (
         np.searchsorted(ordered_events, times, side="right") - np.searchsorted(ordered_events, times)
     )
-    return value_of_step_curve(times, np.cumprod(1 - number / (len(time) - left)), at, before=True)
+    return value_of_step_curve(times, np.cumprod(1 - number / (len(time) - num_before)), at, before=True)
 
 
 def integrated_brier(logits: Tensor, targets: Tensor, cuts: Sequence[float]) -> float:
@@ -132,10 +132,10 @@ def integrated_brier(logits: Tensor, targets: Tensor, cuts: Sequence[float]) -> 
     """
     time, event = read_times_and_events(targets)
     survival, ends = survival_of_logits(logits), np.asarray(cuts, dtype=np.float64)
-    seen = ends < time.max()
-    if not seen.any() or not np.isfinite(survival).all():
+    is_observed = ends < time.max()
+    if not is_observed.any() or not np.isfinite(survival).all():
         return math.nan
-    survival, ends = survival[:, seen], ends[seen]
+    survival, ends = survival[:, is_observed], ends[is_observed]
     at_event, at_end = (
         _uncensored_before(time, event, time),
         _uncensored_before(time, event, np.nextafter(ends, np.inf)),

@@ -16,7 +16,7 @@ from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, Floats
 from polyfed.core.examples.pytree import Inputs, named_leaves, tree_map
 from polyfed.core.task import Loss, Task
-from polyfed.tasks.classification import fixed_class_weights, softened_divergence
+from polyfed.tasks.classification import resolve_class_weights, softened_divergence
 from polyfed.tasks.entities import BioTags, EntityF1, has_entities
 
 IGNORED = -100
@@ -160,7 +160,7 @@ class Tokens(Task):
         classes = targets[targets != IGNORED]
 
         def weighted_loss(outputs: Tensor, some_targets: Tensor) -> Tensor:
-            weights = _class_weights(class_weights, classes, outputs.shape[2]).to(outputs.device, outputs.dtype)
+            weights = resolve_class_weights(class_weights, classes, outputs.shape[2]).to(outputs.device, outputs.dtype)
             return _mean_cross_entropy(outputs, some_targets, weights, label_smoothing)
 
         return weighted_loss
@@ -270,13 +270,6 @@ def _mean_cross_entropy(
     return F.cross_entropy(
         outputs.flatten(0, 1), targets.flatten(), weight=weights, ignore_index=IGNORED, label_smoothing=label_smoothing
     )
-
-
-def _class_weights(class_weights: Any, classes: Tensor, num_outputs: int) -> Tensor:
-    if class_weights != "balanced":
-        return fixed_class_weights(class_weights, num_outputs)
-    counts = torch.bincount(classes, minlength=num_outputs).to(torch.float64)
-    return torch.where(counts > 0, len(classes) / (int((counts > 0).sum()) * counts), 1.0)
 
 
 def _log_losses(outputs: Tensor, targets: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

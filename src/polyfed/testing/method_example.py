@@ -49,8 +49,8 @@ class MethodExample:
         `small` stay unchanged.
         """
         field_names = {field.name for field in fields(self.method) if field.init}  # type: ignore[arg-type]  # a dataclass
-        chosen = {**self.fields, **{name: value for name, value in overrides.items() if name not in self._small}}
-        return self.method(**{name: value for name, value in chosen.items() if name in field_names})
+        values = {**self.fields, **{name: value for name, value in overrides.items() if name not in self._small}}
+        return self.method(**{name: value for name, value in values.items() if name in field_names})
 
     def clients(self, number: int = 3) -> list[Client]:
         """Builds clients that suit the method: with a `SmallNet`, or one with adapters if the method requires them, and

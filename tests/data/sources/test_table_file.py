@@ -15,7 +15,8 @@ from polyfed.data.partitioning.partitions import Natural
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public, resplit_clients
 from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
 from polyfed.data.sources.table_file import TableFile
-from polyfed.data.tabular.preprocessing import TablePreprocessor, fit_preprocessor
+from polyfed.data.tabular.fit_preprocessor import fit_preprocessor
+from polyfed.data.tabular.preprocessing import TablePreprocessor
 
 
 def frame(number=80, seed=0):

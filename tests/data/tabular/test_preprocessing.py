@@ -12,13 +12,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.validation import parse_json
 from polyfed.data.partitioning.resplit import refit_preprocessors
-from polyfed.data.tabular.preprocessing import (
-    Column,
-    TablePreprocessor,
-    encode_table,
-    fit_preprocessor,
-    preprocessor_from_json,
-)
+from polyfed.data.tabular.fit_preprocessor import fit_preprocessor
+from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, encode_table, preprocessor_from_json
 from polyfed.data.tabular.table_reader import read_table
 
 COLUMNS = (

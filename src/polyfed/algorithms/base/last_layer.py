@@ -45,11 +45,11 @@ def watch_last_layer(
     >>> seen[-1], torch.equal(shifted, layer(torch.ones(1, 2)))
     (tensor([[0., 0.]]), True)
     """
-    seen: list[Tensor] = []
+    representations: list[Tensor] = []
 
     def replace_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         z = args[0] if args else first_leaf(kwargs)
-        seen[:] = [z.flatten(1)]
+        representations[:] = [z.flatten(1)]
         if transform is None:
             return None
         transformed = transform(z.flatten(1)).view_as(z)
@@ -57,7 +57,7 @@ def watch_last_layer(
 
     hook = network.get_submodule(name).register_forward_pre_hook(replace_input, with_kwargs=True)
     try:
-        yield seen
+        yield representations
     finally:
         hook.remove()
 
@@ -91,9 +91,9 @@ class NetworkWithAddedHead(_AtLastLayer):
 
     def forward(self, *parts: Any, **kwargs: Any) -> Tensor:
         """Returns the sum of both heads' outputs, (batch, outputs)."""
-        with watch_last_layer(self.network, self.layer_name) as seen:
+        with watch_last_layer(self.network, self.layer_name) as representations:
             outputs = logits_of(self.network(*parts, **kwargs))
-        return outputs + F.linear(seen[-1], self.weight, self.bias)
+        return outputs + F.linear(representations[-1], self.weight, self.bias)
 
 
 @final

@@ -154,7 +154,7 @@ class GPFL(BodyAndHeadMethod, WrapsNetwork):
         net = self._load_with_local_part(message, client_state, client)
 
         def loss(batch: ForwardPass) -> Tensor:
-            common = condition_of(shared, generic).apply(seen[-1])
+            common = condition_of(shared, generic).apply(representations[-1])
             cosines = F.linear(F.normalize(common), F.normalize(shared["embeddings"]))
             distance = (common - received["embeddings"][batch.targets]).norm()
             decay = torch.stack([tensor.square().sum() for tensor in shared.values()]).sum()
@@ -162,7 +162,7 @@ class GPFL(BodyAndHeadMethod, WrapsNetwork):
             total: Tensor = task_loss(batch.outputs, batch.targets) + guidance + self.mu / 2 * decay
             return total
 
-        with watch_last_layer(net.module, name, lambda z: condition_of(shared, personal).apply(z)) as seen:
+        with watch_last_layer(net.module, name, lambda z: condition_of(shared, personal).apply(z)) as representations:
             fit_result = fit_with_extra_tensors(
                 net.module, client, self, list(shared.values()), lr=lr, seed=seed, loss=loss
             )

@@ -144,11 +144,11 @@ class FedDBE(Averaging, ValidatesNetworks, WrapsNetwork):
         task_loss, target, running_mean = self.criterion(client), consensus.to(vector), [torch.zeros_like(vector)]
 
         def loss(batch: ForwardPass) -> Tensor:
-            mean = (1 - self.mean_momentum) * running_mean[0] + self.mean_momentum * seen[-1].mean(0)
+            mean = (1 - self.mean_momentum) * running_mean[0] + self.mean_momentum * representations[-1].mean(0)
             running_mean[0] = mean.detach()
             return task_loss(batch.outputs, batch.targets) + self.kappa / 2 * (mean - target).square().mean()
 
-        with watch_last_layer(module, name, (lambda z: z + vector) if self.memory else None) as seen:
+        with watch_last_layer(module, name, (lambda z: z + vector) if self.memory else None) as representations:
             trained_vectors = [vector] if self.memory else []
             return fit_with_extra_tensors(module, client, self, trained_vectors, lr=lr, seed=seed, loss=loss)
 

@@ -180,9 +180,9 @@ class FedFomo(KeepsServerStateByClient, LocalTraining, Algorithm[ServerState, Cl
         """
         assert client.model is not None  # `requires` names "one_architecture"
         buffer_names = cached_module(client.model).buffers
-        drawn = initial_state(client.model, seed)
+        initial_tensors = initial_state(client.model, seed)
         client_state: ClientState = {
-            "model": {name: tensor for name, tensor in drawn.items() if name not in buffer_names}
+            "model": {name: tensor for name, tensor in initial_tensors.items() if name not in buffer_names}
         }
         num_examples = len(client.train)
         num_holdout = min(
@@ -245,13 +245,13 @@ class FedFomo(KeepsServerStateByClient, LocalTraining, Algorithm[ServerState, Cl
         """
         shuffled = torch.randperm(len(preferences), generator=generator).tolist()
         candidates = sorted((k for k in shuffled if k != position), key=lambda k: -float(preferences[k]))
-        chosen = []
+        positions = []
         for draw in torch.rand(
             min(self.num_models, len(candidates)), generator=generator, dtype=torch.float64
         ).tolist():
             place = int(torch.randint(len(candidates), (), generator=generator)) if draw < epsilon else 0
-            chosen.append(candidates.pop(place))
-        return torch.tensor(chosen, dtype=torch.int64)
+            positions.append(candidates.pop(place))
+        return torch.tensor(positions, dtype=torch.int64)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """Returns the network to evaluate for the client: its model θ_i."""

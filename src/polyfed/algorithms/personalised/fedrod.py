@@ -95,10 +95,10 @@ class FedRoD(Averaging, ValidatesNetworks, WrapsNetwork):
 
         def loss(batch: ForwardPass) -> Tensor:
             balanced = task_loss(batch.outputs + log_prior, batch.targets)  # −log n_y^γ e^(g_y) / Σ_c n_c^γ e^(g_c)
-            own_outputs = F.linear(seen[-1].detach(), h["weight"], h["bias"])
+            own_outputs = F.linear(representations[-1].detach(), h["weight"], h["bias"])
             return balanced + task_loss(batch.outputs.detach() + own_outputs, batch.targets)
 
-        with watch_last_layer(net.module, name) as seen:
+        with watch_last_layer(net.module, name) as representations:
             fit_result = fit_with_extra_tensors(net.module, client, self, list(h.values()), lr=lr, seed=seed, loss=loss)
         reply, buffer_state = build_reply_and_client_state(net, client, fit_result.loss, self)
         return reply, {**buffer_state, "personal": {n: t.cpu() for n, t in h.items()}}

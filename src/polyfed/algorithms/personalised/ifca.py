@@ -125,7 +125,7 @@ class IFCA(Averaging):
         """Returns the name of the message's model that has the least loss on the client's training examples, argmin_j
         L_i(θ_j).
 
-        Of equal losses the first counts.
+        If losses are equal, the first counts.
         """
         groups = [f"{_MODEL_PREFIX}{j}" for j in range(self.k)]
         if self.k == 1:

@@ -78,15 +78,17 @@ class DepthFL(Averaging):
         largest network's.
         """
         assert server.architectures is not None  # `requires` names "architectures"
-        drawn = {
+        tensors_of = {
             key: tensors_to_send(initial_state(factory, server.seed), cached_module(factory).buffers, self.buffers)
             for key, factory in server.architectures.items()
         }
         theta: dict[str, Tensor] = {}
         forms: dict[str, dict[str, str]] = {}
-        for key in sorted(drawn, key=lambda key: (-sum(tensor.numel() for tensor in drawn[key].values()), key)):
+        for key in sorted(
+            tensors_of, key=lambda key: (-sum(tensor.numel() for tensor in tensors_of[key].values()), key)
+        ):
             forms[key] = {}
-            for name, tensor in drawn[key].items():
+            for name, tensor in tensors_of[key].items():
                 is_shared = name not in theta or theta[name].shape == tensor.shape
                 forms[key][name] = name if is_shared else f"{name} {tuple(tensor.shape)}"
                 theta.setdefault(forms[key][name], tensor)

@@ -107,16 +107,17 @@ def _auc_without_groups(outputs: Tensor, targets: Tensor, groups: Groups) -> tup
     for score, positive in split_into_binary_problems(outputs, targets):
         wins = _wins(score[positive], score[~positive])
         of_positive, of_negative = groups[positive], groups[~positive]
-        lost = np.bincount(of_positive, weights=wins[0], minlength=count)
-        lost += np.bincount(of_negative, weights=wins[1], minlength=count)
+        wins_of_group = np.bincount(of_positive, weights=wins[0], minlength=count)
+        wins_of_group += np.bincount(of_negative, weights=wins[1], minlength=count)
         for group in np.intersect1d(of_positive, of_negative):
-            lost[group] -= _wins(score[positive][of_positive == group], score[~positive][of_negative == group])[0].sum()
+            scores_of_group = score[positive][of_positive == group], score[~positive][of_negative == group]
+            wins_of_group[group] -= _wins(*scores_of_group)[0].sum()
         pairs = (int(positive.sum()) - np.bincount(of_positive, minlength=count)) * (
             int((~positive).sum()) - np.bincount(of_negative, minlength=count)
         )
         with np.errstate(divide="ignore", invalid="ignore"):
             areas.append(float(wins[0].sum() / (positive.sum() * (~positive).sum())))
-            withouts.append((wins[0].sum() - lost) / pairs)
+            withouts.append((wins[0].sum() - wins_of_group) / pairs)
     if not areas:
         return math.nan, np.full(count, np.nan)
     return float(np.mean(areas)), np.mean(withouts, axis=0)

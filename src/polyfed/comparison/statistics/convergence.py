@@ -8,7 +8,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.comparison.tuning.grid import is_number, next_value_beyond_edge
+from polyfed.comparison.tuning.grid import next_value_beyond_edge
+from polyfed.core.io.number_checks import is_number
 
 MIN_EVALUATED_ROUNDS = 6
 """Evaluated rounds below which convergence is not judged."""

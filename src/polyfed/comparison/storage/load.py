@@ -16,8 +16,8 @@ def load(folder: str | Path) -> Comparison | SavedRun:
         folder: what `out` was in `federate` or `compare`, or a directory of the command line.
 
     Returns:
-        Of a comparison the `Comparison` that `compare` returned. Of a run a `SavedRun` with `table()`, `history`,
-        `report()`, and `model` and `predict` where networks are stored.
+        The `Comparison` that `compare` returned; or, for a run, a `SavedRun` with `table()`, `history`, `report()`, and
+        `model` and `predict` where networks are stored.
 
     Raises:
         UserError: the directory holds neither, a file is damaged, or the comparison is not finished.

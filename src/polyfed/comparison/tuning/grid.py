@@ -7,6 +7,7 @@ from typing import Any
 from polyfed.comparison.plan import Method
 from polyfed.comparison.tuning.optuna_search import SearchRange
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_checks import is_number
 from polyfed.simulation.storage.directory import to_plain_values
 
 GRID = "grid"  # stands for the method's own value times each of the factors
@@ -30,7 +31,7 @@ def resolve_search_values(method: Method, name: str, values: Any) -> Any:
     if values not in (GRID, EXTENDED_GRID):
         return values
     default = getattr(method, name)
-    if isinstance(default, bool) or not isinstance(default, int | float) or not default > 0:
+    if not is_number(default) or not default > 0:
         raise UserError(
             f"{name} of a method is {default!r}, which has no multiples to try; give the values to try for {name}"
         )
@@ -105,8 +106,3 @@ def check_grid_can_be_extended(name: str, values: Any, trials: int | None) -> No
     ):
         how = f"{EXTEND!r} comes after two or more numbers above 0, such as 0.01,0.1,{EXTEND}"
         raise UserError(f"{name}: {how}, got {values!r}")
-
-
-def is_number(value: Any) -> bool:
-    """Returns True if the value is an int or a float, and False for all else, also for the booleans True and False."""
-    return isinstance(value, int | float) and not isinstance(value, bool)

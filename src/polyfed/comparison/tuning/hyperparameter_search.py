@@ -42,6 +42,7 @@ from polyfed.comparison.tuning.ranking import (
 )
 from polyfed.comparison.tuning.search_result import MAX_EXTENSIONS, SearchResult, join_as_name_equals_value
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.number_checks import is_whole_number
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
 from polyfed.simulation.storage.paths import safe_file_name
@@ -71,7 +72,7 @@ def validate_search(plan: ComparisonPlan) -> None:
         return
     if not isinstance(space, Mapping) or not space:
         raise UserError(f"tune must be fields with the values to try, as in {{'lr': [0.01, 0.1]}}, got {space!r}")
-    if trials is not None and (isinstance(trials, bool) or not isinstance(trials, int) or trials < 1):
+    if trials is not None and not is_whole_number(trials, 1):
         raise UserError(f"trials must be a whole number of runs a method from 1, got {trials!r}")
     for name, values in space.items():
         if name in EQUAL_FIELDS:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 
 from polyfed.algorithms import Local
 from polyfed.comparison.plan import ComparisonPlan, Failure, Method
-from polyfed.comparison.tuning.grid import allows_values_beyond_listed, is_number
+from polyfed.comparison.tuning.grid import allows_values_beyond_listed
 from polyfed.comparison.tuning.ranking import (
     POOLED_LOSS_WEIGHT,
     SMOOTHED_ROUNDS,
@@ -19,8 +19,9 @@ from polyfed.comparison.tuning.ranking import (
     rank_runs_by_pooled_loss,
     rank_runs_for_one_client,
 )
-from polyfed.comparison.verdicts.verdict_sentences import join_names
 from polyfed.core.errors import ClientError, RoundError
+from polyfed.core.io.number_checks import is_number
+from polyfed.core.io.number_format import join_first_and_count_rest
 from polyfed.simulation.monitoring.validation_losses import pool_losses
 from polyfed.simulation.storage.paths import safe_file_name
 
@@ -133,8 +134,10 @@ class SearchResult:
         failures = dict[str, Failure]()
         for label, runs in self.runs_by_label.items():
             if runs and not self.ranked_runs_by_label[label]:
-                lost = RoundError(f"no run of the search has a validation loss of every client (method {label})")
-                failures[label] = next((run.failure for run in runs if run.failure is not None), lost)
+                default_failure = RoundError(
+                    f"no run of the search has a validation loss of every client (method {label})"
+                )
+                failures[label] = next((run.failure for run in runs if run.failure is not None), default_failure)
         return failures
 
     def find_failed_choice_to_replace(
@@ -206,7 +209,7 @@ class SearchResult:
                     if at := [
                         c for c, (search_run, _) in choice_by_client.items() if _is_at_edge(name, search_run, runs)
                     ]:
-                        edge.append(f"{name} of {label} at {join_names(at)}")
+                        edge.append(f"{name} of {label} at {join_first_and_count_rest(at)}")
                 entry["diverged"] = [
                     {"client": c, **search_run.fields} for c, order in self.ranked_runs_by_label_and_client[label].items()
                     for search_run, _ in order[: rank_by_choice.get(ChoiceKey(label, c), 0)]
@@ -262,9 +265,10 @@ class SearchResult:
             f"{score}"
         )
         if self.ranked_runs_by_label_and_client:
+            labels = join_first_and_count_rest(list(self.ranked_runs_by_label_and_client))
             sentence += (
-                f"; each client of {join_names(list(self.ranked_runs_by_label_and_client))} chose for itself, by the loss "
-                f"on its own validation examples (the loss of all clients counts as {POOLED_LOSS_WEIGHT} further examples)"
+                f"; each client of {labels} chose for itself, by the loss on its own validation examples (the loss of all "
+                f"clients counts as {POOLED_LOSS_WEIGHT} further examples)"
             )
         if not self.held_out:
             return sentence
@@ -275,13 +279,13 @@ class SearchResult:
         )
 
 
-def _with_client_fields(method: Method, chosen: Mapping[str, Fields]) -> Method:
+def _with_client_fields(method: Method, fields_by_client: Mapping[str, Fields]) -> Method:
     """Returns the method `local` with the hyper-parameters that each client has chosen; fields that the user set for a
     client take precedence."""
     assert isinstance(method, Local)
     before = method.by_client or {}
     return dataclasses.replace(
-        method, by_client={**before, **{c: {**fields, **before.get(c, {})} for c, fields in chosen.items()}}
+        method, by_client={**before, **{c: {**fields, **before.get(c, {})} for c, fields in fields_by_client.items()}}
     )
 
 

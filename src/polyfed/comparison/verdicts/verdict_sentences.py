@@ -15,6 +15,7 @@ from polyfed.comparison.verdicts.fold_sentences import describe_fold_interval_co
 from polyfed.comparison.verdicts.rival_gains import name_of_method_or_reference
 from polyfed.comparison.verdicts.site_model import describe_mean_gain_over_similar_sites
 from polyfed.core.evaluation.metric import Metric
+from polyfed.core.io.number_format import join_first_and_count_rest
 from polyfed.core.task import TaskSpec, get_task, registered_tasks
 
 _DIGITS = 6  # most digits after the decimal point
@@ -22,7 +23,6 @@ _ROUNDED = 12  # digits after the decimal point of a gain; what is beyond is rou
 _WIDE: Mapping[str, float] = {"%": 0.5, "auc": 0.5, "r2": 1.0}
 """Width of an interval above which it decides nothing, by unit or score: half the range of a share or an AUC."""
 _FEW = 100  # test examples of a client below which its R² is too uncertain
-_NAMED = 8  # clients that a sentence lists
 _LINES = 40  # clients up to which each undecided one has a sentence of its own
 
 
@@ -221,7 +221,7 @@ def verdict_sentences(
     ]
     if len(client_answers) <= _LINES:
         return [*first, *decided, *(row["sentence"] for row in undecided)]
-    return [*first, *decided, f"not decided: {join_names([row['client'] for row in undecided])}"]
+    return [*first, *decided, f"not decided: {join_first_and_count_rest([row['client'] for row in undecided])}"]
 
 
 def _simple_model_sentences(content: Mapping[str, Any]) -> list[str]:
@@ -245,15 +245,6 @@ def _simple_model_sentences(content: Mapping[str, Any]) -> list[str]:
         ]
     low, high = (_better_or_worse(end, unit, label) for end in ends)
     return [f"mean over clients: {rival} is between {low} and {high} than {network} {estimate}"]
-
-
-def join_names(names: Sequence[str]) -> str:
-    """Joins the first 8 names with commas, and adds "and N more" if there are more.
-
-    >>> join_names(["a", "b"]), join_names([str(k) for k in range(10)])
-    ('a, b', '0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
-    """
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def describe_result_scope(content: Mapping[str, Any]) -> list[str]:
@@ -339,28 +330,29 @@ def describe_limits_of_results(
         unclear: clients without an interval, because they have too few test examples.
     """
     sentences = [
-        f"{label} has no score for {join_names(clients)} with seed {seed}, and so no mean to compare with the others"
+        f"{label} has no score for {join_first_and_count_rest(clients)} with seed {seed}, and so no mean to compare with "
+        "the others"
         for (label, seed), clients in clients_without_score.items()
     ]
     if unclear:
         sentences.append(
-            f"{join_names(unclear)}: too few {get_task(content['task']).limiting_examples} for an interval of "
-            f"{content['score_label']}; left out of the interval of the mean"
+            f"{join_first_and_count_rest(unclear)}: too few {get_task(content['task']).limiting_examples} for an interval "
+            f"of {content['score_label']}; left out of the interval of the mean"
         )
     few = sorted({c for rows in count_test_examples_by_seed(content) for c, row in rows.items() if row["test"] < _FEW})
     if content["score"] == "r2" and few:
         sentences.append(
-            f"{join_names(few)}: R² of fewer than {_FEW} test examples has a very wide interval; let the mean absolute "
-            "error decide (--metrics mae,r2)"
+            f"{join_first_and_count_rest(few)}: R² of fewer than {_FEW} test examples has a very wide interval; let the "
+            "mean absolute error decide (--metrics mae,r2)"
         )
     for label, searched in ((content["tuning"] or {}).get("methods") or {}).items():
         if worse := searched.get("diverged"):
             last, client = dict(worse[-1]), worse[-1].get("client")
             last.pop("client", None)
-            chosen = searched["chosen"] if client is None else searched["by_client"][client]
+            compared_fields = searched["chosen"] if client is None else searched["by_client"][client]
             whose = label if client is None else f"{label} at {client}"
             sentences.append(f"{whose}: {_format_fields(last)} was better in the search, but diverged with another seed, so "
-                         f"{_format_fields(chosen)} is compared")  # fmt: skip
+                         f"{_format_fields(compared_fields)} is compared")  # fmt: skip
     if content["best_by"] == "test" and len(content["methods"]) > 2:
         stopped = any(method["fields"].get("patience") is not None for method in content["methods"].values())
         why = "since patience stops training by the validation examples, " if stopped else ""
@@ -373,33 +365,3 @@ def describe_limits_of_results(
 def _format_fields(fields: Mapping[str, Any]) -> str:
     """Formats fields as "NAME VALUE, NAME VALUE"."""
     return ", ".join(f"{name} {value}" for name, value in fields.items())
-
-
-def budget_sentence(kind: str, limit: float | None, *, has_limit: bool, validated: bool) -> str:
-    """Returns a sentence that says at which round each method was compared, from the parts of the budget.
-
-    Args:
-        kind: of the budget.
-        limit: bytes or seconds; None if nothing was sent.
-        has_limit: whether the user gave the limit.
-        validated: whether clients have validation examples.
-    """
-    if kind == "best" and validated:
-        return "each method at its best round by validation loss (alone: each client at its own), with equal local training"
-    if kind in ("best", "steps"):
-        return "each method after all its rounds, with equal local training"
-    if limit is None:
-        return "each method after all its rounds: nothing was sent"
-    amount = f"{limit / 2**20:.2f} MB" if kind == "bytes" else f"{limit:.1f} s of clients and server"
-    whose = "" if has_limit else ", what the cheapest run spends in all"
-    return f"each run at its last evaluated round within {amount}{whose}"
-
-
-def describe_target_source(target: float | None, reference: str | None) -> str:
-    """Returns a phrase that says where the target score comes from: the user asked for it, or a reference method
-    reaches it."""
-    if target is not None:
-        return "asked for"
-    if reference is None:
-        return "no method that trains alone has a score"
-    return f"what {reference} reaches with the same seed at the compared round"

@@ -72,7 +72,7 @@ def warning_sentences(content: Mapping[str, Any], data_warnings: Sequence[str], 
             else [helps[not_converged[0]]]
         )
         sentences.append(
-            f"Not converged: {', '.join(not_converged)}. No answer is given over or with these methods. What helps: "
+            f"Not converged: {', '.join(not_converged)}. No answer is given over or with these methods. Ways out: "
             f"{'; '.join(each)}. Or name a budget (--budget steps) if that is the question."
         )
     elif not_converged:

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_format import join_first_and_count_rest
 
 _SHOWN = 5  # rows in a sentence
 
@@ -37,9 +38,8 @@ def times_as_numbers(values: Any, name: str) -> NDArray[np.float64]:
         ) from error
     absent = (np.flatnonzero(~np.isfinite(numbers)) + 1).tolist()
     if absent:
-        more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
         raise UserError(
-            f"{name} has no value in {'row' if len(absent) == 1 else 'rows'} {', '.join(map(str, absent[:_SHOWN]))}{more} "
+            f"{name} has no value in {'row' if len(absent) == 1 else 'rows'} {join_first_and_count_rest(absent, _SHOWN)} "
             "(the first is 1); fill it in, or drop these rows"
         )
     return numbers

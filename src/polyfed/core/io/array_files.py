@@ -74,8 +74,8 @@ def _check_npy_header(file: IO[bytes], size: int, name: str) -> None:
     """
     file.seek(0)
     version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, kind = read(file)
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, kind = read_header(file)
     expected, available = math.prod(shape) * kind.itemsize, size - file.tell()
     if not kind.hasobject and expected != available:
         raise ValueError(f"the header of {name} claims {expected} bytes, and there are {available}")

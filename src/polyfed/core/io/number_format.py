@@ -73,7 +73,7 @@ def join_with_and(values: Sequence[object]) -> str:
     return f"{', '.join(leading)} and {last}" if leading else last
 
 
-def join_first_and_count_rest(values: Sequence[object], limit: int) -> str:
+def join_first_and_count_rest(values: Sequence[object], limit: int = 8) -> str:
     """Returns the first `limit` values as text, joined by commas, followed by how many more there are.
 
     >>> join_first_and_count_rest("abcde", 3), join_first_and_count_rest("ab", 3)
@@ -89,10 +89,10 @@ def format_row_numbers(rows: Any) -> str:
     >>> format_row_numbers([0]), format_row_numbers([1, 4]), format_row_numbers(range(10))
     ('row 1', 'rows 2 and 5', 'rows 1, 2, 3, 4, 5 and 5 more')
     """
-    shown = [str(int(row) + 1) for row in rows[:_SHOWN_ROWS]]
+    numbers = [int(row) + 1 for row in rows[:_SHOWN_ROWS]]
     if len(rows) > _SHOWN_ROWS:
-        return f"rows {', '.join(shown)} and {len(rows) - _SHOWN_ROWS} more"
-    return f"row {shown[0]}" if len(shown) == 1 else f"rows {', '.join(shown[:-1])} and {shown[-1]}"
+        return f"rows {', '.join(map(str, numbers))} and {len(rows) - _SHOWN_ROWS} more"
+    return f"{'row' if len(numbers) == 1 else 'rows'} {join_with_and(numbers)}"
 
 
 def shorten_name(name: str, max_length: int = 16) -> str:

@@ -256,8 +256,8 @@ def _path_of(place: str, key: Any) -> str:
 
 
 def _describe_wrong_type(place: str, expected: str, value: Any) -> str:
-    shown = repr(value) if not isinstance(value, list | dict) or len(value) < 9 else type(value).__name__
-    return f"{place or 'it'} must be {expected}, got {shown if len(shown) <= 60 else shown[:60] + '…'}"
+    text = repr(value) if not isinstance(value, list | dict) or len(value) < 9 else type(value).__name__
+    return f"{place or 'it'} must be {expected}, got {text if len(text) <= 60 else text[:60] + '…'}"
 
 
 def _deepest(errors: Sequence[str]) -> str:

@@ -1,9 +1,9 @@
 """Makes the tensors of a message smaller: stores numbers in one byte each (int8), or sends only the entries that
 changed most (top-k).
 
-What travels as it is: integers; tensors of fewer than 16 values; tensors of one dimension up to 4,096, which are biases and
-the scales and statistics of norm layers (few bytes, but a variance must not be rounded to 0 nor stay behind the weights);
-what is not finite (the server sees it and refuses it); and what would not get smaller.
+Some tensors travel as they are: integers; tensors of fewer than 16 values; tensors of one dimension up to 4,096, which are
+biases and the scales and statistics of norm layers (few bytes, but a variance must not be rounded to 0 nor stay behind the
+weights); tensors that are not finite (the server refuses them); and those that would not get smaller.
 
 Nothing is kept from round to round: what was rounded or left out is not made up for later (error feedback), since that would
 add to the private state of every method. `polyfed.core.messages.message_compression` makes messages of it.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.number_checks import is_number
 from polyfed.core.seeds import torch_generator
 
 ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]
@@ -187,8 +188,7 @@ class TopK(Compressor):
     needs_reference: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
-        if not (number and 0 < self.share <= 1):
+        if not (is_number(self.share) and 0 < self.share <= 1):
             raise UserError(
                 f"the share of top-k must be above 0 and at most 1, got {self.share!r}; for example topk:0.1"
             )

@@ -157,12 +157,12 @@ def to_fixed_point(groups: TensorGroups, weight: int, num_parties: int) -> Fixed
         exact = (exact * 2.0**FRACTION_BITS if dtype.is_floating_point else exact).flatten()
         largest = float(exact.abs().max()) if exact.numel() else 0.0
         if not largest < limit:  # NaN too
-            shown = float(tensor.to(torch.float64).abs().max())
+            largest_value = float(tensor.to(torch.float64).abs().max())
             max_value = limit / weight / (2.0**FRACTION_BITS if dtype.is_floating_point else 1.0)
             raise UserError(
-                f"group {group!r}: tensor {name!r} has the value {shown:.3g}, and a fixed-point sum of {num_parties} "
-                f"sites with {weight} examples here holds up to {max_value:.3g}; lower lr, set clip_norm, or scale the "
-                "inputs"
+                f"group {group!r}: tensor {name!r} has the value {largest_value:.3g}, and a fixed-point sum of "
+                f"{num_parties} sites with {weight} examples here holds up to {max_value:.3g}; lower lr, set clip_norm, "
+                "or scale the inputs"
             )
         if not dtype.is_floating_point:
             exact = (tensor.to(torch.int64) * int(weight)).flatten()

@@ -6,7 +6,8 @@ A LoRA layer computes W₀x + s·BAx with a frozen W₀, A of shape (r, n), B of
 the module `NAME`. Where all clients have one rank they are parameters like others, and nothing of this is needed.
 
 The server has the largest rank R of the federation. Adapters travel with their scale in B, so that clients may differ in
-it. A client takes the first r of R components. What the server makes of the replies:
+it. A client takes the first r of R components. The server averages replies in one of
+three ways:
 
 - "zero_pad": A_i and B_i are filled with zeros up to R and averaged (HetLoRA; Cho et al. 2024, without its pruning and its
   weights by norm).

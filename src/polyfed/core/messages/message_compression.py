@@ -1,7 +1,7 @@
 """Compresses the tensors of a message with a compressor from `polyfed.core.messages.compressors`, and restores them.
 
 A reply is compressed against the message that it answers. A tensor has a counterpart there if group, name, shape and type
-are the same: then its change travels, otherwise the tensor itself. What goes down has no counterparts, since the server does
+are the same: then its change travels, otherwise the tensor itself. Messages to clients have no counterparts: the server does
 not know what a client has kept.
 
 A compressed message is a `Message` too, so its `nbytes` are those that travel. Each tensor of a group has one entry. What

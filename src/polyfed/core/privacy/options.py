@@ -3,10 +3,10 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Real
 from typing import Any, Literal, Self, final
 
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.number_checks import is_real_number
 
 
 @final
@@ -53,9 +53,9 @@ class Privacy:
             )
         for name in ("target_epsilon", "noise_multiplier", "max_grad_norm"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+            if value is not None and not (is_real_number(value) and 0 < value < math.inf):
                 raise UserError(f"privacy: {name} must be a positive number, got {value!r}")
-        if not (_is_number(self.delta) and 0 < self.delta < 1):
+        if not (is_real_number(self.delta) and 0 < self.delta < 1):
             raise UserError(f"privacy: delta must be above 0 and below 1, got {self.delta!r}")
         for name in ("run_epochs", "run_steps"):
             if type(value := getattr(self, name)) is not int or value < 0:
@@ -104,7 +104,3 @@ class Privacy:
 
         steps = math.ceil(share_of_run * self.steps_of_run(sampling_rate))
         return epsilon_of_steps(sampling_rate, self.noise_for(sampling_rate), steps, self.delta)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)

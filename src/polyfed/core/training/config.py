@@ -6,15 +6,16 @@ import math
 from abc import ABC
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from numbers import Integral, Real
+from numbers import Integral
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.frozen_mapping import FrozenMapping
+from polyfed.core.io.number_checks import is_real_number
 from polyfed.core.io.plain_values import convert_numpy_fields_in_place
+from polyfed.core.io.validation import field_types
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.optimizers import check_optimizer
 from polyfed.core.nn.precision import Precision
@@ -135,12 +136,12 @@ class LocalTraining(ABC):
                 object.__setattr__(self, field, FrozenMapping(value))
         rates = (self.lr_by_name or {}).values()
         self._require(
-            all(_is_number(rate) and 0 < rate < math.inf for rate in rates), "lr_by_name", "of positive factors"
+            all(is_real_number(rate) and 0 < rate < math.inf for rate in rates), "lr_by_name", "of positive factors"
         )
         weights = self.class_weights
         if weights is not None and weights != "balanced":
             is_number_list = isinstance(weights, tuple | list) and all(
-                _is_number(w) and 0 <= w < math.inf for w in weights
+                is_real_number(w) and 0 <= w < math.inf for w in weights
             )
             self._require(is_number_list, "class_weights", "'balanced', a list of numbers of at least 0, or none")
             object.__setattr__(self, "class_weights", tuple(weights))
@@ -150,7 +151,7 @@ class LocalTraining(ABC):
 
         Otherwise 1.5 or "3" for a whole number would fail late, inside a client, or not at all.
         """
-        for field, hint in _field_types(type(self)).items():
+        for field, hint in field_types(type(self)).items():
             if get_origin(hint) is Literal:
                 value, choices = getattr(self, field), get_args(hint)
                 if value not in choices:
@@ -161,7 +162,7 @@ class LocalTraining(ABC):
             if value is None and NoneType in kinds:
                 continue
             if float in kinds:
-                self._require(isinstance(value, Real) and not isinstance(value, bool), field, "a number")
+                self._require(is_real_number(value), field, "a number")
             elif int in kinds:
                 self._require(isinstance(value, Integral) and not isinstance(value, bool), field, "a whole number")
             elif bool in kinds:
@@ -183,7 +184,7 @@ class LocalTraining(ABC):
         """Raises an error if a field is not a number that meets the requirement; None passes where the field's type
         allows it.
         """
-        value, none = getattr(self, field), NoneType in get_args(_field_types(type(self))[field])
+        value, none = getattr(self, field), NoneType in get_args(field_types(type(self))[field])
         self._require(
             (none and value is None) or holds(value), field, f"{requirement}, or none" if none else requirement
         )
@@ -248,16 +249,5 @@ class LocalTraining(ABC):
         return next(map(float, factors), 1.0)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 TRANSFERABLE_FIELDS = tuple(field.name for field in dataclasses.fields(LocalTraining) if field.name != "buffers")
 """Names the fields that one method copies from another to train like it; the policy for buffers is not copied."""
-
-
-@lru_cache
-def _field_types(method: type[LocalTraining]) -> dict[str, Any]:
-    """Returns the declared type of each field of a method."""
-    hints = get_type_hints(method)
-    return {field.name: hints[field.name] for field in dataclasses.fields(method)}

@@ -180,8 +180,8 @@ def fit(
 
     try:
         with temporary_rng_seed(derive_seed(seed, "dropout"), backend.device):
-            for drawn in backend.iter_minibatches(optimizer):
-                step_loss = partial(loss_of, drawn)
+            for minibatches_of_step in backend.iter_minibatches(optimizer):
+                step_loss = partial(loss_of, minibatches_of_step)
                 reported_value = (
                     step_loss(0) if gradient is None else backend.write_direction_to_grad(gradient, step_loss)
                 )

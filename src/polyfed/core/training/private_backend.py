@@ -76,9 +76,9 @@ class PrivateBackend(OneNetworkBackend):
         steps = PrivateSteps(self._privacy.unit, self._rate, self._noise_multiplier, number_of_steps)
         self._randomness = begin_private_training(steps, self._generator)
         for _ in range(number_of_steps):
-            chosen = self._randomness.draw_sample(self._units, self._rate)
-            self._drawn = [unit.unsqueeze(0) for unit in chosen] if self._rows_of_units is None else [
-                self._rows_of_units[int(unit)] for unit in chosen
+            sample = self._randomness.draw_sample(self._units, self._rate)
+            self._drawn = [unit.unsqueeze(0) for unit in sample] if self._rows_of_units is None else [
+                self._rows_of_units[int(unit)] for unit in sample
             ]  # fmt: skip
             rows = torch.cat(self._drawn) if self._drawn else torch.zeros(1, dtype=torch.int64)
             x, y = self._task.trim_minibatch(*self._examples.batch(rows.to(self.device), self._generator))

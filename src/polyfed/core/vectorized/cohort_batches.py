@@ -91,7 +91,7 @@ class CohortBatches:
             longest = max(map(len, orders))
             self._rows = torch.stack([torch.cat([rows, rows[:1].expand(longest - len(rows))]) for rows in orders])
         self._orders: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(examples)
-        # What says where a step's minibatches lie goes to the device once: at each step a copy would wait for it.
+        # The places of all minibatches go to the device once; a copy at each step would wait for the device.
         self._sizes, self._offsets = _batch_layout(batch_sizes, batches_per_step)
         real, firsts = self._sizes.to(self.device), self._offsets.to(self.device)
         self._on_device = real, firsts, torch.arange(int(self._sizes.max()), device=self.device)
@@ -130,8 +130,8 @@ class CohortBatches:
                         x, y, None if least == most else ValidRows(sizes.tolist(), self._on_device[0][step, k, :active])
                     )
                 )
-            for drawn in self._pending_batches[:active]:
-                drawn.clear()
+            for pending_batches in self._pending_batches[:active]:
+                pending_batches.clear()
             yield batches, self._counts[step, :active]
 
     def _batch_from_store(self, step: int, k: int, active: int, most: int) -> tuple[Tensor, Tensor]:
@@ -139,7 +139,7 @@ class CohortBatches:
         assert self._store is not None
         _, firsts, columns = self._on_device
         places = firsts[step, k, :active].unsqueeze(1) + columns[:most]
-        # What fills up the batch of a client that has fewer are rows of its own, whichever come next.
+        # A client with fewer rows fills up its batch with its own next rows.
         picked = self._rows[:active].gather(1, places.clamp_(max=self._rows.shape[1] - 1)).flatten()
         x, y = self._store[0].index_select(0, picked), self._store[1].index_select(0, picked)
         transform = self._examples[0].transform

@@ -1,7 +1,7 @@
 """Computes a layer of many clients' networks at once: each client's examples with that client's weights.
 
-Examples of k clients lie in one batch, (k·rows, ...), client after client, and weights are stacked, (k, ...). What has no
-weights (activations, pooling, reshaping) works on that batch as it is, whoever's examples they are.
+Examples of k clients lie in one batch, (k·rows, ...), client after client, and weights are stacked, (k, ...). Layers
+without weights (activations, pooling, reshaping) work on that batch as on any other.
 """
 
 from collections.abc import Callable, Mapping

@@ -29,7 +29,7 @@ class _StackedLSTMLayer(torch.autograd.Function):
         scaled[:, 2 * hidden : 3 * hidden] *= 2
         scaled[:, :, width:-1].neg_()
         transposed = scaled.transpose(1, 2).contiguous()
-        # What each step's product takes: x, −h of the step before, 1. The last has the last −h.
+        # Each step multiplies [x, −h of the step before, 1]. The last row has the last −h.
         packed = x.new_empty(clients, length + 1, rows, width + hidden + 1)
         packed[:, :length, :, :width] = x
         packed[:, 0, :, width:-1] = 0

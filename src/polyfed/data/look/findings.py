@@ -236,10 +236,10 @@ def _add_statistics(parts: Sequence[NumberStatistics]) -> NumberStatistics:
 def _weighted_median(sites: Mapping[str, NumberStatistics]) -> NumberStatistics:
     """Returns the statistics of the site whose mean is the median over all rows."""
     ordered = sorted(sites.values(), key=lambda site: site.mean)
-    half, seen = sum(site.count for site in ordered) / 2, 0.0
+    half, weight_so_far = sum(site.count for site in ordered) / 2, 0.0
     for site in ordered:
-        seen += site.count
-        if seen >= half:
+        weight_so_far += site.count
+        if weight_so_far >= half:
             return site
     return ordered[-1]
 
@@ -354,6 +354,6 @@ def describe_class_counts_of_site(look: SiteSummaries, site: SiteDataStatistics)
     for column in look.columns:
         if column.is_target and column.values is not None:
             counts = site.categories[column.name]
-            shown = [f"{value}: {_count_text(counts[value])}" for value in column.values[:8]]
-            parts.append(f"{column.name} {', '.join(shown)}{' …' if len(column.values) > 8 else ''}")
+            counts_of_values = [f"{value}: {_count_text(counts[value])}" for value in column.values[:8]]
+            parts.append(f"{column.name} {', '.join(counts_of_values)}{' …' if len(column.values) > 8 else ''}")
     return "; ".join(parts[:3])

@@ -112,10 +112,10 @@ def read_site_columns(sets: Mapping[str, Examples], class_names: Sequence[str] =
     tokens: set[int] = set()
     by_set = []
     for examples in sets.values():
-        shown = _thinned(examples)
-        pairs = _input_columns(shown, tokens)
+        sample = _thinned(examples)
+        pairs = _input_columns(sample, tokens)
         features = {column.name for column, _ in pairs}
-        for column, target_cells in _target_columns(shown, names, preprocessor):
+        for column, target_cells in _target_columns(sample, names, preprocessor):
             name = f"{column.name} (target)" if column.name in features else column.name
             pairs.append((LookColumn(name, column.values, True), target_cells))
         cells = torch.stack([cells for _, cells in pairs], dim=1)

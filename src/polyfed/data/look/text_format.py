@@ -52,10 +52,10 @@ def format_look(look: SiteSummaries, findings: Sequence[SiteDifferenceFinding]) 
     if hidden := len(look.sites) - len(shown_sites):
         lines.append(f"and {count_with_noun(hidden, 'more site')}")
     columns = sorted(look.columns, key=lambda c: not any(place[0] == c.name for place in marks))[:_COLUMNS]
-    chosen = [column for column in look.columns if column in columns]
+    listed_columns = [column for column in look.columns if column in columns]
     lines.append("")
     lines.append(f"{'':{name_width}}{'missing':>8}{'mean ± sd':>20}{'zeros':>7}{'1 % to 99 %':>22}")
-    for column in chosen:
+    for column in listed_columns:
         lines.append(f"{column.name}{' (target)' if column.is_target else ''}")
         for name in shown_sites:
             site, mark = look.sites[name], marks.get((column.name, name), "")
@@ -67,8 +67,9 @@ def format_look(look: SiteSummaries, findings: Sequence[SiteDifferenceFinding]) 
                     f"{value} {_percent(counts[value], site.rows)}" for value in column.values[:6]
                 ) + (" …" if len(column.values) > 6 else "")  # fmt: skip
             lines.append(f"  {name:{name_width - 2}}{cells}{f'  << {mark}' if mark else ''}")
-    if len(look.columns) > len(chosen):
-        lines.append(f"and {count_with_noun(len(look.columns) - len(chosen), 'more column')}: on the page, or --json")
+    if len(look.columns) > len(listed_columns):
+        num_unlisted = len(look.columns) - len(listed_columns)
+        lines.append(f"and {count_with_noun(num_unlisted, 'more column')}: on the page, or --json")
     lines += ["", *format_findings(findings)]
     if not look.is_local:
         lines.append(f"Counts of fewer than {MIN_COUNT} rows are not shown (<{MIN_COUNT}).")

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.seeds import numpy_generator
 
 Rows = NDArray[np.int64]
@@ -217,7 +218,7 @@ def check_classes_per_client(k: int, limit: int, why: str = "the data has no mor
 
 def check_positive_integer(name: str, field: str, value: int) -> None:
     """Raises a `UserError` unless `value` is an integer of at least 1; the message names the field."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_whole_number(value, 1):
         raise UserError(f"{name}: {field} must be a whole number of at least 1, got {value!r}")
 
 

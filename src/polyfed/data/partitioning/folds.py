@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
+from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.concat import rows_in_stored_tensors
 from polyfed.data.partitioning.allocation import draw_stratified_rows
@@ -48,7 +49,7 @@ class Folds:
 
     def __post_init__(self) -> None:
         for name, value, least in (("folds", self.number, 2), ("fold_repeats", self.repeats, 1)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not is_whole_number(value, least):
                 raise UserError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
     @property

@@ -77,9 +77,9 @@ def split_by_group_and_record_sets(
         num_assigned = sum(set_of_group.get(str(group_name)) == name for group_name in names)
         num_missing = max(round(share * len(names)), int(share > 0)) - num_assigned
         size = int(np.clip(num_missing, 0, max(0, len(unassigned) - 1)))
-        drawn = draw_stratified_rows(label[unassigned], size, derive_seed(seed, name), leave_one_per_class=True)
-        set_of_group.update({str(names[i]): name for i in unassigned[drawn]})
-        unassigned = np.delete(unassigned, drawn)
+        positions = draw_stratified_rows(label[unassigned], size, derive_seed(seed, name), leave_one_per_class=True)
+        set_of_group.update({str(names[i]): name for i in unassigned[positions]})
+        unassigned = np.delete(unassigned, positions)
     set_of_group.update({str(names[i]): "train" for i in unassigned})
     role = np.array([set_of_group[str(name)] for name in names])[group_index]
     return {name: np.flatnonzero(role == name) for name in ("train", *shares)}

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.partitioning.allocation import (
     Labels,
@@ -48,7 +49,7 @@ class ListedClasses(Partition):
             if (
                 not isinstance(client_classes, list | tuple)
                 or not client_classes
-                or not all(map(_is_class_number, client_classes))
+                or not all(is_whole_number(c, 0) for c in client_classes)
             ):
                 raise UserError(
                     f"ListedClasses: classes of client {client} must be a list of at least one whole number from 0, got "
@@ -99,7 +100,3 @@ class ListedClasses(Partition):
             has * (sizes[scarcest] // users[scarcest]),
             numpy_generator(derive_seed(seed, "partition", "listed")),
         )
-
-
-def _is_class_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.number_format import join_first_and_count_rest
 from polyfed.core.io.validation import check_field_types
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.partitioning.allocation import (  # fmt: skip
@@ -351,17 +352,17 @@ class Natural(Partition):
     ) -> list[Rows]:
         """Returns one array of row numbers per client."""
         check_enough_examples(len(labels), num_clients)
-        texts, which, chosen = self._choose_values(num_clients, seed, columns)
+        texts, which, value_of_client = self._choose_values(num_clients, seed, columns)
         client_of = np.full(len(texts), -1)
-        client_of[chosen] = np.arange(num_clients)
+        client_of[value_of_client] = np.arange(num_clients)
         return rows_of_each_client(client_of[which], num_clients)
 
     def client_ids(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> tuple[str, ...]:
         """Returns the clients' ids: those values of `column` that become clients, as text."""
-        texts, _, chosen = self._choose_values(num_clients, seed, columns)
-        return tuple(texts[i] for i in chosen)
+        texts, _, value_of_client = self._choose_values(num_clients, seed, columns)
+        return tuple(texts[i] for i in value_of_client)
 
     def _choose_values(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None
@@ -386,11 +387,10 @@ class Natural(Partition):
             )
         if self.order == "all" and number < len(texts):
             left_out = [repr(texts[i]) for i in np.lexsort((first_rows, -sizes))[number:]]
-            more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
             raise UserError(
                 f"natural: column {self.column!r} has {len(texts)} values, so that {number} clients would leave out "
-                f"{', '.join(left_out[:5])}{more}; leave the number of clients out (--data.clients null) to have all, "
-                "or choose with --data.partition.order largest, first or random"
+                f"{join_first_and_count_rest(left_out, 5)}; leave the number of clients out (--data.clients null) to have "
+                "all, or choose with --data.partition.order largest, first or random"
             )
         return texts, value_indices, np.lexsort((first_rows, sort_key))[:number]
 

@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
+from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.seeds import derive_seed
 from polyfed.data.concat import concat_examples, concatenation_obstacle, input_memory_locations, rows_in_stored_tensors
 from polyfed.data.partitioning.allocation import draw_stratified_rows
 from polyfed.data.partitioning.group_split import group_id_of_each_row, split_by_group_and_record_sets
-from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, fit_preprocessor, warn_of_changed_constants
+from polyfed.data.tabular.fit_preprocessor import fit_preprocessor
+from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, warn_of_changed_constants
 
 
 def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> list[tuple[Client, ...]]:
@@ -48,7 +50,7 @@ def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> li
     >>> [(len(one.train), len(one.val), len(one.test)) for one in dealt[2]]
     [(20, 3, 6), (26, 3, 6)]
     """
-    if not isinstance(splits, int) or isinstance(splits, bool) or splits < 2:
+    if not is_whole_number(splits, 2):
         raise UserError(f"resplit must be a number of splits of at least 2, got {splits!r}")
     check_untimed(clients, "resplit")
     check_disjoint(clients)
@@ -184,9 +186,9 @@ def _redraw_sets_by_group(
     return replace(client, train=select_rows(pool, sets["train"]), **held_out)  # type: ignore[arg-type]
 
 
-def select_rows(pool: Examples, chosen: NDArray[np.int64]) -> Examples:
+def select_rows(pool: Examples, rows: NDArray[np.int64]) -> Examples:
     """Returns the examples at the positions `chosen` of `pool`."""
-    return pool.select(torch.from_numpy(chosen).to(pool.device))
+    return pool.select(torch.from_numpy(rows).to(pool.device))
 
 
 def check_untimed(clients: Sequence[Client], option: str) -> None:

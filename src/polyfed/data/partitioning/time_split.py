@@ -34,8 +34,8 @@ def split_by_time(times: NDArray[np.float64], shares: Mapping[str, float]) -> di
         earlier_sets = 1 + sum(other > 0 for other in list(shares.values())[position + 1 :])  # a time stays for each
         # For each number of different times that go to this set: the number of rows.
         sizes = np.concatenate([[0], np.cumsum(counts[::-1])])[: max(1, len(different) - earlier_sets + 1)]
-        taken = int(np.argmin(np.abs(sizes - size) + (len(times) * (sizes == 0) if size else 0)))
-        is_later = np.isin(times[remaining], different[len(different) - taken :])
+        num_latest = int(np.argmin(np.abs(sizes - size) + (len(times) * (sizes == 0) if size else 0)))
+        is_later = np.isin(times[remaining], different[len(different) - num_latest :])
         rows[name], remaining = remaining[is_later], remaining[~is_later]
     return {"train": remaining, **rows}
 

@@ -21,7 +21,7 @@ def hold_out_missing_validation_sets(clients: Sequence[Client], seed: int) -> tu
     """Returns all clients; for each client without a validation set, a fifth of its training examples becomes one.
 
     Examples are drawn by `seed` and, for classification, each class within one example of its share. A client with fewer
-    than five training examples holds out none. Of examples with a time (`Examples.time`) the last are held out. Groups
+    than five training examples holds out none. If examples have a time (`Examples.time`), the last are held out. Groups
     (`Examples.group`) stay together, and preprocessing of a table is fitted again on the remaining rows.
 
     >>> from polyfed.testing import small_clients

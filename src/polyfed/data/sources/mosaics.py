@@ -82,10 +82,10 @@ def build_mosaics(
     ([8], [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
     """
     generator = torch_generator(seed)
-    chosen = torch.randint(len(x), (num_mosaics, _PLACES), generator=generator)
+    positions = torch.randint(len(x), (num_mosaics, _PLACES), generator=generator)
     is_filled = torch.rand(num_mosaics, _PLACES, generator=generator) < filled
     small = torch.nn.functional.avg_pool2d(x.float(), 2).round().to(torch.uint8)
-    tiles = small[chosen, 0] * is_filled[:, :, None, None]  # (number, place, h/2, w/2)
+    tiles = small[positions, 0] * is_filled[:, :, None, None]  # (number, place, h/2, w/2)
     rows = [torch.cat([tiles[:, k], tiles[:, k + 1]], dim=2) for k in (0, 2)]
-    labels = torch.zeros(num_mosaics, classes).scatter_reduce(1, y[chosen], is_filled.float(), "amax")
+    labels = torch.zeros(num_mosaics, classes).scatter_reduce(1, y[positions], is_filled.float(), "amax")
     return torch.cat(rows, dim=1)[:, None], labels

@@ -181,19 +181,19 @@ class TableFile(Source):
             *parse_column_names(self.drop, table),
             *(name for name in (self.site, self.group, self.time) if name is not None),
         }
-        chosen = parse_column_names(self.columns, table) or tuple(
+        names = parse_column_names(self.columns, table) or tuple(
             name for name in table.column_names if name not in left_out
         )
-        if overlap := sorted(set(chosen) & left_out):
+        if overlap := sorted(set(names) & left_out):
             raise UserError(
                 f"column {overlap[0]!r} cannot be a feature: it is the target, the site, the group or the time, or dropped"
             )
         categorical = parse_column_names(self.categorical, table)
-        if not chosen:
+        if not names:
             raise UserError(
                 "no column is left for features: leave out less (--data.drop), or name some (--data.columns)"
             )
-        return tuple(infer_feature_column(table, name, name in categorical) for name in chosen)
+        return tuple(infer_feature_column(table, name, name in categorical) for name in names)
 
     def _subgroup_columns(self, table: Table, targets: Sequence[str]) -> dict[str, NDArray[Any]]:
         """Returns the columns of sites and groups, and the columns with few different values, by which scores of

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
-from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, count_and_sum_numeric_columns
+from polyfed.data.tabular.fit_preprocessor import count_and_sum_numeric_columns
+from polyfed.data.tabular.preprocessing import Column, TablePreprocessor
 from polyfed.data.tabular.schema import merge_schemas, read_schema, recode_targets_to_schema, table_schema
 
 
@@ -161,8 +162,10 @@ def _recode_inputs(x: Tensor, preprocessor: TablePreprocessor, common: TablePrep
 def _code_translation(before: Column, after: Column) -> Tensor:
     """Returns the new code of each category, then of missing values, and last of unknown categories (-1)."""
     old, new = before.categories or (), after.categories or ()
-    if lost := [value for value in old if value not in new]:
-        raise UserError(f"column {before.name!r} has {len(lost)} categories that the common table does not know")
+    if missing_categories := [value for value in old if value not in new]:
+        raise UserError(
+            f"column {before.name!r} has {len(missing_categories)} categories that the common table does not know"
+        )
     return torch.tensor([*map(new.index, old), *([len(new)] if before.missing else []), -1])
 
 

@@ -9,7 +9,7 @@ given raw rows later. The arithmetic is that of scikit-learn's `StandardScaler`,
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal, TypedDict, final
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.examples.examples import Examples
 from polyfed.core.io.number_format import format_row_numbers
 from polyfed.core.io.validation import validation_error
 from polyfed.core.task import Task, TaskSpec, get_task
@@ -36,7 +35,8 @@ from polyfed.data.tabular.table_reader import (
 from polyfed.tasks import Classification
 
 MISSING_CATEGORY = "(missing)"
-_CONSTANT = 1e-9  # relative to the mean; numbers with a smaller standard deviation do not vary
+RELATIVE_ROUNDING = 1e-9
+"""Numbers with a smaller standard deviation, relative to their mean, do not vary."""
 _SHOWN = 5  # names shown in a sentence
 Scope = Literal["site", "federated"]
 
@@ -200,7 +200,7 @@ class TablePreprocessor:
         numeric = [i for i, column in enumerate(self.columns) if column.categories is None]
         changed_names = []
         for position, mean, spread in zip(numeric, self.mean, self.spread, strict=True):
-            if spread == 0 and bool(((x[:, position].double() - mean).abs() > _CONSTANT * abs(mean)).any()):
+            if spread == 0 and bool(((x[:, position].double() - mean).abs() > RELATIVE_ROUNDING * abs(mean)).any()):
                 changed_names.append(self.columns[position].name)
         return tuple(changed_names)
 
@@ -334,69 +334,3 @@ def warn_of_changed_constants(columns_by_owner: Mapping[str, Sequence[str]]) -> 
 def _join_first(names: Sequence[str], between: str = ", ") -> str:
     more = f"{between}{len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return between.join(names[:_SHOWN]) + more
-
-
-def count_and_sum_numeric_columns(
-    train: Examples, columns: Sequence[Column], mean: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Returns, for each numeric column, how many training rows have a value, and the sum of these values.
-
-    With `mean` it sums the squared differences from it instead. Both float64, shape (columns of numbers,).
-    """
-    numeric = [i for i, column in enumerate(columns) if column.categories is None]
-    x = (train.input_tensor if train.index is None else train.input_tensor[train.index])[:, numeric].double()
-    is_present = ~x.isnan()
-    deviation = x if mean is None else (x - mean) ** 2
-    return is_present.sum(0).double(), torch.where(is_present, deviation, 0.0).sum(0)
-
-
-def mean_or_zero(count: Tensor, total: Tensor) -> Tensor:
-    """Returns the mean of each column, `total / count`; 0 for a column without values."""
-    return torch.where(count > 0, total / torch.where(count > 0, count, 1.0), 0.0)
-
-
-def preprocessor_with_statistics(
-    template: TablePreprocessor, mean: Tensor, variance: Tensor, scope: Scope
-) -> TablePreprocessor:
-    """Returns a copy of the preprocessing in which the numeric columns have these means and variances.
-
-    Further means and variances, after those of the columns, are of the targets.
-    """
-    num_numeric, spread = len(template.mean), standard_deviation_or_zero(mean, variance).tolist()
-    units = [value or 1.0 for value in spread[num_numeric:]]  # targets that do not vary keep their unit
-    target = tuple(zip(mean[num_numeric:].tolist(), units, strict=True)) or template.target
-    return replace(
-        template, mean=tuple(mean[:num_numeric].tolist()), spread=tuple(spread[:num_numeric]), target=target,
-        scope=scope,
-    )  # fmt: skip
-
-
-def standard_deviation_or_zero(mean: Tensor, variance: Tensor) -> Tensor:
-    """Returns the standard deviation of each column; 0 for columns that are constant up to rounding."""
-    spread = variance.sqrt()
-    return torch.where(spread <= _CONSTANT * mean.abs(), torch.zeros_like(spread), spread)
-
-
-def fit_preprocessor(
-    template: TablePreprocessor, trains: Sequence[Examples], scope: Scope = "site"
-) -> TablePreprocessor:
-    """Returns a copy of the preprocessing with statistics of the training rows of one site, or of several sites
-    together.
-
-    >>> like = TablePreprocessor((Column("age"),), (0.0,), (1.0,))
-    >>> rows = Examples(torch.tensor([[40.0], [60.0], [torch.nan]]), torch.tensor([0, 1, 0]))
-    >>> fit_preprocessor(like, [rows]).mean, fit_preprocessor(like, [rows]).spread
-    ((50.0,), (10.0,))
-    """
-    mean = mean_or_zero(*_add_pairs([count_and_sum_numeric_columns(train, template.columns) for train in trains]))
-    variance = mean_or_zero(
-        *_add_pairs([count_and_sum_numeric_columns(train, template.columns, mean) for train in trains])
-    )
-    return preprocessor_with_statistics(template, mean, variance, scope)
-
-
-def _add_pairs(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    count, total = (torch.zeros_like(part) for part in parts[0])
-    for part_count, part_total in parts:
-        count, total = count + part_count, total + part_total
-    return count, total

@@ -162,17 +162,17 @@ def _check_names(part: str, file: Path, leaf: x509.Certificate, host: str | None
         return
     dns_names = [str(name) for name in names.get_values_for_type(x509.DNSName)]
     addresses = [str(address) for address in names.get_values_for_type(x509.IPAddress)]
-    shown = ", ".join([*dns_names, *addresses]) or "none"
+    certified_names = ", ".join([*dns_names, *addresses]) or "none"
     if host is None:
         yield note_finding(
-            part, f"{file} is for {shown}; sites must reach the server by such a name (--address checks one)"
+            part, f"{file} is for {certified_names}; sites must reach the server by such a name (--address checks one)"
         )
     elif is_host_covered_by_certificate(host, dns_names, addresses):
         yield ok_finding(part, f"{file} is for {host}")
     else:
         yield problem_finding(
             part,
-            f"{file} is for {shown}, and sites reach the server as {host}; get one for that name, or use "
+            f"{file} is for {certified_names}, and sites reach the server as {host}; get one for that name, or use "
             "another address",
         )
 

@@ -188,10 +188,10 @@ def check_package_versions(component: str, protocol_version: int) -> Findings:
                 f"{requirement.name} is {installed}, and polyfed needs {requirement.specifier}; pip install "
                 f"'{requirement.name}{requirement.specifier}'",
             )
-    shown = ", ".join(f"{name} {_installed_version(name)}" for name in ("polyfed", "flwr", "torch"))
+    versions = ", ".join(f"{name} {_installed_version(name)}" for name in ("polyfed", "flwr", "torch"))
     yield note_finding(
         component,
-        f"{shown}, Python {python}, protocol {protocol_version}; server and sites need the same protocol, and best the "
+        f"{versions}, Python {python}, protocol {protocol_version}; server and sites need the same protocol, and best the "
         "same versions",
     )
 

@@ -122,8 +122,10 @@ def noise_incompatibility_error(algorithm: Algorithm[Any, Any], secure_sums: boo
 
 
 def _uncovered_disclosure(algorithm: Algorithm[Any, Any], secure: bool) -> str | None:
-    if shown := [description for word, description in _UNCOVERED_DISCLOSURES.items() if word in algorithm.discloses]:
-        return f"shows {' and '.join(shown)}, which depend on the data and which noise does not hide"
+    if descriptions := [
+        description for word, description in _UNCOVERED_DISCLOSURES.items() if word in algorithm.discloses
+    ]:
+        return f"shows {' and '.join(descriptions)}, which depend on the data and which noise does not hide"
     if new_words := sorted(algorithm.discloses - DISCLOSURES.keys()):
         return f"discloses {' and '.join(new_words)}, of which it is not known that noise hides it"
     if "one_data_spec" in algorithm.requires:

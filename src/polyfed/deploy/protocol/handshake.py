@@ -11,6 +11,7 @@ from polyfed.core.algorithm import Architecture, Client, DataSpec
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import named_leaves
+from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.task import get_task
 from polyfed.deploy.protocol.errors import RefusalError
@@ -95,7 +96,7 @@ def check_same_representation_width(introductions: Mapping[str, Mapping[str, Any
     widths = {i: answer.get("width") for i, answer in sorted(introductions.items())}
     first = next(iter(widths))
     for i, width in widths.items():
-        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        if not is_whole_number(width, 1):
             raise UserError(f"site {i!r} does not report how many numbers its network's last layer takes")
         if width != widths[first]:
             raise UserError(

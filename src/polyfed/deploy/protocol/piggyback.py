@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_checks import is_number
 from polyfed.core.state_dict import StateDict
 from polyfed.deploy.protocol.wire import Envelope
 from polyfed.simulation.engines.base import ClientTask
@@ -145,7 +146,7 @@ def _best_source_group(
     """Finds the group of training tensors that contains the most of an evaluation group's tensors; returns its name and
     the shared tensors' names, or ("", empty set) if no tensor is shared.
 
-    Of groups that share equally many, the group of the same name wins.
+    If several groups share equally many, the group of the same name wins.
     """
     best_source, best_names = "", set[str]()
     for source in sorted(groups, key=lambda candidate: candidate != group):
@@ -170,7 +171,7 @@ def _pick_tensors(source: StateDict, positions: _Positions, extra_tensors: State
 
 
 def _validate_number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         raise ValueError("a scalar is no number")
     return value
 

@@ -26,6 +26,6 @@ more, then the other h, whose terms give e(0), are at least t − c, and there a
 a contradiction. So k_h ≠ 0 only where L_h = L, and e(0) is a combination of at least t points. ∎
 (`tests/deploy/secure_aggregation/test_secure_masking.py` counts ranks.)
 
-Since an honest site releases its shares once, the server can open at most one list. Of each site it then knows either shares
-of the self-mask, or shares of the key, never both.
+Since an honest site releases its shares once, the server can open at most one list. For each site it then knows either
+shares of the self-mask, or shares of the key, never both.
 """

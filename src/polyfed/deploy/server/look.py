@@ -75,17 +75,18 @@ def look_at_data(
     registry = ClientRegistry(tuple(sorted(introductions)), next(iter(tasks)))  # type: ignore[arg-type]  # compared later
     federation = Federation({}, look_server.algorithm, look_server.settings, remote_clients=registry)
     engine.bind_federation(federation)
-    seen = run_look_rounds(federation, engine, columns)
-    for line in str(seen).splitlines():
+    summary = run_look_rounds(federation, engine, columns)
+    for line in str(summary).splitlines():
         _LOG.info("%s", line)
     out = server.deployment.out
     if not out.parent.exists():
         create_private_folder_if_missing(out.parent, parents=True)
     write_file_atomically(
-        out.with_name(f"{out.name}-look.json"), json.dumps(seen.to_json_dict(), ensure_ascii=False, indent=1).encode()
+        out.with_name(f"{out.name}-look.json"),
+        json.dumps(summary.to_json_dict(), ensure_ascii=False, indent=1).encode(),
     )
-    write_look_page(seen, out.with_name(f"{out.name}-look.html"))
-    return seen
+    write_look_page(summary, out.with_name(f"{out.name}-look.html"))
+    return summary
 
 
 def _collect_columns(

@@ -37,8 +37,8 @@ def sanitize_line(text: object) -> str:
     >>> sanitize_line("a\\nb"), len(sanitize_line("x" * 10_000))
     ('a b', 300)
     """
-    shown = "".join(c if c.isprintable() else " " for c in str(text)[: 4 * _MAX_SENTENCE_LENGTH])
-    return " ".join(shown.split())[:_MAX_SENTENCE_LENGTH]
+    printable_text = "".join(c if c.isprintable() else " " for c in str(text)[: 4 * _MAX_SENTENCE_LENGTH])
+    return " ".join(printable_text.split())[:_MAX_SENTENCE_LENGTH]
 
 
 def parse_task_result(
@@ -155,8 +155,8 @@ def _parse_scalars(packed: PackedEnvelope, server: DeploymentServer, introductio
         if isinstance(v, bool) or not isinstance(v, int | float) or abs(v) > _MAX_ABSOLUTE_VALUE
     ]:
         value = scalars[wrong[0]]
-        shown = f"a list of {len(value)}" if isinstance(value, list) else sanitize_line(repr(value))
-        raise UserError(f"scalar {wrong[0]!r} is {shown}, which is no number up to {_MAX_ABSOLUTE_VALUE:g}")
+        description = f"a list of {len(value)}" if isinstance(value, list) else sanitize_line(repr(value))
+        raise UserError(f"scalar {wrong[0]!r} is {description}, which is no number up to {_MAX_ABSOLUTE_VALUE:g}")
     num_examples = introduction.get("num_examples")
     if num_examples is None:
         scalars.pop("num_examples", None)

@@ -21,6 +21,7 @@ from torch import Tensor
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, RoundError, UserError
+from polyfed.core.io.number_checks import is_number
 from polyfed.core.messages.fixed_point import FixedPointWords, SumLayout, build_sum_message, parse_sum_message
 from polyfed.deploy.protocol.piggyback import add_evaluations_to_envelopes
 from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, parse_head
@@ -355,7 +356,7 @@ def _read_unmasking_shares(answer: PackedEnvelope | str) -> UnmaskingShares | No
 
 
 def _number_or_zero(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e12 else 0.0
+    return float(value) if is_number(value) and abs(value) < 1e12 else 0.0
 
 
 def _failed_result(task: ClientTask, reason: str) -> TaskResult:

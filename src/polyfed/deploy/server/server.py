@@ -307,10 +307,10 @@ class DeploymentServer:
 def _common_task(spec_by_site: Mapping[str, Any]) -> Task:
     """Builds the task that all sites report; raises a `UserError` if they differ, or this server cannot build it."""
     specs = list(spec_by_site.values())
-    shown = {site: str(spec)[:200] for site, spec in spec_by_site.items()}
+    printed_specs = {site: str(spec)[:200] for site, spec in spec_by_site.items()}
     if any(spec != specs[0] for spec in specs):
-        raise UserError(f"sites of one federation must have one task, got {shown}")
+        raise UserError(f"sites of one federation must have one task, got {printed_specs}")
     try:
         return get_task(specs[0])
     except UserError as error:
-        raise UserError(f"sites of one federation must have one task, got {shown}, and {error}") from error
+        raise UserError(f"sites of one federation must have one task, got {printed_specs}, and {error}") from error

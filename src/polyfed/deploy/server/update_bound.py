@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, final
 from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_checks import is_positive_number
 from polyfed.simulation.rounds.secure_aggregation import uses_default_mean
 
 MaxUpdateNorm = float | Literal["auto", "off"]
@@ -34,8 +35,7 @@ def parse_max_update_norm(value: Any) -> MaxUpdateNorm:
     if isinstance(value, str) and value not in ("auto", "off"):  # Flower replaces a text by a text only
         with contextlib.suppress(ValueError):
             value = float(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value not in ("auto", "off") and not (is_number and 0 < value < float("inf")):
+    if value not in ("auto", "off") and not is_positive_number(value):
         raise UserError(
             f"max-update-norm must be auto, a positive number, or off, got {value!r}; auto is {TIMES_MEDIAN:g} times the "
             "running median of the norms, off leaves updates without a bound"

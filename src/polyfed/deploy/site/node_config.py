@@ -9,6 +9,7 @@ from typing import Any
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.io.trusted_code import execute_file_and_get_function, trust_code
 from polyfed.core.training.losses import import_loss
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
@@ -48,7 +49,7 @@ def build_site(node_config: Mapping[str, Any]) -> Site:
         if not isinstance(node_config.get(word, False), bool):
             raise UserError(f"node-config: {word} must be true or false, got {node_config[word]!r}")
     threshold = node_config.get("secure-threshold")
-    if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 2):
+    if threshold is not None and not is_whole_number(threshold, 2):
         raise UserError(f"node-config: secure-threshold must be a whole number from 2, got {threshold!r}")
     methods = _split_names(node_config.get("methods", ""))
     trust_code(str(expand_user_path(str(node_config["site"]), "node-config: site")))  # the owner has named it

@@ -22,9 +22,9 @@ def logit_scaled_confidence(outputs: Tensor, labels: Tensor) -> NDArray[np.float
     [0.0, 3.0]
     """
     logits = outputs.double()
-    chosen = torch.nn.functional.one_hot(labels.long(), logits.shape[1]).bool()
-    others = logits.masked_fill(chosen, -torch.inf).logsumexp(1)
-    confidence: NDArray[np.float64] = (logits[chosen] - others).numpy()
+    is_label = torch.nn.functional.one_hot(labels.long(), logits.shape[1]).bool()
+    others = logits.masked_fill(is_label, -torch.inf).logsumexp(1)
+    confidence: NDArray[np.float64] = (logits[is_label] - others).numpy()
     return np.nan_to_num(confidence, nan=0.0, posinf=1e6, neginf=-1e6)
 
 

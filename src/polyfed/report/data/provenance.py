@@ -105,14 +105,14 @@ def _written(path: Path) -> str:
 def _as_yaml(config: Mapping[str, Any]) -> str:
     """Returns a configuration as YAML; of files and folders only the last part of the name, which says nothing of a person's
     machine."""
-    shown = {name: value for name, value in config.items() if name not in EXECUTION_FIELDS}
-    data = shown.get("data")
+    printed_config = {name: value for name, value in config.items() if name not in EXECUTION_FIELDS}
+    data = printed_config.get("data")
     if isinstance(data, Mapping):
-        shown["data"] = {
+        printed_config["data"] = {
             name: PurePath(value).name if name in ("path", "schema") and isinstance(value, str) else value
             for name, value in data.items()
         }
-    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True) if shown else ""
+    return yaml.safe_dump(printed_config, sort_keys=False, allow_unicode=True) if printed_config else ""
 
 
 def _compare_command(description: Mapping[str, Any], experiment: Mapping[str, Any]) -> str:

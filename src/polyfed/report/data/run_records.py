@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 from polyfed.comparison.statistics.learning_curve import iterate_records_with_costs_so_far
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import METRICS, default_metric_names
+from polyfed.core.io.number_checks import is_number, is_whole_number
 from polyfed.report.data.score_format import ScoreFormat, score_format_of
 from polyfed.simulation.monitoring.update_norms import NORM, norms_by_client
 from polyfed.simulation.storage.directory import read_config, read_manifest
@@ -268,7 +269,7 @@ def _round_error(record: Any, score_names: Set[str]) -> str | None:
     if not isinstance(record, Mapping):
         return "it is no round"
     number = record.get("round")
-    if not isinstance(number, int) or isinstance(number, bool):
+    if not is_whole_number(number):
         return f"its round is {_short_json(number)}" if "round" in record else "it has no round"
     for name in (*_TOTALS, *_SECONDS):
         if name not in record and name in _TOTALS:
@@ -295,7 +296,7 @@ def _round_error(record: Any, score_names: Set[str]) -> str | None:
 
 def _is_number(value: Any) -> bool:
     """Returns whether `value` is a number that a float can hold; False for NaN and for booleans."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return is_number(value) and abs(value) <= sys.float_info.max
 
 
 def _short_json(value: Any) -> str:

@@ -121,7 +121,7 @@ def _check_same_outputs(module: StandaloneModule, run_exported: NetworkFunction,
 def _to_torchscript(module: StandaloneModule, trained: TrainedModel) -> tuple[bytes, NetworkFunction]:
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        # Of tracing, whose result is compared; and of torch, which calls all of TorchScript deprecated.
+        # Tracing warns of constants, but its result is compared below; torch calls all of TorchScript deprecated.
         warnings.simplefilter("ignore")
         traced = torch.jit.trace(module, draw_random_inputs(trained, 2, 0), check_trace=False)  # type: ignore[no-untyped-call]
         torch.jit.save(traced, buffer)

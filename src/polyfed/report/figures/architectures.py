@@ -244,13 +244,13 @@ def _parse_cell(content: Mapping[str, Any]) -> SearchedCell:
     rows = [_edge_probabilities(edge) for edge in content["edges"]]
     candidates = tuple(dict.fromkeys(name for row in rows for name in row))
     table = np.array([[row.get(name, 0.0) for name in candidates] for row in rows])
-    chosen = []
+    chosen_operations = []
     for edge, row in zip(content["edges"], rows, strict=True):
         operations = edge["operations"]  # one, where the network was fixed: of equally probable ones that which it has
-        chosen.append(operations[0] if len(operations) == 1 else max(row, key=row.__getitem__))
-    if missing := sorted(set(chosen) - set(candidates)):
+        chosen_operations.append(operations[0] if len(operations) == 1 else max(row, key=row.__getitem__))
+    if missing := sorted(set(chosen_operations) - set(candidates)):
         raise ValueError(f"the operation {missing[0]!r} is none of the candidates {candidates}")
-    return SearchedCell(str(content["stack"]), inputs, edges, candidates, table, tuple(chosen))
+    return SearchedCell(str(content["stack"]), inputs, edges, candidates, table, tuple(chosen_operations))
 
 
 def _edge_probabilities(edge: Mapping[str, Any]) -> dict[str, float]:

@@ -56,8 +56,8 @@ def draw_warm_start_curves(curves: Mapping[str, UnseenClientCurves]) -> "Figure"
             (client_curves.scratch, _SCRATCH, "from scratch"),
         ):
             # A training that diverged leaves a gap.
-            shown = [math.nan if value is None else value for value in values]
-            axes.plot(epochs, shown, color=colour, label=label, linewidth=1.5, marker=".", markersize=4)
+            heights = [math.nan if value is None else value for value in values]
+            axes.plot(epochs, heights, color=colour, label=label, linewidth=1.5, marker=".", markersize=4)
         if (goal := client_curves.scratch[-1]) is not None:
             axes.axhline(goal, color=_SCRATCH, linestyle=":", linewidth=1)
         if client_curves.epochs_to_match_scratch is not None:

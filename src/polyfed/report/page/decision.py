@@ -74,7 +74,11 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
         warnings=[f"{str(sentence).rstrip('.')}." for sentence in dict.fromkeys(warnings)],
         answer_table=html_answer_table(answers, run_group, axis, level) if answers and not is_long else "",
         groups=[
-            (heading, join_names(members), html_answer_table(members, run_group, axis, level))
+            (
+                heading,
+                ", ".join(answer.client or "" for answer in members),
+                html_answer_table(members, run_group, axis, level),
+            )
             for heading, members in (_group_by_answer(answers) if is_long else [])
         ],
         pooled_note=_POOLED_NOTE if results.get("site_model") and answers else "",
@@ -84,11 +88,6 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
         methods_table=_html_methods_table(run_group, level),
         figures=figures,
     )
-
-
-def join_names(answers: Sequence[SiteAnswer]) -> str:
-    """Returns the names of sites as text, with commas between them."""
-    return ", ".join(answer.client or "" for answer in answers)
 
 
 def _group_by_answer(answers: Sequence[SiteAnswer]) -> list[tuple[str, list[SiteAnswer]]]:
@@ -231,9 +230,9 @@ def _html_roc_or_learning_curves(
             for performance, name, style in zip(performances, method_names, styles, strict=True)
             if performance is not None
         ]:
-            drawn = [svg_roc_curve(performance, style, k, None) for k, (performance, _, style) in enumerate(drawable)]
+            curves = [svg_roc_curve(performance, style, k, None) for k, (performance, _, style) in enumerate(drawable)]
             chart = svg_unit_square(f"{key}-roc", "ROC curve of all sites", "Sensitivity against the false alarm rate.",
-                          "false alarms (1 − specificity)", "sensitivity", drawn)  # fmt: skip
+                          "false alarms (1 − specificity)", "sensitivity", curves)  # fmt: skip
             texts = html_legend(
                 [describe_auc(name, performance) for performance, name, _ in drawable],
                 [style for _, _, style in drawable],

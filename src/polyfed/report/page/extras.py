@@ -140,8 +140,8 @@ def _site_panels(run_group: RunGroup, participants: Participants | None, key: st
     if matrices:
         panels[CROSS_SITE_HEADING] = html_cross_site(matrices, f"{key}-cross")
     if participants is not None:
-        seen = look_at_sites(participants.clients, tuple(map(str, participants.pool.class_names)))
-        panels[LOOK_HEADING] = html_look(seen, f"{key}-look")
+        summary = look_at_sites(participants.clients, tuple(map(str, participants.pool.class_names)))
+        panels[LOOK_HEADING] = html_look(summary, f"{key}-look")
     return panels
 
 

@@ -68,20 +68,20 @@ def svg_forest_plot(
         unit: of the values.
         signed: whether they are differences.
     """
-    shown = [rows[k] for k in _evenly_spaced(len(rows), MAX_ROWS)]
-    marks = [mark for row in shown for mark in row.marks if math.isfinite(mark.value)]
+    drawn_rows = [rows[k] for k in _evenly_spaced(len(rows), MAX_ROWS)]
+    marks = [mark for row in drawn_rows for mark in row.marks if math.isfinite(mark.value)]
     if not marks:
         return svg_empty_chart(key, title, "nothing is known of any of them")
     ends = [v for m in marks for v in (m.value, m.low, m.high) if math.isfinite(v)]
     low, high = min(ends), max(ends)
     margin = (high - low) * 0.04 or (0.01 if unit == "%" else 0.05)
     low, high = low - margin, high + margin
-    labels = [shorten_name(row.label, 20) for row in shown]
+    labels = [shorten_name(row.label, 20) for row in drawn_rows]
     left = round(max(map(estimate_text_width, labels))) + 12
-    single = max(len(row.marks) for row in shown) == 1
+    single = max(len(row.marks) for row in drawn_rows) == 1
     right = 52 if single else 10  # the numbers
     step, top, bottom = 22 if single else 26, 6, 44
-    height = round(top + step * len(shown) + bottom)
+    height = round(top + step * len(drawn_rows) + bottom)
 
     def px(x: float) -> float:
         return left + (x - low) / (high - low) * (CHART_WIDTH - left - right)
@@ -92,7 +92,7 @@ def svg_forest_plot(
             parts.append(f'<path class="grid" d="M{px(tick):.1f} {top}V{height - bottom}"/>')
             parts.append(svg_text(px(tick), height - bottom + 15, format_axis_tick(tick, unit, signed), "middle"))
     parts.append(svg_text((left + CHART_WIDTH - right) / 2, height - 8, x_label, "middle"))
-    for k, row in enumerate(shown):
+    for k, row in enumerate(drawn_rows):
         middle = top + (k + 0.5) * step
         parts.append(svg_text(left - 8, middle + 4, labels[k], "end"))
         finite_marks = [mark for mark in row.marks if math.isfinite(mark.value)]
@@ -107,7 +107,7 @@ def svg_forest_plot(
                         CHART_WIDTH - 2, middle + 4, format_number_without_percent_sign(mark.value, unit, signed), "end"
                     )
                 )
-    description = f"{len(shown)} rows, each a value with its interval; the values are in the table below."
+    description = f"{len(drawn_rows)} rows, each a value with its interval; the values are in the table below."
     return svg_element_with_title(key, title, description, height, parts)
 
 

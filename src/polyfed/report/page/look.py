@@ -50,7 +50,7 @@ def html_look(look: Look, key: str) -> Markup:
     ]  # fmt: skip
     sizes_table = html_table("Examples of each site", ["site", "rows", "train", "val", "test", "targets"], sizes)
     marked_first = sorted(look.columns, key=lambda column: not any(place[0] == column.name for place in marks))
-    shown = [column for column in look.columns if column in marked_first[:_COLUMNS]]
+    listed_columns = [column for column in look.columns if column in marked_first[:_COLUMNS]]
     sites = sorted(look.sites, key=lambda name: not any(place[1] == name for place in marks))[:_SITES]
     sites = [name for name in look.sites if name in sites]
     figures = [
@@ -59,10 +59,10 @@ def html_look(look: Look, key: str) -> Markup:
             _caption(column, marks),
             _numbers_table(look, column, marks),
         )
-        for k, column in enumerate(shown)
+        for k, column in enumerate(listed_columns)
     ]
     rest = []
-    if hidden := len(look.columns) - len(shown):
+    if hidden := len(look.columns) - len(listed_columns):
         rest.append(f"{count_with_noun(hidden, 'more column')} without marks: polyfed look --json has all.")
     if hidden := len(look.sites) - len(sites):
         rest.append(f"The figures leave out {count_with_noun(hidden, 'site')}; the tables below them have all.")

@@ -150,8 +150,8 @@ def html_searched_cells(search_result: ArchitectureSearchResult, key: str, max_c
                 )
             )
             rows += [
-                [name, edge, chosen, f"{row.max():.2f}"]
-                for edge, chosen, row in zip(edges, cell.chosen_operations, cell.probabilities, strict=True)
+                [name, edge, operation, f"{row.max():.2f}"]
+                for edge, operation, row in zip(edges, cell.chosen_operations, cell.probabilities, strict=True)
             ]
         numbers_html = html_table(
             f"Most probable operations of {client}", ["cell", "edge", "operation", "probability"], rows

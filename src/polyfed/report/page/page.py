@@ -104,8 +104,8 @@ def _html_group(
     }
     if not is_decided:
         is_narrow = len(run_group.methods) <= _METHODS_ACROSS
-        shown = [(heading, html) for heading, html in quarters.items() if heading != _CLASSES_HEADING]
-        shown, wide = (shown, []) if is_narrow else (shown[:-1], shown[-1:])
+        quarter_parts = [(heading, html) for heading, html in quarters.items() if heading != _CLASSES_HEADING]
+        quarter_parts, wide = (quarter_parts, []) if is_narrow else (quarter_parts[:-1], quarter_parts[-1:])
         return render_template(
             "group",
             **context,
@@ -113,7 +113,7 @@ def _html_group(
             notes=notes,
             notes_title=count_with_noun(len(notes), "note"),
             methods_table=html_methods_table(run_group),
-            shown=shown,
+            shown=quarter_parts,
             details=[
                 *wide,
                 *prediction_panels,

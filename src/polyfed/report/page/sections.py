@@ -249,8 +249,8 @@ def html_gains_over_local(run_group: RunGroup, key: str) -> Markup:
         if not gains:
             panels[method.label] = html_paragraph(f"No client of {method.label} has a score both ways.")
             continue
-        drawn = [gains[k] for k in _evenly_spaced(len(gains), _BARS)]
-        bars = [ChartBar(gain.client, gain.mean, gain.low, gain.high) for gain in drawn]
+        drawn_gains = [gains[k] for k in _evenly_spaced(len(gains), _BARS)]
+        bars = [ChartBar(gain.client, gain.mean, gain.low, gain.high) for gain in drawn_gains]
         axis_unit = (
             f"points of {run_group.score_format.label}"
             if unit == "%"
@@ -266,11 +266,12 @@ def html_gains_over_local(run_group: RunGroup, key: str) -> Markup:
         )
         if any(bar.low != bar.high for bar in bars):
             caption += " Thin lines: from the lowest to the highest seed."
-        caption += f" Drawn are {len(drawn)} of them, evenly." if len(drawn) < len(gains) else ""
+        caption += f" Drawn are {len(drawn_gains)} of them, evenly." if len(drawn_gains) < len(gains) else ""
         formatted_gains = [
-            [format_number_without_percent_sign(v, unit, signed=True) for v in (g.mean, g.low, g.high)] for g in drawn
+            [format_number_without_percent_sign(v, unit, signed=True) for v in (g.mean, g.low, g.high)]
+            for g in drawn_gains
         ]
-        rows = [[gain.client, *values] for gain, values in zip(drawn, formatted_gains, strict=True)]
+        rows = [[gain.client, *values] for gain, values in zip(drawn_gains, formatted_gains, strict=True)]
         numbers_html = html_table(
             f"Gain of {method.label}, {axis_unit}", ["client", "mean", "lowest seed", "highest seed"], rows
         )
@@ -345,10 +346,10 @@ def html_class_counts(extras: PageExtras, key: str) -> Markup:
             f"Training examples by client and class{f', seed {seed}' if len(extras.class_counts) > 1 else ''}; a client has "
             f"{sizes.min():.0f}{f' to {sizes.max():.0f}' if sizes.min() < sizes.max() else ''}. {extras.class_note}"
         )
-        shown = [k for k in range(len(clients)) if (k + 1) * values.shape[1] <= _CELLS]
-        rows = [[clients[k], *(f"{n:.0f}" for n in values[k]), f"{values[k].sum():.0f}"] for k in shown]
+        client_positions = [k for k in range(len(clients)) if (k + 1) * values.shape[1] <= _CELLS]
+        rows = [[clients[k], *(f"{n:.0f}" for n in values[k]), f"{values[k].sum():.0f}"] for k in client_positions]
         table_caption = "Training examples" + (
-            f" of the first {len(shown)} clients" if len(shown) < len(clients) else ""
+            f" of the first {len(client_positions)} clients" if len(client_positions) < len(clients) else ""
         )
         numbers_html = html_table(table_caption, ["client", *extras.class_names, "all"], rows)
         panels[f"seed {seed}"] = html_figure(chart, caption.strip(), numbers_html)

@@ -32,7 +32,7 @@ _MOST_SIDE = 256  # pixels of an image in the file
 def html_best_middle_and_worst_images(client: Client, network: nn.Module) -> Markup:
     """Renders three test images of a client, each beside its true and its predicted masks, with the Dice of each.
 
-    Of a volume, the slice with most of the true masks is shown.
+    A volume is shown by the slice that has most of the true masks.
     """
     outputs = predict(client.task.prediction_network(network), client.test)
     scores = dice_per_image(outputs, client.test.labels.cpu())
@@ -41,8 +41,8 @@ def html_best_middle_and_worst_images(client: Client, network: nn.Module) -> Mar
     words = {0: "best", len(order) - 1: "worst"} | ({} if len(order) < 3 else {(len(order) - 1) // 2: "middle"})
     rows = [(words.get(place, "middle"), int(order[place])) for place in places]
     images, _ = client.test.batch(torch.tensor([row for _, row in rows], device=client.test.device))
-    chosen = [row for _, row in rows]
-    predicted, true = predicted_and_true_masks(outputs[chosen], client.test.labels.cpu()[chosen])
+    positions = [row for _, row in rows]
+    predicted, true = predicted_and_true_masks(outputs[positions], client.test.labels.cpu()[positions])
     cells = [
         Markup('<figure style="display:inline-block;margin:0 1em 1em 0"><img alt="{}" width="{}" src="{}">'
                "<figcaption>{}: image, truth, prediction; Dice {:.2f}</figcaption></figure>").format(

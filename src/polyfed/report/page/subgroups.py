@@ -18,6 +18,7 @@ from polyfed.comparison.statistics.score_intervals import mean_gain_with_interva
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
+from polyfed.core.io.number_checks import is_number
 from polyfed.core.io.number_format import format_number
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.score_format import ScoreFormat
@@ -67,7 +68,7 @@ def example_positions_by_group(column_values: Sequence[Any]) -> dict[str, list[i
     ['30 to 50', '51 to 70', '71 to 90', '91 to 110']
     """
     value_by_row = {k: v for k, v in enumerate(column_values) if v is not None and v == v and v != ""}
-    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in value_by_row.values())
+    numbers = all(map(is_number, value_by_row.values()))
     groups: dict[str, list[int]] = {}
     if numbers and len(set(value_by_row.values())) > _NUMBERS:
         groups = _rows_by_quartile(value_by_row)

@@ -130,16 +130,16 @@ def svg_bar_chart(
     bars: Sequence[ChartBar], *, key: str, title: str, x_label: str, unit: NumberUnit = "", signed: bool = False
 ) -> Markup:
     """Draws horizontal bars that start at 0, in the given order; if there are many, bars are thin and have no labels."""
-    shown = [bar for bar in bars if math.isfinite(bar.value)]
-    if not shown:
+    finite_bars = [bar for bar in bars if math.isfinite(bar.value)]
+    if not finite_bars:
         return svg_empty_chart(key, title, "nothing is known of any of them")
-    labelled = len(shown) <= _LABELLED
-    labels = [shorten_name(bar.label, 18) for bar in shown] if labelled else []
+    labelled = len(finite_bars) <= _LABELLED
+    labels = [shorten_name(bar.label, 18) for bar in finite_bars] if labelled else []
     left = round(max(map(estimate_text_width, labels), default=10)) + 10
-    step, top, bottom = (20 if labelled else max(2.0, min(6.0, 600 / len(shown)))), 6, 42
-    height = round(top + step * len(shown) + bottom)
-    low = min(0.0, *(bar.low for bar in shown), *(bar.value for bar in shown))
-    high = max(0.0, *(bar.high for bar in shown), *(bar.value for bar in shown))
+    step, top, bottom = (20 if labelled else max(2.0, min(6.0, 600 / len(finite_bars)))), 6, 42
+    height = round(top + step * len(finite_bars) + bottom)
+    low = min(0.0, *(bar.low for bar in finite_bars), *(bar.value for bar in finite_bars))
+    high = max(0.0, *(bar.high for bar in finite_bars), *(bar.value for bar in finite_bars))
     if low == high:
         high = 0.01 if unit == "%" else 1.0
     # Room for the numbers beside the bars.
@@ -154,7 +154,7 @@ def svg_bar_chart(
             parts.append(f'<path class="grid" d="M{px(tick):.1f} {top}V{height - bottom}"/>')
             parts.append(svg_text(px(tick), height - bottom + 15, format_axis_tick(tick, unit, signed), "middle"))
     parts.append(svg_text((left + CHART_WIDTH) / 2, height - 6, x_label, "middle"))
-    for k, bar in enumerate(shown):
+    for k, bar in enumerate(finite_bars):
         y, a, b = top + k * step, *sorted((px(0), px(bar.value)))
         spread = (
             ""
@@ -184,11 +184,11 @@ def svg_bar_chart(
             )
         parts.append("</g>")
     if not labelled:
-        parts.append(svg_text(-(top + height - bottom) / 2, 11, f"{len(shown)} clients", "middle", turned=True))
+        parts.append(svg_text(-(top + height - bottom) / 2, 11, f"{len(finite_bars)} clients", "middle", turned=True))
     parts.append(f'<path class="axis" d="M{px(0):.1f} {top}V{height - bottom}"/>')
     description = (
-        f"{len(shown)} bars, from {format_number(shown[0].value, unit, signed)} to "
-        f"{format_number(shown[-1].value, unit, signed)}."
+        f"{len(finite_bars)} bars, from {format_number(finite_bars[0].value, unit, signed)} to "
+        f"{format_number(finite_bars[-1].value, unit, signed)}."
     )
     return svg_element_with_title(key, title, description, height, parts)
 

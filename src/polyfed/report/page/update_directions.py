@@ -7,6 +7,7 @@ from typing import Any
 from markupsafe import Markup
 
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_checks import is_number
 from polyfed.core.io.number_format import count_with_noun
 from polyfed.report.data.run_records import RunRecord, read_checked_round_records
 from polyfed.report.page.elements import html_bullet_list, html_figure, html_legend, html_table
@@ -50,8 +51,8 @@ def _html_cosines(cosines: Mapping[int, Mapping[str, float]], key: str) -> Marku
         for client, cosine in by_client.items():
             lowest[client] = min(lowest.get(client, 1.0), cosine)
     order = sorted(lowest, key=lambda client: (lowest[client], client))
-    drawn, curves = order[:_DRAWN], []
-    for style, client in enumerate(drawn):
+    drawn_clients, curves = order[:_DRAWN], []
+    for style, client in enumerate(drawn_clients):
         values = [cosines[number].get(client, math.nan) for number in rounds]
         numbers = [float(number) for number in rounds]
         curves.append(ChartLine(client, numbers, values, values, values, style % (3 * COLOUR_COUNT)))
@@ -59,18 +60,20 @@ def _html_cosines(cosines: Mapping[int, Mapping[str, float]], key: str) -> Marku
     chart = svg_line_chart(
         curves, key=f"{key}-cosines", title=title, x_label="rounds", y_label="cosine", integer_x=True
     )
-    shown = rounds[-_ROUNDS:]
+    last_rounds = rounds[-_ROUNDS:]
     rows = [
-        [client, *(f"{cosines[n][client]:.2f}" if client in cosines[n] else "–" for n in shown)] for client in drawn
+        [client, *(f"{cosines[n][client]:.2f}" if client in cosines[n] else "–" for n in last_rounds)]
+        for client in drawn_clients
     ]
-    table = html_table(f"{title}, the last {count_with_noun(len(shown), 'round')}", ["client", *map(str, shown)], rows)
+    table_title = f"{title}, the last {count_with_noun(len(last_rounds), 'round')}"
+    table = html_table(table_title, ["client", *map(str, last_rounds)], rows)
     caption = (
         f"{title}: 1 where clients agree, negative where one pulls against the rest. In the mean each update counts with "
         "at most the median norm."
     )
-    if len(order) > len(drawn):
-        caption += f" The {len(drawn)} clients with the lowest of {len(order)}."
-    return html_figure(chart + html_legend(drawn), caption, table)
+    if len(order) > len(drawn_clients):
+        caption += f" The {len(drawn_clients)} clients with the lowest of {len(order)}."
+    return html_figure(chart + html_legend(drawn_clients), caption, table)
 
 
 def describe_robust_rule(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -104,4 +107,4 @@ def describe_robust_rule(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number(value) and math.isfinite(value)

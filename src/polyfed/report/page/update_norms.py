@@ -31,30 +31,35 @@ def html_update_norms(run: RunRecord, key: str) -> Markup:
         return Markup()
     largest = {client: max(norms.get(client, 0.0) for norms in run.update_norms.values()) for client in clients}
     order = sorted(clients, key=lambda client: (-largest[client], client))
-    drawn = order[:_DRAWN]
+    drawn_clients = order[:_DRAWN]
     curves = []
-    for style, client in enumerate(drawn):
+    for style, client in enumerate(drawn_clients):
         values = [run.update_norms[number].get(client, math.nan) for number in rounds]
         curves.append(
             ChartLine(client, [float(number) for number in rounds], values, values, values, style % (3 * COLOUR_COUNT))
         )
     title = "Norm of each client's update by round"
     chart = svg_line_chart(curves, key=f"{key}-norms", title=title, x_label="rounds", y_label="norm", integer_x=True)
-    shown = rounds[-_ROUNDS:]
+    last_rounds = rounds[-_ROUNDS:]
     rows = [
         [
             client,
-            *(f"{norms[client]:.4g}" if client in (norms := run.update_norms[number]) else "–" for number in shown),
+            *(
+                f"{norms[client]:.4g}" if client in (norms := run.update_norms[number]) else "–"
+                for number in last_rounds
+            ),
         ]
-        for client in drawn
+        for client in drawn_clients
     ]
     numbers_html = html_table(
-        f"{title}, the last {count_with_noun(len(shown), 'round')}", ["client", *map(str, shown)], rows
+        f"{title}, the last {count_with_noun(len(last_rounds), 'round')}", ["client", *map(str, last_rounds)], rows
     )
     caption = f"{title}: of what came down, or of the reply where it changes nothing that came down."
-    if len(order) > len(drawn):
-        caption += f" The {len(drawn)} clients with the largest of {len(order)}."
-    return html_bullet_list(_outlier_sentences(run)) + html_figure(chart + html_legend(drawn), caption, numbers_html)
+    if len(order) > len(drawn_clients):
+        caption += f" The {len(drawn_clients)} clients with the largest of {len(order)}."
+    return html_bullet_list(_outlier_sentences(run)) + html_figure(
+        chart + html_legend(drawn_clients), caption, numbers_html
+    )
 
 
 def _outlier_sentences(run: RunRecord) -> list[str]:

@@ -290,6 +290,6 @@ def _hash_rows(x: Tensor, rows: Sequence[int], size: int, kind: int) -> Hashes:
 
 
 def _format_leaks(leaks: Sequence[_Leak]) -> str:
-    shown = sorted(leaks, key=lambda leak: (-leak.num_leaked / leak.number, leak.client))[:_NAMED]
+    worst_leaks = sorted(leaks, key=lambda leak: (-leak.num_leaked / leak.number, leak.client))[:_NAMED]
     more = f" and of {len(leaks) - _NAMED} more" if len(leaks) > _NAMED else ""
-    return f"{', '.join(map(str, shown))}{more}"
+    return f"{', '.join(map(str, worst_leaks))}{more}"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, PartwiseTransform
+from polyfed.core.io.number_format import join_first_and_count_rest
 from polyfed.data.tabular.harmonise import merge_table_definitions, needs_common_preprocessing
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 
@@ -250,5 +251,4 @@ def _check_same_schema(
 
 
 def _format_names(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name[:_LONGEST]) for name in names[:_SHOWN])
-    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+    return join_first_and_count_rest([repr(name[:_LONGEST]) for name in names], _SHOWN)

@@ -77,9 +77,9 @@ class NotebookProgress(Progress):
 
     def finish_round(self, record: Mapping[str, Any]) -> None:
         """Advances the bar by one round, and shows the round's mean score and traffic and the remaining time."""
-        played = record["round"] - self._first_round
-        left = (time.monotonic() - self._began) / max(played, 1) * (self._bar.total - record["round"])
-        self._summary = f"{describe_score_and_traffic(record)}, {left:.0f} s left"
+        num_rounds = record["round"] - self._first_round
+        seconds_left = (time.monotonic() - self._began) / max(num_rounds, 1) * (self._bar.total - record["round"])
+        self._summary = f"{describe_score_and_traffic(record)}, {seconds_left:.0f} s left"
         self._show_round(record["round"], "")
 
     def finish_run(self, sentence: str, runs_done: int, total: int) -> None:
@@ -98,9 +98,9 @@ class NotebookProgress(Progress):
         if self._handle is not None:
             self._update()
 
-    def _show_round(self, number: int, doing: str) -> None:
+    def _show_round(self, number: int, activity: str) -> None:
         self._bar.done = number
-        parts = [f"{self._title}: round {number}/{self._bar.total}", doing, self._summary]
+        parts = [f"{self._title}: round {number}/{self._bar.total}", activity, self._summary]
         self._bar.text = ", ".join(part for part in parts if part)
         self._update()
 

@@ -170,15 +170,17 @@ def _opposed(
     for client, newest in _medians_of_others(rows, COSINE).items():
         if newest[0] >= 0:  # most clients, so that their earlier rounds are not read
             continue
-        seen = [
+        rounds_of_client = [
             record["clients"]
             for record in ({"clients": rows}, *earlier_records)
             if COSINE in record["clients"].get(client, {})
         ]
         largest = nlargest(
-            _LARGEST, seen, key=lambda rows_of_round: float(rows_of_round[client].get("update_norm") or 0)
+            _LARGEST, rounds_of_client, key=lambda rows_of_round: float(rows_of_round[client].get("update_norm") or 0)
         )
-        if len(seen) < 2 or statistics.fmean(rows_of_round[client][COSINE] for rows_of_round in largest) > _AGAINST:
+        if len(rounds_of_client) < 2:
+            continue
+        if statistics.fmean(rows_of_round[client][COSINE] for rows_of_round in largest) > _AGAINST:
             continue
         medians = [_medians_of_others(rows_of_round, COSINE).get(client, (0.0, 0.0))[1] for rows_of_round in largest]
         if statistics.fmean(medians) >= _AGREE:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.algorithm import Message
+from polyfed.core.io.number_format import join_first_and_count_rest
 from polyfed.simulation.monitoring.update_directions import (
     COSINE,
     LOSS_CHANGE,
@@ -165,9 +166,8 @@ def _loss_warnings(record: Mapping[str, Any]) -> list[str]:
             cause = "the training has diverged, or an update has ruined the model"
             sentences.append(f"round {record['round']}: {_NOBODY} {words}; {cause}")
         elif affected:
-            more = f" and {len(affected) - _NAMED} more" if len(affected) > _NAMED else ""
-            shown = ", ".join(map(repr, affected[:_NAMED]))
-            sentences.append(f"round {record['round']}: the {words} of {shown}{more} is not finite")
+            names = join_first_and_count_rest(list(map(repr, affected)), _NAMED)
+            sentences.append(f"round {record['round']}: the {words} of {names} is not finite")
     return sentences
 
 

@@ -199,10 +199,10 @@ def _describe(scores: CrossSiteScores) -> Iterator[str]:
 def format_cross_site(scores: CrossSiteScores, max_clients: int = 10) -> str:
     """Returns the matrix of the deciding metric as text for a terminal, with confidence intervals and sentences."""
     entry = scores.metrics[0]
-    shown = range(min(len(scores.clients), max_clients))
-    names = [scores.clients[k] for k in shown]
-    cells = [[_format_cell(row[k], entry["unit"], is_own=k == j) for k in shown] for j, row in
-             enumerate(scores.matrix()[: len(shown)])]  # fmt: skip
+    positions = range(min(len(scores.clients), max_clients))
+    names = [scores.clients[k] for k in positions]
+    cells = [[_format_cell(row[k], entry["unit"], is_own=k == j) for k in positions] for j, row in
+             enumerate(scores.matrix()[: len(positions)])]  # fmt: skip
     width = max(len(text) for text in [*names, *(text for row in cells for text in row)]) + 2
     first = max(map(len, [*names, "model of"])) + 2
     title = f"{entry['label']} of every site's model (rows) on every site's test examples (columns), 95 % intervals"

@@ -84,8 +84,8 @@ class _ClientGradients:
         # Without second-order terms the second pass leaves g̃ itself.
         self.method, self.client, self.seed = replace(method, second_order="none"), client, seed
         number = len(client.train)
-        chosen = torch.linspace(0, number - 1, min(rows, number)).round().long()
-        self.x, self.y = client.train.batch(chosen.to(client.train.device))
+        positions = torch.linspace(0, number - 1, min(rows, number)).round().long()
+        self.x, self.y = client.train.batch(positions.to(client.train.device))
 
     @grad_enabled()
     def mean_gradients(self, message: Message, draws: int) -> tuple[Tensor, Tensor]:

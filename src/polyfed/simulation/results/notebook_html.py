@@ -27,9 +27,9 @@ def notebook_html(
     """
     listed = "".join(f"<li>{_escape(sentence)}</li>" for sentence in sentences)
     head = "".join(f"<th>{_escape(column)}</th>" for column in columns)
-    shown = rows if len(rows) <= _MOST_ROWS else [*rows[: _MOST_ROWS - 1], rows[-1]]
-    body = "".join("<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row) + "</tr>" for row in shown)
-    left_out = len(rows) - len(shown)
+    printed_rows = rows if len(rows) <= _MOST_ROWS else [*rows[: _MOST_ROWS - 1], rows[-1]]
+    body = "".join("<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row) + "</tr>" for row in printed_rows)
+    left_out = len(rows) - len(printed_rows)
     note = f"<p>{count_with_noun(left_out, more)} left out; table() has all.</p>" if left_out else ""
     return (
         f"<div><p><b>{_escape(heading)}</b></p>{f'<ul>{listed}</ul>' if listed else ''}"

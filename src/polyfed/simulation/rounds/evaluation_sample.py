@@ -21,16 +21,17 @@ def check_evaluation_sample(settings: Settings, client_ids: Sequence[str]) -> No
         UserError: more clients than there are, an id that no client has, or a choice of the best round by scores of other
             clients in each round.
     """
-    chosen = settings.evaluate_clients
-    if isinstance(chosen, tuple):
-        if unknown := sorted(set(chosen).difference(client_ids)):
+    evaluate_clients = settings.evaluate_clients
+    if isinstance(evaluate_clients, tuple):
+        if unknown := sorted(set(evaluate_clients).difference(client_ids)):
             raise UserError(
                 f"evaluate_clients: no client {unknown[0]!r}; {did_you_mean(unknown[0], client_ids[:1000])}"
             )
     elif settings.keep in ("best", "loss") and settings.count_evaluated(len(client_ids)) < len(client_ids):
         raise UserError(
-            f"keep={settings.keep!r} compares rounds by their scores, and evaluate_clients={chosen} draws other clients for "
-            "each round; give keep='last', the number of a round, or evaluate_clients=[...] with ids, the same in each round"
+            f"keep={settings.keep!r} compares rounds by their scores, and evaluate_clients={evaluate_clients} draws "
+            "other clients for each round; give keep='last', the number of a round, or evaluate_clients=[...] with ids, the "
+            "same in each round"
         )
     settings.count_evaluated(len(client_ids))
 

@@ -20,6 +20,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.fixed_point import FRACTION_BITS
 from polyfed.core.state_dict import StateDict, StateDictSpec
+from polyfed.data.tabular.fit_preprocessor import mean_or_zero, preprocessor_with_statistics
 from polyfed.data.tabular.harmonise import (
     count_and_sum_columns_and_targets,
     merge_table_definitions,
@@ -27,7 +28,7 @@ from polyfed.data.tabular.harmonise import (
     preprocessor_of,
     recode_examples,
 )
-from polyfed.data.tabular.preprocessing import TablePreprocessor, mean_or_zero, preprocessor_with_statistics
+from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.models import ModelSpec
 from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.engines.inprocess import InProcessEngine

@@ -12,6 +12,7 @@ from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, 
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.examples.examples import Examples
+from polyfed.core.io.number_checks import is_number
 from polyfed.core.messages import lora
 from polyfed.core.messages.compressors import Compressor, parse_compressor
 from polyfed.core.messages.contiguous import contiguous_message, message_error
@@ -116,8 +117,8 @@ class Federation:
     @cached_property
     def _num_validation(self) -> dict[str, int]:
         """Returns the numbers of validation examples of the clients that are evaluated, and have some."""
-        chosen = self.settings.evaluate_clients
-        clients = {i: self.clients[i] for i in (chosen if isinstance(chosen, tuple) else self.clients)}
+        sample = self.settings.evaluate_clients
+        clients = {i: self.clients[i] for i in (sample if isinstance(sample, tuple) else self.clients)}
         return {i: len(client.val) for i, client in clients.items() if client.val is not None}
 
     @property
@@ -333,7 +334,7 @@ class Federation:
             return form_error
         assert reply is not None  # `message_error` refuses None
         for name, value in reply.scalars.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+            if not is_number(value) or not abs(value) < float("inf"):
                 return f"scalar {name!r} is {value!r}; the local training diverged: lower lr or set clip_norm"
         if not reply.scalars.get("num_examples", 1) >= 1:
             return f"num_examples is {reply.scalars['num_examples']!r}; a client has at least one"

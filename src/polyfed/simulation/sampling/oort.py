@@ -8,6 +8,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_checks import is_number, is_whole_number
 from polyfed.simulation.sampling.last_losses import update_last_losses
 from polyfed.simulation.sampling.sampler import Sampler, SamplingRound
 
@@ -62,9 +63,9 @@ class Oort(Sampler):
         }  # fmt: skip
         for name, highest in limits.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= highest:
+            if not is_number(value) or not 0 <= value <= highest:
                 raise UserError(f"oort: {name} must be from 0 to {highest:g}, got {value!r}")
-        if not isinstance(self.pacer_rounds, int) or isinstance(self.pacer_rounds, bool) or self.pacer_rounds < 1:
+        if not is_whole_number(self.pacer_rounds, 1):
             raise UserError(f"oort: pacer_rounds must be a whole number of at least 1, got {self.pacer_rounds!r}")
 
     def draw(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_checks import is_whole_number
 from polyfed.simulation.sampling.last_losses import update_last_losses
 from polyfed.simulation.sampling.sampler import Sampler, SamplingRound
 
@@ -34,7 +35,7 @@ class PowerOfChoice(Sampler):
 
     def __post_init__(self) -> None:
         d = self.candidates
-        if d is not None and (isinstance(d, bool) or not isinstance(d, int) or d < 1):
+        if d is not None and not is_whole_number(d, 1):
             raise UserError(f"power_of_choice: candidates must be a whole number of at least 1, got {d!r}")
 
     def draw(
@@ -48,6 +49,6 @@ class PowerOfChoice(Sampler):
         losses = update_last_losses(round.state, history)
         wanted_size = 2 * round.size if self.candidates is None else max(self.candidates, round.size)
         weights = np.array([round.num_examples.get(client, 1) for client in ids], dtype=np.float64)
-        drawn = rng.choice(len(ids), min(wanted_size, len(ids)), replace=False, p=weights / weights.sum())
-        candidate_ids = [ids[k] for k in drawn]
+        positions = rng.choice(len(ids), min(wanted_size, len(ids)), replace=False, p=weights / weights.sum())
+        candidate_ids = [ids[k] for k in positions]
         return sorted(candidate_ids, key=lambda client: -losses.get(client, math.inf))[: round.size]

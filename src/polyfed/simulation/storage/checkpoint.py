@@ -126,7 +126,7 @@ def save_checkpoint_and_remove_older(
 
     Args:
         folder: of the checkpoints.
-        checkpoint: to write. Of its clients' states those are written that changed since the previous checkpoint.
+        checkpoint: to write, with those clients' states that changed since the previous checkpoint.
         previous_round: the round of the checkpoint that was last loaded or saved; 0 if there is none. Other checkpoints
             may lie in `folder`, damaged ones too, but are not relied on.
         kept_rounds: rounds whose checkpoints stay.

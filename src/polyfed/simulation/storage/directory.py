@@ -93,8 +93,8 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path) -> "RunDirectory":
-        """Creates a run directory; raises a `UserError` if the folder is not empty. What an interrupted start left, a
-        folder without `config.yaml`, counts as empty.
+        """Creates a run directory; raises a `UserError` if the folder is not empty. A folder without
+        `config.yaml`, left by an interrupted start, counts as empty.
 
         Raises:
             UserError: it exists and is not empty, or cannot be written.

@@ -18,6 +18,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform
 from polyfed.core.io.atomic_files import read_file, write_file_atomically
+from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.state_dict import StateDict
 from polyfed.core.task import TaskSpec
@@ -235,7 +236,7 @@ def read_signature(path: Path) -> Signature:
 
 
 def _positions(tree: Any) -> list[int]:
-    if isinstance(tree, int) and not isinstance(tree, bool):
+    if is_whole_number(tree):
         return [tree]
     parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else [None]
     return [position for part in parts for position in ([-1] if part is None else _positions(part))]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_checks import is_number
 from polyfed.simulation.timing.device_files import (
     deal_entries_to_clients,
     load_device_text,
@@ -176,4 +177,4 @@ def _parse_fedscale_trace(entry: Any, place: str) -> AvailabilityTrace:
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return is_number(value) and 0 <= value < math.inf

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path, read_file
+from polyfed.core.io.number_checks import is_positive_number
 from polyfed.core.io.validation import parse_json
 
 T = TypeVar("T")
@@ -90,7 +91,7 @@ def read_device_file(path: str, column: str, name: str) -> dict[str, float]:
     rates = {}
     for client, entry in read_json_mapping(text, path, name).items():
         value = entry.get(key) if isinstance(entry, Mapping) else None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if not is_positive_number(value):
             raise UserError(f"{name}: {path!r}: {client!r} must have a positive {key!r}, got {json.dumps(entry)[:60]}")
         rates[client] = 1000.0 / (_TRAINING_FACTOR * value) if column == "speed" else value * _BYTES_OF_KILOBIT
     return rates

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_checks import is_positive_number
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.simulation.timing.device_files import deal_entries_to_clients, is_device_file, read_device_file
 
@@ -87,7 +88,7 @@ def check_rates(value: Any, name: str) -> None:
     """
     if isinstance(value, Mapping):
         for client, rate in value.items():
-            if not _is_positive(rate):
+            if not is_positive_number(rate):
                 raise UserError(f"{name}: the rate of client {str(client)!r} must be a positive number, got {rate!r}")
         if value:
             return
@@ -95,7 +96,7 @@ def check_rates(value: Any, name: str) -> None:
         distribution, _, text = value.partition(":")
         if is_device_file(value) or _are_parameters(distribution, text):
             return
-    elif _is_positive(value):
+    elif is_positive_number(value):
         return
     raise UserError(f"{name} must be a positive number, {_FORMS}, got {value!r}")
 
@@ -105,12 +106,8 @@ def _are_parameters(distribution: str, text: str) -> bool:
         numbers = [float(part) for part in text.split("-" if distribution == "uniform" else ":")]
     except ValueError:
         return False
-    if not all(map(_is_positive, numbers)):
+    if not all(map(is_positive_number, numbers)):
         return False
     if distribution == "uniform":
         return len(numbers) == 2 and numbers[0] <= numbers[1]
     return (distribution, len(numbers)) in (("constant", 1), ("lognormal", 1), ("lognormal", 2))
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

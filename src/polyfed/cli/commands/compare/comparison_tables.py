@@ -13,6 +13,7 @@ from polyfed.comparison.storage.comparison_directory import (
 )
 from polyfed.comparison.tuning.ranking import format_chosen_fields
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_format import count_with_noun
 
 
 def show_comparison(comparison: Comparison, console: Console, *, tables: bool = False) -> None:
@@ -34,7 +35,7 @@ def show_comparison(comparison: Comparison, console: Console, *, tables: bool = 
 
 def _print_tables(comparison: Comparison, console: Console) -> None:
     results = comparison.results
-    participants_text = f"{len(results['clients'])} clients, {_count_with_noun(len(results['seeds']), 'seed')}"
+    participants_text = f"{len(results['clients'])} clients, {count_with_noun(len(results['seeds']), 'seed')}"
     console.print(
         _scores_table(results, f"{results['score_label']} of {participants_text}; {results['budget']['sentence']}")
     )
@@ -44,8 +45,8 @@ def _print_tables(comparison: Comparison, console: Console) -> None:
     if results["tuning"] is not None:
         print_line(console, f"searched {results['tuning']['sentence']}")
         for label, tuning in results["tuning"]["methods"].items():
-            if chosen := format_chosen_fields(tuning):
-                print_line(console, f"  {label}: {chosen} of {_count_with_noun(tuning['runs'], 'run')}")
+            if field_text := format_chosen_fields(tuning):
+                print_line(console, f"  {label}: {field_text} of {count_with_noun(tuning['runs'], 'run')}")
     for label, convergence in results["convergence"].items():
         if convergence["converged"] is not True:
             print_line(console, f"{label}: {convergence['sentence']}")
@@ -149,10 +150,6 @@ def _costs_table(content: Mapping[str, Any]) -> PlainTable:
             _format_number(reached["seconds"]),
         )
     return table
-
-
-def _count_with_noun(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _format_number(value: float | None) -> str:

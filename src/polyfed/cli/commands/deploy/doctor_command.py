@@ -11,6 +11,7 @@ from polyfed.cli.commands.terminal import print_json
 from polyfed.cli.static_registry import ALGORITHMS, read_value_or_outline_without_import
 from polyfed.core.declared_words import disclosures_needing_consent
 from polyfed.core.errors import RoundError, UserError, check_extra_installed, did_you_mean
+from polyfed.core.io.number_checks import is_positive_number
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.deploy.doctor import Finding, Findings, note_finding, ok_finding, problem_finding
 from polyfed.simulation.settings import Settings
@@ -106,7 +107,7 @@ def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[F
             )
     for key in ("join-seconds", "round-seconds", "max-megabytes"):
         value = values.get(key, 1)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if not is_positive_number(value):
             yield problem_finding("configuration", f"{file}: {key} must be positive, got {value!r}")
     if not _is_update_bound(bound := values.get("max-update-norm", "auto")):
         yield problem_finding(

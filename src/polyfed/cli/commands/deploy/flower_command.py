@@ -222,8 +222,8 @@ def _last_round_table(out: Path, records: Sequence[Mapping[str, Any]]) -> PlainT
         table.add_column(column, justify="left" if column == "site" else "right")
     for site in sites:
         values = last["clients"].get(site, {})
-        shown = [f"{values[n]:.4f}" if isinstance(values.get(n), float) else str(values.get(n, "–")) for n in names]
-        table.add_row(site, *shown, *(f"{values.get(f'bytes_{way}', 0) / 2**20:.3f}" for way in ("down", "up")))
+        cells = [f"{values[n]:.4f}" if isinstance(values.get(n), float) else str(values.get(n, "–")) for n in names]
+        table.add_row(site, *cells, *(f"{values.get(f'bytes_{way}', 0) / 2**20:.3f}" for way in ("down", "up")))
     return table
 
 

@@ -260,7 +260,7 @@ def _is_mapping(kind: Any) -> bool:
 
 def _unknown_key_message(key: str, option_by_key: Mapping[str, Option], prefix: str = "") -> str:
     """Builds the error for an unknown key: names another choice that has the key, or similar keys."""
-    shown = option_name(f"{prefix}{key}")
+    key_name = option_name(f"{prefix}{key}")
     section, _, field = key.rpartition(".")
     if section not in _REGISTRIES or (section != "model" and f"{section}.name" not in option_by_key):
         hint = (
@@ -269,18 +269,20 @@ def _unknown_key_message(key: str, option_by_key: Mapping[str, Option], prefix: 
             else suggest_section_for_field(OTHER_NAMES.get(key, key), option_by_key, _choices_with, prefix)
         )
         if hint is not None:
-            return f"{shown}; {hint}"
+            return f"{key_name}; {hint}"
         top = {option_name(f"{prefix}{k.partition('.')[0]}") for k in option_by_key}
-        return f"{shown}; {did_you_mean(shown, top)}"
+        return f"{key_name}; {did_you_mean(key_name, top)}"
     if f"{section}.name" not in option_by_key:
-        return f"{shown}; a mixture of networks takes its fields from a YAML file, where `model` is a list"
+        return f"{key_name}; a mixture of networks takes its fields from a YAML file, where `model` is a list"
     name, other_choices = option_by_key[f"{section}.name"].default, _choices_with(section, key)
     if other_choices:
         example = f"--{section} {other_choices[0]}" if prefix else f"{section}: {{name: {other_choices[0]}}}"
         verb = "have" if other_choices[1:] else "has"
-        return f"{shown}; {name} has no {field!r}, but {', '.join(other_choices)} {verb}: give {example}, for example"
+        return (
+            f"{key_name}; {name} has no {field!r}, but {', '.join(other_choices)} {verb}: give {example}, for example"
+        )
     section_fields = {k.rpartition(".")[2] for k in option_by_key if k.rpartition(".")[0] == section}
-    return f"{shown}; {name} has no {field!r}: {did_you_mean(field, section_fields)}"
+    return f"{key_name}; {name} has no {field!r}: {did_you_mean(field, section_fields)}"
 
 
 def _choices_with(section: str, key: str) -> list[str]:
@@ -341,7 +343,9 @@ def _validate_choice(section: str, name: Any) -> str:
     return str(name)
 
 
-def _drop_replaced_choices(config_values: Mapping[str, Any], chosen: Mapping[str, str | None]) -> dict[str, Any]:
+def _drop_replaced_choices(
+    config_values: Mapping[str, Any], choice_by_section: Mapping[str, str | None]
+) -> dict[str, Any]:
     """Removes from a configuration the fields of choices that the command line replaces; local training and split stay."""
     shared = {
         "algorithm": {
@@ -352,7 +356,7 @@ def _drop_replaced_choices(config_values: Mapping[str, Any], chosen: Mapping[str
         "data": {f.name for f in fields(_split_class())},
     }
     remaining = dict(config_values)
-    for section, name in chosen.items():
+    for section, name in choice_by_section.items():
         mixture = section in config_values  # `model` as a list, which any name replaces
         if name is None or (not mixture and name == config_values.get(f"{section}.name", DEFAULTS[section])):
             continue

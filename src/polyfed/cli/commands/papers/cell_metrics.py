@@ -154,10 +154,10 @@ def _aggregation_weight(cell: PaperCell, run: RecipeRun) -> float | None:
         alpha = alpha[:, :, [aggregation_weights.layers.index(part["layer"])]]
     if "distance" in part:
         position = torch.arange(len(aggregation_weights.clients))
-        chosen = alpha[(position[:, None] - position).abs() == part["distance"]]
+        weights = alpha[(position[:, None] - position).abs() == part["distance"]]
     else:
-        chosen = alpha[part["target"], _parse_slice(part["sources"])]
-    return float(chosen.mean()) if chosen.numel() else None
+        weights = alpha[part["target"], _parse_slice(part["sources"])]
+    return float(weights.mean()) if weights.numel() else None
 
 
 def _warm_start_metric(curve_name: str) -> Callable[[PaperCell, Any], float | None]:

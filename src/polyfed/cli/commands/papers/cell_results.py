@@ -117,15 +117,15 @@ def show_cells(
     units = dict.fromkeys(f.cell.unit for f in results)
     at = f", scale {scale}{over}" if reduced else ""
     title = f"{find_paper(table.paper).title}, {table.printed_name}: {table.title} ({', '.join(units)}){at}"
-    shown = PlainTable(title=title, title_justify="left")
+    output = PlainTable(title=title, title_justify="left")
     for column in ("row", "column"):
-        shown.add_column(column)
+        output.add_column(column)
     for column in ("polyfed", "paper", "difference"):
-        shown.add_column(column, justify="right", no_wrap=True)
+        output.add_column(column, justify="right", no_wrap=True)
     previous_row = None
     for f in results:
         if previous_row is not None and f.cell.row != previous_row:
-            shown.add_section()
+            output.add_section()
         decimals = _DECIMALS[f.cell.unit]
         ours = (
             _with_spread(f.mean_value, f.standard_deviation, decimals)
@@ -135,9 +135,11 @@ def show_cells(
             else "not run"
         )
         difference = "–" if f.difference_to_paper is None else f"{f.difference_to_paper:+.{decimals}f}"
-        shown.add_row("" if f.cell.row == previous_row else f.cell.row, f.cell.column, ours, f.cell.printed, difference)
+        output.add_row(
+            "" if f.cell.row == previous_row else f.cell.row, f.cell.column, ours, f.cell.printed, difference
+        )
         previous_row = f.cell.row
-    console.print(shown)
+    console.print(output)
     for sentence, recipes in _recipes_by_sentence(reduced).items():
         reduction_text = (
             f"reduced against the paper: {sentence}" if sentence else "nothing is reduced against the paper"

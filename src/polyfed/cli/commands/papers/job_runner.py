@@ -15,8 +15,8 @@ from polyfed.simulation.storage.directory import read_config, read_metrics
 if TYPE_CHECKING:
     from polyfed.simulation.experiment import Experiment, Participants
 
-# Of the cores, while a round waits for the last of its clients: benchmarks/results/papers/minutes_one_by_one.json,
-# processor seconds over seconds of two cores.
+# The share of the cores that is busy, since a round waits for the last of its clients: processor seconds over the seconds
+# of two cores in benchmarks/results/papers/minutes_one_by_one.json.
 _BUSY = 0.85
 
 

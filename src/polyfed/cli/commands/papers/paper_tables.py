@@ -170,7 +170,7 @@ def find_table(paper: str, table: str) -> PaperTable:
     ['table1', 'table1', 'table6', 'fig7', 'table1', 'appendix_b']
     """
     publication = find_paper(paper)
-    # Of the tables of one recipe the first has its name.
+    # If a recipe has several tables, its name stands for the first.
     names = {
         _normalize_name(n): t
         for t in reversed([*publication.tables.values()])

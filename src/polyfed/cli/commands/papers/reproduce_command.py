@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from polyfed.simulation.experiment import Experiment
 
 RESULT_FILE = "reproduce.json"  # the cells, in the folder of --out
-# What may differ between an existing run and the requested one: where data lie and where it is computed.
+# These may differ between an existing run and the requested one: they say where data lie, not which data.
 _PATHS = ("path", "cache")
 
 
@@ -152,13 +152,13 @@ def show_papers(console: Console, paper: str | None = None) -> None:
         UserError: there is no such paper.
     """
     for name, publication in load_papers().items() if paper is None else [(find_paper(paper).name, find_paper(paper))]:
-        shown = PlainTable(title=f"{name}: {publication.title}", title_justify="left", box=None, pad_edge=False)
+        output = PlainTable(title=f"{name}: {publication.title}", title_justify="left", box=None, pad_edge=False)
         for column in ("table", "", "recipes"):
-            shown.add_column(column, overflow="fold", no_wrap=column == "table")
+            output.add_column(column, overflow="fold", no_wrap=column == "table")
         for table in publication.tables.values():
             also = f" (also: {', '.join(table.aliases)})" if table.aliases else ""
-            shown.add_row(table.name, table.title + also, ", ".join(table.variants_by_recipe()) or "–")
-        console.print(shown)
+            output.add_row(table.name, table.title + also, ", ".join(table.variants_by_recipe()) or "–")
+        console.print(output)
     print_line(console, "polyfed reproduce PAPER TABLE --scale smoke|cpu|paper")
 
 
@@ -197,20 +197,20 @@ def _build_jobs(
     jobs: dict[Path, job_runner.PaperJob] = {}
     for name, variants in table.variants_by_recipe().items():
         recipe = recipes[name]
-        chosen = {first_variant_with_same_configuration(recipe, scale, v) for v in selected[name]}
+        selected_variants = {first_variant_with_same_configuration(recipe, scale, v) for v in selected[name]}
         for variant in dict.fromkeys(first_variant_with_same_configuration(recipe, scale, v) for v in variants):
             config = recipe.configuration(scale, variant)
             for number in reproduce_options.seeds_to_run:
                 seed = config["seed"] if number is None else number
                 folder = job_folder(reproduce_options.output_folder(table), name, variant, seed)
-                if variant not in chosen and not folder.exists():
+                if variant not in selected_variants and not folder.exists():
                     continue
-                argv = run_arguments if variant in chosen else _without_paths(run_arguments)
+                argv = run_arguments if variant in selected_variants else _without_paths(run_arguments)
                 experiment = _experiment_from_config(
                     configuration_parser.parse_configuration([*argv, "--seed", str(seed)], config, "polyfed reproduce")
                 )
                 _check_same_settings(folder, experiment)
-                if variant in chosen:
+                if variant in selected_variants:
                     jobs[folder] = job_runner.PaperJob(
                         f"{recipe.title(scale, variant)}, seed {seed}", experiment, folder
                     )

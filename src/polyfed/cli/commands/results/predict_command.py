@@ -85,13 +85,13 @@ def predict_file(
         print_line(console, f"{table.num_rows} rows in {out}")
         return
     is_shortened = table.num_rows > _SHOWN
-    shown = PlainTable(title=f"the first of {table.num_rows} rows" if is_shortened else None, title_justify="left")
+    output = PlainTable(title=f"the first of {table.num_rows} rows" if is_shortened else None, title_justify="left")
     for name in columns:
-        shown.add_column(name, justify="left" if name == "predicted" else "right")
+        output.add_column(name, justify="left" if name == "predicted" else "right")
     for row in range(min(_SHOWN, table.num_rows)):
         values = [column[row] for column in columns.values()]
-        shown.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in values))
-    console.print(shown)
+        output.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in values))
+    console.print(output)
     if is_shortened:
         print_line(console, "--out FILE.csv writes all")
 

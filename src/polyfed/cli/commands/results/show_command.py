@@ -171,9 +171,11 @@ def _build_table(content: ShownDirectory) -> PlainTable:
     table = PlainTable(title=f"scores in {unit}" if unit else None, title_justify="left")
     if content["kind"] == "run":
         scores = [name for name in rows[0] if name not in ("client", "num_examples") and not name.endswith("loss")]
-        shown = [{name: _format(row[name], unit if name in scores else "") for name in rows[0]} for row in rows]
+        formatted_rows = [
+            {name: _format(row[name], unit if name in scores else "") for name in rows[0]} for row in rows
+        ]
     else:
-        shown = [
+        formatted_rows = [
             {
                 "method": row["method"], "mean": _format(row["mean"], unit),
                 "95 % interval": f"{_format(row['low'], unit)} to {_format(row['high'], unit)}",
@@ -182,9 +184,9 @@ def _build_table(content: ShownDirectory) -> PlainTable:
             }
             for row in rows
         ]  # fmt: skip
-    for position, name in enumerate(shown[0]):
+    for position, name in enumerate(formatted_rows[0]):
         table.add_column(name, justify="right" if position else "left")
-    for cells in shown:
+    for cells in formatted_rows:
         table.add_row(*cells.values())
     return table
 

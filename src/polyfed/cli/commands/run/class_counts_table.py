@@ -81,7 +81,7 @@ def show_class_counts(
         draw_class_counts(np.array([counts[c.id] for c in all_clients]), names, plot, unseen=len(experiment_data.unseen),
                          clients=[c.id for c in all_clients])  # fmt: skip
     if as_json:
-        shown: list[ShownClient] = [
+        client_entries: list[ShownClient] = [
             {
                 "client": client.id, "train": len(client.train), "test": len(client.test),
                 "unseen": position >= participant_count, "classes": list(map(int, counts[client.id])) or None,
@@ -89,7 +89,7 @@ def show_class_counts(
             for position, client in enumerate(all_clients)
         ]  # fmt: skip
         class_names, partition = list(map(str, names)), str(experiment_data.partition_fingerprint)
-        print_json({"format": 1, "class_names": class_names, "partition": partition, "clients": shown})
+        print_json({"format": 1, "class_names": class_names, "partition": partition, "clients": client_entries})
         return
     console.print(table)
     if has_counts and plot is not None:

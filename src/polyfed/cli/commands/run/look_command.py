@@ -47,14 +47,14 @@ def look_command(argv: list[str]) -> None:
 
     experiment = build_experiment(config)
     clients, class_names = _load_clients(experiment)
-    seen = look(
+    summary = look(
         clients,
         class_names=class_names,
         between_sites=options.between_sites,
         secure=options.between_sites and experiment.settings.secure,
         out=out,
     )
-    print(json.dumps(seen.to_json_dict(), ensure_ascii=False, indent=1) if options.json else str(seen))
+    print(json.dumps(summary.to_json_dict(), ensure_ascii=False, indent=1) if options.json else str(summary))
     if out is not None:
         print(f"The page: {out}", file=sys.stderr if options.json else sys.stdout)
 

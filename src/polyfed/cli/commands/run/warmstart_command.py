@@ -19,6 +19,7 @@ from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import create_private_folder_if_missing, read_file, write_file_atomically
+from polyfed.core.io.number_format import join_first_and_count_rest
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.seeds import derive_seed
 from polyfed.data import IID, SOURCES, PadCropFlip, Split, make_clients
@@ -326,11 +327,10 @@ def _lines_of_local_tensors(start: WarmStart) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for name, reason in start.local.items():
         by_reason.setdefault(reason, []).append(name)
-    lines = []
-    for reason, names in by_reason.items():
-        more = f" and {len(names) - _LISTED_TENSORS} more" if len(names) > _LISTED_TENSORS else ""
-        lines.append(f"not generated but drawn: {', '.join(names[:_LISTED_TENSORS])}{more} ({reason})")
-    return lines
+    return [
+        f"not generated but drawn: {join_first_and_count_rest(names, _LISTED_TENSORS)} ({reason})"
+        for reason, names in by_reason.items()
+    ]
 
 
 def _format_number(value: float | None) -> str:
