@@ -5,6 +5,7 @@ import html
 import io
 import json
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.report.data.run_records import read_run_record
 from polyfed.simulation.engines.inprocess import InProcessEngine
+from polyfed.simulation.monitoring import update_norms
 from polyfed.simulation.monitoring.progress import LineProgress
 from polyfed.simulation.monitoring.update_norms import (
     describe_diverged_losses,
@@ -231,3 +233,19 @@ def test_the_page_of_a_comparison_has_norms_and_no_warning_of_python_is_raised(t
     words = {"rounds": 2, "seeds": [0], "tune": None, "references": False, "workers": 0, "quiet": True}
     pf.compare(small_clients(3), methods, out=tmp_path / "compared", parallel=1, **words)
     assert "Update norm of each client" in page_of(tmp_path / "compared")
+
+
+def test_the_change_in_a_tensor_is_let_go_before_the_next_but_one(monkeypatch):
+    """Of a large model no copy of the whole update is in memory."""
+    compute, changes = update_norms._change, []
+
+    def compute_and_count(sent, received):
+        assert sum(change() is not None for change in changes) <= 1
+        changes.append(weakref.ref(change := compute(sent, received)))
+        return change
+
+    monkeypatch.setattr(update_norms, "_change", compute_and_count)
+    sent, received = ({f"w{k}": torch.full((3000,), value) for k in range(6)} for value in (3.0, 1.0))
+    measured = update_norms.measure_update(Message({"model": sent}), Message({"model": received}))
+    assert measured.norm == pytest.approx(2 * 18000**0.5)
+    assert len(changes) == 6

@@ -11,7 +11,7 @@ average (a random projection). The error of a cosine is then about 0.02.
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import nlargest
@@ -48,17 +48,24 @@ def _random_signs(count: int) -> Tensor:
     return torch.randint(0, 2, (count,), generator=generator).float() * 2 - 1
 
 
-def sketch_update(changes: Sequence[Tensor]) -> UpdateSketch:
+def sketch_update(changes: Iterable[Tensor], forms: Sequence[tuple[int, ...]] | None = None) -> UpdateSketch:
     """Returns the sketch of an update, which is given as the change in each tensor, always in the same order.
+
+    Args:
+        changes: the changes. With `forms` each can be let go before the next is computed, so that no copy of the whole
+            update is in memory.
+        forms: the shapes of the changes.
 
     >>> sketch_update([torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])]).numbers
     tensor([1., 2., 3.])
     """
-    forms = tuple(tuple(change.shape) for change in changes)
-    total = sum(change.numel() for change in changes)
-    flat = [change.detach().reshape(-1).to("cpu", torch.float32) for change in changes]
+    if forms is None:
+        changes = list(changes)
+        forms = [tuple(change.shape) for change in changes]
+    forms, total = tuple(forms), sum(map(math.prod, forms))
+    flat = (change.detach().reshape(-1).to("cpu", torch.float32) for change in changes)
     if total <= SKETCH_SIZE:
-        return UpdateSketch(forms, torch.cat(flat) if flat else torch.zeros(0))
+        return UpdateSketch(forms, torch.cat([torch.zeros(0), *flat]))
     # A power of two, so that models of about one size share their signs.
     signs = _random_signs(2 ** math.ceil(math.log2(total // SKETCH_SIZE + 2)))
     numbers, position = torch.zeros(SKETCH_SIZE), 0

@@ -7,7 +7,7 @@ is a sign of a single update that outweighs all others, by mistake or on purpose
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,17 +60,22 @@ class MeasuredUpdate(NamedTuple):
 
 def measure_update(reply: Message, message: Message, differences: Iterable[str] = ()) -> MeasuredUpdate:
     """Returns the norm of a client's update, as `update_norm` does, and a sketch of its direction."""
-    difference_groups, changes = frozenset(differences), list[Tensor]()
+    difference_groups, tensors = frozenset(differences), list[tuple[Tensor, Tensor | None]]()
     for group, tree in reply.tensors.items():
         received = {} if group in difference_groups else message.tensors.get(group, {})
-        changes += [
-            _change(tensor.detach(), received.get(name)) for name, tensor in tree.items() if tensor.is_floating_point()
-        ]
-    squares = [float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2 for change in changes]
-    norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.inf
-    if not squares or not math.isfinite(norm):
+        tensors += [(t.detach(), received.get(name)) for name, t in tree.items() if t.is_floating_point()]
+    squares: list[float] = []
+
+    def iterate_changes() -> Iterator[Tensor]:
+        for sent, before in tensors:
+            change = _change(sent, before)
+            squares.append(float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2)
+            yield change
+
+    sketch = sketch_update(iterate_changes(), [tuple(sent.shape) for sent, _ in tensors])
+    if not squares or not all(map(math.isfinite, squares)):
         return MeasuredUpdate(None, None)
-    return MeasuredUpdate(norm, sketch_update(changes))
+    return MeasuredUpdate(math.sqrt(math.fsum(squares)), sketch)
 
 
 def describe_measures(
