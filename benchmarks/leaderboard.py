@@ -22,7 +22,8 @@ With `--only`, `local` and the methods named are run, and the rows of these are 
 `local` comes out as it is there. Their `gain_interval` is then of fewer methods, which the results say under `renewed`.
 `join` does the same with the seeds of the results, and does not ask for the same `local`: another machine rounds otherwise.
 How far `local` is from the committed one is printed and kept beside the row, under `joined`; the row's gain over `local` is
-over that of its own machine. Clients, test examples, rounds and the rule of the search must be those of the results.
+over that of its own machine. Clients, test examples and rounds must be those of the results, and the rule of the search:
+that of the committed ones is in `leaderboard_rule.py`.
 With one architecture `polyfed compare` runs FedAvg with and without fine-tuning beside them; the rows of these stay.
 Intervals of differences cover new seeds and test examples (crossed), one difference at a time; `gain_interval` is that of
 `polyfed compare`, for all methods together, which with three seeds and 35 methods decides next to nothing. Seconds mean
@@ -38,6 +39,7 @@ from pathlib import Path
 
 import leaderboard_page
 import numpy as np
+from leaderboard_rule import RULE, compare_by_score
 from papers import ahead, scores
 from sklearn.datasets import load_breast_cancer
 
@@ -156,16 +158,20 @@ def renew(name, words, out, only):
 
 def join(name, words, out, only):
     """Puts the rows of new methods into the results of a federation, and how far `local` is from the one there."""
-    content, found = committed(name), compared(words, out)
+    content = committed(name)
+    by_score = RULE in content["tuning"]
+    found = compare_by_score(words, out, only, compared) if by_score else compared(words, out)
     settings = {
         "seeds": (content["seeds"], found["seeds"]), "rounds": (content["rounds"], found["rounds"]),
-        "clients": (content["clients"], len(found["clients"])), "tuning": (content["tuning"], found["tuning"]["sentence"]),
+        "clients": (content["clients"], len(found["clients"])),
         "test_examples": (content["test_examples"], found["mean_answer"]["test_examples"]),
     }  # fmt: skip
+    if not by_score:
+        settings["tuning"] = (content["tuning"], found["tuning"]["sentence"])
     if other := {key: values for key, values in settings.items() if values[0] != values[1]}:
         raise SystemExit(f"{out}: not the federation of the results: {other} (there, here)")
     before, now = content["methods"]["local"]["mean"], rounded(found["methods"]["local"]["statistics"]["mean"])
-    new = put_rows(content, found, out, only)
+    new = put_rows(content, found, out / "final" if by_score else out, only)
     local = {"committed": before, "here": now, "difference": rounded(now - before)}
     content["joined"] = {
         **content.get("joined", {}),

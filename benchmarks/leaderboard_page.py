@@ -9,6 +9,8 @@ from statistics import fmean, median
 
 from leaderboard_pictures import draw_gains, draw_ranks, gain_over_federations
 
+from polyfed.cli.commands.options.recipes import read_recipe
+
 FEDERATIONS = {
     "digits-0.1": "Digits (8×8), strong label skew: Dirichlet 0.1",
     "digits-1": "Digits (8×8), mild label skew: Dirichlet 1.0",
@@ -39,7 +41,7 @@ ONE_HEAD = ("lg_fedavg", "fedgh")  # methods in which all clients begin with one
 RULE = "of the last 3 evaluated rounds"  # as the page says
 HEAD = """# Leaderboard
 
-Every method on the same eleven small federations, against training alone. A gain above 0 is better than training alone.
+Methods on the same eleven small federations, against training alone. A gain above 0 is better than training alone.
 These are ten clients (four hospitals) of few examples: your own data can decide otherwise, so [compare](compare.md) on them.
 [How it was measured](leaderboard/measured.md); [each federation, with scores and costs](leaderboard/federations.md).
 """
@@ -216,13 +218,15 @@ def kind_of(gain):
 
 
 def gains_alone(found):
-    """Returns the gains over training alone of each method, one for each federation, the best mean first."""
+    """Returns the gains over training alone of each method, one for each federation, the best mean first; those of fewer
+    than three federations are last.
+    """
     methods = {label for one in found.values() for label in one["methods"]} - {"local"}
     gains = {
         label: [gain["gain"] for one in found.values() if (gain := over(one, label, "local"))] for label in methods
     }
     known = {label: of for label, of in gains.items() if of}
-    return dict(sorted(known.items(), key=lambda item: (-fmean(item[1]), item[0])))
+    return dict(sorted(known.items(), key=lambda item: (len(item[1]) < 3, -fmean(item[1]), item[0])))
 
 
 def summary(found):
@@ -252,11 +256,24 @@ def summary(found):
         lines.append(f"| `{label}` | " + " | ".join(map(str, cells)) + " |")
     return "\n".join([
         *lines, "",
-        "A client loses if its mean score is below what it has alone; that may be chance.\n",
+        f"A client loses if its mean score is below what it has alone; that may be chance. {not_measured(found)}\n",
         "![Rank of each method in each federation](images/leaderboard.svg)\n",
         "The number is the rank by the mean score; 1 is best. `+` is better than training alone, `−` worse, by an interval",
         "that leaves out 0. Empty: the method does not suit, or diverged with every rate.\n",
     ])  # fmt: skip
+
+
+def not_measured(found):
+    """Names the methods that suit a federation by the recipe, and have no row in it."""
+    recipe, suits = read_recipe("leaderboard"), {}
+    for name, one in found.items():
+        for baseline in recipe.configuration(variant=name)["baselines"]:
+            label = baseline if isinstance(baseline, str) else baseline["name"]
+            suits.setdefault(label, []).append(label in one["methods"] or label in one["failed"])
+    missing = [
+        f"`{label}` ({rows.count(False)} of {len(rows)})" for label, rows in sorted(suits.items()) if not all(rows)
+    ]
+    return f"Not measured yet, in so many of the federations that it suits: {', '.join(missing)}." if missing else ""
 
 
 def signed(points):

@@ -52,7 +52,9 @@ def comparison(leaderboard, monkeypatch):
         "methods": {"local": {"statistics": {"mean": there["methods"]["local"]["mean"] + 0.0123}}, "fedavg_kd": {}},
     }  # fmt: skip
     asked = []
-    monkeypatch.setattr(leaderboard, "compared", lambda words, out: asked.append(words) or found)
+    monkeypatch.setattr(
+        leaderboard, "compare_by_score", lambda words, out, only, compared: asked.append(words) or found
+    )
     monkeypatch.setattr(leaderboard, "of", lambda found, label, out: {"mean": 0.9, "of": label})
     monkeypatch.setattr(leaderboard, "at_equal", lambda method, out, kind, limit: None if limit is None else 0.8)
     return found, asked
@@ -87,7 +89,8 @@ def test_another_federation_is_refused(leaderboard, comparison, tmp_path, key):
     assert results_of(leaderboard) == before
 
 
-def test_renewing_still_asks_for_the_same_local(leaderboard, comparison, tmp_path):
+def test_renewing_still_asks_for_the_same_local(leaderboard, comparison, tmp_path, monkeypatch):
+    monkeypatch.setattr(leaderboard, "compared", lambda words, out: comparison[0])
     with pytest.raises(SystemExit, match="not the same runs; `join` takes them"):
         leaderboard.run("architectures", settings("run", runs=str(tmp_path)))
 
@@ -112,6 +115,68 @@ def test_the_page_says_which_rows_joined(leaderboard, comparison):
     assert "The row of `fml` joined later" in page
     assert "`local` is at 77.0 instead of 76.5" in page
     assert "joined later" not in plain
+
+
+def write_search(folder, rates):
+    """Runs of a search, of 12 rounds each, with the validation scores and losses of two clients in rounds 3, 6, 9 and 12."""
+    for lr, (scores, losses) in rates.items():
+        run = folder / f"lr={lr}"
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text(f"algorithm: {{name: fedper, lr: {lr}}}\n", encoding="utf-8")
+        lines = []
+        for number in range(1, 13):
+            rows = {"a": {"accuracy": 0.1}, "b": {"accuracy": 0.1}, "none": {"accuracy": 0.1}}
+            if number % 3 == 0 and number // 3 <= len(scores):
+                for client, shift in (("a", 0.1), ("b", -0.1)):
+                    rows[client] |= {
+                        "val_accuracy": scores[number // 3 - 1] + shift,
+                        "val_loss": losses[number // 3 - 1],
+                    }
+            lines.append(json.dumps({"round": number, "clients": rows}))
+        (run / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def test_the_rate_of_the_committed_rule_is_that_of_the_last_three_scores(leaderboard, tmp_path):
+    from leaderboard_rule import choose_rate
+
+    write_search(
+        tmp_path,
+        {
+            0.02: ((0.9, 0.5, 0.5, 0.5), (1.0,) * 4),  # good in round 3 alone
+            0.2: ((0.1, 0.6, 0.6, 0.6), (2.0,) * 4),
+            0.6: ((0.1, 0.5, 0.6, 0.7), (1.5,) * 4),  # as good, and of a lower loss
+            2.0: ((0.1, 0.5, 0.5, 0.7), (0.5,) * 4),  # best in the last round, and of the lowest loss
+        },
+    )
+    assert choose_rate(tmp_path, "accuracy", 12) == (0.6, [0.02, 0.2, 0.6, 2.0])
+    with pytest.raises(SystemExit, match="no run of the search reached round 30"):
+        choose_rate(tmp_path, "accuracy", 30)
+
+
+def test_a_search_by_score_fixes_the_rates_of_the_final_runs(leaderboard, tmp_path):
+    from leaderboard_rule import compare_by_score
+
+    asked = []
+
+    def compared(words, out):
+        asked.append(words)
+        if not asked[1:]:
+            out.mkdir()
+            (out / "comparison.yaml").write_text("metrics: [{name: accuracy}]\n", encoding="utf-8")
+            write_search(out / "tuning" / "local", {0.02: ((0.5,) * 4, (1.0,) * 4), 0.2: ((0.4,) * 4, (0.1,) * 4)})
+            write_search(out / "tuning" / "fedper", {0.02: ((0.4,) * 4, (0.1,) * 4), 0.2: ((0.5,) * 4, (1.0,) * 4)})
+        methods = {"local": {}, "fedavg": {}, "fedper": {}}
+        return {"methods": methods, "rounds": 12, "tuning": {"sentence": "by loss"}}
+
+    words = ["compare", "leaderboard", "--seeds", "0,1,2", "--tune", "grid", "--out", "x", "--baselines", '["fedper"]']
+    found = compare_by_score(words, tmp_path, ["fedper"], compared)
+    search, final = asked
+    assert (search[search.index("--seeds") + 1], search[search.index("--tune") + 1]) == ("0", "grid")
+    assert (final[final.index("--seeds") + 1], final[final.index("--tune") + 1]) == ("0,1,2", "none")
+    assert final[final.index("--algorithm.lr") + 1] == "0.02"
+    assert json.loads(final[final.index("--baselines") + 1]) == [{"name": "fedper", "lr": 0.2}]
+    assert found["tuning"]["methods"]["fedper"] == {"chosen": {"lr": 0.2}, "tried": [0.02, 0.2]}
+    assert found["tuning"]["edge"] == ["lr of local", "lr of fedper"]
 
 
 @pytest.mark.slow

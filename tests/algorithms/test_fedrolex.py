@@ -134,6 +134,10 @@ def test_a_window_has_the_pixels_of_its_channels():
     assert starts["1.running_mean"] == (5,)
     assert starts["4.weight"] == (5, 5 * 16)
     assert starts["6.weight"] == (0, 5)
+    later = method.find_window_starts(
+        {**state, "round": 7}, "4.weight", images(2).state_dict()["4.weight"].shape, "local"
+    )
+    assert later == (7, 1 * 16), "the six channels begin again, the twelve units do not"
     narrow, x = images(2), torch.randn(7, 1, 6, 6)
     narrow.load_state_dict(
         {n: window(state["model"][n], tuple(t.shape), starts[n]) for n, t in narrow.state_dict().items()}
@@ -146,15 +150,16 @@ def test_a_window_has_the_pixels_of_its_channels():
     torch.testing.assert_close(narrow[4].weight, weight)
 
 
-def test_evaluated_is_the_window_with_which_it_was_trained_last():
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_evaluated_is_the_window_with_which_it_was_trained_last(rounds):
     method, clients = FedRolex(**OPTIONS, scaler=False), family()
-    federation, state, _, _ = play(method, clients, rounds=2)
-    personal = method.dispatch(state, federation.client_info("client-0", 2, "personal")).tensors["model"]
-    for name, tensor in {"0.bias": [1, 2, 3, 4], "2.weight": [1, 2, 3, 4]}.items():
-        theta = state["model"][name]
-        assert torch.equal(personal[name], theta[tensor] if theta.dim() == 1 else theta[:, tensor])
-    training = method.dispatch(state, federation.client_info("client-0", 3)).tensors["model"]
-    assert torch.equal(training["0.bias"], state["model"]["0.bias"][[2, 3, 4, 5]])
+    federation, state, _, _ = play(method, clients, rounds=rounds)
+    personal = method.dispatch(state, federation.client_info("client-0", rounds, "personal")).tensors["model"]
+    last = [rounds - 1 + k for k in range(4)]
+    assert torch.equal(personal["0.bias"], state["model"]["0.bias"][last])
+    assert torch.equal(personal["2.weight"], state["model"]["2.weight"][:, last])
+    training = method.dispatch(state, federation.client_info("client-0", rounds + 1)).tensors["model"]
+    assert torch.equal(training["0.bias"], state["model"]["0.bias"][[k + 1 for k in last]])
 
 
 def test_narrow_clients_train_units_that_heterofl_leaves_untrained():

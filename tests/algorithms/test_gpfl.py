@@ -84,6 +84,22 @@ def test_all_clients_begin_with_the_same_embeddings():
     assert not torch.equal(first[0]["embeddings"], GPFL().client_init(clients[0], 4)["first"]["embeddings"])
 
 
+def test_first_draws_are_those_of_torchs_layers():
+    """An embedding is standard normal; a linear layer's weights and bias are uniform between −1/√width and 1/√width."""
+    tensors, limit = draw_conditional(200, 100, 0), 0.1
+    assert abs(tensors["embeddings"].mean()) < 0.03
+    assert abs(tensors["embeddings"].std() - 1) < 0.03
+    for part in ("gamma", "beta"):
+        for name in ("weight", "bias"):
+            drawn = tensors[f"{part}.{name}"]
+            assert -limit <= drawn.min() < -0.9 * limit
+            assert 0.9 * limit < drawn.max() <= limit
+            assert abs(drawn.mean()) < 0.2 * limit
+            assert abs(drawn.std() - limit / 3**0.5) < 0.1 * limit
+        assert torch.equal(tensors[f"{part}.norm.weight"], torch.ones(100))
+        assert torch.equal(tensors[f"{part}.norm.bias"], torch.zeros(100))
+
+
 def test_a_condition_of_no_scale_and_no_shift_leaves_positive_representations():
     tensors = {name: torch.zeros_like(tensor) for name, tensor in draw_conditional(3, 8, 0).items()}
     z = torch.rand(5, 8)
