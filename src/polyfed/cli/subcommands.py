@@ -57,7 +57,9 @@ def run(argv: list[str]) -> None:
     recipe, recipe_config, note = recipes.pop_recipe(words, options.scale, options.variant)
     words += ["--cross_site", "true"] if options.cross_site else []
     with early_checks.name_file_in_errors(recipe, words):
-        config = configuration_parser.parse_configuration(words, recipe_config, "polyfed run")
+        config = configuration_parser.parse_configuration(
+            words, recipe_config, "polyfed run", command_options=parser.option_names
+        )
         early_checks.check_settings(config, words)
     logger = [name.strip() for name in (options.logger or "").split(",")] if options.logger is not None else []
     early_checks.check_logger_names(logger)
@@ -107,7 +109,9 @@ def compare(argv: list[str]) -> None:
         raise UserError("polyfed compare takes no --seed; give --seeds, one or several")
     words += ["--cross_site", "true"] if others.cross_site else []
     with early_checks.name_file_in_errors(recipe, words):
-        config = configuration_parser.parse_configuration(words, config, "polyfed compare")
+        config = configuration_parser.parse_configuration(
+            words, config, "polyfed compare", command_options=build_compare_parser().option_names
+        )
         early_checks.check_settings(config, words)
     early_checks.check_logger_names(compare_options.logger)
     if compare_options.method_config is None:  # which may name labels

@@ -4,11 +4,13 @@ import inspect
 
 import numpy as np
 import pytest
+import torch
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.monitoring.progress_argument import resolve_progress
+from polyfed.simulation.storage.directory import read_manifest
 from polyfed.testing import small_clients
 
 CLIENTS = small_clients(3)
@@ -109,3 +111,19 @@ def test_progress_is_said_in_the_same_words_by_both():
     with pytest.raises(pf.UserError, match=r"progress must be True, False, a Progress or a function of .* got 'bar'"):
         resolve_progress("bar")
     pf.federate(CLIENTS, "fedavg", rounds=1, workers=0, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [(["ill", "well"] * 12, ("ill", "well")), ([1.5 + k / 7 for k in range(24)], None)],
+    ids=["classes", "numbers"],
+)
+def test_classes_of_a_table_have_their_names_in_runs_and_comparisons(target, names, tmp_path):
+    rows = {"site": ["north"] * 12 + ["south"] * 12, "age": [40.25 + 1.5 * k for k in range(24)], "outcome": target}
+    tables = pf.data.split_table(rows, "outcome", "site")
+    clients = tables.build_clients(lambda: torch.nn.Linear(1, len(names or [0])))
+    run = pf.federate(clients, "fedavg", rounds=1, workers=0, out=tmp_path / "run")
+    assert run.class_names == names
+    assert read_manifest(tmp_path / "run").get("class_names") == (names and list(names))
+    compared = pf.compare(clients, ["fedavg"], rounds=1, **QUICK)
+    assert compared.results["class_names"] == (names and list(names))

@@ -87,6 +87,7 @@ def test_a_plot_draws_each_client_and_the_mean(run):
         assert list(ax.lines[-1].get_xdata()) == [2, 3]
         assert ax.lines[-1].get_ydata()[-1] == pytest.approx(100 * run.table()[-1]["accuracy"])
         assert ax.get_ylabel() == "accuracy (%)"
+        assert all(tick == round(tick) for tick in ax.get_xticks())
         assert thing.plot("loss", ax=ax) is ax
         with pytest.raises(pf.UserError, match="no round of this run has the score 'acuracy'; did you mean accuracy"):
             thing.plot("acuracy")

@@ -8,6 +8,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.client_source import is_client_source
 from polyfed.core.errors import UserError
 from polyfed.core.examples.text_labels import share_classes
+from polyfed.simulation.checks.table_schemas import table_class_names
 
 _SETS = ("train", "test", "val", "global_test")
 
@@ -49,8 +50,12 @@ def list_clients(clients: Any) -> list[Client]:
 
 
 def class_names_of(clients: Sequence[Client]) -> tuple[str, ...] | None:
-    """Returns the names of the classes where labels were given as texts; None if they were numbers."""
-    return clients[0].train.classes
+    """Returns the names of the classes where labels were given as texts, or come from tables with the same classes; None
+    if they were numbers."""
+    if clients[0].train.classes is not None:
+        return clients[0].train.classes
+    names, *others = {table_class_names(client.train) for client in clients}
+    return None if others or not clients[0].task.yes_no_columns(len(names)) else names
 
 
 def _share_classes_of_clients(clients: list[Client]) -> list[Client]:

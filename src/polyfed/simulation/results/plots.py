@@ -39,6 +39,7 @@ def plot_learning_curves(
     means = [(r["round"], scale * s["mean"]) for r in evaluated if (s := r["summary"].get(metric)) is not None]
     if means:
         ax.plot(*zip(*means, strict=True), color="black", linewidth=2, label="mean over clients")
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set(xlabel="round", ylabel=f"{metric} ({unit})" if unit == "%" else metric, title=title)
     ax.legend()
     return ax

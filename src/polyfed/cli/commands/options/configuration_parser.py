@@ -102,6 +102,7 @@ def parse_configuration(
     config: Mapping[str, Any],
     program: str,
     is_offered: Callable[[str], bool] = lambda key: True,
+    command_options: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Parses the command line's options, which replace values of `config`, and returns the complete configuration with
     all defaults.
@@ -111,6 +112,7 @@ def parse_configuration(
         config: what a recipe or file says; options win over it, and it wins over the defaults of the classes.
         program: how usage texts call this command.
         is_offered: which keys a command takes, of a part of a configuration; what else `config` says is left out.
+        command_options: options of the command itself, which the hint for an unknown option names, too.
 
     Raises:
         UserError: an unknown name, option or key (with the nearest choices), or a value of the wrong type.
@@ -154,7 +156,7 @@ def parse_configuration(
         mixture, argv = names["model"].split(","), _drop_model_choice(argv)
     single_network = mixture is None and networks is None
     options = [option for option in _all_options(names, with_model=single_network) if is_offered(option.key)]
-    resolved = _parse_values(options, config_values, argv, program)
+    resolved = _parse_values(options, config_values, argv, program, command_options)
     if mixture is not None:
         resolved["model"] = [_complete_model(entry, program) for entry in mixture]
     if networks is not None:
@@ -202,8 +204,9 @@ def _class_of_choice(section: str, name: str) -> Callable[..., Any]:
 
 
 def _parse_values(
-    options: Sequence[Option], config_values: Mapping[str, Any], argv: Sequence[str], program: str
-) -> dict[str, Any]:
+    options: Sequence[Option], config_values: Mapping[str, Any], argv: Sequence[str], program: str,
+    command_options: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
     """Parses the values of all options. Those of the configuration become options before the user's, so that both are
     checked alike."""
     option_by_key = {option.key: option for option in options}
@@ -213,7 +216,7 @@ def _parse_values(
     for word in argv:
         key = word.partition("=")[0].removeprefix("--")
         if word.startswith("--") and key != "help" and not _is_option_or_entry(key.rstrip("+"), option_by_key):
-            raise UserError(f"unknown option {_unknown_key_message(key, option_by_key, '--')}")
+            raise UserError(f"unknown option {_unknown_key_message(key, option_by_key, '--', command_options)}")
     from jsonargparse import ArgumentError, ArgumentParser  # which takes as long as all before
 
     about = "Options of the choices made; choose others (--model NAME ...) to see theirs; --print-config shows all."
@@ -258,7 +261,9 @@ def _is_mapping(kind: Any) -> bool:
     return any(get_origin(part) in (dict, Mapping) for part in (kind, *get_args(kind)))
 
 
-def _unknown_key_message(key: str, option_by_key: Mapping[str, Option], prefix: str = "") -> str:
+def _unknown_key_message(
+    key: str, option_by_key: Mapping[str, Option], prefix: str = "", command_options: Sequence[str] = ()
+) -> str:
     """Builds the error for an unknown key: names another choice that has the key, or similar keys."""
     key_name = option_name(f"{prefix}{key}")
     section, _, field = key.rpartition(".")
@@ -271,7 +276,7 @@ def _unknown_key_message(key: str, option_by_key: Mapping[str, Option], prefix: 
         if hint is not None:
             return f"{key_name}; {hint}"
         top = {option_name(f"{prefix}{k.partition('.')[0]}") for k in option_by_key}
-        return f"{key_name}; {did_you_mean(key_name, top)}"
+        return f"{key_name}; {did_you_mean(key_name, top.union(command_options))}"
     if f"{section}.name" not in option_by_key:
         return f"{key_name}; a mixture of networks takes its fields from a YAML file, where `model` is a list"
     name, other_choices = option_by_key[f"{section}.name"].default, _choices_with(section, key)

@@ -34,7 +34,9 @@ def data_command(argv: list[str]) -> None:
     options, words = parser.parse_declared_options(argv)
     recipe = recipes.pop_recipe(words, options.scale, options.variant)
     with early_checks.name_file_in_errors(recipe.name, words):
-        config = configuration_parser.parse_configuration(words, recipe.configuration, "polyfed data")
+        config = configuration_parser.parse_configuration(
+            words, recipe.configuration, "polyfed data", command_options=parser.option_names
+        )
     from polyfed.cli.commands.run import class_counts_table
     from polyfed.simulation.experiment import build_experiment
 

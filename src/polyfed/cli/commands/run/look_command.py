@@ -38,7 +38,9 @@ def look_command(argv: list[str]) -> None:
     options, words = parser.parse_declared_options(argv)
     words = _as_data_options(words)
     recipe = recipes.pop_recipe(words, options.scale, options.variant)
-    config = configuration_parser.parse_configuration(words, recipe.configuration, "polyfed look")
+    config = configuration_parser.parse_configuration(
+        words, recipe.configuration, "polyfed look", command_options=parser.option_names
+    )
     out = expand_optional_path(options.out, "--out")
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--out must be an HTML file, got {options.out!r}")
