@@ -43,6 +43,7 @@ MIN_COHORT_SIZE = 3
 """Fewer are computed one by one, which takes as long."""
 _MAX_STACK_BYTES = 2**27  # of one stack of parameters
 _TERM_ROWS = 2**13  # of examples that a penalty takes through the networks at once
+_ROWS_AT_ONCE = 512  # of examples that are computed at once
 _OBSTACLES: dict[Hashable, str | None] = {}  # architecture, and how it is used -> why it cannot be computed together
 
 
@@ -337,13 +338,8 @@ def _predict_with_shared_weights(calls: Sequence[PredictCall], sets: Sequence[Ex
     for data in sets:
         batches.append(data.batch(torch.arange(len(data), device=data.device))[0])
         if sum(map(len, batches)) >= _ROWS_AT_ONCE or len(results) + len(batches) == len(sets):
-            x = torch.cat(batches)
-            outputs = torch.cat(
-                [
-                    logits_of(module(to_preferred_memory_format(module, part))).float().cpu()
-                    for part in torch.split(x, _ROWS_AT_ONCE)
-                ]
-            )
+            parts = torch.split(torch.cat(batches), _ROWS_AT_ONCE)
+            outputs = torch.cat([logits_of(module(to_preferred_memory_format(module, x))).float().cpu() for x in parts])
             results += torch.split(outputs, [len(part) for part in batches])
             batches = []
     return results
@@ -368,9 +364,6 @@ def _predict_with_stacked_weights(calls: Sequence[PredictCall], sets: Sequence[E
             for place, number, client_outputs in zip(active, rows, torch.split(outputs, max(rows)), strict=True):
                 parts[place].append(client_outputs[:number])
     return [torch.cat(client_outputs) for client_outputs in parts]
-
-
-_ROWS_AT_ONCE = 512  # of examples that are computed at once
 
 
 @torch.no_grad()
@@ -398,8 +391,5 @@ def _try_predicting_together(calls: Sequence[PredictCall]) -> str | None:
         return f"{type(error).__name__}: {error}"
     if _plain_attribute_values(module) != attributes or not torch.equal(random, torch.random.get_rng_state()):
         return "the network changes attributes of its own, or draws random numbers, as it runs"
-    fits = all(
-        _are_close(client_outputs, [set_outputs[i] for set_outputs in together])
-        for i, client_outputs in enumerate(alone)
-    )
+    fits = all(_are_close(outputs, [of_set[i] for of_set in together]) for i, outputs in enumerate(alone))
     return None if fits else "it computes something else for many at once"

@@ -267,11 +267,10 @@ def html_gains_over_local(run_group: RunGroup, key: str) -> Markup:
         if any(bar.low != bar.high for bar in bars):
             caption += " Thin lines: from the lowest to the highest seed."
         caption += f" Drawn are {len(drawn_gains)} of them, evenly." if len(drawn_gains) < len(gains) else ""
-        formatted_gains = [
-            [format_number_without_percent_sign(v, unit, signed=True) for v in (g.mean, g.low, g.high)]
+        rows = [
+            [g.client, *(format_number_without_percent_sign(v, unit, signed=True) for v in (g.mean, g.low, g.high))]
             for g in drawn_gains
         ]
-        rows = [[gain.client, *values] for gain, values in zip(drawn_gains, formatted_gains, strict=True)]
         numbers_html = html_table(
             f"Gain of {method.label}, {axis_unit}", ["client", "mean", "lowest seed", "highest seed"], rows
         )

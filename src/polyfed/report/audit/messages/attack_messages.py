@@ -130,7 +130,7 @@ def _choose_target(
     """Returns what to search for: as many images as the update comes from, at most 16, with the client's labels."""
     num_senders_images = len(images) * recorded.senders
     labels = client.train.labels.cpu().long()
-    chosen = torch.linspace(0, len(labels) - 1, min(len(labels), MOST_IMAGES)).round().long()
+    positions = torch.linspace(0, len(labels) - 1, min(len(labels), MOST_IMAGES)).round().long()
     is_imitable = steps <= MOST_STEPS and num_senders_images <= MOST_IMAGES
     lr = float(getattr(federation.algorithm, "lr", 0.1))
     seed = derive_seed(federation.settings.seed, "attack of messages", client.id)
@@ -138,7 +138,7 @@ def _choose_target(
     shape, batches = tuple(images.shape[1:]), _count_batches(federation.algorithm, len(images))
     if not is_imitable:
         steps = batches = 1
-    return InversionTarget(shape, labels[chosen], low, high, steps, batches, lr, seed)
+    return InversionTarget(shape, labels[positions], low, high, steps, batches, lr, seed)
 
 
 def _infer_labels(
