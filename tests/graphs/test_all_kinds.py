@@ -203,9 +203,9 @@ def test_frozen_and_unused_parameters_stay_private(extracted):
     net.gain.requires_grad_(False)
     graph = extracted(net, SEQUENCES)
     assert dict(graph.local_reasons) == {
-        "gain": "it is not trained (requires_grad is False)",
-        "unused": "the output does not depend on it",
-        "empty": "the output does not depend on it",
+        "gain": "it is not trained (requires_grad is False); with requires_grad=True it is generated",
+        "unused": "the output does not depend on it; delete it, or leave it, since it has no effect",
+        "empty": "the output does not depend on it; delete it, or leave it, since it has no effect",
     }
 
 

@@ -234,7 +234,7 @@ def test_a_buffer_is_a_constant_and_a_parameter_is_not(extracted, told):
     net.shift = nn.Parameter(torch.ones(4))
     graph = extracted(net, X, kinds="paper")
     assert told(graph) == ["shift: other < ", "add: add < shift", "fc: linear-4-4-k-s-g1-b1 < add"]
-    assert graph.local_reasons == {"shift": "Net uses it outside the layers of the catalogue"}
+    assert graph.local_reasons == {"shift": "Net uses it outside the layers of the catalogue; set kinds=all"}
 
 
 def test_of_some_operands_only_the_shape_is_read(extracted):

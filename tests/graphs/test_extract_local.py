@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.tensor([[1, 2, 0], [3, 4, 5]])
-ELSEWHERE = "uses it outside the layers of the catalogue"
+ELSEWHERE = "uses it outside the layers of the catalogue; set kinds=all"
 
 
 def line(c_in=4, c_out=4, bias=True):
@@ -54,10 +54,10 @@ def test_modules_outside_the_catalogue(extracted, told):
         "out: linear-3-2-k-s-g1-b1 < act",
     ]
     assert reasons(graph) == {
-        "embedding": "Embedding is not a layer of the catalogue",
-        "recurrent": "LSTM is not a layer of the catalogue",
-        "up": "ConvTranspose1d is not a layer of the catalogue",
-        "act": "PReLU is not a layer of the catalogue",
+        "embedding": "Embedding is not a layer of the catalogue; set kinds=all",
+        "recurrent": "LSTM is not a layer of the catalogue; set kinds=all",
+        "up": "ConvTranspose1d is not a layer of the catalogue; set kinds=all",
+        "act": "PReLU is not a layer of the catalogue; set kinds=all",
     }
     assert len(graph.nodes[1].parameters) == 8
     assert graph.coverage == pytest.approx(8 / sum(p.numel() for p in net.parameters()))
@@ -76,7 +76,8 @@ def test_a_norm_over_several_dimensions_is_no_layer_type(extracted):
     graph = extracted(nn.Sequential(nn.LayerNorm((3, 4)), line()), torch.randn(2, 3, 4), kinds="paper")
     assert [getattr(node.type, "kind", node.type) for node in graph.nodes] == ["other", "linear"]
     assert (
-        graph.local_reasons["0.weight"] == "LayerNorm with weight (3, 4), bias (3, 4) is not a layer of the catalogue"
+        graph.local_reasons["0.weight"]
+        == "LayerNorm with weight (3, 4), bias (3, 4) is not a layer of the catalogue; set kinds=all"
     )
 
 
@@ -87,7 +88,7 @@ def test_frozen_parameters_and_their_layers(extracted):
     graph = extracted(net, X)
     assert [node.type for node in graph.nodes[:2]] == ["other", "other"]
     assert graph.edges == ((0, 1), (1, 2))
-    frozen = "it is not trained (requires_grad is False)"
+    frozen = "it is not trained (requires_grad is False); with requires_grad=True it is generated"
     assert graph.local_reasons == {
         "0.weight": frozen,
         "0.bias": frozen,
@@ -99,7 +100,10 @@ def test_frozen_parameters_and_their_layers(extracted):
 @pytest.mark.parametrize("cut", [lambda net, x: net.b(net.a(x).detach()), lambda net, x: net.b(without_grad(net.a, x))])
 def test_behind_detach_and_no_grad_nothing_is_generated(extracted, cut):
     graph = extracted(Net(cut, a=line(), b=line()), X)
-    assert graph.local_reasons == dict.fromkeys(("a.weight", "a.bias"), "no gradient of the output reaches it")
+    assert graph.local_reasons == dict.fromkeys(
+        ("a.weight", "a.bias"),
+        "no gradient of the output reaches it; take away the detach() or no_grad() that it is behind",
+    )
     assert graph.edges == ((0, 1),)
 
 
@@ -126,7 +130,7 @@ def test_unused_parameters_and_dead_branches(extracted, told):
     graph = extracted(net, X)
     assert told(graph) == ["body: linear-4-4-k-s-g1-b1 < ", "out: linear-4-2-k-s-g1-b1 < body"]
     assert graph.local_reasons == {
-        f"{name}.{part}": "the output does not depend on it"
+        f"{name}.{part}": "the output does not depend on it; delete it, or leave it, since it has no effect"
         for name in ("dead", "auxiliary", "deader", "never")
         for part in ("weight", "bias")
     }
@@ -139,7 +143,9 @@ def test_types_of_numbers(extracted, dtype):
     if dtype is torch.float64:
         assert graph.coverage == 1.0
     else:
-        assert set(graph.local_reasons.values()) == {"its numbers are bfloat16, not float32 or float64"}
+        assert set(graph.local_reasons.values()) == {
+            "its numbers are bfloat16, not float32 or float64; give it one of these types"
+        }
         assert (graph.coverage, graph.edges) == (0.0, ((0, 1),))
 
 
@@ -167,10 +173,10 @@ def test_layers_that_share_a_part_are_not_generated(extracted):
     graph = extracted(net, X, kinds="paper")
     assert [isinstance(node.type, LayerType) for node in graph.nodes] == [False, False, False, True]
     assert graph.local_reasons == {
-        "0.weight": "0.weight is shared between different layers",
-        "0.bias": "0.weight is shared between different layers",
-        "1.bias": "1.bias is shared between different layers",
-        "2.weight": "1.bias is shared between different layers",
+        "0.weight": "0.weight is shared between different layers; give each layer its own, or set kinds=all",
+        "0.bias": "0.weight is shared between different layers; give each layer its own, or set kinds=all",
+        "1.bias": "1.bias is shared between different layers; give each layer its own, or set kinds=all",
+        "2.weight": "1.bias is shared between different layers; give each layer its own, or set kinds=all",
     }
 
 
@@ -180,13 +186,15 @@ def test_tied_weights_of_an_embedding_and_of_an_autoencoder(extracted, turned):
         net = Net(lambda net, x: F.linear(net.a(x).relu(), net.a.weight.T), a=line(4, 2, bias=False))
         graph = extracted(net, X, kinds="paper")
         assert [node.type for node in graph.nodes] == ["other", "other"]
-        assert graph.local_reasons == {"a.weight": "a.weight is shared between different layers"}
+        assert graph.local_reasons == {
+            "a.weight": "a.weight is shared between different layers; give each layer its own, or set kinds=all"
+        }
     else:
         net = Net(lambda net, x: net.out(net.tokens(x).mean(1)), tokens=nn.Embedding(6, 4), out=line(4, 6))
         net.out.weight = net.tokens.weight
         graph = extracted(net, TOKENS, kinds="paper")
         assert [node.type for node in graph.nodes] == ["other", "other"]
-        shared = "tokens.weight is shared between different layers"
+        shared = "tokens.weight is shared between different layers; give each layer its own, or set kinds=all"
         assert graph.local_reasons == {"tokens.weight": shared, "out.bias": shared}
 
 
@@ -195,7 +203,7 @@ def test_computed_weights_are_no_layers(extracted, parametrised):
     graph = extracted(nn.Sequential(line(), nn.ReLU(), parametrised(line())), X, kinds="paper")
     assert [node.name for node in graph.nodes] == ["0", "2"]
     assert (graph.nodes[1].type, graph.edges) == ("other", ((0, 1),))
-    assert set(reasons(graph).values()) == {"ParametrizedLinear is not a layer of the catalogue"}
+    assert set(reasons(graph).values()) == {"ParametrizedLinear is not a layer of the catalogue; set kinds=all"}
 
 
 class Standardised(nn.Conv1d):
@@ -278,7 +286,9 @@ def test_functions_with_the_models_own_parameters(extracted):
     ]
     assert graph.edges == tuple((i, i + 1) for i in range(5))
     assert graph.nodes[5].parameters == {"weight": "weights.1", "bias": "last"}
-    assert graph.local_reasons == dict.fromkeys(("scale", "shift"), "scale is shared between different layers")
+    assert graph.local_reasons == dict.fromkeys(
+        ("scale", "shift"), "scale is shared between different layers; give each layer its own, or set kinds=all"
+    )
 
 
 def test_parameters_that_are_used_as_they_are(extracted, told):

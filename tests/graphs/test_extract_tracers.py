@@ -277,7 +277,10 @@ def test_where_torch_export_fails_composites_are_one_node(extracted, told):
     graph = extracted(net, torch.randn(2, 3, 4), kinds="paper")
     assert graph.tracer == "torch.fx"
     assert told(graph) == ["attend: other < ", "out: linear-4-4-k-s-g1-b1 < attend"]
-    assert graph.local_reasons["attend.out_proj.weight"] == "MultiheadAttention is not a layer of the catalogue"
+    assert (
+        graph.local_reasons["attend.out_proj.weight"]
+        == "MultiheadAttention is not a layer of the catalogue; set kinds=all"
+    )
 
 
 def projected(x, weight, bias):

@@ -79,8 +79,8 @@ def test_tables_of_a_users_network(polyfed, here):
         ["linear-4-3-k-s-g1-b1-d-none", "1", "15"],
         ["linear-4-4-k-s-g1-b1-d-none", "1", "20"],
         ["scale-4-4-k-s-g1-b0-d-none", "1", "4"],
-        ["unused.weight", "1", "the output does not depend on it"],
-        ["unused.bias", "1", "the output does not depend on it"],
+        ["unused.weight", "1", "the output does not depend on it; delete it, or leave it, since it has no effect"],
+        ["unused.bias", "1", "the output does not depend on it; delete it, or leave it, since it has no effect"],
     ]
     assert "4 nodes and 3 edges" in out
     assert out.endswith(
@@ -249,9 +249,12 @@ def test_pictures_of_odd_graphs(here):
     node = Node("block." * 20 + "gain", "other", {"gain": "gain"})
     draw_graph(ArchitectureGraph((node, node), (), {"gain": 1}, {"gain": "it is mine"}), "two.svg", "a" * 100)
     assert (here / "none.png").exists()
-    assert node_label(node) == "…lock.block.block.block.block.gain\nother"
+    assert node_label(node) == "…lock.block.block.block.block.gain\nstays with the client"
     pointwise = LayerType("conv2d", 8, 8, (1, 3), (2, 1), groups=8)
     assert node_label(Node("c", pointwise, {})) == "c\nconv2d 8→8, 1×3 /2×1, 8 groups"
     dilated = LayerType("conv1d", 8, 4, (3,), (1,), dilation=(2,), activation="tanh")
     assert node_label(Node("c", dilated, {})) == "c\nconv1d 8→4, 3, dilated 2, tanh"
-    assert [node_label(Node("block.add", mark, {})) for mark in ("add", "other")] == ["block.add", "block.add\nother"]
+    assert [node_label(Node("block.add", mark, {})) for mark in ("add", "other")] == [
+        "block.add",
+        "block.add\nstays with the client",
+    ]

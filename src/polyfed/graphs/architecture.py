@@ -373,5 +373,9 @@ class ArchitectureGraph:
             if isinstance(node.type, LayerType) and node.type not in allowed:
                 parameters = {name: name for name in node.parameters.values()}
                 nodes[position] = replace(node, type="other", parameters=parameters)
-                local |= dict.fromkeys(parameters, f"the layer catalogue lacks its type {node.type.key}")
+                reason = (
+                    f"the layer catalogue lacks its type {node.type.key}; take a layer of one of its types, or train with a "
+                    "catalogue that has it"
+                )
+                local |= dict.fromkeys(parameters, reason)
         return replace(self, nodes=tuple(nodes), local_reasons=local)

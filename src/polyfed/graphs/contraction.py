@@ -14,7 +14,7 @@ from polyfed.graphs.layer_flow import Kinds
 from polyfed.graphs.tables import keep_tables_local
 
 NormTreatment = Literal["nodes", "layers", "local"]
-_LOCAL = "norm layers stay with the client (norms=local)"
+_LOCAL = "norm layers stay with the client (norms=local); norms=generate generates them"
 
 
 @final

@@ -227,7 +227,10 @@ def _build_graph(
     refused = {name: reason for name, p in parameters.items() if (reason := _refusal_reason(p))}
     owned = _parameter_names(flow.nodes)
     if reference.all_reached:  # the others are behind no_grad or detach: if generated, they would never be trained
-        refused |= dict.fromkeys(owned - reference.reached - refused.keys(), "no gradient of the output reaches it")
+        refused |= dict.fromkeys(
+            owned - reference.reached - refused.keys(),
+            "no gradient of the output reaches it; take away the detach() or no_grad() that it is behind",
+        )
     nodes, reasons = list(flow.nodes), dict(flow.reasons)
     for position, node in enumerate(nodes):
         stays = next((name for name in node.parameters.values() if name in refused), None)
@@ -244,10 +247,18 @@ def _build_graph(
             shared = next((name for name in node.parameters.values() if name in clash), None)
             if shared is not None:
                 nodes[position] = _as_local_node(node)
-                reasons |= dict.fromkeys(node.parameters.values(), f"{shared} is shared between different layers")
+                reasons |= dict.fromkeys(
+                    node.parameters.values(),
+                    f"{shared} is shared between different layers; give each layer its own, or set kinds=all",
+                )
     generated = _parameter_names(node for node in nodes if isinstance(node.type, LayerType))
     local = {
-        name: refused.get(name) or (reasons[name] if name in owned else "the output does not depend on it")
+        name: refused.get(name)
+        or (
+            reasons[name]
+            if name in owned
+            else "the output does not depend on it; delete it, or leave it, since it has no effect"
+        )
         for name in parameters
         if name not in generated
     }
@@ -261,9 +272,10 @@ def _parameter_names(nodes: Iterable[Node]) -> set[str]:
 
 def _refusal_reason(parameter: nn.Parameter) -> str:
     if not parameter.requires_grad:
-        return "it is not trained (requires_grad is False)"
+        return "it is not trained (requires_grad is False); with requires_grad=True it is generated"
     if parameter.dtype not in _GENERATED:
-        return f"its numbers are {str(parameter.dtype).removeprefix('torch.')}, not float32 or float64"
+        numbers = str(parameter.dtype).removeprefix("torch.")
+        return f"its numbers are {numbers}, not float32 or float64; give it one of these types"
     return ""
 
 

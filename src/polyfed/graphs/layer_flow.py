@@ -381,7 +381,7 @@ class _FlowRecorder(fx.Interpreter):
             where = owner_name(name)
             while isinstance(owner := self._model.get_submodule(where), nn.ParameterList | nn.ParameterDict):
                 where = owner_name(where)
-            outside = f"{type(owner).__name__} uses it outside the layers of the catalogue"
+            outside = f"{type(owner).__name__} uses it outside the layers of the catalogue; set kinds=all"
             reasons[name] = (
                 no_layer_reason(owner) if inherits_torch_forward(owner) and layer_kind(owner) is None else outside
             )

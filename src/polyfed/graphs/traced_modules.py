@@ -27,7 +27,7 @@ def no_layer_reason(module: nn.Module) -> str:
     if layer_kind(module) is not None and not is_parametrized(module):  # then the shapes do not fit a layer type
         shapes = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in module.named_parameters())
         kind = f"{kind} with {shapes}"
-    return f"{kind} is not a layer of the catalogue"
+    return f"{kind} is not a layer of the catalogue; set kinds=all"
 
 
 def has_layers_inside(module: nn.Module) -> bool:

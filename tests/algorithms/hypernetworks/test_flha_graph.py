@@ -163,7 +163,10 @@ def test_norms_that_stay_with_the_client_are_no_nodes():
     down = method.dispatch(state, ClientInfo("c0", 1, 3))
     graph = method.client_graph(down, everyone[0])
     assert len(graph.nodes) == 17
-    assert all(reason == "norm layers stay with the client (norms=local)" for reason in graph.local_reasons.values())
+    assert all(
+        reason == "norm layers stay with the client (norms=local); norms=generate generates them"
+        for reason in graph.local_reasons.values()
+    )
     _, own = method.local_update(down, method.client_init(everyone[0], 0), everyone[0], seed=1)
     assert own["private"].keys() == graph.local_reasons.keys()
 
