@@ -3,18 +3,23 @@
     python benchmarks/coverage.py [--out benchmarks/results/coverage.json]
 
 For each network three shares: with the paper's kinds of layers (`kinds=paper`, all that polyfed generated before), by
-default (tables of words stay with the client), and with these, too (`tables=generated`). Networks of transformers and timm
-are left out where the package is not installed.
+default (tables of words stay with the client), and with these, too (`tables=generated`); and the processor's seconds of
+one `extract`, on one thread. Networks of transformers and timm are left out where the package is not installed. Beside a
+CPU build of torch:
+
+    pip install --no-deps timm torchvision
 """
 
 import argparse
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from four_networks import LENGTH, NETWORKS
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
@@ -157,6 +162,15 @@ def of_torch() -> Iterator[Case]:
     yield "Conv3d", lambda: nn.Sequential(*volumes, nn.Flatten(), nn.Linear(8, 3)), torch.randn(2, 1, 8, 8, 8)
 
 
+def of_federations() -> Iterator[Case]:
+    """The networks of the two federations of `four_networks.py`."""
+    letters = torch.randint(0, 50, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    inputs = {"tweets": letters, "cifar10": torch.randn(2, 3, 32, 32)}
+    for federation, networks in NETWORKS.items():
+        for name, build in networks.items():
+            yield f"{federation}: {name}", build, inputs[federation]
+
+
 def of_transformers() -> Iterator[Case]:
     if find_spec("transformers") is None:
         return
@@ -175,16 +189,28 @@ def of_transformers() -> Iterator[Case]:
     yield "transformers, ViT", lambda: hf.ViTForImageClassification(vit), torch.randn(2, 3, 32, 32)
 
 
-TIMM = (  # the four of the table, then one of each family
+TIMM = (  # one small network of each of fifteen families in wide use
     "mobilenetv3_small_050", "convnext_atto", "vit_tiny_patch16_224", "resnet18", "efficientnet_b0", "deit_tiny_patch16_224",
     "swin_tiny_patch4_window7_224", "regnetx_002", "densenet121", "mixer_s32_224", "eva02_tiny_patch14_224",
     "beit_base_patch16_224", "tf_efficientnetv2_b0", "inception_v3", "vgg11",
 )  # fmt: skip
 
 
+def declare_torchvision_operators() -> None:
+    """Names the two operators without which torchvision cannot be imported where its compiled half does not load, as beside
+    a CPU build of torch. The networks do not call them.
+    """
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
 def of_timm() -> Iterator[Case]:
     if find_spec("timm") is None:
         return
+    declare_torchvision_operators()
     import timm
 
     for name in TIMM:
@@ -202,7 +228,9 @@ def measure(case: Case) -> dict[str, Any]:
     name, build, x = case
     with pf.core.seeds.temporary_rng_seed(0):
         model = build()
-    former, graph = extract(model, x, kinds="paper"), extract(model, x)
+    former, start = extract(model, x, kinds="paper"), time.process_time()
+    graph = extract(model, x)
+    seconds = time.process_time() - start
     local = keep_tables_local(graph)
     reasons = Counter(reason.partition(" (")[0] for reason in local.local_reasons.values())
     return {
@@ -210,7 +238,7 @@ def measure(case: Case) -> dict[str, Any]:
         "default": round(local.coverage, 4), "tables": round(graph.coverage, 4), "in layers": round(
             graph.num_parameters_in_layers / max(1, sum(graph.parameter_sizes.values())), 4
         ),
-        "tracer": graph.tracer, "private": dict(reasons),
+        "tracer": graph.tracer, "seconds": round(seconds, 2), "private": dict(reasons),
         "not generated": dict(graph.local_reasons),
     }  # fmt: skip
 
@@ -219,13 +247,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="benchmarks/results/coverage.json")
     out = parser.parse_args().out
+    torch.set_num_threads(1)
     rows = []
-    print("| network | parameters | before | default | with tables of words | tracer |\n|---|---|---|---|---|---|")
-    for case in [*of_torch(), *of_transformers(), *of_timm()]:
+    print("| network | parameters | before | default | with tables of words | tracer | extract, s |")
+    print("|---" * 7 + "|")
+    for case in [*of_torch(), *of_federations(), *of_transformers(), *of_timm()]:
         row = measure(case)
         rows.append(row)
         shares = " | ".join(f"{100 * row[key]:.1f} %" for key in ("paper", "default", "tables"))
-        print(f"| {row['network']} | {row['parameters']:,} | {shares} | {row['tracer']} |", flush=True)
+        print(
+            f"| {row['network']} | {row['parameters']:,} | {shares} | {row['tracer']} | {row['seconds']} |", flush=True
+        )
     with open(out, "w", encoding="utf-8") as file:
         json.dump(rows, file, indent=1)
         file.write("\n")
