@@ -8,8 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from polyfed.core.examples.pytree import call_network, logits_of, split_into_call_arguments, tree_map
+from polyfed.core.examples.pytree import call_network, first_leaf, logits_of, split_into_call_arguments, tree_map
 from polyfed.core.nn.functional_call import call_with_tensors
+from polyfed.core.privacy.layer_gradients import (
+    ExampleGradients,
+    Layer,
+    StackedGradients,
+    TappedLayers,
+    gradients_of_layer,
+    numbers_for_each_example,
+    supported_layers,
+)
+from polyfed.core.seeds import temporary_rng_seed
 
 _GRADIENT_NUMBERS = 2**25
 """Most numbers that the gradients of the examples computed together may have: 128 MB."""
@@ -20,7 +30,8 @@ def sum_clipped_gradients_of_examples(
 ) -> list[Tensor]:
     """Returns Σ_i g_i·min(1, C/‖g_i‖) over the examples of a batch, one tensor for each trained parameter.
 
-    The gradients of many examples are computed at once by `torch.func`.
+    The gradients of many examples are computed at once by `torch.func`: those of dense and convolutional layers from their
+    inputs and the gradients of their outputs, all others directly.
 
     Args:
         model: the network, in training mode, without layers that mix examples.
@@ -31,26 +42,66 @@ def sum_clipped_gradients_of_examples(
     Raises:
         RuntimeError, NotImplementedError, ValueError: a layer has no rule for many examples at once.
     """
+    layers = supported_layers(model)
+    additions = _zeros_for_outputs(model, layers, tree_map(lambda part: part[:1], x))
+    layers = {name: layers[name] for name in additions}
+    taps = TappedLayers(layers)
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    in_layers = {_join(name, role) for name, layer in layers.items() for role in layer._parameters}
+    others = {name: tensor for name, tensor in trained.items() if name not in in_layers}
 
-    def loss_of_one(tensors: Mapping[str, Tensor], inputs: Any, target: Tensor) -> Tensor:
+    def loss_of_one(
+        tensors: tuple[Mapping[str, Tensor], Mapping[str, Sequence[Tensor]]], inputs: Any, target: Tensor
+    ) -> tuple[Tensor, Mapping[str, Sequence[Tensor]]]:
         arguments = split_into_call_arguments(tree_map(lambda part: part.unsqueeze(0), inputs))
-        output = call_with_tensors(model, tensors, arguments.positional, arguments.named)
-        return criterion(logits_of(output), target.unsqueeze(0))
+        with taps.record(tensors[1]) as (layer_inputs, _):
+            output = call_with_tensors(model, tensors[0], arguments.positional, arguments.named)
+        return criterion(logits_of(output), target.unsqueeze(0)), layer_inputs
 
-    size = max(1, _GRADIENT_NUMBERS // max(1, sum(tensor.numel() for tensor in trained.values())))
-    gradients_of = vmap(grad(loss_of_one), in_dims=(None, 0, 0), randomness="different")
-    totals = [torch.zeros_like(tensor) for tensor in trained.values()]
+    numbers = sum(tensor.numel() for tensor in others.values())
+    numbers += sum(numbers_for_each_example(layers[name], parts) for name, parts in additions.items())
+    size = max(1, _GRADIENT_NUMBERS // max(1, numbers))
+    gradients_of = vmap(grad(loss_of_one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
+    totals = {name: torch.zeros_like(tensor) for name, tensor in trained.items()}
     for first in range(0, len(y), size):
         rows = slice(first, first + size)
         inputs = tree_map(lambda part, rows=rows: part[rows], x)
-        with warnings.catch_warnings():
+        with torch.no_grad(), warnings.catch_warnings():  # `grad` differentiates all the same; nothing else need
             warnings.filterwarnings("ignore", "There is a performance drop")  # torch computes one example after another
-            gradients = list(gradients_of(trained, inputs, y[rows]).values())
-        factors = _clipping_factors([g.flatten(1).norm(dim=1) for g in gradients], max_norm)
-        for total, gradient in zip(totals, gradients, strict=True):
-            total.add_(torch.tensordot(factors, gradient.nan_to_num(0.0, 0.0, 0.0), dims=1))
-    return totals
+            (of_others, slopes), layer_inputs = gradients_of((others, additions), inputs, y[rows])
+        gradients: dict[str, ExampleGradients] = {name: StackedGradients(g) for name, g in of_others.items()}
+        for name, layer in layers.items():
+            for role, of_examples in gradients_of_layer(layer, layer_inputs[name], slopes[name]).items():
+                gradients[_join(name, role)] = of_examples
+        factors = _clipping_factors([of_examples.norms() for of_examples in gradients.values()], max_norm)
+        if not bool((finite := factors > 0).all()):
+            gradients, factors = {name: g.select(finite) for name, g in gradients.items()}, factors[finite]
+        for name, of_examples in gradients.items():
+            totals[name].add_(of_examples.weighted_sum(factors))
+    return list(totals.values())
+
+
+def _zeros_for_outputs(model: nn.Module, layers: Mapping[str, Layer], x: Any) -> dict[str, list[Tensor]]:
+    """Returns `{layer: zeros of the shape of its output, for each call}` for the layers that the network calls; none if it
+    uses their weights in other ways.
+
+    Args:
+        model: the network.
+        layers: layers of it, by name.
+        x: inputs of one example, as a batch.
+    """
+    taps = TappedLayers(layers)
+    try:
+        with torch.no_grad(), temporary_rng_seed(0, first_leaf(x).device), taps.record() as (_, outputs):
+            call_network(model, x)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return {}
+    return {name: [torch.zeros_like(part) for part in parts] for name, parts in outputs.items() if parts}
+
+
+def _join(name: str, role: str) -> str:
+    """Returns the name of a layer's parameter in the network, which may be the layer itself."""
+    return f"{name}.{role}" if name else role
 
 
 def sum_clipped_gradients_of_groups(
