@@ -83,3 +83,19 @@ def test_doctor_as_json_has_the_documented_schema(project, capsys):
     out, err = capsys.readouterr()
     assert json.loads(out)["wrong"] >= 1
     assert "wrong in" in err
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "[superlink.other]\naddress = 'a:1'\n"], ids=["no file", "empty", "another"]
+)
+def test_a_run_without_a_trial_or_a_connection_says_what_to_do(content, project, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flower"))
+    if content is not None:
+        (tmp_path / "flower").mkdir()
+        (tmp_path / "flower" / "config.toml").write_text(content)
+    assert main(["flower", "run", str(project)]) == 2
+    text = capsys.readouterr().err
+    assert f"no trial of {project} runs" in text
+    assert "has no connection [superlink.fed]" in text
+    assert f"type `polyfed flower up {project}`" in text
+    assert (tmp_path / "flower" / "config.toml").exists() is (content is not None)

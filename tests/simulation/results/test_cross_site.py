@@ -193,6 +193,33 @@ def test_targets_in_their_own_scale():
     assert cell.value == pytest.approx(float((outputs - truth).abs().mean()) / spread, rel=1e-4)
 
 
+def images_with_masks(seed):
+    x = torch.rand(12, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+    return x, (x[:, 0] > 0.5).long()
+
+
+def survival_times(seed):
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.rand(20, 2, generator=draw)
+    return x, torch.stack([torch.rand(20, generator=draw) + 0.1, torch.ones(20)], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("task", "network", "draw_examples"),
+    [
+        ("segmentation", lambda: torch.nn.Conv2d(1, 2, 1), images_with_masks),
+        ("survival", lambda: torch.nn.Linear(2, 1), survival_times),
+    ],
+)
+def test_outputs_of_another_form_than_the_targets_are_scored(task, network, draw_examples):
+    clients = [
+        pf.Client(name, network, train=draw_examples(k), test=draw_examples(k + 5), task=task)
+        for k, name in enumerate(("north", "south"))
+    ]
+    matrix = run_alone(clients).cross_site().matrix()
+    assert all(cell.value is not None for row in matrix for cell in row)
+
+
 def test_other_inputs_leave_a_cell_empty():
     x, y = torch.zeros(20, 5), torch.arange(20) % 2
     clients = [

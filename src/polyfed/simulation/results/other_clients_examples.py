@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import input_spec_of
 from polyfed.data.tabular.preprocessing import Column, TablePreprocessor
@@ -52,10 +53,11 @@ def _check_classes(outputs: Tensor, client: Client) -> Tensor:
         raise IncompatibleExamplesError(
             f"{client.id} has examples of class {int(labels.max())}, and the model has {outputs.shape[1]} outputs"
         )
-    if not has_classes and labels.shape[1:] != outputs.shape[1:]:
-        raise IncompatibleExamplesError(
-            f"targets of {client.id} have shape {tuple(labels.shape[1:])}, outputs of the model {tuple(outputs.shape[1:])}"
-        )
+    if not has_classes:
+        try:
+            client.task.check_outputs(tuple(outputs.shape[1:]), labels, f"targets of {client.id}")
+        except UserError as error:
+            raise IncompatibleExamplesError(str(error)) from error
     return outputs
 
 

@@ -3,6 +3,7 @@ runs, and shows their state.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -78,6 +79,7 @@ def run_local_trial(folder: Path, sites: str | None, port: int, node_config: str
     project = Project(folder.resolve())
     names = project.read_site_names() if sites is None else parse_site_names_or_count(sites)
     trials.raise_keyboard_interrupt_on_signals()
+    print(f"starting the SuperLink, and SuperNodes of {', '.join(names)}", file=sys.stderr, flush=True)
     try:
         with trials.start_trial(project, names, port, node_config) as trial:
             started_text = f"the SuperLink listens on 127.0.0.1:{port}, SuperNodes of {', '.join(names)} run"
@@ -115,6 +117,8 @@ def submit_run_and_follow_log(
         raise UserError(f"--set has no effect on a resumed run; its configuration is {resume}/config.yaml")
     project = Project(folder.resolve())
     running = trials.read_running_trial(project)
+    if running is None:
+        _check_connection_of_flower(connection, folder)
     config, changed = (
         _flatten_configuration(project.read_server_configuration()),
         dict(_parse_change(word) for word in changes),
@@ -142,6 +146,24 @@ def submit_run_and_follow_log(
         raise RoundError(_unfinished_run_message(folder, target, records, planned_rounds, status))
     (console or Console()).print(_last_round_table(target, records))
     print(f"{target}")
+
+
+def _check_connection_of_flower(connection: str, folder: Path) -> None:
+    """Raises a `UserError` if Flower's configuration has no such connection to a SuperLink; one that cannot be read is left
+    to Flower's own error."""
+    file = Path(os.environ.get("FLWR_HOME") or "~/.flwr").expanduser() / "config.toml"
+    try:
+        connections = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink")
+    except FileNotFoundError:
+        connections = {}
+    except (OSError, ValueError):
+        return
+    if connection not in (connections if isinstance(connections, Mapping) else {}):
+        raise UserError(
+            f"no trial of {folder} runs on this machine, and {file} has no connection [superlink.{connection}] to a server; "
+            f"for a trial type `polyfed flower up {folder}` in another terminal, and wait until it says that the SuperLink "
+            f"listens; for a server at another place see step 2 of {folder}/README.md"
+        )
 
 
 def _unfinished_run_message(
