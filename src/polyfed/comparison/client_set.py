@@ -45,8 +45,8 @@ class ClientSet:
         return [client.id for client in self.clients] if self.source is None else SourceClients(self.source).ids
 
     def clients_of_run(self, method: Algorithm[Any, Any]) -> tuple[Client, ...] | ClientSource:
-        """Returns the clients that a method trains: those of the source, if there is one. Each client that is evaluated
-        trains alone, and no other."""
+        """Returns the clients of a method's runs: those of the source, if there is one. `Local` gets the evaluated
+        clients only, since each client trains alone."""
         return self.clients if self.source is None or isinstance(method, Local) else self.source
 
     def settings_of_run(self, method: Algorithm[Any, Any], settings: Settings) -> Settings:

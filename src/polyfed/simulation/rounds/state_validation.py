@@ -163,7 +163,7 @@ def _without_repeated_entries(initial: PyTree, state: PyTree) -> tuple[PyTree, P
         if not isinstance(initial_group, ClientStates) or initial_group.initial is None or group.initial is None:
             continue
         if initial_group.initial.clients.keys() == group.initial.clients.keys():
-            after[name] = dict(group.distinct_items())
+            after[name] = dict(group.iterate_distinct_states())
             before[name] = {client: initial_group[client] for client in after[name] if client in initial_group}
     return ({**initial, **before}, {**state, **after}) if after else (initial, state)
 
@@ -290,7 +290,7 @@ def _trees(nested: PyTree) -> Iterator[StateDict]:
     if not isinstance(nested, ClientStates) and _is_tree(nested):
         yield nested
     elif isinstance(nested, ClientStates):
-        for _, value in nested.distinct_items():
+        for _, value in nested.iterate_distinct_states():
             yield from _trees(value)
     elif isinstance(nested, Mapping | list):
         for value in nested.values() if isinstance(nested, Mapping) else nested:

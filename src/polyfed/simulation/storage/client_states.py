@@ -130,15 +130,15 @@ class ClientStates(Mapping[str, PyTree]):
         """Returns the states that are not saved yet."""
         return self._changed
 
-    def own_items(self) -> Iterator[tuple[str, PyTree]]:
+    def iterate_own_states(self) -> Iterator[tuple[str, PyTree]]:
         """Yields each client that has a state of its own, with the state; reads saved states one by one."""
         yield from self._changed.items()
         yield from ((client, self[client]) for client in self._saved_ids() if client not in self._changed)
 
-    def distinct_items(self) -> Iterator[tuple[str, PyTree]]:
-        """Yields each client that has a state of its own, with the state, and one of those that have the initial state."""
+    def iterate_distinct_states(self) -> Iterator[tuple[str, PyTree]]:
+        """Yields (client, state) for each client with a state of its own, and for one client with the initial state."""
         own_ids = set[str]()
-        for client, state in self.own_items():
+        for client, state in self.iterate_own_states():
             own_ids.add(client)
             yield client, state
         if self._initial is not None:
@@ -232,7 +232,7 @@ def without_groups(state: PyTree) -> PyTree:
 
 
 def with_changes_only(state: PyTree) -> PyTree:
-    """Returns a server's state with, of the groups that have an entry for each client, only the entries that are not
+    """Returns a server's state in which the groups with an entry for each client hold only the entries that are not
     saved yet."""
     groups = groups_by_client(state)
     return state | {name: dict(group.changes) for name, group in groups.items()} if groups else state
@@ -267,7 +267,7 @@ def write_states(
             changes[part] = states.changes.items()
             continue
         replaced += [part, _initial_part(part)]
-        changes[part] = list(states.own_items())  # read before the file is locked
+        changes[part] = list(states.iterate_own_states())  # read before the file is locked
         if states.initial is not None:
             ids = torch.frombuffer(bytearray(json.dumps(list(states.initial.clients)).encode()), dtype=torch.uint8)
             changes[_initial_part(part)] = [("", {"clients": ids, "state": states.initial.state})]
