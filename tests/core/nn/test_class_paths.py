@@ -5,15 +5,18 @@ import pkgutil
 from functools import partial
 
 import pytest
+import torch
 from torch import nn
 
 import polyfed
+from polyfed.algorithms.base.last_layer import NetworkWithAddedHead
 from polyfed.algorithms.distillation.mutual_learning import NetworkPair
 from polyfed.cli.commands.options import recipes
 from polyfed.core.nn.class_paths import class_name_in_fingerprint, module_path_in_fingerprint
-from polyfed.core.nn.module_cache import cached_module, initial_state
+from polyfed.core.nn.module_cache import architecture_hash, cached_module, initial_state
 from polyfed.models import MODELS, build
 from polyfed.models.vit import VisionTransformer
+from polyfed.nas.supernet import SampledNetwork, SupernetPlan, plan_cell_stacks
 from polyfed.simulation.experiment import build_experiment, load_participants
 
 # name -> (fingerprint, sum of absolute values of the first weights with seed 0), before any file moved
@@ -64,6 +67,23 @@ def test_fingerprint_and_first_weights_stay(name):
     fingerprint, size = NETWORKS[name]
     assert cached_module(factory).architecture == fingerprint
     assert size_of_first_weights(factory) == pytest.approx(size, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("context", "fingerprint", "size"),
+    [("free", "3600d3cd71f09835", 3657.979), ("aware", "bbbf0d5d379993a8", 4730.907)],
+)
+def test_a_supernet_whose_layer_classes_were_renamed_starts_as_it_did(context, fingerprint, size):
+    plan = SupernetPlan(1, 3, 4, *plan_cell_stacks(), context=context)
+    assert cached_module(plan).architecture == fingerprint
+    assert size_of_first_weights(plan) == pytest.approx(size, rel=1e-5)
+
+
+def test_networks_printed_under_former_names_keep_their_fingerprints():
+    plan = SupernetPlan(1, 3, 4, *plan_cell_stacks())
+    assert architecture_hash(SampledNetwork(plan(), {})) == "2bf9fba4de342aa6"
+    with_head = NetworkWithAddedHead(nn.Linear(2, 3), "", torch.zeros(3, 2), torch.zeros(3))
+    assert architecture_hash(with_head) == "a8295dea3fa2629d"
 
 
 def test_the_clients_of_the_recipe_digits_start_as_they_did():

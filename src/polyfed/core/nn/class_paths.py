@@ -5,6 +5,8 @@ An architecture's fingerprint contains the path and name of each layer's class, 
 fingerprint. So a class keeps the path and name under which runs first used it, wherever it is defined today.
 """
 
+import re
+
 from torch import nn
 
 _PATHS = {
@@ -46,6 +48,11 @@ _FORMER_NAMES = {
     "SampledNetwork": "Sampled",
     "StackedNetworks": "Stacked",
 }
+_RENAMED_IN_PRINT = (
+    "ContextAwareSampler", "ContextFreeSampler", "DepthwiseConv2d", "NetworkWithAddedHead",
+    "NetworkWithConditionedRepresentation", "NetworkWithShiftedRepresentation", "SampledNetwork", "StackedNetworks",
+)  # fmt: skip
+"""Classes that stand in fingerprints as they were printed under their former names."""
 _PATH_OF = {name: path for path, names in _PATHS.items() for name in names.split()}
 
 
@@ -72,3 +79,16 @@ def class_name_in_fingerprint(layer_class: type[nn.Module]) -> str:
     """
     name = layer_class.__qualname__
     return _FORMER_NAMES.get(name, name) if layer_class.__module__.startswith("polyfed.") else name
+
+
+def print_for_fingerprint(module: nn.Module) -> str:
+    """Prints a network as torch does, but each renamed layer class of polyfed under its former name.
+
+    >>> print_for_fingerprint(nn.Sequential(nn.ReLU()))
+    'Sequential(\\n  (0): ReLU()\\n)'
+    """
+    printed = str(module)
+    for layer_class in {type(layer) for layer in module.modules()}:
+        if layer_class.__module__.startswith("polyfed.") and layer_class.__name__ in _RENAMED_IN_PRINT:
+            printed = re.sub(rf"\b{layer_class.__name__}\(", f"{class_name_in_fingerprint(layer_class)}(", printed)
+    return printed

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from polyfed.core.algorithm import Architecture
 from polyfed.core.errors import UserError
-from polyfed.core.nn.class_paths import class_name_in_fingerprint, module_path_in_fingerprint
+from polyfed.core.nn.class_paths import class_name_in_fingerprint, module_path_in_fingerprint, print_for_fingerprint
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.model_factory import call_model_factory
 from polyfed.core.nn.tied_weights import (
@@ -277,7 +277,7 @@ def _compute_architecture_hash(module: nn.Module, *, ties: bool = True) -> str:
         if callable(value) and not isinstance(value, nn.Module)
     ]
     # A printed address differs from process to process, and a run is resumed in another one.
-    printed = re.sub(r"0x[0-9a-f]+", "", f"{module}\n{form}\n{parts}\n{functions}")
+    printed = re.sub(r"0x[0-9a-f]+", "", f"{print_for_fingerprint(module)}\n{form}\n{parts}\n{functions}")
     if ties and (further := first_name_by_alias(module)):
         printed += f"\n{further}"
     frozen = hash_tensors(_frozen_by_name(module))
