@@ -116,8 +116,8 @@ def node_label(node: Node) -> str:
     """
     name = node.name if len(node.name) <= 34 else f"…{node.name[-33:]}"
     if not isinstance(node.type, LayerType):
-        text = "stays with the client" if node.type == "other" else node.type
-        return name if node.name.endswith(node.type) else f"{name}\n{text}"
+        role = "stays with the client" if node.type == "other" else node.type
+        return name if node.name.endswith(node.type) else f"{name}\n{role}"
     t = node.type
     text = f"{t.kind} {t.c_in}" if t.is_norm else f"{t.kind} {t.c_in}→{t.c_out}"
     if t.is_table or t.is_lookup:
