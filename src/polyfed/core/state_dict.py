@@ -257,6 +257,9 @@ def find_value_error(tensors_by_group: Mapping[str, StateDict], limit: float) ->
     return None
 
 
+_PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
+
+
 def iter_tensors(state: PyTree) -> Iterable[Tensor]:
     """Yields every tensor inside nested dicts and lists, depth first.
 
@@ -265,9 +268,7 @@ def iter_tensors(state: PyTree) -> Iterable[Tensor]:
     """
     if isinstance(state, Tensor):
         yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from iter_tensors(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from iter_tensors(value)
+    elif isinstance(state, Mapping | list | tuple):
+        for value in state.values() if isinstance(state, Mapping) else state:
+            if type(value) not in _PLAIN_TYPES:  # a list of a million ids takes no million generators
+                yield from iter_tensors(value)
