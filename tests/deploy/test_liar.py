@@ -159,7 +159,7 @@ def test_a_liar_among_three_sites_of_their_own_processes(tmp_path, port):  # noq
     project.site_file.write_text(SITE)
     (project.path / "server" / "server.py").write_text("from polyfed.testing import SmallNet as model\n")
     server = project.path / "server" / "server.py"
-    settings = ["secure=false", 'algorithm.name="fedavg"', "algorithm.lr=0.05", "rounds=4", f'file="{server}"']
+    settings = ['algorithm.name="fedavg"', "algorithm.lr=0.05", "secure=false", "rounds=4", f'file="{server}"']
     with trials.start_trial(project, project.read_site_names(), port, DISCLOSE + "allow-disclosure=true"):
         out = project.path / "runs" / "run-1"
         done = command(
