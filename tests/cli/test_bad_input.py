@@ -67,7 +67,6 @@ UNKNOWN = {
     "run --algorithm.mu 1": "fedavg has no 'mu', but fedprox, moon, gpfl have: give --algorithm fedprox",
     "run --data.path x": "digits has no 'path', but fashion_mnist, ",
     "run --rund 3": "unknown option --rund; did you mean --rounds?",
-    "run --quite 3": "unknown option --quite; did you mean --quiet",
     "compare --sedes 3": "unknown option --sedes; did you mean --seeds",
     "data --plt a.png": "unknown option --plt; did you mean --plot?",
     "look digits --between-site": "unknown option --between-site; did you mean --between-sites?",

@@ -217,7 +217,9 @@ def test_outputs_of_another_form_than_the_targets_are_scored(task, network, draw
         for k, name in enumerate(("north", "south"))
     ]
     matrix = run_alone(clients).cross_site().matrix()
-    assert all(cell.value is not None for row in matrix for cell in row)
+    cells = [cell for row in matrix for cell in row]
+    assert all(cell.value is not None for cell in cells)
+    assert all(0 <= cell.low <= cell.high <= 1 for cell in cells if cell.low is not None)
 
 
 def test_other_inputs_leave_a_cell_empty():

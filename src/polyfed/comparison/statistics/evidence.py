@@ -32,8 +32,6 @@ from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import is_built_in_metric
 
-_AT_MOST_ONE = frozenset({"auc", "c_index", "uno_c_index", "dice", "iou", "entity_f1"})
-"""Scores between 0 and 1 that are not shown in per cent."""
 ScoresByMethod = Mapping[str, Mapping[int, Mapping[str, float | None]]]  # method -> seed -> client -> score
 
 
@@ -326,7 +324,7 @@ def clip_interval_to_metric_range(estimate: Estimate | None, metric: Metric, *, 
     scores, can take; None if there is no finite interval."""
     if estimate is None or not math.isfinite(estimate.low):
         return None
-    if metric.unit == "%" or metric.name in _AT_MOST_ONE:
+    if metric.is_from_zero_to_one:
         return [max(estimate.low, -1.0 if difference else 0.0), min(estimate.high, 1.0)]
     # Errors and losses are never negative.
     if not difference and not metric.higher_is_better and is_built_in_metric(metric.name):

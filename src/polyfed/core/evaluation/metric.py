@@ -14,6 +14,9 @@ from polyfed.core.io.validation import check_field_types
 
 ScoreFunction = Callable[[Tensor, Tensor], float]
 Unit = Literal["%", ""]
+_FROM_ZERO_TO_ONE = frozenset(
+    {"auc", "average_precision", "f1", "c_index", "uno_c_index", "dice", "iou", "entity_f1"}
+)  # scores that are not shown in per cent
 _RESERVED_PREFIXES = ("val_", "global_", "loss")  # the names of other columns begin with these
 _RESERVED_NAMES = frozenset(
     {
@@ -53,6 +56,11 @@ class Metric:
     label: str = ""
     tasks: frozenset[str] = frozenset()
     per_example: Callable[[Tensor, Tensor], NDArray[np.float64]] | None = None
+
+    @property
+    def is_from_zero_to_one(self) -> bool:
+        """Returns True for a share, and for a built-in score that lies between 0 and 1, such as the AUC or Dice."""
+        return self.unit == "%" or self.name in _FROM_ZERO_TO_ONE
 
     def __post_init__(self) -> None:
         check_field_types(self)

@@ -96,7 +96,7 @@ def _class_counts_and_panels(
         names = tuple(str(name) for name in manifest.get("class_names") or ())
         return PageExtras(class_names=names, class_note=reason, method_views=method_views, panels=extra_panels)
     if not participants.classes:
-        note = "Examples with several labels are not counted by class."
+        note = "The examples of these clients have no classes to count."
         return PageExtras(class_note=note, method_views=method_views, panels=extra_panels)
     class_counts = {client.id: participants.classes[client.id] for client in participants.clients}
     more = "" if len(run_group.seeds) == 1 else f"Seed {runs[0].seed}; the others deal the same data in their own draw."

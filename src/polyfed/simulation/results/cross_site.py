@@ -31,7 +31,6 @@ from polyfed.simulation.storage.checkpoint import Checkpoint
 _MAX_GROUPS = 50  # groups of examples that are left out in turn
 _MANY_CELLS, _FEW_GROUPS = 400, 10
 _MIN_OF_CLASS = 5  # test examples of the rarest class, below which a ranking has no interval
-_SHARES = frozenset({"auc", "average_precision"})
 
 
 @exclusive_single_torch_thread_with_grad()
@@ -158,7 +157,7 @@ def _build_cell(
     if not math.isfinite(score.value):
         return replace(cell, reason=f"{metric.label} is not defined for the test examples of {client.id}")
     low, high = _interval(score.value, score.pseudo_values)
-    if low is not None and high is not None and (metric.unit == "%" or metric.name in _SHARES):
+    if low is not None and high is not None and metric.is_from_zero_to_one:
         low, high = max(low, 0.0), min(high, 1.0)
     cell = replace(cell, value=score.value, low=low, high=high)
     if owner is client or isinstance(own_score, str) or not math.isfinite(own_score.value):
