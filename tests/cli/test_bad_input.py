@@ -393,7 +393,6 @@ def test_a_file_of_a_run_that_does_not_say_its_data_is_not_run_on_the_default_da
 def test_the_process_ends_with_status_2(tmp_path, arguments):
     command = [sys.executable, "-W", "error", "-m", "polyfed", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stdout == ""
+    assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"polyfed: [^\n]+\n", done.stderr)
     assert list(tmp_path.iterdir()) == []

@@ -348,20 +348,15 @@ def _validate_choice(section: str, name: Any) -> str:
     return str(name)
 
 
-def _drop_replaced_choices(
-    config_values: Mapping[str, Any], choice_by_section: Mapping[str, str | None]
-) -> dict[str, Any]:
+def _drop_replaced_choices(config_values: Mapping[str, Any], choices: Mapping[str, str | None]) -> dict[str, Any]:
     """Removes from a configuration the fields of choices that the command line replaces; local training and split stay."""
+    training = read_value_or_outline_without_import("polyfed.core.training.config", "LocalTraining")
     shared = {
-        "algorithm": {
-            f.name
-            for f in fields(read_value_or_outline_without_import("polyfed.core.training.config", "LocalTraining"))
-        }
-        - {"buffers"},
+        "algorithm": {f.name for f in fields(training)} - {"buffers"},
         "data": {f.name for f in fields(_split_class())},
     }
     remaining = dict(config_values)
-    for section, name in choice_by_section.items():
+    for section, name in choices.items():
         mixture = section in config_values  # `model` as a list, which any name replaces
         if name is None or (not mixture and name == config_values.get(f"{section}.name", DEFAULTS[section])):
             continue
