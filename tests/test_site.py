@@ -313,8 +313,11 @@ def test_the_tutorial_runs_as_it_stands(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
-def test_the_command_of_a_methods_page_is_accepted(path, capsys, tmp_path):
+def test_the_command_of_a_methods_page_is_accepted(path, capsys, tmp_path, monkeypatch):
     """Or its experiment, where the clients' networks differ."""
+    monkeypatch.chdir(tmp_path)
+    networks = "def tuned():\n    return torch.nn.Linear(64, 10)\n\n\nshallow = deep = tuned\n"
+    (tmp_path / "my_code.py").write_text(f"import torch\n\n\n{networks}", encoding="utf-8")
     text = path.read_text(encoding="utf-8")
     lines = re.findall(r"^polyfed .*", text.replace("\\\n", " "), flags=re.MULTILINE)
     for content in re.findall(r"^```yaml\n(algorithm: .*?)^```", text, flags=re.MULTILINE | re.DOTALL):

@@ -12,6 +12,7 @@ from argparse import SUPPRESS
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any, final, get_args, get_origin, get_type_hints
 
 import yaml
@@ -24,7 +25,7 @@ from polyfed.cli.commands.argv import (
     put_metric_names_in_brackets,
 )
 from polyfed.cli.commands.options.option_hints import build_changes_to_run_baseline, suggest_section_for_field
-from polyfed.cli.commands.options.option_types import rewrite_parser_error, type_on_command_line
+from polyfed.cli.commands.options.option_types import as_plain_mappings, rewrite_parser_error, type_on_command_line
 from polyfed.cli.commands.options.site_options import (
     find_last_option_value,
     networks_by_site,
@@ -164,7 +165,7 @@ def parse_configuration(
     if "baselines" in resolved:
         resolved["baselines"] = [_complete_baseline(entry, program) for entry in resolved["baselines"]]
     if print_config:
-        print(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), end="")
+        print(yaml.safe_dump(as_plain_mappings(resolved), sort_keys=False, allow_unicode=True), end="")
         raise SystemExit(0)
     return resolved
 
@@ -276,7 +277,7 @@ def _unknown_key_message(
         if hint is not None:
             return f"{key_name}; {hint}"
         top = {option_name(f"{prefix}{k.partition('.')[0]}") for k in option_by_key}
-        return f"{key_name}; {did_you_mean(key_name, top.union(command_options))}"
+        return f"{key_name}; {did_you_mean(key_name, top if get_close_matches(key_name, top) else top.union(command_options))}"
     if f"{section}.name" not in option_by_key:
         return f"{key_name}; a mixture of networks takes its fields from a YAML file, where `model` is a list"
     name, other_choices = option_by_key[f"{section}.name"].default, _choices_with(section, key)
@@ -295,11 +296,8 @@ def _choices_with(section: str, key: str) -> list[str]:
 
 
 def _as_text(value: Any) -> str:
-    return (
-        value
-        if isinstance(value, str)
-        else yaml.safe_dump(value, default_flow_style=True, width=10**6).split("\n...")[0].strip()
-    )
+    text = value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    return str(text).split("\n...")[0].strip()
 
 
 def _normalize_options(arguments: Sequence[str]) -> list[str]:

@@ -73,3 +73,13 @@ def rewrite_parser_error(message: str, type_by_key: Mapping[str, Any]) -> str:
     if matched := re.match(r"the following arguments are required: ([\w.]+)", text):
         return f"{option_name(f'--{matched[1]}')} is missing: give it a value"
     return text
+
+
+def as_plain_mappings(value: Any) -> Any:
+    """Returns a value with every mapping in it as a `dict`, which YAML can write.
+
+    >>> from types import MappingProxyType
+    >>> as_plain_mappings({"shared": MappingProxyType({"hidden": (16,)})})
+    {'shared': {'hidden': (16,)}}
+    """
+    return {key: as_plain_mappings(item) for key, item in value.items()} if isinstance(value, Mapping) else value
