@@ -277,7 +277,8 @@ def _unknown_key_message(
         if hint is not None:
             return f"{key_name}; {hint}"
         top = {option_name(f"{prefix}{k.partition('.')[0]}") for k in option_by_key}
-        return f"{key_name}; {did_you_mean(key_name, top if get_close_matches(key_name, top) else top.union(command_options))}"
+        nearest = get_close_matches(key_name, choices := top.union(command_options), n=1)
+        return f"{key_name}; {did_you_mean(key_name, top if top.intersection(nearest) else choices)}"
     if f"{section}.name" not in option_by_key:
         return f"{key_name}; a mixture of networks takes its fields from a YAML file, where `model` is a list"
     name, other_choices = option_by_key[f"{section}.name"].default, _choices_with(section, key)
