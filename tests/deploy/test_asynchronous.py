@@ -94,6 +94,7 @@ def test_with_all_sites_in_the_buffer_it_is_a_synchronous_run(run, nodes):
     assert all(torch.equal(state[name], other[name]) for name in other)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "method", [FedRep(lr=0.05), Ditto(lr=0.05), FedOpt(lr=0.05)], ids=["fedrep", "ditto", "fedopt"]
 )

@@ -13,7 +13,7 @@ from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.compressors import Int8, TopK
 from polyfed.core.messages.message_compression import compress_message
 from polyfed.core.serialization import serialize_state
-from polyfed.deploy.flower import engine
+from polyfed.deploy.flower import pending_requests
 from polyfed.deploy.flower.apps import run_deployment
 from polyfed.deploy.flower.engine import envelope_from_record
 from polyfed.deploy.flower.records import parse_flower_record
@@ -183,7 +183,7 @@ def test_the_form_of_a_compressed_reply_is_checked_before_its_tensors_are_read(r
     }.items(),
 )
 def test_a_site_refuses_what_it_cannot_open(tmp_path, nodes, monkeypatch, kind, sentence):
-    honest, post = DeploymentServer.build_task_head, engine.envelope_to_record
+    honest, post = DeploymentServer.build_task_head, pending_requests.envelope_to_record
     if kind == "an unknown compression":
         monkeypatch.setattr(
             DeploymentServer, "build_task_head", lambda self, task: {**honest(self, task), "compress_down": "zip"}
@@ -191,7 +191,7 @@ def test_a_site_refuses_what_it_cannot_open(tmp_path, nodes, monkeypatch, kind, 
     else:
         bad = entries(lambda n, t: t * float("nan") if n == ":scales" else t)
         monkeypatch.setattr(
-            engine, "envelope_to_record", lambda le: post(bad(le) if le.head.get("phase") == "local" else le)
+            pending_requests, "envelope_to_record", lambda le: post(bad(le) if le.head.get("phase") == "local" else le)
         )
     words = {"rounds": 1, "on-error": "skip", **BOTH}
     with pytest.raises(pf.RoundError, match=sentence):

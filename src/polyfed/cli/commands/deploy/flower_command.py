@@ -153,10 +153,10 @@ def _check_connection_of_flower(connection: str, folder: Path) -> None:
     to Flower's own error."""
     file = Path(os.environ.get("FLWR_HOME") or "~/.flwr").expanduser() / "config.toml"
     try:
-        connections = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink")
+        connections = tomllib.loads(read_text_file(file)).get("superlink")
     except FileNotFoundError:
         connections = {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, UserError):
         return
     if connection not in (connections if isinstance(connections, Mapping) else {}):
         raise UserError(
