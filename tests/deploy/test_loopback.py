@@ -131,6 +131,7 @@ def test_a_project_as_it_is_written_learns_and_gives_the_bits_of_a_simulation(tm
     words = [*program, "--node-config", DISCLOSE.strip()]  # numbers, to compare them with a simulation
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as up:
         try:
+            assert up.stderr.readline() == "starting the SuperLink, and SuperNodes of north, south\n"
             assert "SuperNodes of north, south run" in up.stderr.readline()
             done = command("run", str(folder), "--set", "rounds=3")
             assert done.returncode == 0, done.stderr[-3000:]
