@@ -32,6 +32,16 @@ STATE = dict(SmallNet().state_dict())
 DOWN = Message({"model": STATE}, {"lr": 0.1})
 
 
+def stub_server(method):
+    """What the check of a reply asks of a `DeploymentServer`."""
+    return SimpleNamespace(
+        algorithm=method,
+        run="a",
+        settings=Settings(rounds=1),
+        describe_stored_state=lambda task: {"round": task.round},
+    )
+
+
 def engine_of(tmp_path, method=None):
     """The server's end for one site, and a task of it."""
     (tmp_path / "server.py").write_text("from polyfed.testing import SmallNet as model\n")
@@ -136,7 +146,7 @@ def test_what_methods_can_tell_from_names_is_told_before_tensors_are_read(tmp_pa
         "fedavg": {"model": STATE}, "fedavg_kd": {"model": STATE, "rounds_left": 1}, "fedrep": {"model": STATE},
         "fedfomo": {"model": STATE, "models": [STATE, STATE, STATE]}, "fedhenn": {"public": None},
     }[type(method).__name__.lower().replace("avgkd", "avg_kd")]  # fmt: skip
-    server = SimpleNamespace(algorithm=method, run="a", settings=Settings(rounds=1))
+    server = stub_server(method)
     task = ClientTask("local", 1, "client-0", DOWN, None, 1, 1)
     large = torch.zeros(2**20)
     fomo = {"model": STATE, "request": {"clients": torch.tensor([1, 2])}}
@@ -174,7 +184,7 @@ def test_what_two_methods_can_only_tell_from_values_is_taken_where_it_is_right()
         ),
         (FedHeNN(), {"public": None}, {"representations": {"a": torch.ones(2 * FedHeNN().rad_size, 4)}}),
     ):
-        server = SimpleNamespace(algorithm=method, run="a", settings=Settings(rounds=1))
+        server = stub_server(method)
         packed = PackedEnvelope(
             json.dumps(HEAD), {"num_examples": 20}, {name: pack_tensors(tree) for name, tree in reply.items()}
         )
@@ -191,7 +201,7 @@ def test_a_reply_over_which_a_method_stumbles_is_refused():
         def reply_spec(self, server_state, message, reply):
             return {"model": reply.tensors["model"]["w"].names_of_a_module}
 
-    server = SimpleNamespace(algorithm=Stumbles(), run="a", settings=Settings(rounds=1))
+    server = stub_server(Stumbles())
     task = ClientTask("local", 1, "client-0", DOWN, None, 1, 1)
     for groups, error in (({}, "KeyError"), ({"model": pack_tensors({"w": torch.ones(1)})}, "AttributeError")):
         with pytest.raises(UserError, match=rf"the method cannot check the shapes of its reply .{error}."):
