@@ -10,6 +10,7 @@ from polyfed.core.algorithm import Message as Body
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.deploy.flower.apps import client_app
 from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_record
+from polyfed.deploy.flower.pending_requests import PollingSchedule
 from polyfed.simulation.storage.directory import read_metrics
 from polyfed.testing import small_clients, without_durations
 from polyfed.testing.algorithm_contract import _InterruptAfter
@@ -17,6 +18,12 @@ from polyfed.testing.algorithm_contract import _InterruptAfter
 from .conftest import MemoryGrid
 
 BUFFER = {"asynchronous.rule": "fedbuff", "asynchronous.buffer": 2, "evaluate-every": 100}
+
+
+@pytest.fixture(autouse=True)
+def poll_always(monkeypatch):
+    """Asks for every awaited reply at each look, so that the order of replies does not depend on how busy the machine is."""
+    monkeypatch.setattr(PollingSchedule, "seconds_until_poll", lambda schedule: 0.0)
 
 
 class SlowGrid(MemoryGrid):
