@@ -176,7 +176,7 @@ def compare(
         num_runs = DEFAULT_NUM_SEEDS if resplit is None else resplit
         num_runs = num_runs if fold_design is None else fold_design.num_runs
         seeds = range(num_runs) if isinstance(num_runs, int) else ()
-    if is_whole_number(seeds, 1):
+    if is_whole_number(seeds, 1) and seeds <= 1000:  # a larger one is meant as a seed, and is refused below
         seeds = range(seeds)
     if not isinstance(seeds, Sequence):
         raise UserError(f"seeds must be different whole numbers, such as [0, 1, 2], or how many, got {seeds!r}")

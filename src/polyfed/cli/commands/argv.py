@@ -131,6 +131,9 @@ def split_names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",")) if text else ()
 
 
+_MOST_SEEDS = 1000  # of a number that says how many; a larger one is meant as a seed
+
+
 def parse_seeds(text: str) -> tuple[int, ...]:
     """Returns the seeds that an option's value stands for: those it lists, or as many as it says.
 
@@ -138,14 +141,15 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     ((0, 1, 2), (4, 7), (0,))
 
     Raises:
-        argparse.ArgumentTypeError: a part of it is no whole number.
+        argparse.ArgumentTypeError: a part of it is no whole number, or it says too many.
     """
-    parts = [part for part in text.split(",") if part] if text.endswith(",") else text.split(",")
-    numbers = tuple(
-        _convert(part, int, "whole numbers with commas between, such as 0,1,2, or how many") for part in parts
-    )
-    is_count = "," not in text and numbers[0] > 0
-    return tuple(range(numbers[0])) if is_count else numbers
+    expected = "whole numbers with commas between, such as 0,1,2, or how many"
+    numbers = tuple(_convert(part, int, expected) for part in text.removesuffix(",").split(","))
+    if "," in text or numbers[0] <= 0:
+        return numbers
+    if numbers[0] > _MOST_SEEDS:
+        raise argparse.ArgumentTypeError(f"{text} would be {text} seeds; for the one seed {text}, give {text},")
+    return tuple(range(numbers[0]))
 
 
 def _convert(text: str, kind: Callable[[str], Any], expected: str) -> Any:
