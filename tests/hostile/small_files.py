@@ -35,7 +35,7 @@ from polyfed.deploy.trial.project import create_project
 from polyfed.graphs.architecture import LayerType
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.report.figures import aggregation
-from polyfed.report.page import method_views
+from polyfed.report.page.panels import method_views
 from polyfed.simulation.monitoring import trackers
 from polyfed.testing import small_clients
 

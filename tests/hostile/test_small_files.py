@@ -16,7 +16,7 @@ from polyfed.deploy.server.server_config import _parse_field_value
 from polyfed.deploy.trial.local_trial import read_running_trial, trial_folder_of
 from polyfed.deploy.trial.project import create_project
 from polyfed.graphs.catalogue import LayerCatalogue
-from polyfed.report.page.method_views import WARM_START_FILE, html_warm_starts
+from polyfed.report.page.panels.method_views import WARM_START_FILE, html_warm_starts
 from polyfed.simulation.monitoring.trackers import MLFLOW_LINK_FILE, read_mlflow_run_id
 from polyfed.simulation.storage.integrity import describe_changed_files
 

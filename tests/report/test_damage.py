@@ -12,7 +12,7 @@ from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.report.data.run_groups import read_run_groups
 from polyfed.report.data.run_records import read_checked_round_records
-from polyfed.report.page import method_views
+from polyfed.report.page.panels import method_views
 
 SOUND = {"round": 3, "bytes_down_total": 1, "bytes_up_total": 1, "clients": {"x": {"accuracy": 0.5}}}
 WRONG = {

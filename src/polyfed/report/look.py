@@ -10,7 +10,7 @@ from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.data.clients import ClientData
 from polyfed.data.look.look import Look, look_at_sites
 from polyfed.data.table import ClientTables
-from polyfed.report.page.look import write_look_page
+from polyfed.report.page.panels.look import write_look_page
 from polyfed.simulation.checks.client_list import class_names_of, list_clients
 from polyfed.simulation.rounds.federated_look import look_between_sites
 

@@ -8,9 +8,9 @@ from polyfed.core.io.atomic_files import expand_user_path, write_file_atomically
 from polyfed.core.io.number_format import join_first_and_count_rest
 from polyfed.report.data.run_groups import RunGroup, read_run_groups
 from polyfed.report.data.run_records import RunRecord
-from polyfed.report.page.extras import collect_page_extras
-from polyfed.report.page.method_panels import MethodResult, method_adds_panels
 from polyfed.report.page.page import render_page
+from polyfed.report.page.panels.extras import collect_page_extras
+from polyfed.report.page.panels.method_panels import MethodResult, method_adds_panels
 
 PAGE = "report.html"
 _MAX_PANELS = 12  # clients or layers with panels of one kind, of all runs together

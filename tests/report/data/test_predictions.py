@@ -14,8 +14,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.report.data.predictions import read_group_predictions
 from polyfed.report.data.run_groups import read_run_groups
-from polyfed.report.page.performance import html_performance_section, performance_numbers_for_script
-from polyfed.report.page.subgroups import example_positions_by_group, score_subgroups
+from polyfed.report.page.predictions.performance import html_performance_section, performance_numbers_for_script
+from polyfed.report.page.predictions.subgroups import example_positions_by_group, score_subgroups
 
 
 @pytest.fixture

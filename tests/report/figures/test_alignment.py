@@ -18,7 +18,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.nn.module_cache import fill_module, initial_state
 from polyfed.report.figures.alignment import RepresentationAlignment, measure_alignment
-from polyfed.report.page.method_views import html_alignment
+from polyfed.report.page.panels.method_views import html_alignment
 from polyfed.simulation.experiment import rebuild_clients
 from polyfed.simulation.storage.directory import read_config
 from polyfed.testing import small_clients

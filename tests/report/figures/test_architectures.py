@@ -16,7 +16,7 @@ from polyfed.algorithms import CAFedPNAS, FedPNAS, Local
 from polyfed.core.errors import UserError
 from polyfed.nas.derived import load_network
 from polyfed.report.figures.architectures import draw_client_cells, read_search_result
-from polyfed.report.page.method_views import html_searched_cells
+from polyfed.report.page.panels.method_views import html_searched_cells
 from polyfed.simulation.storage.paths import safe_file_name
 from polyfed.testing import small_clients
 

@@ -7,8 +7,8 @@ import pytest
 from polyfed.report.data.answers import SiteAnswer
 from polyfed.report.data.costs import cost_of_method, disclosures_of_method
 from polyfed.report.data.run_groups import read_run_groups
-from polyfed.report.page.answer_table import WIDTH, gain_axis, html_answer_table
-from polyfed.report.page.header_card import html_header_card
+from polyfed.report.page.advice.answer_table import WIDTH, gain_axis, html_answer_table
+from polyfed.report.page.advice.header_card import html_header_card
 
 SITES = {"north": 60, "south": 50, "<i>west</i>": 40}
 

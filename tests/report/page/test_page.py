@@ -14,8 +14,8 @@ from polyfed.cli.commands.results.report_command import show_report
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.report.data.run_groups import read_run_groups
-from polyfed.report.page import method_views
-from polyfed.report.page.svg_charts import ChartBar, ChartLine, svg_bar_chart, svg_heat_map, svg_line_chart
+from polyfed.report.page.charts.svg_charts import ChartBar, ChartLine, svg_bar_chart, svg_heat_map, svg_line_chart
+from polyfed.report.page.panels import method_views
 
 EVIL = ["</script><script>alert(1)</script>", '"><img src=x onerror=alert(2)>', "a & b", "]]><!--"]
 
@@ -147,7 +147,7 @@ def test_nothing_is_fetched_and_everything_is_named(write_run, learning, page, t
         assert set(attributes["aria-labelledby"].split()) <= set(names)
     for attributes in found.all("select"):
         assert attributes["id"] in [label.get("for") for label in found.all("label")]
-    assert files("polyfed.report.page").joinpath("page.css").is_file()
+    assert files("polyfed.report.page").joinpath("assets", "page.css").is_file()
 
 
 def test_the_first_sentence_names_the_highest_mean_and_one_seed_carries_no_verdict(write_run, page, tmp_path):
@@ -389,7 +389,7 @@ def test_colours_of_lines_can_be_told_apart_by_everyone():
         x, y, z = np.where(t > 0.008856, np.cbrt(t), 7.787 * t + 16 / 116)
         return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
-    style = files("polyfed.report.page").joinpath("page.css").read_text()
+    style = files("polyfed.report.page").joinpath("assets", "page.css").read_text()
     for part, card in zip(style.split("@media")[:2], ("#fff", "#1c1f25"), strict=True):
         assert f"--card:{card}" in part
         colours = [linear(re.search(rf"--c{k}:(#\w{{6}})", part)[1]) for k in range(8)]

@@ -16,7 +16,7 @@ from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, SITE_HEAD_BYTES, Env
 from polyfed.deploy.server.preprocessing import MessageExchangeEngine
 from polyfed.deploy.server.reply_validation import sanitize_line
 from polyfed.deploy.server.server import DeploymentServer
-from polyfed.report.page.look import write_look_page
+from polyfed.report.page.panels.look import write_look_page
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.federated_look import (
     FederatedLook,

@@ -5,11 +5,12 @@ Templates are Jinja2 with autoescape: plain text is escaped, and only `Markup` m
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from polyfed.report.page.svg_charts import COLOUR_COUNT
+from polyfed.report.page.charts.svg_charts import COLOUR_COUNT
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -29,6 +30,11 @@ def _environment() -> "Environment":
     environment.globals["colour_count"] = COLOUR_COUNT
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment
+
+
+def read_asset(name: str) -> Markup:
+    """Reads the style sheet or script `assets/NAME` as text that the page takes as it is."""
+    return Markup(files("polyfed.report.page").joinpath("assets", name).read_text(encoding="utf-8"))
 
 
 def render_template(name: str, **context: Any) -> Markup:

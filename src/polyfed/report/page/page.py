@@ -1,20 +1,27 @@
 """Renders the page of `polyfed report`: one HTML file that needs no network connection and no other files."""
 
-from collections.abc import Sequence
-from importlib.resources import files
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
 
 from polyfed.core.io.number_format import capitalize_first, count_with_noun, join_first_and_count_rest, join_with_and
 from polyfed.core.machine.package_versions import package_versions
+from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.provenance import Provenance, read_provenance
 from polyfed.report.data.run_groups import RunGroup
-from polyfed.report.page import sentences, subgroups
-from polyfed.report.page.decision import confidence_level_of, html_advice_section, is_comparison_with_answers
-from polyfed.report.page.elements import html_bullet_list, html_dropdown_panels, html_paragraph, render_template
-from polyfed.report.page.header_card import html_header_card
-from polyfed.report.page.performance import html_performance_section
+from polyfed.report.page import sentences
+from polyfed.report.page.advice.decision import confidence_level_of, html_advice_section, is_comparison_with_answers
+from polyfed.report.page.advice.header_card import html_header_card
+from polyfed.report.page.elements import (
+    html_bullet_list,
+    html_dropdown_panels,
+    html_paragraph,
+    read_asset,
+    render_template,
+)
+from polyfed.report.page.predictions import subgroups, survival_curves
+from polyfed.report.page.predictions.performance import html_performance_section
 from polyfed.report.page.sections import (
     PageExtras,
     html_class_counts,
@@ -23,12 +30,15 @@ from polyfed.report.page.sections import (
     html_learning_curves,
     html_methods_table,
 )
-from polyfed.report.page.task_sections import html_task_sections
 
 _TITLE_OF_NO_NAME = "comparison"  # what `compare` calls a comparison that is given no title
 _CLASSES_HEADING = "Label distribution: training examples of each class"
 _METHODS_ACROSS = 4  # up to which the table of clients' scores fits into half of the page
 _PREDICTIONS_HEADING = "ROC curves, calibration and confusion matrix"
+TASK_SECTIONS: Mapping[str, tuple[str, Callable[[GroupPredictions, str], Markup]]] = {
+    "kaplan_meier": (survival_curves.HEADING, survival_curves.html_survival_curves),
+}
+"""Name in `Task.page_sections` -> heading of the panel, and the function that renders it from the predictions and a key."""
 
 
 def render_page(groups: Sequence[RunGroup], extras: Sequence[PageExtras], notes: Sequence[str], title: str) -> str:
@@ -40,11 +50,7 @@ def render_page(groups: Sequence[RunGroup], extras: Sequence[PageExtras], notes:
         notes: sentences for the top of the page.
         title: the page's title.
     """
-    package_files = files("polyfed.report.page")
-    style, script, tables_script, curves_script = (
-        Markup(package_files.joinpath(name).read_text(encoding="utf-8"))
-        for name in ("page.css", "page.js", "tables.js", "curves.js")
-    )
+    style, script, tables_script, curves_script = map(read_asset, ("page.css", "page.js", "tables.js", "curves.js"))
     origins = [read_provenance(run_group) for run_group in groups]
     heading = _page_heading(groups[0], origins[0]) if len(groups) == 1 else title
     curves: dict[str, Any] = {}
@@ -148,7 +154,8 @@ def _prediction_panels(run_group: RunGroup, extras: PageExtras, key: str) -> lis
     panels = []
     if predictions.binary_questions:
         panels.append((_PREDICTIONS_HEADING, html_performance_section(predictions, level, key)))
-    panels += html_task_sections(predictions, key)
+    sections = [TASK_SECTIONS[name] for name in predictions.task.page_sections if name in TASK_SECTIONS]
+    panels += [(heading, render(predictions, f"{key}-t{k}")) for k, (heading, render) in enumerate(sections)]
     for k, column in enumerate(extras.subgroup_columns):
         panel = subgroups.html_subgroup_scores(predictions, column, run_group.score_format, level, f"{key}-g{k}")
         panels.append((f"Subgroups by {column}", panel))

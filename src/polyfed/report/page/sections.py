@@ -22,8 +22,7 @@ from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import ScoreFormat
-from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_paragraph, html_table, render_template
-from polyfed.report.page.svg_charts import (
+from polyfed.report.page.charts.svg_charts import (
     COLOUR_COUNT,
     ChartBar,
     ChartLine,
@@ -31,6 +30,7 @@ from polyfed.report.page.svg_charts import (
     svg_heat_map,
     svg_line_chart,
 )
+from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_paragraph, html_table, render_template
 
 _AXES = {
     "rounds": ("rounds", "rounds"),

@@ -15,7 +15,7 @@ from polyfed.core.io.number_format import count_with_noun, format_number
 from polyfed.report.data.run_groups import MethodRuns, RunGroup, read_run_groups
 from polyfed.report.data.run_records import RunRecord
 from polyfed.report.figures.alignment import RepresentationAlignment
-from polyfed.report.page.method_panels import MethodResult
+from polyfed.report.page.panels.method_panels import MethodResult
 from polyfed.report.page_file import write_page
 
 MAX_CLIENTS = 12  # clients on the terminal

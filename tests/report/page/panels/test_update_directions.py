@@ -10,7 +10,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg
 from polyfed.cli.commands.deploy.flower_command import show_newest_run
 from polyfed.cli.commands.results.report_command import show_report
-from polyfed.report.page.update_directions import describe_robust_rule
+from polyfed.report.page.panels.update_directions import describe_robust_rule
 from polyfed.testing import small_clients
 
 

@@ -6,8 +6,8 @@ from markupsafe import Markup
 
 from polyfed.core.io.number_format import count_with_noun
 from polyfed.report.data.run_records import RunRecord
+from polyfed.report.page.charts.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
 from polyfed.report.page.elements import html_bullet_list, html_figure, html_legend, html_paragraph, html_table
-from polyfed.report.page.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
 from polyfed.simulation.monitoring.update_norms import outlier_norm_ratios
 
 NORMS_HEADING = "Update norm of each client"

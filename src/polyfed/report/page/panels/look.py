@@ -4,7 +4,6 @@ and a table.
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +19,20 @@ from polyfed.data.look.look import Look
 from polyfed.data.look.site_columns import LookColumn
 from polyfed.data.look.summaries import NumberSummary, SiteDataStatistics
 from polyfed.data.look.text_format import format_short
-from polyfed.report.page.elements import html_bullet_list, html_figure, html_side_by_side, html_table, render_template
-from polyfed.report.page.svg_charts import (
+from polyfed.report.page.charts.svg_charts import (
     CHART_WIDTH,
     estimate_text_width,
     format_axis_tick,
     svg_element_with_title,
     svg_text,
+)
+from polyfed.report.page.elements import (
+    html_bullet_list,
+    html_figure,
+    html_side_by_side,
+    html_table,
+    read_asset,
+    render_template,
 )
 
 LOOK_HEADING = "The sites' data side by side"
@@ -185,11 +191,7 @@ def write_look_page(look: Look, path: Path) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    package_files = files("polyfed.report.page")
-    style, script, tables = (
-        Markup(package_files.joinpath(name).read_text(encoding="utf-8"))
-        for name in ("page.css", "page.js", "tables.js")
-    )
+    style, script, tables = map(read_asset, ("page.css", "page.js", "tables.js"))
     page = render_template(
         "page",
         title="polyfed look",

@@ -17,11 +17,11 @@ from polyfed.report.audit.audit_file import read_audit
 from polyfed.report.data.predictions import read_group_predictions
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.run_records import RunRecord
-from polyfed.report.page import update_directions, update_norms
-from polyfed.report.page.audit_panel import AUDIT_HEADING, html_audits
-from polyfed.report.page.cross_site import CROSS_SITE_HEADING, html_cross_site
-from polyfed.report.page.look import LOOK_HEADING, html_look
-from polyfed.report.page.method_panels import (
+from polyfed.report.page.panels import update_directions, update_norms
+from polyfed.report.page.panels.audit_panel import AUDIT_HEADING, html_audits
+from polyfed.report.page.panels.cross_site import CROSS_SITE_HEADING, html_cross_site
+from polyfed.report.page.panels.look import LOOK_HEADING, html_look
+from polyfed.report.page.panels.method_panels import (
     MethodResult,
     PanelInputs,
     build_method_panels,

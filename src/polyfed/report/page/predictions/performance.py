@@ -26,9 +26,9 @@ from polyfed.report.data.binary_stats import (
     z_of_confidence_level,
 )
 from polyfed.report.data.predictions import BinaryClassOutput, GroupPredictions
-from polyfed.report.page.confusion import html_confusion_matrix, html_confusion_tables_at_threshold
+from polyfed.report.page.charts.svg_charts import CHART_WIDTH, COLOUR_COUNT, svg_element_with_title, svg_text
 from polyfed.report.page.elements import html_paragraph, render_template
-from polyfed.report.page.svg_charts import CHART_WIDTH, COLOUR_COUNT, svg_element_with_title, svg_text
+from polyfed.report.page.predictions.confusion import html_confusion_matrix, html_confusion_tables_at_threshold
 
 ALL_SITES = "All sites"
 _SITES = 40  # that a reader can choose among

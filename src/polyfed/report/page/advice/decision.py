@@ -19,11 +19,12 @@ from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import ScoreFormat
-from polyfed.report.page.answer_table import gain_axis, html_answer_table
-from polyfed.report.page.caterpillar_plot import svg_caterpillar_plot
+from polyfed.report.page.advice.answer_table import gain_axis, html_answer_table
+from polyfed.report.page.charts.caterpillar_plot import svg_caterpillar_plot
+from polyfed.report.page.charts.forest_plot import IntervalMark
+from polyfed.report.page.charts.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
 from polyfed.report.page.elements import html_figure, html_legend, render_template
-from polyfed.report.page.forest_plot import IntervalMark
-from polyfed.report.page.performance import (
+from polyfed.report.page.predictions.performance import (
     NO_VERDICT,
     binary_performance,
     describe_auc,
@@ -31,7 +32,6 @@ from polyfed.report.page.performance import (
     svg_roc_curve,
     svg_unit_square,
 )
-from polyfed.report.page.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
 
 _COUNTED: Mapping[AnswerKind, str] = {"join": "should join", "stay": "should stay alone", "undecided": "not decided"}
 _LISTED = 30  # sites up to which one table has all; more are grouped by their answer

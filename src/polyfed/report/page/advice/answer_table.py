@@ -11,8 +11,8 @@ from polyfed.core.io.number_format import NumberUnit
 from polyfed.report.data.answers import ANSWER_LABELS, SiteAnswer
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.score_format import ScoreFormat
+from polyfed.report.page.charts.svg_charts import choose_axis_ticks, format_axis_tick, svg_text
 from polyfed.report.page.elements import render_template
-from polyfed.report.page.svg_charts import choose_axis_ticks, format_axis_tick, svg_text
 
 WIDTH, _HEIGHT = 240, 30  # of a drawing, in pixels
 _EDGE = 16  # left and right of the values, so that the labels of the axis fit

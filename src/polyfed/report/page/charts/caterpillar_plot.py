@@ -9,8 +9,8 @@ from html import escape
 from markupsafe import Markup
 
 from polyfed.core.io.number_format import NumberUnit, format_number
-from polyfed.report.page.forest_plot import IntervalMark
-from polyfed.report.page.svg_charts import (
+from polyfed.report.page.charts.forest_plot import IntervalMark
+from polyfed.report.page.charts.svg_charts import (
     CHART_WIDTH,
     choose_axis_ticks,
     format_axis_tick,

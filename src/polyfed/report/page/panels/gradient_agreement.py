@@ -10,8 +10,8 @@ from markupsafe import Markup
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
+from polyfed.report.page.charts.svg_charts import ChartBar, svg_bar_chart
 from polyfed.report.page.elements import html_figure, html_paragraph, html_side_by_side, html_table
-from polyfed.report.page.svg_charts import ChartBar, svg_bar_chart
 from polyfed.simulation import federate
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.results.gradient_conflicts import measure_gradient_conflicts

@@ -32,7 +32,7 @@ def html_confusion_tables_at_threshold(
     table of the rates computed from them.
 
     Args:
-        performances: from `polyfed.report.page.performance.binary_performance`, each with its method's name.
+        performances: from `polyfed.report.page.predictions.performance.binary_performance`, each with its method's name.
         positive_name: name of the class that is looked for.
         negative_name: name of the other class; empty for "not" and `positive_name`.
         level: confidence level of the intervals.

@@ -27,6 +27,7 @@ from polyfed.report.figures.aggregation import read_aggregation_weights
 from polyfed.report.figures.alignment import RepresentationAlignment
 from polyfed.report.figures.architectures import ArchitectureSearchResult, draw_client_cells
 from polyfed.report.page import sentences
+from polyfed.report.page.charts.svg_charts import ChartBar, ChartLine, svg_bar_chart, svg_heat_map, svg_line_chart
 from polyfed.report.page.elements import (
     html_div,
     html_dropdown_panels,
@@ -37,7 +38,6 @@ from polyfed.report.page.elements import (
     html_table,
     render_template,
 )
-from polyfed.report.page.svg_charts import ChartBar, ChartLine, svg_bar_chart, svg_heat_map, svg_line_chart
 from polyfed.simulation.results.unseen_clients import UnseenClientCurves
 
 WARM_START_FILE = "unseen/curves.json"  # in the run directory: {id: {"score": name, "warm": [...], "scratch": [...]}}

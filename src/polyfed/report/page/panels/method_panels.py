@@ -11,8 +11,8 @@ from polyfed.core.errors import UserError
 from polyfed.report.data.run_records import RunRecord
 from polyfed.report.figures.alignment import RepresentationAlignment
 from polyfed.report.figures.architectures import ArchitectureSearchResult
-from polyfed.report.page import method_views
 from polyfed.report.page.elements import html_bullet_list
+from polyfed.report.page.panels import method_views
 from polyfed.simulation.experiment import Participants, build_experiment, load_participants, rebuild_clients
 from polyfed.simulation.storage.directory import read_manifest
 
@@ -62,7 +62,7 @@ def build_segmentation_panel(inputs: PanelInputs, reason_missing: str) -> dict[s
     Only a run whose data are at hand has images: a real site's never leave it.
     """
     from polyfed.report.export.trained_model import read_trained_model
-    from polyfed.report.page.segmentation_images import IMAGES_HEADING, SECTION, html_images_of_clients
+    from polyfed.report.page.predictions.segmentation_images import IMAGES_HEADING, SECTION, html_images_of_clients
 
     try:
         if inputs.participants is None:
@@ -157,7 +157,7 @@ def _architectures(inputs: PanelInputs) -> Markup:
 
 
 def _gradient_agreement(inputs: PanelInputs) -> Markup:
-    from polyfed.report.page import conflicts
+    from polyfed.report.page.panels import gradient_agreement
 
     if inputs.participants is None:
         raise UserError(
@@ -165,7 +165,7 @@ def _gradient_agreement(inputs: PanelInputs) -> Markup:
             "in Python"
         )
     clients, public = inputs.participants.clients, inputs.participants.public
-    return conflicts.html_gradient_agreement(_folder(inputs), clients, public, inputs.key)
+    return gradient_agreement.html_gradient_agreement(_folder(inputs), clients, public, inputs.key)
 
 
 def _coverage(inputs: PanelInputs) -> Markup:

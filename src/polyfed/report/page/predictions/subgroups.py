@@ -22,9 +22,9 @@ from polyfed.core.io.number_checks import is_number
 from polyfed.core.io.number_format import format_number
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.score_format import ScoreFormat
+from polyfed.report.page.charts.forest_plot import ForestRow, IntervalMark, svg_forest_plot
+from polyfed.report.page.charts.svg_charts import COLOUR_COUNT
 from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_legend, html_paragraph, html_table
-from polyfed.report.page.forest_plot import ForestRow, IntervalMark, svg_forest_plot
-from polyfed.report.page.svg_charts import COLOUR_COUNT
 
 ScoreInterval = tuple[float, float, float] | None
 _GROUPS = 12  # of a column; further values are taken together

@@ -1,0 +1,1 @@
+"""Renders what the page shows beside the scores: single methods' views, updates, sites' data, audits."""

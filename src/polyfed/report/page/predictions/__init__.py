@@ -1,0 +1,1 @@
+"""Renders what the predictions for test examples show: curves, confusion tables, subgroups, images."""
