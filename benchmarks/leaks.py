@@ -34,7 +34,7 @@ from polyfed.algorithms import REGISTRY
 from polyfed.data import SOURCES, Dirichlet, Split, make_clients
 from polyfed.models.lora import add_lora
 from polyfed.report.audit.messages.attack_messages import attack_messages
-from polyfed.simulation.rounds.preparation import check_and_build_federation
+from polyfed.simulation.rounds.start.preparation import check_and_build_federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import example_of
 

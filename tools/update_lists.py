@@ -195,7 +195,7 @@ def deployment_page(text: str, methods: Sequence[Declared], recorded: Sequence[s
     of traffic for each method; the traffic of a method without a row, and of those in `recorded`, is recorded."""
     import tabulate_traffic
 
-    from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
+    from polyfed.simulation.rounds.replies.secure_aggregation import supports_secure_sum
 
     registry = load_registry()
     table, _, rest = text.partition("How the replies themselves were compared")

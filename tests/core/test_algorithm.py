@@ -20,7 +20,7 @@ from polyfed.core.declared_words import (
     meaning_of_disclosure,
 )
 from polyfed.deploy.privacy.gaussian_mechanism import noise_incompatibility_error
-from polyfed.simulation.rounds.secure_aggregation import disclosures_to_allow
+from polyfed.simulation.rounds.replies.secure_aggregation import disclosures_to_allow
 from polyfed.testing import small_clients
 
 

@@ -17,7 +17,7 @@ from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, SecureSumClien
 from polyfed.deploy.secure_aggregation.protocol import SumId
 from polyfed.deploy.server.secure_rounds import SecureRoundServer
 from polyfed.deploy.server.server_config import build_or_restore_server
-from polyfed.simulation.rounds.secure_aggregation import SecureSum, encode_reply_in_fixed_point
+from polyfed.simulation.rounds.replies.secure_aggregation import SecureSum, encode_reply_in_fixed_point
 
 STEPS = ("advertise", "share", "mask", "hand out")
 SITES = ("site-0", "site-1", "site-2", "site-3")

@@ -18,7 +18,7 @@ from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_key_advertisement
 from polyfed.deploy.secure_aggregation.protocol import SumId, UnmaskingShares
 from polyfed.deploy.secure_aggregation.unmask import unmask_sum
-from polyfed.simulation.rounds.secure_aggregation import encode_reply_in_fixed_point
+from polyfed.simulation.rounds.replies.secure_aggregation import encode_reply_in_fixed_point
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import final
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.simulation.rounds.evaluation_sample import check_evaluation_sample, draw_clients
+from polyfed.simulation.rounds.planning.evaluation_sample import check_evaluation_sample, draw_clients
 from polyfed.simulation.settings import Settings
 
 

@@ -31,7 +31,7 @@ from polyfed.simulation.callbacks.callback import Callback
 from polyfed.simulation.federate import resume_federation, run_federation
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.results.run import Run
-from polyfed.simulation.rounds.regional_sums import supports_regions
+from polyfed.simulation.rounds.replies.regional_sums import supports_regions
 from polyfed.simulation.settings import Keep, Settings
 from polyfed.simulation.storage import predictions
 from polyfed.simulation.storage.configuration import describe_method_and_settings

@@ -19,7 +19,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint
-from polyfed.simulation.rounds.federated_preprocessing import check_sums_hide_single_values
+from polyfed.simulation.rounds.columns.federated_preprocessing import check_sums_hide_single_values
 from polyfed.simulation.settings import EXECUTION_FIELDS, Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 

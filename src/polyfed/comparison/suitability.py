@@ -7,7 +7,7 @@ from polyfed.simulation.checks.method_settings import check_settings_suit_method
 from polyfed.simulation.checks.private_training import check_and_complete_privacy
 from polyfed.simulation.checks.scheduling import check_scheduling
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.preparation import check_method
+from polyfed.simulation.rounds.start.preparation import check_method
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.sources.preparation import build_federation_of_source
 

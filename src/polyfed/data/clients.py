@@ -70,7 +70,7 @@ def make_clients(
             examples of the client are shifted, the common test set too; the public pool is not.
         augment: random change of training batches.
         fit: whether preprocessing that all sites of a table share is fitted here; if not, they must agree on it later
-            (`polyfed.simulation.rounds.federated_preprocessing.fit_common_preprocessing`).
+            (`polyfed.simulation.rounds.columns.federated_preprocessing.fit_common_preprocessing`).
 
     Returns:
         The clients in order, and the public examples (None if `public_fraction` is 0).

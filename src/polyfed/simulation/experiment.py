@@ -30,7 +30,7 @@ from polyfed.data import (
 from polyfed.data.pooled_dataset import PooledDataset
 from polyfed.data.table import check_model_per_client
 from polyfed.models import ModelSpec
-from polyfed.simulation.rounds.federated_preprocessing import apply_preprocessing, fit_common_preprocessing
+from polyfed.simulation.rounds.columns.federated_preprocessing import apply_preprocessing, fit_common_preprocessing
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import build_method, build_settings, find_method_class, read_section
 

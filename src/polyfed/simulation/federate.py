@@ -16,13 +16,13 @@ from polyfed.simulation.callbacks.callback import Callback, RecordFunction, vali
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.monitoring.progress_argument import resolve_progress
 from polyfed.simulation.results.run import Run
-from polyfed.simulation.rounds.preparation import (
+from polyfed.simulation.rounds.round_loop import run_remaining_rounds
+from polyfed.simulation.rounds.start.preparation import (
     check_and_build_federation,
     check_clients_are_those_of_run,
     create_run_directory,
 )
-from polyfed.simulation.rounds.resume import rewind_to_newest_checkpoint
-from polyfed.simulation.rounds.round_loop import run_remaining_rounds
+from polyfed.simulation.rounds.start.resume import rewind_to_newest_checkpoint
 from polyfed.simulation.sampling.sampler import Sampler
 from polyfed.simulation.scheduling_arguments import check_sampler_is_that_of_run, describe_scheduling
 from polyfed.simulation.settings import EngineName, Keep, Settings

@@ -15,8 +15,8 @@ from polyfed.algorithms.base.averaging import Averaging
 from polyfed.algorithms.base.reply_sum import PlainReplySum
 from polyfed.core.algorithm import Message
 from polyfed.core.state_dict import weighted_mean
-from polyfed.simulation.rounds.aggregator import ReplyAggregator
-from polyfed.simulation.rounds.secure_aggregation import SecureSum
+from polyfed.simulation.rounds.replies.aggregator import ReplyAggregator
+from polyfed.simulation.rounds.replies.secure_aggregation import SecureSum
 from polyfed.testing import assert_runs_equal, small_clients
 
 SIZES = {"a": 3, "b": 5, "c": 9, "d": 2}

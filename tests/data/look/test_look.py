@@ -12,7 +12,7 @@ from polyfed.data.look.counts import CODES, MIN_COUNT, suppress_small_counts
 from polyfed.data.look.number_statistics import NumberStatistics
 from polyfed.data.look.site_columns import LookColumn, merge_columns, read_site_columns
 from polyfed.data.look.units import describe_unit_difference
-from polyfed.simulation.rounds.federated_look import columns_from_json, look_between_sites
+from polyfed.simulation.rounds.columns.federated_look import columns_from_json, look_between_sites
 
 SITES = {"north": 120, "south": 90, "east": 60, "west": 100}
 

@@ -15,13 +15,13 @@ from polyfed.deploy.flower.engine import envelope_from_record
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.site.look import LOOK_NAME, answer_look, build_look_if_owner_allows
-from polyfed.simulation.rounds.federated_look import (
+from polyfed.simulation.rounds.columns.federated_look import (
     FederatedLook,
     build_look_method,
     columns_to_json,
     look_between_sites,
 )
-from polyfed.simulation.rounds.federated_preprocessing import fit_common_preprocessing
+from polyfed.simulation.rounds.columns.federated_preprocessing import fit_common_preprocessing
 from polyfed.testing import small_clients
 
 from ..conftest import ALL, MemoryGrid

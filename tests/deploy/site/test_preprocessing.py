@@ -24,7 +24,7 @@ from polyfed.deploy.site.preprocessing import (
 )
 from polyfed.deploy.site.private_state import InvalidSiteStateError
 from polyfed.models import ModelSpec
-from polyfed.simulation.rounds.federated_preprocessing import Moments, fit_common_preprocessing
+from polyfed.simulation.rounds.columns.federated_preprocessing import Moments, fit_common_preprocessing
 
 from ..conftest import ALL, MemoryGrid
 from ..test_faults import _InterruptAfter

@@ -19,7 +19,7 @@ from polyfed.report.audit.messages.label_counts import (
     find_counts_in_message,
 )
 from polyfed.report.audit.messages.message_audit import MessageAudit
-from polyfed.simulation.rounds.preparation import check_and_build_federation
+from polyfed.simulation.rounds.start.preparation import check_and_build_federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import example_of
 

@@ -198,7 +198,7 @@ def test_the_pool_gives_the_same_bits():
 def test_a_checkpoint_with_a_damaged_schedule_is_not_used(tmp_path):
     from dataclasses import replace
 
-    from polyfed.simulation.rounds.state_validation import StateValidator
+    from polyfed.simulation.rounds.start.state_validation import StateValidator
 
     rule = pf.FedBuff(buffer=1, concurrency=3)
     run = pf.federate(small_clients(3), "fedavg", rounds=2, asynchronous=rule, speeds="uniform:1-20", **GIVEN)

@@ -19,7 +19,7 @@ from polyfed.simulation.engines import ray as engine_module
 from polyfed.simulation.engines import ray_actor, ray_payload, ray_sums
 from polyfed.simulation.engines.base import ClientTask, PartialSum, TaskResult
 from polyfed.simulation.engines.ray_sums import WorkerSum, read_summed_reply
-from polyfed.simulation.rounds.regional_sums import RegionalSum, summed_reply_form
+from polyfed.simulation.rounds.replies.regional_sums import RegionalSum, summed_reply_form
 from polyfed.testing import SmallNet, small_clients
 
 METHOD = FedAvg(lr=0.05, batch_size=8)

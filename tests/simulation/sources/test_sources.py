@@ -13,7 +13,7 @@ from polyfed.core.client_source import SourceManifest
 from polyfed.core.errors import ClientError, UserError
 from polyfed.data import SyntheticClients
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.rounds.preparation import check_and_build_federation
+from polyfed.simulation.rounds.start.preparation import check_and_build_federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
 from polyfed.testing.run_equality import assert_runs_equal

@@ -21,7 +21,7 @@ from polyfed.core.examples.nan_checks import nonfinite_state_error
 from polyfed.core.messages.contiguous import path_of_first_difference
 from polyfed.core.serialization import serialize_state
 from polyfed.data import SyntheticClients
-from polyfed.simulation.rounds import state_validation
+from polyfed.simulation.rounds.start import state_validation
 from polyfed.simulation.storage import state_rows, state_store
 from polyfed.simulation.storage.checkpoint import Checkpoint, load_newest_checkpoint, save_checkpoint_and_remove_older
 from polyfed.simulation.storage.client_states import ClientStates, InitialState, SavedStates

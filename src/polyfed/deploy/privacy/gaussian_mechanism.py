@@ -37,7 +37,7 @@ from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.core.algorithm import Algorithm, Message
 from polyfed.core.declared_words import DISCLOSURES
 from polyfed.core.errors import UserError, check_extra_installed
-from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
+from polyfed.simulation.rounds.replies.secure_aggregation import supports_secure_sum
 
 _GRID_BITS = 24  # the precision of float32, so that sending float32 loses nothing
 _CHUNK = 2**20  # numbers drawn together

@@ -240,7 +240,7 @@ class SumParticipation:
         """Returns a copy of a site's encoded reply with masks added, so that the server can read only the sum over all
         sites.
 
-        The reply is encoded by `polyfed.simulation.rounds.secure_aggregation.encode_reply_in_fixed_point`.
+        The reply is encoded by `polyfed.simulation.rounds.replies.secure_aggregation.encode_reply_in_fixed_point`.
         """
         words, layout = parse_sum_message(encoded_reply)
         return build_sum_message(mask_words(self.state, words), layout)

@@ -18,7 +18,7 @@ from polyfed.deploy.server.reply_validation import sanitize_line
 from polyfed.deploy.server.server import DeploymentServer
 from polyfed.report.page.panels.look import write_look_page
 from polyfed.simulation.rounds.client_registry import ClientRegistry
-from polyfed.simulation.rounds.federated_look import (
+from polyfed.simulation.rounds.columns.federated_look import (
     FederatedLook,
     build_look_method,
     build_look_settings,

@@ -16,14 +16,14 @@ from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, SITE_HEAD_BYTES, Env
 from polyfed.deploy.server.reply_validation import sanitize_line
 from polyfed.deploy.server.server import DeploymentServer
 from polyfed.simulation.rounds.client_registry import ClientRegistry
-from polyfed.simulation.rounds.federated_preprocessing import (
+from polyfed.simulation.rounds.columns.federated_preprocessing import (
     Moments,
     build_moments_method,
     build_moments_settings,
     run_moments_rounds,
 )
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.secure_aggregation import disclosures_to_allow
+from polyfed.simulation.rounds.replies.secure_aggregation import disclosures_to_allow
 
 _MAX_COLUMNS = 5000  # of a table
 _MAX_NAME_LENGTH = 200  # characters of a column's name or of a category

@@ -42,7 +42,7 @@ from polyfed.deploy.server.reply_validation import (
 from polyfed.deploy.server.server import MAX_EXAMPLES, DeploymentServer
 from polyfed.simulation.engines.base import ClientTask, TaskResult
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.secure_aggregation import find_secure_reply_error
+from polyfed.simulation.rounds.replies.secure_aggregation import find_secure_reply_error
 
 _NO_WORDS: FixedPointWords = np.zeros(1, dtype=np.uint64)
 _LOG = logging.getLogger("polyfed.server")

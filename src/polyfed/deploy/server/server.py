@@ -35,8 +35,8 @@ from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
-from polyfed.simulation.rounds.resume import rewind_to_newest_checkpoint
 from polyfed.simulation.rounds.round_loop import run_remaining_rounds
+from polyfed.simulation.rounds.start.resume import rewind_to_newest_checkpoint
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.simulation.storage.directory import RunDirectory, to_plain_values

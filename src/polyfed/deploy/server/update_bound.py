@@ -8,7 +8,7 @@ from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
 from polyfed.core.io.number_checks import is_positive_number
-from polyfed.simulation.rounds.secure_aggregation import uses_default_mean
+from polyfed.simulation.rounds.replies.secure_aggregation import uses_default_mean
 
 MaxUpdateNorm = float | Literal["auto", "off"]
 TIMES_MEDIAN = 3.0

@@ -20,8 +20,8 @@ from polyfed.deploy.site.look import LOOK_NAME, build_look_if_owner_allows
 from polyfed.deploy.site.preprocessing import MOMENTS_NAME
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.client_init import check_client_init
-from polyfed.simulation.rounds.federated_preprocessing import Moments
-from polyfed.simulation.rounds.secure_aggregation import effective_disclosures, supports_secure_sum
+from polyfed.simulation.rounds.columns.federated_preprocessing import Moments
+from polyfed.simulation.rounds.replies.secure_aggregation import effective_disclosures, supports_secure_sum
 
 
 def build_allowed_algorithm(

@@ -24,7 +24,7 @@ from polyfed.deploy.privacy.accountant import (
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, clip_and_add_noise
 from polyfed.deploy.protocol.wire import first_non_finite_tensor
 from polyfed.deploy.site.private_training import PrivateTrainingGuard, private_training_options
-from polyfed.simulation.rounds.secure_aggregation import effective_disclosures, encode_reply_in_fixed_point
+from polyfed.simulation.rounds.replies.secure_aggregation import effective_disclosures, encode_reply_in_fixed_point
 
 if TYPE_CHECKING:
     from polyfed.deploy.secure_aggregation.client import SumParticipation

@@ -11,7 +11,7 @@ from polyfed.core.errors import UserError
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.wire import Envelope
-from polyfed.simulation.rounds.federated_look import (
+from polyfed.simulation.rounds.columns.federated_look import (
     FederatedLook,
     columns_from_json,
     columns_to_json,

@@ -32,7 +32,7 @@ from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.table_summary import SchemaSummary, hash_json_values
 from polyfed.deploy.protocol.wire import SITE_HEAD_BYTES
 from polyfed.deploy.site.private_state import InvalidSiteStateError
-from polyfed.simulation.rounds.federated_preprocessing import (
+from polyfed.simulation.rounds.columns.federated_preprocessing import (
     MIN_ROWS,
     Moments,
     apply_preprocessing,

@@ -48,8 +48,8 @@ from polyfed.deploy.site.site_task import SiteTask, StartedTask, check_phase, pa
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.rounds.federated_look import FederatedLook
-from polyfed.simulation.rounds.federated_preprocessing import Moments
+from polyfed.simulation.rounds.columns.federated_look import FederatedLook
+from polyfed.simulation.rounds.columns.federated_preprocessing import Moments
 
 if TYPE_CHECKING:
     from polyfed.deploy.secure_aggregation.client import SecureSumClient

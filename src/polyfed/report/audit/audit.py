@@ -31,7 +31,7 @@ from polyfed.simulation.federate import run_federation
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.preparation import check_and_build_federation
+from polyfed.simulation.rounds.start.preparation import check_and_build_federation
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.configuration import restore_settings_and_method

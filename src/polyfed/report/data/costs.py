@@ -8,7 +8,7 @@ from typing import Any, final
 from polyfed.core.declared_words import meaning_of_disclosure
 from polyfed.core.errors import UserError
 from polyfed.report.data.run_groups import MethodRuns
-from polyfed.simulation.rounds.secure_aggregation import effective_disclosures
+from polyfed.simulation.rounds.replies.secure_aggregation import effective_disclosures
 from polyfed.simulation.storage.configuration import build_method
 
 

@@ -27,7 +27,7 @@ from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.core.state_dict import StateDict
 from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
 from polyfed.simulation.results.run import Run
-from polyfed.simulation.rounds.secure_aggregation import effective_disclosures
+from polyfed.simulation.rounds.replies.secure_aggregation import effective_disclosures
 from polyfed.simulation.storage import predictions as kept_predictions
 from polyfed.simulation.storage.configuration import build_method, build_settings, read_section, restore_metrics
 from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics

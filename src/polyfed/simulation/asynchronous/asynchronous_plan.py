@@ -16,7 +16,7 @@ from polyfed.simulation.asynchronous.rebase import mix_model, rebase_update
 from polyfed.simulation.asynchronous.rules import AsynchronousRule, FedAsync
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.round_plan import RoundPlan
+from polyfed.simulation.rounds.planning.round_plan import RoundPlan
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.timing.client_times import ClientTimes
 

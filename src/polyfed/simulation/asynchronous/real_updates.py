@@ -12,7 +12,7 @@ from polyfed.simulation.asynchronous.idle_clients import IdleClients
 from polyfed.simulation.asynchronous.rules import AsynchronousRule
 from polyfed.simulation.engines.base import RealTimeEngine, TaskResult
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.reply_validation import validate_reply
+from polyfed.simulation.rounds.replies.reply_validation import validate_reply
 from polyfed.simulation.storage.checkpoint import Checkpoint
 
 

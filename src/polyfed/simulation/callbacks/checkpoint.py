@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from polyfed.simulation.callbacks.callback import Callback
-from polyfed.simulation.rounds.resume import load_kept_checkpoint
 from polyfed.simulation.rounds.run_state import RunState
+from polyfed.simulation.rounds.start.resume import load_kept_checkpoint
 from polyfed.simulation.rounds.training_round import write_personal_models
 from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.checkpoint import Checkpoint, save_checkpoint_and_remove_older

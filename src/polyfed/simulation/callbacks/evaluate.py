@@ -3,7 +3,7 @@
 from typing import final
 
 from polyfed.simulation.callbacks.callback import Callback
-from polyfed.simulation.rounds.evaluation_sample import is_evaluation_round
+from polyfed.simulation.rounds.planning.evaluation_sample import is_evaluation_round
 from polyfed.simulation.rounds.run_state import RunState
 from polyfed.simulation.rounds.training_round import evaluate_clients
 

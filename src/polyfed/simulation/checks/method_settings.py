@@ -6,9 +6,9 @@ from typing import Any
 from polyfed.core.algorithm import Algorithm
 from polyfed.simulation.checks.robustness import check_robust_rule
 from polyfed.simulation.engines.devices import check_engine_installed
-from polyfed.simulation.rounds.evaluation_sample import check_evaluation_sample
-from polyfed.simulation.rounds.regional_sums import check_regions
-from polyfed.simulation.rounds.secure_aggregation import check_secure_support
+from polyfed.simulation.rounds.planning.evaluation_sample import check_evaluation_sample
+from polyfed.simulation.rounds.replies.regional_sums import check_regions
+from polyfed.simulation.rounds.replies.secure_aggregation import check_secure_support
 from polyfed.simulation.settings import Settings
 
 

@@ -8,8 +8,8 @@ from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
 from polyfed.simulation.asynchronous.rules import AsynchronousRule, FedAsync, parse_asynchronous
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.round_scheduler import find_concurrency
-from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
+from polyfed.simulation.rounds.planning.round_scheduler import find_concurrency
+from polyfed.simulation.rounds.replies.secure_aggregation import supports_secure_sum
 from polyfed.simulation.sampling.registry import build_sampler
 from polyfed.simulation.sampling.sampler import AvailableSampler
 from polyfed.simulation.timing.build_times import build_client_times

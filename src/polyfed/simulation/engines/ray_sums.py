@@ -1,7 +1,7 @@
 """Adds up the replies of Ray's workers where they ran, so that one sum per node travels, and no single reply.
 
-Sums are in 64-bit fixed point, as those of regions (`polyfed.simulation.rounds.regional_sums`), so that it does not matter
-which worker or node added what.
+Sums are in 64-bit fixed point, as those of regions (`polyfed.simulation.rounds.replies.regional_sums`), so that it does
+not matter which worker or node added what.
 """
 
 from collections import defaultdict
@@ -21,7 +21,7 @@ from polyfed.core.state_dict import find_value_error
 from polyfed.simulation.engines.base import PartialSum, SummedReply, TaskResult
 from polyfed.simulation.monitoring.update_directions import UpdateSketch
 from polyfed.simulation.monitoring.update_norms import MeasuredUpdate, measure_update
-from polyfed.simulation.rounds.secure_aggregation import SecureSum, encode_reply_in_fixed_point
+from polyfed.simulation.rounds.replies.secure_aggregation import SecureSum, encode_reply_in_fixed_point
 
 
 @final

@@ -26,8 +26,8 @@ from polyfed.simulation.results.cross_site_scores import CrossSiteScores
 from polyfed.simulation.results.frames import build_frame, list_scores_by_round
 from polyfed.simulation.results.notebook_html import run_html, unit_of_column
 from polyfed.simulation.results.plots import plot_learning_curves
-from polyfed.simulation.rounds.evaluation_sample import has_other_clients_each_round
 from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.rounds.planning.evaluation_sample import has_other_clients_each_round
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.metrics_table import build_metrics_table
 from polyfed.simulation.storage.page_file import write_page_of

@@ -29,7 +29,7 @@ from polyfed.simulation.checks.client_list import class_names_of
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase
 from polyfed.simulation.monitoring.validation_losses import round_of_lowest_pooled_loss
 from polyfed.simulation.rounds.client_registry import ClientRegistry
-from polyfed.simulation.rounds.evaluation_sample import has_other_clients_each_round, sample_evaluated_clients
+from polyfed.simulation.rounds.planning.evaluation_sample import has_other_clients_each_round, sample_evaluated_clients
 from polyfed.simulation.rounds.round_scores import round_of_best_score
 from polyfed.simulation.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings

@@ -17,14 +17,15 @@ from polyfed.simulation.callbacks.checkpoint import CheckpointSaver
 from polyfed.simulation.callbacks.evaluate import RoundEvaluator
 from polyfed.simulation.callbacks.log import ProgressReporter
 from polyfed.simulation.callbacks.stop import UserCallbackRunner
-from polyfed.simulation.engines.base import Engine
+from polyfed.simulation.engines.base import ClientTask, Engine
+from polyfed.simulation.engines.benchmark import EngineChoice, benchmark_engines
+from polyfed.simulation.engines.devices import choose_client_device
 from polyfed.simulation.engines.factory import build_engine_for_settings
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.results.cross_site_scores import write_cross_site
 from polyfed.simulation.results.run import Run
-from polyfed.simulation.rounds.engine_choice import resolve_auto_engine
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.round_scheduler import RoundScheduler
+from polyfed.simulation.rounds.planning.round_scheduler import RoundScheduler
 from polyfed.simulation.rounds.run_state import RunState
 from polyfed.simulation.rounds.training_round import train_and_aggregate_round
 from polyfed.simulation.sources.source_clients import SourceClients
@@ -112,3 +113,39 @@ def _build_engine(
     choice = resolve_auto_engine(federation, checkpoint, directory, progress)
     clients = federation.clients if isinstance(federation.clients, SourceClients) else list(federation.clients.values())
     return build_engine_for_settings(federation.settings, federation.algorithm, clients, federation.metrics, choice)
+
+
+def resolve_auto_engine(
+    federation: Federation, checkpoint: Checkpoint, directory: RunDirectory | None, progress: Progress
+) -> EngineChoice:
+    """Chooses, for `engine="auto"`, whether clients are trained together or one by one: a resumed run keeps its earlier
+    choice, a new run measures both.
+
+    Args:
+        federation: of the run.
+        checkpoint: the state from which the run begins or continues.
+        directory: of the run, or None; its manifest holds the choice.
+        progress: shows the measurement.
+    """
+    settings = federation.settings
+    is_source = isinstance(federation.clients, SourceClients)  # whose clients are not made to measure
+    if settings.engine != "auto" or checkpoint.round == settings.rounds or is_source:
+        return EngineChoice()
+    manifest = {} if directory is None else directory.read_manifest()
+    if "auto" in manifest:
+        return EngineChoice.from_manifest_entry(manifest["auto"])
+
+    def tasks(ids: Sequence[str]) -> list[ClientTask]:
+        return [
+            task
+            for block in federation.build_task_blocks("local", ids, checkpoint.round + 1, checkpoint)
+            for task in block
+        ]
+
+    clients, device = list(federation.clients.values()), choose_client_device(settings)
+    choice = benchmark_engines(settings, federation.algorithm, clients, device, tasks)
+    if choice.gains:
+        progress.say(str(choice))
+    if directory is not None:
+        directory.add_to_manifest({"auto": choice.to_manifest_entry()})
+    return choice

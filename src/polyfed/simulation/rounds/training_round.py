@@ -26,11 +26,11 @@ from polyfed.simulation.monitoring.update_norms import (
     describe_measures,
     describe_round_warnings,
 )
-from polyfed.simulation.rounds.aggregator import ReplyAggregator
-from polyfed.simulation.rounds.evaluation_sample import describe_evaluation_sample
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.reply_validation import validate_reply
-from polyfed.simulation.rounds.round_plan import RoundPlan
+from polyfed.simulation.rounds.planning.evaluation_sample import describe_evaluation_sample
+from polyfed.simulation.rounds.planning.round_plan import RoundPlan
+from polyfed.simulation.rounds.replies.aggregator import ReplyAggregator
+from polyfed.simulation.rounds.replies.reply_validation import validate_reply
 from polyfed.simulation.rounds.round_scores import mean_train_loss
 from polyfed.simulation.sources.source_clients import SourceClients
 from polyfed.simulation.storage.checkpoint import Checkpoint

@@ -92,7 +92,7 @@ class Checkpoint:
         unevaluated_record: the record of `round` if that has not been evaluated yet, since it is evaluated together with
             the training of the next round, as between sites; else None.
         schedule: what the sampler remembers, the simulated time, and the clients at work in an asynchronous run; None if
-            the run has none of these (`polyfed.simulation.rounds.round_scheduler`).
+            the run has none of these (`polyfed.simulation.rounds.planning.round_scheduler`).
     """
 
     round: int

@@ -36,9 +36,9 @@ from polyfed.simulation.federate import resume_federation, run_federation
 from polyfed.simulation.monitoring.progress import Progress, build_terminal_progress
 from polyfed.simulation.monitoring.trackers import build_tracker, list_loggers_of_run, validate_logger_names
 from polyfed.simulation.results.run import Run
-from polyfed.simulation.rounds.preparation import check_method
-from polyfed.simulation.rounds.regional_sums import supports_regions
-from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
+from polyfed.simulation.rounds.replies.regional_sums import supports_regions
+from polyfed.simulation.rounds.replies.secure_aggregation import supports_secure_sum
+from polyfed.simulation.rounds.start.preparation import check_method
 from polyfed.simulation.storage.directory import BASELINES, check_can_become_run_directory, read_config
 
 _ONE_SEED = "One seed: differences of a few points can be chance."

@@ -18,7 +18,11 @@ from polyfed.core.seeds import temporary_rng_seed
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.secure_aggregation import SecureSum, encode_reply_in_fixed_point, uses_default_mean
+from polyfed.simulation.rounds.replies.secure_aggregation import (
+    SecureSum,
+    encode_reply_in_fixed_point,
+    uses_default_mean,
+)
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.client_states import ClientStates, check_and_wrap_server_state
 

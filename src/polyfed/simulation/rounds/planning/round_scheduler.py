@@ -14,7 +14,7 @@ from polyfed.simulation.asynchronous.real_updates import RealUpdates
 from polyfed.simulation.asynchronous.rules import parse_asynchronous
 from polyfed.simulation.engines.base import Engine, RealTimeEngine
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.round_plan import RoundPlan, SynchronousPlan
+from polyfed.simulation.rounds.planning.round_plan import RoundPlan, SynchronousPlan
 from polyfed.simulation.sampling.registry import build_sampler
 from polyfed.simulation.sampling.sampler import Sampler, SamplingRound, UniformSampler
 from polyfed.simulation.storage.checkpoint import Checkpoint

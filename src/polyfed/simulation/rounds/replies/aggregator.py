@@ -14,8 +14,8 @@ from polyfed.core.algorithm import Algorithm, Message, ServerContext
 from polyfed.core.errors import RoundError
 from polyfed.core.state_dict import iter_tensors, state_dict_spec
 from polyfed.simulation.engines.base import PartialSum
-from polyfed.simulation.rounds.regional_sums import RegionalSum
-from polyfed.simulation.rounds.secure_aggregation import SecureSum, uses_default_mean
+from polyfed.simulation.rounds.replies.regional_sums import RegionalSum
+from polyfed.simulation.rounds.replies.secure_aggregation import SecureSum, uses_default_mean
 from polyfed.simulation.settings import Regions
 from polyfed.simulation.storage.client_states import with_changes_only
 

@@ -7,7 +7,7 @@ import pytest
 
 import polyfed as pf
 from polyfed.core.errors import UserError
-from polyfed.simulation.rounds.evaluation_sample import mean_interval, sample_evaluated_clients
+from polyfed.simulation.rounds.planning.evaluation_sample import mean_interval, sample_evaluated_clients
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
 from polyfed.testing.run_equality import assert_runs_equal, without_durations

@@ -9,7 +9,7 @@ import polyfed as pf
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.data.tabular.fit_preprocessor import fit_preprocessor
-from polyfed.simulation.rounds.federated_preprocessing import apply_preprocessing, fit_common_preprocessing
+from polyfed.simulation.rounds.columns.federated_preprocessing import apply_preprocessing, fit_common_preprocessing
 from polyfed.simulation.storage.directory import read_manifest
 
 

@@ -7,8 +7,8 @@ import polyfed as pf
 from polyfed.algorithms import APFL, FLHAGHN, FedAvg, FedHeNN, FedRep, Local, PFedLA, PFedMe
 from polyfed.core.messages.fixed_point import FRACTION_BITS, to_fixed_point
 from polyfed.core.state_dict import iter_tensors
-from polyfed.simulation.rounds.regional_sums import RegionalSum, find_region, supports_regions
-from polyfed.simulation.rounds.secure_aggregation import SecureSum, encode_reply_in_fixed_point
+from polyfed.simulation.rounds.replies.regional_sums import RegionalSum, find_region, supports_regions
+from polyfed.simulation.rounds.replies.secure_aggregation import SecureSum, encode_reply_in_fixed_point
 from polyfed.testing import assert_runs_equal, small_clients
 
 NUMBER = 5

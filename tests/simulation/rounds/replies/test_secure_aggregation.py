@@ -24,7 +24,7 @@ from polyfed.algorithms import (
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, UserError
 from polyfed.core.messages.fixed_point import parse_sum_message
-from polyfed.simulation.rounds.secure_aggregation import (
+from polyfed.simulation.rounds.replies.secure_aggregation import (
     encode_reply_in_fixed_point,
     find_secure_reply_error,
     supports_secure_sum,

@@ -7,8 +7,8 @@ from polyfed.core.messages.lora import adapter_averaging_mode
 from polyfed.simulation.engines.base import TaskResult
 from polyfed.simulation.monitoring.update_norms import MeasuredUpdate, measure_update
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.regional_sums import summed_reply_form
-from polyfed.simulation.rounds.secure_aggregation import encode_reply_in_fixed_point, find_secure_reply_error
+from polyfed.simulation.rounds.replies.regional_sums import summed_reply_form
+from polyfed.simulation.rounds.replies.secure_aggregation import encode_reply_in_fixed_point, find_secure_reply_error
 from polyfed.simulation.storage.checkpoint import Checkpoint
 
 

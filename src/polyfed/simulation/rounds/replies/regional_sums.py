@@ -21,7 +21,7 @@ from polyfed.core.robust.clip import Clip
 from polyfed.core.robust.parse import parse_robust_rule
 from polyfed.core.state_dict import StateDict
 from polyfed.simulation.engines.base import PartialSum
-from polyfed.simulation.rounds.secure_aggregation import SecureSum, supports_secure_sum
+from polyfed.simulation.rounds.replies.secure_aggregation import SecureSum, supports_secure_sum
 from polyfed.simulation.settings import Regions
 
 

@@ -23,7 +23,7 @@ from polyfed.simulation.checks.method_settings import check_settings_suit_method
 from polyfed.simulation.checks.private_training import check_and_complete_privacy
 from polyfed.simulation.checks.scheduling import check_scheduling
 from polyfed.simulation.engines.devices import choose_client_device
-from polyfed.simulation.rounds.federated_preprocessing import unify_preprocessing_of_clients
+from polyfed.simulation.rounds.columns.federated_preprocessing import unify_preprocessing_of_clients
 from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
 from polyfed.simulation.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings

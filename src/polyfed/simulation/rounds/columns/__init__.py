@@ -1,0 +1,1 @@
+"""Describes and preprocesses the columns of all sites' tables by messages, in rounds of their own."""
