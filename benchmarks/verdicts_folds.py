@@ -25,22 +25,25 @@ import torch
 from scipy import stats
 from scipy.optimize import brentq
 
-from polyfed.comparison.statistics import cross_validation
-from polyfed.comparison.statistics.cross_validation import (
+from polyfed.comparison.statistics.cross_validation import fold_differences as cross_validation
+from polyfed.comparison.statistics.cross_validation.fold_differences import (
     TRAINING_VARIANCE_RATIO,
     difference_over_folds,
     estimate_clients_from_folds,
     estimate_mean_from_folds,
 )
-from polyfed.comparison.statistics.fold_evidence import describe_site_gains
-from polyfed.comparison.statistics.fold_influence import score_folds
+from polyfed.comparison.statistics.cross_validation.fold_evidence import describe_site_gains
+from polyfed.comparison.statistics.cross_validation.fold_influence import score_folds
+from polyfed.comparison.statistics.cross_validation.resplits import (
+    ResplitDifferences,
+    estimate_client_means_over_resplits,
+)
 from polyfed.comparison.statistics.mrmc import (
     estimate_client_means,
     estimate_mean_over_clients,
     estimate_variance_components,
 )
 from polyfed.comparison.statistics.random_effects import fit_random_effects
-from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_client_means_over_resplits
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.core.seeds import derive_seed
 

@@ -11,17 +11,20 @@ from torch import Tensor
 
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.fold_tests import FoldTestTargets
-from polyfed.comparison.statistics.convergence import advice_if_loss_still_falls, judge_convergence
-from polyfed.comparison.statistics.estimate import ALPHA, CONFIDENCE_LEVEL
-from polyfed.comparison.statistics.evidence import Evidence
-from polyfed.comparison.statistics.fold_evidence import CrossValidationEvidence
-from polyfed.comparison.statistics.fold_statistics import describe_folds, replace_run_means_by_fold_scores
-from polyfed.comparison.statistics.learning_curve import (
+from polyfed.comparison.statistics.cross_validation.fold_evidence import CrossValidationEvidence
+from polyfed.comparison.statistics.cross_validation.fold_statistics import (
+    describe_folds,
+    replace_run_means_by_fold_scores,
+)
+from polyfed.comparison.statistics.curves.convergence import advice_if_loss_still_falls, judge_convergence
+from polyfed.comparison.statistics.curves.learning_curve import (
     CurvePoint,
     build_learning_curve,
     first_point_reaching_target,
     last_point_within_budget,
 )
+from polyfed.comparison.statistics.estimate import ALPHA, CONFIDENCE_LEVEL
+from polyfed.comparison.statistics.evidence import Evidence
 from polyfed.comparison.statistics.method_statistics import (
     add_method_statistics,
     mean_if_all_defined,

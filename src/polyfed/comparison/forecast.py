@@ -12,8 +12,8 @@ import numpy as np
 from polyfed.algorithms import Local
 from polyfed.comparison.plan import ComparisonPlan, Method, RunSpec, execute_or_load_runs
 from polyfed.comparison.process_pool import default_parallel_runs
-from polyfed.comparison.statistics.cross_validation import FoldDifferences, difference_over_folds
-from polyfed.comparison.statistics.fold_influence import score_folds
+from polyfed.comparison.statistics.cross_validation.fold_differences import FoldDifferences, difference_over_folds
+from polyfed.comparison.statistics.cross_validation.fold_influence import score_folds
 from polyfed.comparison.statistics.power import (
     POWER,
     ComparisonDesign,

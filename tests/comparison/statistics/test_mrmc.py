@@ -7,20 +7,23 @@ import pytest
 import torch
 from scipy import stats
 
-from polyfed.comparison.statistics import jackknife as influence
-from polyfed.comparison.statistics.estimate import ALPHA, CONFIDENCE_LEVEL
-from polyfed.comparison.statistics.jackknife import NUM_GROUPS, score_with_pseudo_values
-from polyfed.comparison.statistics.learning_curve import (
+from polyfed.comparison.statistics.cross_validation.resplits import (
+    ResplitDifferences,
+    estimate_client_means_over_resplits,
+)
+from polyfed.comparison.statistics.curves.learning_curve import (
     CurvePoint,
     first_point_reaching_target,
     last_point_within_budget,
 )
+from polyfed.comparison.statistics.estimate import ALPHA, CONFIDENCE_LEVEL
 from polyfed.comparison.statistics.mrmc import (
     estimate_client_means,
     estimate_mean_over_clients,
     estimate_variance_components,
 )
-from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_client_means_over_resplits
+from polyfed.comparison.statistics.pseudo_values import jackknife as influence
+from polyfed.comparison.statistics.pseudo_values.jackknife import NUM_GROUPS, score_with_pseudo_values
 from polyfed.comparison.statistics.score_intervals import mean_gain_with_interval, mean_score_with_interval
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import METRICS, resolve_metrics

@@ -10,8 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyfed.comparison.statistics.cross_validation.fold_evidence import CrossValidationEvidence
+from polyfed.comparison.statistics.cross_validation.resplits import (
+    ResplitDifferences,
+    estimate_client_means_over_resplits,
+)
 from polyfed.comparison.statistics.estimate import Estimate
-from polyfed.comparison.statistics.fold_evidence import CrossValidationEvidence
 from polyfed.comparison.statistics.mrmc import (
     GainOverRival,
     SeedScores,
@@ -28,7 +32,6 @@ from polyfed.comparison.statistics.random_effects import (
     SiteGain,
     fit_random_effects,
 )
-from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_client_means_over_resplits
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import is_built_in_metric
 

@@ -25,14 +25,18 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.comparison.statistics.cluster_jackknife import Groups, assign_group_numbers, count_groups_of_classes
 from polyfed.comparison.statistics.estimate import (
     ALPHA,
     Estimate,
     estimate_from_half_width,
     t_quantile,
 )
-from polyfed.comparison.statistics.jackknife import (
+from polyfed.comparison.statistics.pseudo_values.cluster_jackknife import (
+    Groups,
+    assign_group_numbers,
+    count_groups_of_classes,
+)
+from polyfed.comparison.statistics.pseudo_values.jackknife import (
     FloatArray,
     example_class_of_each_pseudo_value,
     score_with_pseudo_values,

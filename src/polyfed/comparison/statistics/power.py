@@ -7,7 +7,7 @@ from typing import final
 
 import numpy as np
 
-from polyfed.comparison.statistics.cross_validation import TRAINING_VARIANCE_RATIO, FoldDifferences
+from polyfed.comparison.statistics.cross_validation.fold_differences import TRAINING_VARIANCE_RATIO, FoldDifferences
 from polyfed.comparison.statistics.estimate import ALPHA, t_quantile
 
 POWER = 0.8

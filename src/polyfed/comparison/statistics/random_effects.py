@@ -14,7 +14,7 @@ from typing import final
 import numpy as np
 
 from polyfed.comparison.statistics.estimate import ALPHA, Estimate, estimate_from_half_width, t_quantile
-from polyfed.comparison.statistics.jackknife import FloatArray
+from polyfed.comparison.statistics.pseudo_values.jackknife import FloatArray
 
 MIN_SITES = 4
 """Fewest sites for this model: with three the variance between sites is hardly known."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from polyfed.algorithms import Local
 from polyfed.comparison.plan import EQUAL_FIELDS, TUNING_FOLDER, ComparisonPlan, Method, RunSpec, execute_or_load_runs
-from polyfed.comparison.statistics.learning_curve import build_learning_curve
+from polyfed.comparison.statistics.curves.learning_curve import build_learning_curve
 from polyfed.comparison.tuning.grid import (
     EXTEND,
     EXTENDED_GRID,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from polyfed.comparison.statistics.learning_curve import iterate_records_with_costs_so_far
+from polyfed.comparison.statistics.curves.learning_curve import iterate_records_with_costs_so_far
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import METRICS, default_metric_names
 from polyfed.core.io.number_checks import is_number, is_whole_number

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.comparison.statistics.jackknife import FloatArray
+from polyfed.comparison.statistics.pseudo_values.jackknife import FloatArray
 from polyfed.core.evaluation.metric import Metric
 from polyfed.tasks.score_functions import split_into_binary_problems
 

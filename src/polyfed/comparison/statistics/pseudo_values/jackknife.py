@@ -14,7 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.comparison.statistics.cluster_jackknife import Groups, classes_of_groups, jackknife_pseudo_values_by_group
+from polyfed.comparison.statistics.pseudo_values.cluster_jackknife import (
+    Groups,
+    classes_of_groups,
+    jackknife_pseudo_values_by_group,
+)
 from polyfed.core.evaluation.metric import Metric
 from polyfed.tasks.score_functions import split_into_binary_problems
 

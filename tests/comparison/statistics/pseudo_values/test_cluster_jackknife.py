@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from polyfed.comparison.statistics.cluster_jackknife import assign_group_numbers, jackknife_pseudo_values_by_group
 from polyfed.comparison.statistics.evidence import Evidence
-from polyfed.comparison.statistics.jackknife import NUM_GROUPS, score_with_pseudo_values
 from polyfed.comparison.statistics.mrmc import score_seeds
+from polyfed.comparison.statistics.pseudo_values.cluster_jackknife import (
+    assign_group_numbers,
+    jackknife_pseudo_values_by_group,
+)
+from polyfed.comparison.statistics.pseudo_values.jackknife import NUM_GROUPS, score_with_pseudo_values
 from polyfed.comparison.statistics.score_intervals import mean_gain_with_interval, mean_score_with_interval
 from polyfed.comparison.verdicts.answer_basis import count_client_examples, count_examples_behind_answer
 from polyfed.core.algorithm import Client

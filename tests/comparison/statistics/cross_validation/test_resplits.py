@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from polyfed.comparison.statistics.nadeau_bengio import variance_of_mean_over_resplits
+from polyfed.comparison.statistics.cross_validation.resplits import variance_of_mean_over_resplits
 from polyfed.core.errors import UserError
 
 SPLITS, EXAMPLES, TEST = 10, 100, 20

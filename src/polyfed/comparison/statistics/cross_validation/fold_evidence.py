@@ -8,7 +8,7 @@ from typing import Any, final
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.comparison.statistics.cross_validation import (
+from polyfed.comparison.statistics.cross_validation.fold_differences import (
     FoldDifferences,
     difference_over_folds,
     estimate_clients_from_folds,
@@ -16,8 +16,8 @@ from polyfed.comparison.statistics.cross_validation import (
     estimate_variance_between_fold_runs,
     pooled_network_variance,
 )
+from polyfed.comparison.statistics.cross_validation.fold_influence import FoldScores, score_folds
 from polyfed.comparison.statistics.estimate import ALPHA, Estimate
-from polyfed.comparison.statistics.fold_influence import FoldScores, score_folds
 from polyfed.comparison.statistics.random_effects import SharedError, SiteGain
 from polyfed.core.evaluation.metric import Metric
 

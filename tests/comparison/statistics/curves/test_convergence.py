@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from polyfed.comparison.statistics.convergence import judge_convergence
+from polyfed.comparison.statistics.curves.convergence import judge_convergence
 
 
 def curve(values, every=1):

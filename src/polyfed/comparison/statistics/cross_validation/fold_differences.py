@@ -25,10 +25,10 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from polyfed.comparison.statistics.cross_validation.fold_influence import FoldScores
 from polyfed.comparison.statistics.estimate import ALPHA, Estimate, estimate_from_half_width, t_quantile
-from polyfed.comparison.statistics.fold_influence import FoldScores
-from polyfed.comparison.statistics.jackknife import FloatArray
 from polyfed.comparison.statistics.mrmc import degrees_of_freedom
+from polyfed.comparison.statistics.pseudo_values.jackknife import FloatArray
 
 TRAINING_VARIANCE_RATIO = 0.8
 """Variance due to training examples, by that due to the test examples of one repeat."""

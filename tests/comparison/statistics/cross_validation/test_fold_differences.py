@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from polyfed.comparison.sequential_looks import error_rates_of_looks
-from polyfed.comparison.statistics.cross_validation import (
+from polyfed.comparison.statistics.cross_validation.fold_differences import (
     FoldDifferences,
     difference_over_folds,
     estimate_clients_from_folds,
     estimate_mean_from_folds,
 )
+from polyfed.comparison.statistics.cross_validation.fold_influence import score_folds
 from polyfed.comparison.statistics.estimate import ALPHA
-from polyfed.comparison.statistics.fold_influence import score_folds
 from polyfed.comparison.statistics.power import ComparisonDesign, PilotVariances, smallest_decidable_gain
 from polyfed.comparison.statistics.random_effects import SiteGain, fit_random_effects
 from polyfed.core.evaluation.metrics import METRICS, Metric
@@ -65,7 +65,7 @@ def test_many_pairs_are_counted_by_ranks(monkeypatch):
     targets, values, fold = drawn(rng)
     values = np.round(values, 1)  # ties
     found = in_folds(AUC, values, targets, fold)
-    monkeypatch.setattr("polyfed.comparison.statistics.fold_influence._PAIRS", 0)
+    monkeypatch.setattr("polyfed.comparison.statistics.cross_validation.fold_influence._PAIRS", 0)
     ranked = in_folds(AUC, values, targets, fold)
     np.testing.assert_allclose(ranked.influence, found.influence, atol=1e-12)
     np.testing.assert_allclose(ranked.folds, found.folds)
