@@ -139,6 +139,17 @@ def test_ignored_pixels_change_neither_scores_nor_loss():
     assert torch.isfinite(SEGMENTATION.loss(torch.randn(2, 3, 4, 4), everything))
 
 
+def test_a_mask_that_an_image_does_not_have_counts_in_no_average():
+    outputs = torch.randn(2, 3, 9, 7, generator=torch.Generator().manual_seed(0))
+    masks = (torch.rand(2, 3, 9, 7, generator=torch.Generator().manual_seed(1)) < 0.3).long()
+    partly = masks.clone()
+    partly[0, 1] = IGNORED
+    for metric in MASKS.metrics:
+        scores = metric.per_example(outputs, partly)
+        assert scores[1] == metric.per_example(outputs, masks)[1]
+        assert scores[0] == metric.per_example(outputs[:1, [0, 2]], masks[:1, [0, 2]])[0]
+
+
 def test_classes_and_their_masks_have_the_same_scores_and_balanced_weights_count_pixels():
     predicted, true = random_classes(1), random_classes(2)
     classes = predicted_and_true_masks(logits_of_classes(predicted, 3), true)
@@ -186,6 +197,8 @@ def test_targets_keep_their_integer_type_and_floats_become_small():
         (MASKS, torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1), "row 1 has the value 255.*y // 255"),
         (MASKS, torch.tensor([0, 156], dtype=torch.uint8).view(2, 1, 1, 1), "row 1 has the value 156"),
         (MASKS, torch.zeros(2, 4, 4), "classes, height, width"),
+        (SEGMENTATION, torch.tensor([0, IGNORED]).view(2, 1, 1), "all pixels of row 1 are ignored"),
+        (MASKS, torch.tensor([0, 1, IGNORED, IGNORED]).view(2, 2, 1, 1), "all pixels of row 1 are ignored"),
     ],
 )
 def test_wrong_targets_are_refused_with_client_and_row(task, targets, words):

@@ -147,6 +147,8 @@ def test_next_tokens_are_the_inputs_shifted_without_padding():
     mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
     named = Client("north", nn.Identity, {"input_ids": ids, "attention_mask": mask}, {"input_ids": ids}, task=task)
     assert named.train.labels.tolist()[0] == [0, 6, 0, -100, -100]
+    filled_at_the_beginning = {"input_ids": ids.flip(1), "attention_mask": mask.flip(1)}
+    assert task.complete_targets(filled_at_the_beginning, torch.zeros(2)).tolist()[0] == [0, 6, 0, 5, -100]
     given = torch.tensor([[1, 2, 3, 4, -100]] * 2)
     assert torch.equal(Client("north", nn.Identity, (ids, given), ids, task=task).train.labels, given)
     again = dataclasses.replace(client, train=client.train.select(torch.tensor([1])))

@@ -123,7 +123,13 @@ class Segmentation(Task):
             most = _MOST_CLASSES - 1 if num_outputs is None else num_outputs - 1
             # torch would convert a number that the integer type does not hold, and compare with another.
             wrong = (targets < 0) | (targets > min(most, torch.iinfo(targets.dtype).max))
-        wrong &= ~ignored_pixels(targets)
+        ignored = ignored_pixels(targets)
+        if bool((is_empty := ignored.flatten(1).all(1)).any()):
+            raise UserError(
+                f"{name} targets: all pixels of row {int(is_empty.nonzero()[0, 0])} are ignored ({IGNORED}); leave the row "
+                "out, or give a pixel of it a class"
+            )
+        wrong &= ~ignored
         if bool(wrong.any()):
             row, value = _first_row(wrong, targets)
             hint = " (masks of 0 and 255: y // 255)" if value == 255 else ""

@@ -2,7 +2,8 @@
 
 A function takes a network's outputs (n, K, ...) and the targets, or the table of scores (n, 3) that a run keeps in place of
 outputs (`score_table`). It averages over classes: over 1 to K − 1 of class targets (n, ...), whose class 0 is the
-background, and over all K of masks (n, K, ...). Pixels with the target `IGNORED` belong to no mask.
+background, and over all K of masks (n, K, ...). Pixels with the target `IGNORED` belong to no mask, and masks of them alone
+are left out of an image's average.
 """
 
 import math
@@ -121,11 +122,14 @@ def _mean_over_classes(outputs: Tensor, targets: Tensor, column: int, score: Cal
         stored = outputs[:, column].double().numpy()
         return np.where(stored == _NOT_COMPUTED, np.nan, stored)
     finite = torch.isfinite(outputs).flatten(1).all(1).tolist()
-    images = zip(*predicted_and_true_masks(outputs, targets), strict=True)
+    predicted, true = predicted_and_true_masks(outputs, targets)
+    is_scored = np.ones(true.shape[:2], dtype=np.bool_)
+    if targets.dim() == outputs.dim():
+        is_scored = ~np.asarray(ignored_pixels(targets).flatten(2).all(2).numpy())
     return np.array(
         [
-            np.mean([score(a, b) for a, b in zip(predicted, true, strict=True)]) if is_finite else np.nan
-            for is_finite, (predicted, true) in zip(finite, images, strict=True)
+            np.mean([score(predicted[i, k], true[i, k]) for k in np.flatnonzero(is_scored[i])]) if is_finite else np.nan
+            for i, is_finite in enumerate(finite)
         ]
     )
 

@@ -38,7 +38,8 @@ class Tokens(Task):
         tags: the name of each class. Tags of the form "O", "B-kind", "I-kind" have the metric `entity_f1`.
         ignore_index: the target of tokens that do not count, such as padding.
         padding: the input token that fills up short sequences at their end. A minibatch for training is cut to its longest
-            sequence; an input named `attention_mask` says that instead, if there is one. None never cuts.
+            sequence; an input named `attention_mask` says that instead, if there is one, and what it masks at the beginning
+            is no next token either. None never cuts.
 
     >>> Tokens(kind="next_token").complete_targets(torch.tensor([[5, 7, 6, 0, 0]]), torch.tensor([0])).tolist()
     [[7, 6, -100, -100, -100]]
@@ -83,7 +84,8 @@ class Tokens(Task):
         tokens = _token_part(inputs)
         if tokens is None:
             raise UserError("inputs hold no integers of shape (num, length), whose next tokens could be predicted")
-        is_real = _real_tokens(inputs, tokens, self.padding)
+        mask = _attention_mask(inputs, tokens)
+        is_real = _real_tokens(inputs, tokens, self.padding) if mask is None or self.padding is None else mask != 0
         targets = torch.full_like(tokens, IGNORED, dtype=torch.int64)
         targets[:, :-1] = torch.where(is_real[:, 1:], tokens[:, 1:].long(), IGNORED)
         return targets
@@ -248,12 +250,17 @@ def _token_part(inputs: Inputs) -> Tensor | None:
     )
 
 
+def _attention_mask(inputs: Inputs, tokens: Tensor) -> Tensor | None:
+    """Returns the part of the inputs named `attention_mask`, which says which tokens are no padding; None without one."""
+    mask = next((part for name, part in named_leaves(inputs) if name.rpartition("/")[2] == "attention_mask"), None)
+    return mask if mask is not None and mask.shape == tokens.shape else None
+
+
 def _real_tokens(inputs: Inputs, tokens: Tensor, padding: int | None) -> Tensor:
     """Returns which positions are at or before the last token of their row that is no padding, shape (n, T)."""
-    mask = next((part for name, part in named_leaves(inputs) if name.rpartition("/")[2] == "attention_mask"), None)
     if padding is None:
         is_token = torch.ones_like(tokens, dtype=torch.bool)
-    elif mask is not None and mask.shape == tokens.shape:
+    elif (mask := _attention_mask(inputs, tokens)) is not None:
         is_token = mask != 0
     else:
         is_token = tokens != padding

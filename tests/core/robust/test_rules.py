@@ -66,6 +66,23 @@ def test_the_scores_of_krum_by_hand():
     }  # fmt: skip
 
 
+def test_counters_of_minibatches_decide_no_distance():
+    weights = (0.0, 0.1, 0.2, 0.3, 9.0)
+    counters = (10, 700, 4000, 90, 10)  # the liar's is that of an honest client
+    replies = {
+        str(i): {"w": torch.tensor([weight]), "num_batches_tracked": torch.tensor(counter)}
+        for i, (weight, counter) in enumerate(zip(weights, counters, strict=True))
+    }
+    bare = {i: {"w": tree["w"]} for i, tree in replies.items()}
+    assert krum_scores(replies, 1) == krum_scores(bare, 1)
+    shares = dict.fromkeys(replies, 1.0)
+    for rule in (Krum(1), MultiKrum(1), GeometricMedian()):
+        combined = rule.combine(replies, shares)
+        assert torch.equal(combined["w"], rule.combine(bare, shares)["w"])
+        assert combined["num_batches_tracked"].dtype == torch.int64
+    assert float(GeometricMedian(100).combine(replies, shares)["w"]) == pytest.approx(0.2, abs=0.01)
+
+
 def test_multi_krum_is_the_mean_of_the_best():
     trees = replies([0.0], [1.0], [2.0], [4.0], [100.0])
     assert Krum(1).combine(trees, EVEN)["w"].tolist() == [1.0]

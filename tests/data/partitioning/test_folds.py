@@ -59,6 +59,22 @@ def test_classes_are_spread_within_one_example():
     assert sorted(counts) == [1, 1, 1, 2, 2]
 
 
+def test_events_and_images_with_a_mask_are_spread_within_one_example():
+    happened = torch.from_numpy(np.random.default_rng(1).permutation(40) < 7)
+    masks = torch.zeros(40, 4, 4, dtype=torch.int64)
+    masks[happened, 0, 0] = 1
+    for task, targets in {
+        "survival": torch.stack([torch.arange(1.0, 41), happened.float()], dim=1),
+        "segmentation": masks,
+    }.items():
+        x = torch.zeros(40, 1, 4, 4)
+        sets = [(x[rows], targets[rows]) for rows in (slice(0, 20), slice(20, 30), slice(30, 40))]
+        client = pf.Client("a", None, sets[0], sets[1], sets[2], task=task)
+        members = [members[0] for members in deal_folds([client], Folds(5))]
+        assert sorted(int(client.task.strata(one.test.labels).sum()) for one in members) == [1, 1, 1, 2, 2], task
+        assert {int(client.task.strata(one.val.labels).sum()) for one in members} <= {1, 2}, task
+
+
 def test_the_rows_of_a_group_are_tested_together_also_at_two_clients():
     patients = [f"p{k // 3}" for k in range(30)]
     one = clients_of([k % 2 for k in range(30)], patients)[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.robust.rule import CombiningRule, check_same_form, like_original
+from polyfed.core.robust.rule import CombiningRule, check_same_form, like_original, names_of_distances
 from polyfed.core.state_dict import StateDict
 
 _SMALLEST_DISTANCE = 1e-6  # ν of the paper's experiments
@@ -24,7 +24,8 @@ class GeometricMedian(CombiningRule):
     Pillutla, Kakade and Harchaoui, "Robust Aggregation for Federated Learning" (RFA), IEEE Transactions on Signal
     Processing 2022, equation 6: argmin_v Σ_i α_i ‖v − w_i‖, α_i = n_i/n, by algorithm 2, the smoothed Weiszfeld
     iteration: β_i = α_i / max(ν, ‖v − w_i‖), v ← Σ_i β_i w_i / Σ_i β_i, from the weighted mean, ν = 1e-6. It bears
-    liars with less than half of the weight. The norm is over all tensors together.
+    liars with less than half of the weight. The norm is over all floating-point tensors together; whole numbers, such as
+    counters of BatchNorm, get the same weights.
 
     Args:
         iterations: at most so many (the paper takes 3); it ends before if the sum of distances falls no more.
@@ -78,8 +79,9 @@ def _combine_rows(tensors_by_client: Mapping[str, StateDict], ids: list[str], be
 
 def _distances(tensors_by_client: Mapping[str, StateDict], ids: list[str], center: StateDict) -> Tensor:
     """Returns ‖v − w_i‖ of each client, (clients,)."""
+    names = names_of_distances(tensors_by_client[ids[0]])
     squares = [
-        math.fsum(float((center[n] - t.detach().to(torch.float64)).square().sum()) for n, t in tree.items())
+        math.fsum(float((center[n] - tree[n].detach().to(torch.float64)).square().sum()) for n in names)
         for tree in (tensors_by_client[i] for i in ids)
     ]
     return torch.tensor(squares, dtype=torch.float64).sqrt()

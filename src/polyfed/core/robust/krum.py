@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.robust.rule import CombiningRule, check_same_form, stack_as_double
+from polyfed.core.robust.rule import CombiningRule, check_same_form, names_of_distances, stack_as_double
 from polyfed.core.state_dict import StateDict, weighted_mean
 
 
 def krum_scores(tensors_by_client: Mapping[str, StateDict], liars: int) -> dict[str, float]:
     """Returns each client's score: the sum of the squared distances to the n − f − 2 closest other replies.
 
-    s(i) = Σ_{i→j} ‖V_i − V_j‖² (Blanchard et al. 2017, section 4), over all tensors together.
+    s(i) = Σ_{i→j} ‖V_i − V_j‖² (Blanchard et al. 2017, section 4), over all floating-point tensors together; whole
+    numbers, such as counters of BatchNorm, do not count.
 
     Args:
         tensors_by_client: client id -> tensors, at least f + 3 clients.
@@ -23,7 +24,7 @@ def krum_scores(tensors_by_client: Mapping[str, StateDict], liars: int) -> dict[
     """
     ids = check_same_form(tensors_by_client)
     squares = torch.zeros(len(ids), len(ids), dtype=torch.float64)
-    for name in tensors_by_client[ids[0]]:
+    for name in names_of_distances(tensors_by_client[ids[0]]):
         rows = stack_as_double(tensors_by_client, ids, name).cpu()
         for i in range(len(ids) - 1):
             # Differences first: products of large vectors would lose the small distances between them.

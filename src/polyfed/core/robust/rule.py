@@ -66,6 +66,15 @@ def check_same_form(tensors_by_client: Mapping[str, StateDict]) -> list[str]:
     return ids
 
 
+def names_of_distances(tensors: StateDict) -> list[str]:
+    """Returns the names of the tensors by which distances between replies are measured: those of floating-point numbers,
+    unless there are none.
+
+    A counter of BatchNorm tells how many minibatches a client has, in numbers that outweigh all differences of weights.
+    """
+    return [name for name, tensor in tensors.items() if tensor.is_floating_point()] or list(tensors)
+
+
 def stack_as_double(tensors_by_client: Mapping[str, StateDict], ids: list[str], name: str) -> Tensor:
     """Returns one tensor of all clients as the rows of a float64 matrix, (clients, numbers)."""
     return torch.stack([tensors_by_client[i][name].detach().reshape(-1).to(torch.float64) for i in ids])

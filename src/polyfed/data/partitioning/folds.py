@@ -2,7 +2,7 @@
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,7 +113,8 @@ def deal_folds(clients: Sequence[Client], folds: Folds, seed: int = 0) -> list[t
     """Returns one tuple of clients for each fold: each client's examples in the fold are its test set, and its other
     examples its training set.
 
-    A client's training, validation and test examples are joined and dealt; each class within one example of its share.
+    A client's training, validation and test examples are joined and dealt; each class (of survival, events; of images,
+    those with anything but background) within one example of its share.
     Groups (`Examples.group`) stay together, at all clients. A client with validation examples holds out its share of the
     training part again. Ids, networks, task and `global_test` stay; preprocessing of a table is fitted again on the new
     training rows.
@@ -142,7 +143,7 @@ def deal_folds(clients: Sequence[Client], folds: Folds, seed: int = 0) -> list[t
     for repeat in range(folds.repeats):
         fold_of_group: dict[str, int] = {}
         fold_of_rows = [
-            _deal_rows(client.id, pool, folds.number, derive_seed(seed, "folds", repeat, client.id), fold_of_group)
+            _deal_rows(client, pool, folds.number, derive_seed(seed, "folds", repeat, client.id), fold_of_group)
             for client, pool in zip(clients, pools, strict=True)
         ]
         for k in range(folds.number):
@@ -169,14 +170,14 @@ def unit_names(examples: Examples) -> NDArray[np.str_]:
 
 
 def _deal_rows(
-    client: str, pool: Examples, num_folds: int, seed: int, fold_of_group: MutableMapping[str, int]
+    client: Client, pool: Examples, num_folds: int, seed: int, fold_of_group: MutableMapping[str, int]
 ) -> NDArray[np.int64]:
     """Returns the fold of each row of a client; groups of clients before keep their fold."""
     units, unit_of_row = np.unique(unit_names(pool), return_inverse=True)
-    labels = pool.labels.cpu().numpy()
+    strata = client.task.strata(pool.labels)
     label_of_unit = np.zeros(len(units), dtype=np.int64)
-    if labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer):
-        np.maximum.at(label_of_unit, unit_of_row, labels)
+    if strata.ndim == 1 and np.issubdtype(strata.dtype, np.integer):
+        np.maximum.at(label_of_unit, unit_of_row, strata)
     fold_of_unit = _deal_stratified(label_of_unit, num_folds, seed)
     if pool.group is not None:
         for i, name in enumerate(units.tolist()):
@@ -185,8 +186,8 @@ def _deal_rows(
     if empty := sorted(set(range(num_folds)) - set(fold_of_unit.tolist())):
         what = "examples" if pool.group is None else f"groups of column {pool.group!r}"
         raise UserError(
-            f"client {client!r} has {len(units)} {what}, and none for {len(empty)} of {num_folds} folds; give fewer folds, "
-            "or leave the client out"
+            f"client {client.id!r} has {len(units)} {what}, and none for {len(empty)} of {num_folds} folds; give fewer "
+            "folds, or leave the client out"
         )
     fold: NDArray[np.int64] = fold_of_unit[unit_of_row]
     return fold
@@ -206,16 +207,16 @@ def _client_of_fold(client: Client, pool: Examples, is_tested: NDArray[np.bool_]
     tested, rows = np.flatnonzero(is_tested), np.flatnonzero(~is_tested)
     held_out = {"test": replace(select_rows(pool, tested), augment=None)}
     if client.val is not None:
-        validation = _draw_validation(pool, rows, len(client.val) / (len(client.val) + len(client.train)), seed)
+        share = len(client.val) / (len(client.val) + len(client.train))
+        validation = _draw_validation(client.task.strata(pool.labels)[rows], pool, rows, share, seed)
         held_out["val"] = replace(select_rows(pool, validation), augment=None)
         rows = np.setdiff1d(rows, validation)
     return replace(client, train=select_rows(pool, rows), **held_out)  # type: ignore[arg-type]
 
 
-def _draw_validation(pool: Examples, rows: Rows, share: float, seed: int) -> Rows:
-    labels = pool.labels.cpu().numpy()[rows]
+def _draw_validation(strata: NDArray[Any], pool: Examples, rows: Rows, share: float, seed: int) -> Rows:
     if pool.group is None:
         size = min(max(1, round(share * len(rows))), len(rows) - 1)
-        return rows[draw_stratified_rows(labels, size, derive_seed(seed, "val"), leave_one_per_class=True)]
+        return rows[draw_stratified_rows(strata, size, derive_seed(seed, "val"), leave_one_per_class=True)]
     groups = group_id_of_each_row(pool.column(pool.group))[rows]
-    return rows[split_by_group_and_record_sets(labels, groups, {"val": share}, seed, {})["val"]]
+    return rows[split_by_group_and_record_sets(strata, groups, {"val": share}, seed, {})["val"]]
