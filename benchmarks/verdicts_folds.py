@@ -2,6 +2,7 @@
 
     python benchmarks/verdicts_folds.py false [--repeats 400]      nothing differs: 4 to 160 sites, 12 to 200 examples
     python benchmarks/verdicts_folds.py trained [--repeats 400]    networks that are trained in each fold
+    python benchmarks/verdicts_folds.py numbers [--repeats 400]    the same with R², mean absolute error and C-index
     python benchmarks/verdicts_folds.py ratios [--repeats 400]     the same with other parts for training examples
     python benchmarks/verdicts_folds.py sites [--repeats 400]      sites that differ: the model over sites
     python benchmarks/verdicts_folds.py power [--repeats 400]      at the size of four hospitals, against resplit
@@ -12,7 +13,8 @@ Results are in benchmarks/results/verdicts_folds.json, a cell as soon as it is d
 Predictions are drawn as in `verdicts.py`: each example has a difficulty that both methods share, one of its own for each
 method, and one for each network; each network has luck of its own at each site, and at all sites together. A network is
 that of one fold. `trained` draws features instead, and both methods are ridge regressions, trained in each fold on one half
-of the features each: nothing differs in expectation over training examples, but for given ones something does.
+of the features each: nothing differs in expectation over training examples, but for given ones something does. `numbers`
+predicts a number so, or the logarithm of a time that is cut off for about a third of the examples.
 """
 
 import argparse
@@ -67,13 +69,17 @@ def two_outputs(values):
     return torch.from_numpy(np.stack([np.zeros_like(values), values], axis=-1))
 
 
-def difference(score, targets, predictions, folds, num_folds=FOLDS):
+def one_output(values):
+    return torch.from_numpy(values[:, None])
+
+
+def difference(score, targets, predictions, folds, num_folds=FOLDS, shape=two_outputs):
     """The difference of two methods at a site. `predictions` (repeats, 2, n), `folds` (repeats, n)."""
     rows = [np.flatnonzero(fold == k) for fold in folds for k in range(num_folds)]
     repeat = np.repeat(np.arange(len(folds)), num_folds)
     names, truth = np.arange(len(targets)), torch.from_numpy(targets)
     scored = [
-        score_folds(METRICS[score], [two_outputs(predictions[r, m, part]) for r, part in zip(repeat, rows, strict=True)],
+        score_folds(METRICS[score], [shape(predictions[r, m, part]) for r, part in zip(repeat, rows, strict=True)],
                     [truth[part] for part in rows], [names[part] for part in rows], num_folds)
         for m in (0, 1)
     ]  # fmt: skip
@@ -171,6 +177,50 @@ def linear_sites(score, sizes, repeats, rng, features, strength, penalty):
                     outputs[r, m, ~train] = x[~train, half] @ fitted + wanted.mean() * (score == "accuracy")
         found.append(difference(score, targets, outputs, folds))
     return found
+
+
+def number_sites(score, sizes, repeats, rng, features):
+    """The differences of two ridge regressions of a number or of a survival time, trained in each fold on one half of the
+    features each."""
+    differences, weights = [], np.full(2 * features, 1 / np.sqrt(2 * features))
+    for size in sizes:
+        x = rng.normal(size=(size, 2 * features))
+        number = x @ weights + rng.normal(size=size)
+        events, targets = np.ones(size, np.int64), number
+        if score == "c_index":
+            end = rng.normal(0.7, 1.4, size)
+            events = (number <= end).astype(np.int64)
+            events[:2], events[2:4] = 0, 1
+            number = np.minimum(number, end)
+            targets = np.stack([np.exp(number), events], axis=1)
+        folds = [deal(events if score == "c_index" else np.arange(size) % 2, rng) for _ in range(repeats)]
+        outputs = np.empty((repeats, 2, size))
+        for r, fold in enumerate(folds):
+            for k in range(FOLDS):
+                train, middle = fold != k, number[fold != k].mean()
+                for m, half in enumerate((slice(features), slice(features, None))):
+                    z = x[train, half]
+                    fitted = np.linalg.solve(z.T @ z + np.eye(features), z.T @ (number[train] - middle))
+                    outputs[r, m, ~train] = x[~train, half] @ fitted + middle
+        if score == "c_index":
+            outputs = -outputs  # a risk is high where the time is short
+        differences.append(difference(score, targets, outputs, folds, shape=one_output))
+    return differences
+
+
+def numbers(repeats):
+    for score in ("r2", "mae", "c_index"):
+        for sizes, name in (((12,) * 4, "4 sites, 12 examples"), ((40,) * 4, "4 sites, 40 examples"),
+                            ((200,) * 4, "4 sites, 200 examples"), ((40,) * 20, "20 sites, 40 examples"),
+                            ((40,) * 65, "65 sites, 40 examples"), (HOSPITALS, "four hospitals")):  # fmt: skip
+            for times in (1, 2):
+                for features in (3, 20):
+
+                    def one(rng, score=score, sizes=sizes, times=times, features=features):
+                        return said_falsely(number_sites(score, sizes, times, rng, features))
+
+                    some = max(100, repeats * 4 // len(sizes))
+                    count(f"{score}, {name}, {features} features, {times} x 5 folds", "numbers", some, one)
 
 
 def is_false(estimate, truth=0.0):
@@ -362,6 +412,7 @@ def table():
     for kind, title in (
         ("false", "Simulated predictions"),
         ("trained", "Networks trained in each fold, over training examples"),
+        ("numbers", "Numbers and times, networks trained in each fold"),
     ):
         lines += [f"## {title}", *header("case", "repeats", "about the mean", "about a site or more")]
         lines += [*rows_of(kind, [shares("mean"), shares("sites")]), ""]
@@ -394,12 +445,12 @@ def table():
 
 def main():
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("part", choices=("false", "trained", "ratios", "sites", "power", "table"))
+    arguments.add_argument("part", choices=("false", "trained", "numbers", "ratios", "sites", "power", "table"))
     arguments.add_argument("--repeats", type=int, default=400)
     asked = arguments.parse_args()
     torch.set_num_threads(1)
     np.seterr(divide="ignore", invalid="ignore")
-    parts = {"false": false, "trained": trained, "ratios": ratios, "sites": sites, "power": power}
+    parts = {"false": false, "trained": trained, "numbers": numbers, "ratios": ratios, "sites": sites, "power": power}
     table() if asked.part == "table" else parts[asked.part](asked.repeats)
 
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import ScoreFunction
 
 _BINS = 10  # bins of the calibration error
@@ -189,7 +190,13 @@ def calibration_error(outputs: Tensor, targets: Tensor) -> float:
 
 
 def _errors(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
-    return np.asarray((outputs.double() - targets.double()).numpy()).reshape(len(targets), -1)
+    if outputs.numel() != targets.numel() or len(outputs) != len(targets):
+        raise UserError(
+            f"outputs of shape {tuple(outputs.shape)} do not suit targets of shape {tuple(targets.shape)}; give one output "
+            "for each target"
+        )
+    # (n, 1) less (n,) would be all pairs, (n, n)
+    return np.asarray((outputs.double().reshape(targets.shape) - targets.double()).numpy()).reshape(len(targets), -1)
 
 
 def absolute_error_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:

@@ -7,7 +7,7 @@ from typing import final
 
 import numpy as np
 
-from polyfed.comparison.statistics.cross_validation.fold_differences import TRAINING_VARIANCE_RATIO, FoldDifferences
+from polyfed.comparison.statistics.cross_validation.fold_differences import FoldDifferences, training_variance_ratio
 from polyfed.comparison.statistics.estimate import ALPHA, t_quantile
 
 POWER = 0.8
@@ -24,11 +24,13 @@ class PilotVariances:
         examples: for each client, the variance between examples that networks of other seeds share.
         residuals: for each client, the variance between examples that is another with each network.
         networks: the variance of the mean over clients between networks.
+        is_bounded: True for differences of a score that lies between 0 and 1.
     """
 
     examples: tuple[float, ...]
     residuals: tuple[float, ...]
     networks: float
+    is_bounded: bool = True
 
 
 @final
@@ -69,7 +71,8 @@ def estimate_pilot_variances(differences: Sequence[FoldDifferences]) -> PilotVar
         sum(residual / client.influence.shape[1] for residual, client in zip(residuals, differences, strict=True))
         / len(differences) ** 2
     )
-    return PilotVariances(tuple(examples), tuple(residuals), max(float(means.var(ddof=1)) - noise, 0.0))
+    networks = max(float(means.var(ddof=1)) - noise, 0.0)
+    return PilotVariances(tuple(examples), tuple(residuals), networks, differences[0].is_bounded)
 
 
 def smallest_decidable_gain(pilot: PilotVariances, design: ComparisonDesign) -> tuple[float, float]:
@@ -102,7 +105,8 @@ def _client_variance(pilot: PilotVariances, design: ComparisonDesign, k: int) ->
     examples, residual = pilot.examples[k], pilot.residuals[k]
     if design.kind == "folds":
         units, repeats = design.units[k], max(design.runs // design.folds, 1)
-        return (examples + residual / repeats + TRAINING_VARIANCE_RATIO * (examples + residual)) / units
+        ratio = training_variance_ratio(design.folds, pilot.is_bounded)
+        return (examples + residual / repeats + ratio * (examples + residual)) / units
     if design.kind == "resplit":
         return (examples + residual) / design.tested[k] * (1 / design.runs + _overlap(design, k))
     return (examples + residual / design.runs) / design.tested[k]

@@ -262,3 +262,17 @@ def test_the_smallest_decidable_gain_is_decided_as_often_as_planned():
     gain, _ = smallest_decidable_gain(pilot, ComparisonDesign("folds", 10, 5, (60,) * 4, (12,) * 4))
     said = sum(estimate_mean_from_folds(made(rng, repeats=2, luck=luck, gain=gain)).low > 0 for _ in range(200))
     assert 0.75 < said / 200 < 0.99  # without luck of training examples in the draw, a little more often
+
+
+def test_scores_without_bounds_have_the_training_part_of_nadeau_and_bengio():
+    rng = np.random.default_rng(0)
+    rows = [np.arange(k, 40, 5) for k in range(5)]
+    truth = rng.normal(size=40)
+    parts = {}
+    for name in ("r2", "c_index"):
+        targets = truth if name == "r2" else np.stack([np.exp(truth), np.ones(40)], axis=1)
+        outputs = [torch.from_numpy(rng.normal(size=(len(part), 1))) for part in rows]
+        scores = score_folds(METRICS[name], outputs, [torch.from_numpy(targets[part]) for part in rows], rows, 5)
+        gain = difference_over_folds(scores, None)
+        parts[name] = (gain.variance_due_to_examples - gain.example_variance) / gain.repeat_variance
+    assert parts == {"r2": pytest.approx(1.25), "c_index": pytest.approx(0.8)}

@@ -11,9 +11,9 @@ Three things make a difference uncertain, and the variance is their sum:
   the folds of that mean.
 - **training examples**: folds share most of their training examples, so that no variance between folds shows their whole
   effect (Bengio and Grandvalet 2004). Nadeau and Bengio (2003) take it to be K/(K − 1) times the variance due to the test
-  examples of one repeat, which is more than is needed. Here it is `TRAINING_VARIANCE_RATIO` times that, which
-  `benchmarks/verdicts_folds.py` chose: methods that differ by nothing but their training examples are then told apart in
-  about 5 of 100 comparisons at worst.
+  examples of one repeat. So it is here for scores without bounds, such as R². For scores between 0 and 1 that is more than
+  is needed, and it is `TRAINING_VARIANCE_RATIO` times, which `benchmarks/verdicts_folds.py` chose: methods that differ by
+  nothing but their training examples are then told apart in about 5 of 100 comparisons at worst.
 """
 
 import math
@@ -31,7 +31,17 @@ from polyfed.comparison.statistics.mrmc import degrees_of_freedom
 from polyfed.comparison.statistics.pseudo_values.jackknife import FloatArray
 
 TRAINING_VARIANCE_RATIO = 0.8
-"""Variance due to training examples, by that due to the test examples of one repeat."""
+"""Variance due to training examples, by that due to the test examples of one repeat, for scores between 0 and 1."""
+
+
+def training_variance_ratio(num_folds: int, is_bounded: bool) -> float:
+    """Returns the variance due to training examples, by that due to the test examples of one repeat of the folds, for a
+    score between 0 and 1 (`is_bounded`) or without bounds.
+
+    >>> training_variance_ratio(5, is_bounded=False)
+    1.25
+    """
+    return TRAINING_VARIANCE_RATIO if is_bounded else num_folds / (num_folds - 1)
 
 
 @final
@@ -46,6 +56,7 @@ class FoldDifferences:
         influence: influence of each unit (example or group) within its fold, shape (R, G).
         classes: class of each unit, shape (G,).
         min_example_variance: lower bound of the variance due to test examples.
+        is_bounded: True for differences of a score that lies between 0 and 1.
     """
 
     value: float
@@ -53,6 +64,7 @@ class FoldDifferences:
     influence: FloatArray
     classes: NDArray[np.int64]
     min_example_variance: float
+    is_bounded: bool = True
 
     @property
     def num_folds(self) -> int:
@@ -78,7 +90,7 @@ class FoldDifferences:
     def variance_due_to_examples(self) -> float:
         """Returns the part of the variance of the mean difference `value` that is due to the choice of test and
         training examples."""
-        return self.example_variance + TRAINING_VARIANCE_RATIO * self.repeat_variance
+        return self.example_variance + training_variance_ratio(self.num_folds, self.is_bounded) * self.repeat_variance
 
     @property
     def network_variance(self) -> float:
@@ -108,7 +120,12 @@ def difference_over_folds(ours: FoldScores, theirs: FoldScores | None) -> FoldDi
         values, folds = ours.values - theirs.values, ours.folds - theirs.folds
         influence = ours.influence - theirs.influence
     return FoldDifferences(
-        sign * float(values.mean()), sign * folds, sign * influence, ours.classes, ours.min_example_variance
+        sign * float(values.mean()),
+        sign * folds,
+        sign * influence,
+        ours.classes,
+        ours.min_example_variance,
+        ours.metric.is_from_zero_to_one,
     )
 
 
