@@ -196,12 +196,12 @@ def test_missing_yaml(refused, here):
     assert "such as --data imagefolder --data.path empty" in refused("run", "empty")
 
 
-@pytest.mark.parametrize("command", ["run", "data", "compare"])
-def test_data_in_place_of_a_recipe(refused, here, command):
+@pytest.mark.parametrize("command", ["run", "data", "compare", "look"])
+def test_a_file_of_data_stands_for_the_options_that_name_it(refused, here, command):
     (here / "own.csv").write_text("age,sick,site\n40,1,north\n")
-    how = "--data table --data.path own.csv --data.target COLUMN --data.site COLUMN"
-    assert refused(command, "own.csv") == f"own.csv is no recipe or config.yaml; if it holds data, give {how}"
-    assert "give --data npz --data.path scans.NPZ" in refused(command, "scans.NPZ")
+    assert "give --data.site with the column" in refused(command, "own.csv", "--data.target", "sick")
+    assert "'scans.NPZ' does not exist" in refused(command, "scans.NPZ")
+    assert "--variant needs a recipe before it" in refused(command, "own.csv", "--variant", "a")
 
 
 @pytest.fixture

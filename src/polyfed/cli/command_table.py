@@ -39,9 +39,9 @@ CONFIGURED = ("run", "compare", "data", "look", "reproduce")
 """Commands that take the options of data, networks, methods and settings, too."""
 
 COMMANDS = (
-    Command("run", "run [RECIPE|config.yaml] [OPTIONS]", "run a federation; without arguments the recipe quickstart", _RUN,
+    Command("run", "run [RECIPE|config.yaml|DATA]", "run a federation; without arguments the recipe quickstart", _RUN,
         "recipes"),
-    Command("compare", "compare [RECIPE|config.yaml|DIR]", "compare methods on the same clients, several seeds each",
+    Command("compare", "compare [RECIPE|DATA|DIR]", "compare methods on the same clients, several seeds each",
         _COMPARE, "recipes"),
     Command("resume", "resume DIR", "continue a run or a comparison that was stopped", ("--quiet",)),
     Command("show", "show DIR [--json]", "show the answers and scores of a run or comparison, and how to go on",
@@ -62,7 +62,7 @@ COMMANDS = (
     Command("look", "look [RECIPE|config.yaml|DATA]",
         "show all sites' data side by side before training, and what differs",
         ("--out", "--json", "--between-sites", *_SCALED), "recipes"),
-    Command("data", "data [RECIPE|config.yaml] [OPTIONS]", "show how many examples of each class every client has",
+    Command("data", "data [RECIPE|config.yaml|DATA]", "show how many examples of each class every client has",
         ("--plot", "--json", *_SCALED), "recipes"),
     Command("graph", "graph MODEL --input SHAPE [OPTIONS]",
         "show the layers of a network, and which of them a hypernetwork can generate",
@@ -91,7 +91,7 @@ def format_overview() -> str:
     """Returns the overview of all commands, which `polyfed --help` prints.
 
     >>> print(format_overview().splitlines()[2])
-      run [RECIPE|config.yaml] [OPTIONS]   run a federation; without arguments the recipe quickstart
+      run [RECIPE|config.yaml|DATA]        run a federation; without arguments the recipe quickstart
     """
     lines = ["usage: polyfed COMMAND [...]   (polyfed COMMAND --help says more)", ""]
     for command in COMMANDS:

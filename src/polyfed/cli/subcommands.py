@@ -34,7 +34,7 @@ def run(argv: list[str]) -> None:
 
     argv = replace_help_all_by_help(argv)
     parser = CommandParser(
-        "polyfed run [RECIPE|config.yaml] [OPTIONS]",
+        "polyfed run [RECIPE|config.yaml|DATA] [OPTIONS]",
         "Runs a federation and its baselines, and prints a table. Sources, partitions, networks, methods and metrics "
         "of "
         "your own are given as MODULE:NAME (docs/configuration.md).",

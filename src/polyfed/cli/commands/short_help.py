@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-RUN_HELP = """usage: polyfed run [RECIPE|config.yaml] [OPTIONS]
+RUN_HELP = """usage: polyfed run [RECIPE|config.yaml|DATA] [OPTIONS]
 
-Runs a federation and its baselines, and prints a table. Without arguments: the recipe quickstart.
+Runs a federation and its baselines, and prints a table. Without arguments: the recipe quickstart. DATA is a CSV or
+Parquet file, or a data set (polyfed list data).
 
   --data NAME          where examples come from (polyfed list data); --data.clients N divides them among N clients
-  --data.path FILE     of a table, with --data.target COLUMN and --data.site COLUMN
+  --data.target, --data.site  columns of a table
   --model NAME         network of every client, or one for each: mlp,cnn_small (polyfed list models)
   --algorithm NAME     method (polyfed list algorithms); --algorithm.lr and others are its fields
   --baselines NAMES    methods to run as well: [local,fedavg]
@@ -22,15 +23,15 @@ examples
   polyfed run
   polyfed run heart --rounds 10 -o runs/heart
   polyfed run --algorithm fedprox --algorithm.mu 0.1 --data.partition.alpha 0.3
-  polyfed run --data table --data.path rows.csv --data.target outcome --data.site hospital
+  polyfed run rows.csv --data.target outcome --data.site hospital
 
 --help-all shows every option in groups; so does --help after a choice: polyfed run --algorithm fedprox --help
 """
 
-COMPARE_HELP = """usage: polyfed compare [RECIPE|config.yaml|DIR] [OPTIONS]
+COMPARE_HELP = """usage: polyfed compare [RECIPE|config.yaml|DATA|DIR] [OPTIONS]
 
 Compares methods on the same clients, with several seeds and equal tuning. Says for each client: join, stay alone, or
-not decided. With DIR it continues a comparison that was stopped, or reads a finished one again.
+not decided. DATA is a CSV or Parquet file, or a data set. With DIR it goes on with a stopped comparison, or shows one.
 
   --algorithms NAMES   methods, with commas between (default: the recipe's method and its baselines)
   --seeds SEEDS        seeds with commas between, or how many (default: 5)
@@ -45,8 +46,8 @@ not decided. With DIR it continues a comparison that was stopped, or reads a fin
 All options of polyfed run are taken as well, except --seed.
 
 examples
-  polyfed compare
   polyfed compare heart --resplit 5 -o runs/choice
+  polyfed compare rows.csv --data.target outcome --data.site hospital
   polyfed compare fedavg_digits --algorithms fedprox,ditto --seeds 0,1,2 --same-data
   polyfed compare runs/choice --budget bytes
 

@@ -100,7 +100,7 @@ class CompareOptions:
 def build_compare_parser() -> CommandParser:
     """Builds the parser of the options of `polyfed compare`."""
     parser = CommandParser(
-        "polyfed compare [RECIPE|config.yaml] [OPTIONS]\n"
+        "polyfed compare [RECIPE|config.yaml|DATA] [OPTIONS]\n"
         "       polyfed compare DIR [--budget BUDGET] [--target SCORE] [--logger NAMES]",
         "Compares methods on the same clients, with several seeds, the same cohorts and the same amount of local "
         "training, and tunes each method alike. Says for each client: join, stay alone, or not decided. With DIR it "

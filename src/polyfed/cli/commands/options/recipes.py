@@ -20,8 +20,7 @@ from polyfed.simulation.storage.directory import read_config
 RECIPE_FOLDER = Path(__file__).parents[2] / "recipes"
 _LISTING = "polyfed list recipes"
 SCALES = ("paper", "cpu", "smoke")
-_TABLE = "--data table --data.path {} --data.target COLUMN --data.site COLUMN"
-_AS_DATA = dict.fromkeys((".csv", ".tsv", ".parquet", ".pq"), _TABLE) | {".npz": "--data npz --data.path {}"}
+_SOURCES_BY_SUFFIX = dict.fromkeys((".csv", ".tsv", ".parquet", ".pq"), "table") | {".npz": "npz"}
 _DEFAULT_SCALE = "cpu"
 _CHOICES = ("data", "partition", "model", "algorithm")  # sections of which a bare text is the `name`
 
@@ -151,10 +150,6 @@ def read_recipe(name_or_path: str) -> Recipe:
     recipe_paths = shipped_recipe_files()
     if name_or_path in recipe_paths:
         return _parse_recipe(name_or_path, load_shipped_yaml(recipe_paths[name_or_path]))
-    if data_options := _AS_DATA.get(Path(name_or_path).suffix.lower()):
-        raise UserError(
-            f"{name_or_path} is no recipe or config.yaml; if it holds data, give {data_options.format(name_or_path)}"
-        )
     if not name_or_path.strip():
         raise UserError(
             f"there is no recipe or file {name_or_path!r}; {did_you_mean(name_or_path, recipe_paths, _LISTING)}"
@@ -233,8 +228,14 @@ class ChosenRecipe(NamedTuple):
 def pop_recipe(argv: list[str], scale: str | None, variant: str | None) -> ChosenRecipe:
     """Removes the recipe's name from the front of the command line's words (changes the list), and returns the recipe's
     configuration at a scale and for a variant; raises an error if a scale or variant has no recipe.
+
+    A data file or the name of a data set there is replaced by the options that stand for it.
     """
     name = argv.pop(0) if argv and not argv[0].startswith("-") else None
+    data_options = _data_options(name) if name is not None else []
+    if data_options:
+        argv[:0] = data_options
+        name = None
     if name is None:
         if scale is not None or variant is not None:
             option = "--variant" if scale is None else "--scale"
@@ -248,6 +249,19 @@ def pop_recipe(argv: list[str], scale: str | None, variant: str | None) -> Chose
         return ChosenRecipe(name, config, "")
     headline = recipe.title(scale, variant) + (f"; against the paper: {reduced}" if reduced else "")
     return ChosenRecipe(name, config, headline)
+
+
+def _data_options(word: str) -> list[str]:
+    """Returns the options that stand for a data file or for the name of a data set that is no recipe; else nothing.
+
+    >>> _data_options("heart.csv")
+    ['--data', 'table', '--data.path', 'heart.csv']
+    """
+    if source := _SOURCES_BY_SUFFIX.get(Path(word).suffix.lower()):
+        return ["--data", source, "--data.path", word]
+    from polyfed.cli import static_registry
+
+    return ["--data", word] if word in static_registry.SOURCES and word not in shipped_recipe_files() else []
 
 
 def _parse_recipe(name: str, content: Mapping[str, Any]) -> Recipe:

@@ -20,7 +20,7 @@ def data_command(argv: list[str]) -> None:
     from polyfed.cli.commands.options import configuration_parser, early_checks, recipes
 
     parser = CommandParser(
-        "polyfed data [RECIPE|config.yaml] [OPTIONS]",
+        "polyfed data [RECIPE|config.yaml|DATA] [OPTIONS]",
         "Prints how many training examples of each class, or with each label, every client has; for regression, "
         "the number of examples and the mean of their targets.",
         "All other options are those of polyfed run.",

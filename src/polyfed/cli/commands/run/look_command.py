@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyfed.cli.commands.argv import CommandParser, expand_optional_path, has_help_flag
@@ -10,8 +9,6 @@ from polyfed.core.errors import UserError
 
 if TYPE_CHECKING:
     from polyfed.simulation.experiment import Experiment
-
-_TABLES = frozenset({".csv", ".tsv", ".parquet", ".pq"})
 
 
 def look_command(argv: list[str]) -> None:
@@ -36,7 +33,6 @@ def look_command(argv: list[str]) -> None:
         parser.print_help()
         return
     options, words = parser.parse_declared_options(argv)
-    words = _as_data_options(words)
     recipe = recipes.pop_recipe(words, options.scale, options.variant)
     config = configuration_parser.parse_configuration(
         words, recipe.configuration, "polyfed look", command_options=parser.option_names
@@ -75,20 +71,3 @@ def _load_clients(experiment: "Experiment") -> tuple[list[Any], tuple[str, ...]]
     parts, _ = make_clients(pool, experiment.split, experiment.partition, seed, experiment.shifts, None, False)
     clients = [Client(d.id, None, d.train, d.test, d.val, task=pool.task) if len(d.test) else d for d in parts]
     return clients, tuple(map(str, pool.class_names))
-
-
-def _as_data_options(words: list[str]) -> list[str]:
-    """Returns the words of the command line, with a first word that is a data file or the name of a data set as options."""
-    if not words or words[0].startswith("-"):
-        return list(words)
-    from polyfed.cli import static_registry
-    from polyfed.cli.commands.options.recipes import shipped_recipe_files
-
-    first, *rest = words
-    if Path(first).suffix.lower() in _TABLES:
-        return ["--data", "table", "--data.path", first, *rest]
-    return (
-        ["--data", first, *rest]
-        if first in static_registry.SOURCES and first not in shipped_recipe_files()
-        else list(words)
-    )
