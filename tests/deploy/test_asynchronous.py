@@ -11,6 +11,8 @@ from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.deploy.flower.apps import client_app
 from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_record
 from polyfed.deploy.flower.pending_requests import PollingSchedule
+from polyfed.simulation.rounds import reply_validation
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.storage.directory import read_metrics
 from polyfed.testing import small_clients, without_durations
 from polyfed.testing.algorithm_contract import _InterruptAfter
@@ -86,6 +88,19 @@ def test_a_stale_reply_counts_as_the_simulator_counts_it(run, nodes):
         change = replies[102].tensors["model"][name].double() - start.tensors["model"][name].double()
         expected = replies[101].tensors["model"][name].double() + 0.5 * change
         assert torch.equal(tensor, expected.to(tensor.dtype))
+
+
+def test_each_reply_is_checked_and_measured_once(run, monkeypatch):
+    """Also though it is checked when it comes, and used in the round."""
+    checked, measured = [], []
+    check, measure = Federation.reply_error, reply_validation.measure_update
+    monkeypatch.setattr(Federation, "reply_error", lambda *words: checked.append(words[-1]) or check(*words))
+    monkeypatch.setattr(reply_validation, "measure_update", lambda *words: measured.append(words[0]) or measure(*words))
+    deployed = run(rounds=4, **BUFFER)
+    used = [client for r in deployed.history for client, row in sorted(r["clients"].items()) if "bytes_up" in row]
+    assert len(measured) == len(checked) == len(used) >= 8
+    assert sorted(checked) == sorted(used)
+    assert all("update_norm" in row for r in deployed.history for row in r["clients"].values() if "bytes_up" in row)
 
 
 def test_with_all_sites_in_the_buffer_it_is_a_synchronous_run(run, nodes):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, final
 
@@ -14,9 +14,10 @@ from polyfed.simulation.asynchronous.flights import Flight, Flights
 from polyfed.simulation.asynchronous.idle_clients import IdleClients
 from polyfed.simulation.asynchronous.rebase import mix_model, rebase_update
 from polyfed.simulation.asynchronous.rules import AsynchronousRule, FedAsync
-from polyfed.simulation.engines.base import ClientTask
+from polyfed.simulation.engines.base import ClientTask, TaskResult
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.round_plan import RoundPlan
+from polyfed.simulation.rounds.replies.reply_validation import ValidatedReply
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.timing.client_times import ClientTimes
 
@@ -38,6 +39,7 @@ class AsynchronousPlan(RoundPlan):
         previous: the newest state.
         arrivals: the flights that end in this round, by client.
         versions: version -> server state.
+        validated: by client, the valid reply or what is wrong with it, where that is known already; each is used once.
     """
 
     federation: Federation
@@ -45,6 +47,7 @@ class AsynchronousPlan(RoundPlan):
     previous: Checkpoint
     arrivals: Mapping[str, Flight]
     versions: Mapping[int, Any]
+    validated: dict[str, ValidatedReply | ValueError] = field(default_factory=dict)
 
     @property
     def client_ids(self) -> Sequence[str]:
@@ -74,6 +77,13 @@ class AsynchronousPlan(RoundPlan):
     def start_of(self, client: str) -> Checkpoint:
         """Returns the state from which a client has started, with the clients' present private states."""
         return self._checkpoint_of_version(self.arrivals[client].version)
+
+    def validate_reply(self, result: TaskResult) -> ValidatedReply:
+        """Returns a client's reply, decoded and checked when it came or now; raises a `ValueError` if it is not valid."""
+        known = self.validated.pop(result.task.client, None)
+        if isinstance(known, ValueError):
+            raise known
+        return super().validate_reply(result) if known is None else known
 
     def rebase_reply(self, client: str, reply: Message, message: Message) -> tuple[Message, Message]:
         """Returns a client's reply with its change added to the newest state, scaled by its staleness, and the message of

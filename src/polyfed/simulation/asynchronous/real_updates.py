@@ -12,7 +12,7 @@ from polyfed.simulation.asynchronous.idle_clients import IdleClients
 from polyfed.simulation.asynchronous.rules import AsynchronousRule
 from polyfed.simulation.engines.base import RealTimeEngine, TaskResult
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.replies.reply_validation import validate_reply
+from polyfed.simulation.rounds.replies.reply_validation import ValidatedReply, validate_reply
 from polyfed.simulation.storage.checkpoint import Checkpoint
 
 
@@ -53,8 +53,8 @@ class RealUpdates:
         began = self._clock()
         self._versions[previous.round] = previous.state
         self._start_idle_clients(previous, concurrency, draw)
-        arrivals, num_valid = dict[str, Flight](), 0
-        while num_valid < self._rule.buffer:
+        arrivals, validated = dict[str, Flight](), dict[str, ValidatedReply | ValueError]()
+        while sum(isinstance(reply, ValidatedReply) for reply in validated.values()) < self._rule.buffer:
             if not self._unused_results:
                 self._unused_results.extend(self._engine.wait_for_results())
             if not self._unused_results:
@@ -62,8 +62,9 @@ class RealUpdates:
             result = self._unused_results.popleft()
             flight = self._flights.pop(result.task.client)
             arrivals[result.task.client] = replace(flight, finishes=self._clock())
-            num_valid += self._is_valid(result, flight.version, previous)
-        plan = AsynchronousPlan(self._federation, self._rule, previous, arrivals, dict(self._versions))
+            if result.failure is None:
+                validated[result.task.client] = self._validate(result, flight.version, previous)
+        plan = AsynchronousPlan(self._federation, self._rule, previous, arrivals, dict(self._versions), validated)
         needed_versions = {flight.version for flight in self._flights.values()}
         self._versions = {version: self._versions[version] for version in needed_versions}
         self.seconds_waited = self._clock() - began
@@ -80,13 +81,10 @@ class RealUpdates:
             self._engine.start(tasks)
         self._flights |= {client: Flight(now, now, previous.round) for client in drawn_ids}
 
-    def _is_valid(self, result: TaskResult, version: int, previous: Checkpoint) -> bool:
-        """Returns whether the server can use a client's reply."""
-        if result.failure is not None:
-            return False
-        start = Checkpoint(version, self._versions[version], previous.client_states)
+    def _validate(self, result: TaskResult, version: int, previous: Checkpoint) -> ValidatedReply | ValueError:
+        """Returns a client's reply, decoded and checked, or what is wrong with it, which the round reports as a failure."""
         try:
-            validate_reply(self._federation, result, start)
-        except ValueError:  # the round reports it as a failure
-            return False
-        return True
+            start = Checkpoint(version, self._versions[version], previous.client_states)
+            return validate_reply(self._federation, result, start)
+        except ValueError as flaw:
+            return flaw

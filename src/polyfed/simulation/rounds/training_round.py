@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
@@ -30,7 +31,7 @@ from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.evaluation_sample import describe_evaluation_sample
 from polyfed.simulation.rounds.planning.round_plan import RoundPlan
 from polyfed.simulation.rounds.replies.aggregator import ReplyAggregator
-from polyfed.simulation.rounds.replies.reply_validation import validate_reply
+from polyfed.simulation.rounds.replies.reply_validation import ValidatedReply, validate_reply
 from polyfed.simulation.rounds.round_scores import mean_train_loss
 from polyfed.simulation.sources.source_clients import SourceClients
 from polyfed.simulation.storage.checkpoint import Checkpoint
@@ -123,9 +124,11 @@ def run_phase(
         for result in engine.run([*tasks, *evaluation_tasks]):
             result_phase = result.task.phase
             destination = phase_results if evaluation_results is None or result_phase == phase else evaluation_results
-            start = checkpoint if plan is None else plan.start_of(result.task.client)
             summing = aggregator if destination is phase_results else None
-            _record_result(federation, result, start, destination, progress, summing)
+            validate = (
+                partial(validate_reply, federation, checkpoint=checkpoint) if plan is None else plan.validate_reply
+            )
+            _record_result(federation, result, validate, destination, progress, summing)
             done_by_phase[result_phase] += 1
             progress.show_clients_done(
                 result_phase,
@@ -145,7 +148,7 @@ def run_phase(
 def _record_result(
     federation: Federation,
     result: TaskResult,
-    checkpoint: Checkpoint,
+    validate: Callable[[TaskResult], ValidatedReply],
     phase_results: PhaseResults,
     progress: Progress,
     aggregator: ReplyAggregator | None,
@@ -155,7 +158,7 @@ def _record_result(
     measured = MeasuredUpdate(None, None)
     if failure is None and task.phase == "local":
         try:
-            reply, transmitted, measured = validate_reply(federation, result, checkpoint)
+            reply, transmitted, measured = validate(result)
         except ValueError as flaw:
             if result.summed is not None:
                 result.summed.leave_out()

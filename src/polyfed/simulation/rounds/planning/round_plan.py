@@ -6,13 +6,20 @@ from dataclasses import dataclass
 from typing import final
 
 from polyfed.core.algorithm import Message
-from polyfed.simulation.engines.base import ClientTask
+from polyfed.simulation.engines.base import ClientTask, TaskResult
 from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.rounds.replies.reply_validation import ValidatedReply, validate_reply
 from polyfed.simulation.storage.checkpoint import Checkpoint
 
 
 class RoundPlan(ABC):
-    """Says which clients a round trains, from which states, and how their replies enter the mean."""
+    """Says which clients a round trains, from which states, and how their replies enter the mean.
+
+    Args:
+        federation: of the run.
+    """
+
+    federation: Federation
 
     @property
     @abstractmethod
@@ -26,6 +33,10 @@ class RoundPlan(ABC):
     @abstractmethod
     def start_of(self, client: str) -> Checkpoint:
         """Returns the state from which a client has started."""
+
+    def validate_reply(self, result: TaskResult) -> ValidatedReply:
+        """Decodes a client's reply and checks it; raises a `ValueError` if it is not valid."""
+        return validate_reply(self.federation, result, self.start_of(result.task.client))
 
     @abstractmethod
     def rebase_reply(self, client: str, reply: Message, message: Message) -> tuple[Message, Message]:

@@ -1,6 +1,6 @@
 """Decodes and checks a client's reply before it is aggregated."""
 
-from typing import Any
+from typing import Any, NamedTuple, final
 
 from polyfed.core.algorithm import Message
 from polyfed.core.messages.lora import adapter_averaging_mode
@@ -12,14 +12,24 @@ from polyfed.simulation.rounds.replies.secure_aggregation import encode_reply_in
 from polyfed.simulation.storage.checkpoint import Checkpoint
 
 
-def validate_reply(
-    federation: Federation, result: TaskResult, checkpoint: Checkpoint
-) -> tuple[Any, Any, MeasuredUpdate]:
+@final
+class ValidatedReply(NamedTuple):
+    """Holds a valid reply as the server half of the method takes it, the reply as it travelled, and the measures of its
+    update, which are None for a part of a secure sum: alone it means nothing.
+    """
+
+    reply: Any
+    transmitted: Any
+    measured: MeasuredUpdate
+
+
+def validate_reply(federation: Federation, result: TaskResult, checkpoint: Checkpoint) -> ValidatedReply:
     """Decodes a client's reply and checks it; raises a `ValueError` if it is not valid.
 
-    Returns:
-        The reply as the server half of the method takes it; the reply as it travelled; and the measures of its update,
-        which are None for a part of a secure sum: alone it means nothing.
+    Args:
+        federation: of the run.
+        result: the client's, with the reply.
+        checkpoint: the state from which the client has started.
 
     Raises:
         ValueError: the reply cannot be accepted; the reason is half a sentence.
@@ -30,12 +40,14 @@ def validate_reply(
             flaw := find_secure_reply_error(reply, federation.algorithm, checkpoint.state, task.message)
         ):
             raise ValueError(flaw)
-        return reply, reply, MeasuredUpdate(None, None)  # no reply of a site that is in no sum of this round
+        return ValidatedReply(
+            reply, reply, MeasuredUpdate(None, None)
+        )  # no reply of a site that is in no sum of this round
     if result.summed is not None:  # added up where the client ran; values are checked there
         form = summed_reply_form(reply)
         if flaw := federation.reply_error(form, checkpoint.state, task.message, task.client):
             raise ValueError(flaw)
-        return reply, reply, result.summed.measured
+        return ValidatedReply(reply, reply, result.summed.measured)
     decoded = federation.decode_reply_for_server(reply, task.message)
     if flaw := federation.reply_error(decoded, checkpoint.state, task.message, task.client):
         raise ValueError(flaw)
@@ -43,9 +55,9 @@ def validate_reply(
     if settings.secure or settings.regions is not None:  # as a site does before it masks, or a region before it adds
         part = encode_reply_in_fixed_point(decoded, federation.algorithm, federation.cohort_size, task.message)
     if settings.secure:
-        return part, part, MeasuredUpdate(None, None)
+        return ValidatedReply(part, part, MeasuredUpdate(None, None))
     assert isinstance(reply, Message)  # what is none has a flaw
     is_whole = adapter_averaging_mode(federation.algorithm) is None
     uncompressed = decoded if is_whole else federation.decompress_reply(reply, task.message)
     measured = measure_update(uncompressed, task.message, federation.algorithm._differences)
-    return decoded if part is None else Message(part.tensors, decoded.scalars), reply, measured
+    return ValidatedReply(decoded if part is None else Message(part.tensors, decoded.scalars), reply, measured)
