@@ -8,7 +8,9 @@ import torch
 
 import polyfed as pf
 from polyfed.core.errors import UserError
-from polyfed.data.concat import concat_examples, concatenation_obstacle
+from polyfed.core.examples.groups import number_units
+from polyfed.core.training.private_backend import number_of_units
+from polyfed.data.concat import concat_examples, concatenation_obstacle, rows_in_stored_tensors
 from polyfed.data.partitioning.group_split import group_numbers
 from polyfed.data.partitioning.resplit import resplit_clients
 
@@ -25,6 +27,49 @@ def test_an_array_is_as_a_column():
         assert examples.columns_for_subgroup_scores == ()
     assert group_numbers(pf.Examples(X, Y)) is None
     assert pf.Examples(X, Y, group=[1, 1, None, None, 2, 2]).group == "group"
+
+
+@pytest.mark.parametrize("missing", [None, "", float("nan")])
+def test_a_row_without_a_group_is_a_unit_by_itself(missing):
+    group = [1.0, 1.0, np.nan, np.nan, 2.0, 2.0] if missing != missing else ["a", "a", missing, missing, "b", "b"]
+    units = number_units(pf.Examples(X, Y, group=group)).tolist()
+    assert sorted(set(units)) == [0, 1, 2, 3]
+    assert units[0] == units[1] != units[4] == units[5]
+    assert units[2] != units[3]
+
+
+def test_rows_without_a_group_train_privately_and_are_compared():
+    train, test = (
+        pf.Examples(
+            torch.randn(12, 2, generator=torch.Generator().manual_seed(k)),
+            torch.cat([Y, Y]),
+            group=[f"a{k}", f"a{k}", None, None, f"b{k}", f"b{k}"] * 2,
+        )
+        for k in (0, 1)
+    )
+    clients = [pf.Client(name, lambda: torch.nn.Linear(2, 2), train, test) for name in ("north", "south")]
+    method = pf.algorithms.FedAvg(batch_size=2, privacy=pf.Privacy(noise_multiplier=1.0, unit="group"))
+    run = pf.federate(clients, method, rounds=1, workers=0)
+    assert number_of_units(train, method.privacy) == 6
+    assert set(run.history[0]["epsilon"]) == {"north", "south"}
+    assert run.cross_site().matrix()[0][0].examples == 12
+
+
+def test_a_row_without_a_group_decides_no_set_at_another_client():
+    def client(name, group):
+        n = len(group)
+        parts = [pf.Examples(torch.randn(n, 2), torch.arange(n) % 2, group=group[k:] + group[:k]) for k in (0, 1)]
+        return pf.Client(name, None, *parts)
+
+    alone = [None] * 40
+    tested = []
+    for name in ("north", "south"):
+        both = resplit_clients([client("first", alone), client(name, alone)], 2, seed=0)
+        tested.append([rows_in_stored_tensors(one.test).tolist() for one in both[0]])
+    assert tested[0][0] == tested[1][0]
+    assert len({str(sorted(rows)) for pair in tested for rows in pair}) == 3, (
+        "each client's rows are drawn by themselves"
+    )
 
 
 @pytest.mark.parametrize(

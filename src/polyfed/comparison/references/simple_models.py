@@ -17,6 +17,7 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Client
 from polyfed.core.evaluation.simple_model import Floats, SimpleModelInputs
+from polyfed.core.examples.groups import replace_missing_groups
 from polyfed.core.io.number_format import join_with_and
 from polyfed.core.seeds import derive_seed
 
@@ -160,7 +161,7 @@ def _read_rows(client: Client) -> SimpleModelInputs | None:
     if not (np.isfinite(fit).all() and np.isfinite(test).all()):
         return None
     names = [part.column(part.group) for part in sets[:-1] if part.group is not None]
-    groups = np.concatenate(names) if len(names) == len(sets) - 1 else None
+    groups = replace_missing_groups(np.concatenate(names)) if len(names) == len(sets) - 1 else None
     return SimpleModelInputs(fit, np.concatenate(targets[:-1]), test, groups)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from polyfed.core.algorithm import Client
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.examples.examples import Examples, split_into_batches
+from polyfed.core.examples.groups import number_units
 from polyfed.core.examples.pytree import call_network, logits_of
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.task import Loss, Task, get_task
@@ -146,7 +147,7 @@ def out_of_fold_outputs(build_network: Callable[[Client], nn.Module], client: Cl
     labels = client.task.strata(val.labels)
     fold_of_row: NDArray[np.int64] = np.zeros(len(val), dtype=np.int64)
     if val.group is not None:
-        fold_of_row[:] = np.unique(val.column(val.group), return_inverse=True)[1] % 2
+        fold_of_row[:] = number_units(val) % 2
     else:
         fold_of_row[np.argsort(labels, kind="stable") if labels.ndim == 1 else np.arange(len(val))] = (
             np.arange(len(val)) % 2

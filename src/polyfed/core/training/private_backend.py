@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.groups import number_units
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.optimizers import Optimizer
 from polyfed.core.privacy.options import Privacy
@@ -31,7 +32,7 @@ WITHHELD_LOSS = -math.inf
 
 def number_of_units(examples: Examples, privacy: Privacy) -> int:
     """Returns how many units (examples, or groups of them) training protects."""
-    return len(examples) if privacy.unit == "example" else len(np.unique(examples.column(examples.group)))
+    return len(examples) if privacy.unit == "example" else int(number_units(examples).max()) + 1
 
 
 @final
@@ -123,5 +124,5 @@ class PrivateBackend(OneNetworkBackend):
 
 def _rows_by_group(examples: Examples) -> list[Tensor]:
     """Returns for each group the rows that belong to it."""
-    _, inverse = np.unique(examples.column(examples.group), return_inverse=True)
-    return [torch.from_numpy(np.flatnonzero(inverse == group)) for group in range(int(inverse.max()) + 1)]
+    units = number_units(examples)
+    return [torch.from_numpy(np.flatnonzero(units == unit)) for unit in range(int(units.max()) + 1)]

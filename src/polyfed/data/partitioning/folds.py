@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.groups import ALONE, group_id_of_each_row, is_alone
 from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.concat import rows_in_stored_tensors
 from polyfed.data.partitioning.allocation import draw_stratified_rows
-from polyfed.data.partitioning.group_split import group_id_of_each_row, split_by_group_and_record_sets
+from polyfed.data.partitioning.group_split import split_by_group_and_record_sets
 from polyfed.data.partitioning.resplit import (
     check_disjoint,
     check_untimed,
@@ -25,7 +26,6 @@ from polyfed.data.partitioning.resplit import (
 )
 
 Rows = NDArray[np.int64]
-_ALONE = "\0"  # begins the name of a row without a group, as in `group_id_of_each_row`
 
 
 @final
@@ -165,7 +165,7 @@ def unit_names(examples: Examples) -> NDArray[np.str_]:
     if examples.group is not None:
         groups = group_id_of_each_row(examples.column(examples.group)).tolist()
         # A row without a group is a group alone, by its place in the store.
-        rows = [f"{_ALONE}{row}" if name.startswith(_ALONE) else name for row, name in zip(rows, groups, strict=True)]
+        rows = [f"{ALONE}{row}" if is_alone(name) else name for row, name in zip(rows, groups, strict=True)]
     return np.array(rows)
 
 
@@ -181,7 +181,7 @@ def _deal_rows(
     fold_of_unit = _deal_stratified(label_of_unit, num_folds, seed)
     if pool.group is not None:
         for i, name in enumerate(units.tolist()):
-            if not name.startswith(_ALONE):
+            if not is_alone(name):
                 fold_of_unit[i] = fold_of_group.setdefault(name, int(fold_of_unit[i]))
     if empty := sorted(set(range(num_folds)) - set(fold_of_unit.tolist())):
         what = "examples" if pool.group is None else f"groups of column {pool.group!r}"

@@ -7,19 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.groups import group_id_of_each_row, is_alone
 from polyfed.core.seeds import derive_seed
 from polyfed.data.partitioning.allocation import draw_stratified_rows
 
 Rows = NDArray[np.int64]
-
-
-def group_id_of_each_row(group_column: NDArray[Any]) -> NDArray[Any]:
-    """Returns the id of each row's group (a patient, for example); a row without a value forms a group by itself."""
-    plain = group_column.tolist()
-    is_missing = [value is None or value != value or not str(value).strip() for value in plain]
-    return np.array(
-        [f"\0{row}" if alone else str(value) for row, (value, alone) in enumerate(zip(plain, is_missing, strict=True))]
-    )
 
 
 def group_numbers(examples: Examples) -> NDArray[np.int64] | None:
@@ -58,7 +50,7 @@ def split_by_group_and_record_sets(
         shares: set -> share of the groups, in the order in which sets are drawn.
         seed: of the draw.
         set_of_group: group -> set, of the clients before; a patient of two hospitals is in one set at both. The groups drawn
-            here are added.
+            here are added. A row without a group is in no other client's groups.
 
     Returns:
         set -> rows, ascending; with "train", the rest.
@@ -72,14 +64,17 @@ def split_by_group_and_record_sets(
     label = np.zeros(len(names), np.int64 if are_classes else np.float64)
     if are_classes:
         np.maximum.at(label, group_index, labels)
-    unassigned = np.array([i for i, name in enumerate(names) if str(name) not in set_of_group], np.int64)
+    ids = [str(name) for name in names]
+    assigned = {name: set_of_group[name] for name in ids if name in set_of_group and not is_alone(name)}
+    unassigned = np.array([i for i, name in enumerate(ids) if name not in assigned], np.int64)
     for name, share in shares.items():
-        num_assigned = sum(set_of_group.get(str(group_name)) == name for group_name in names)
-        num_missing = max(round(share * len(names)), int(share > 0)) - num_assigned
+        num_assigned = sum(assigned.get(group_id) == name for group_id in ids)
+        num_missing = max(round(share * len(ids)), int(share > 0)) - num_assigned
         size = int(np.clip(num_missing, 0, max(0, len(unassigned) - 1)))
         positions = draw_stratified_rows(label[unassigned], size, derive_seed(seed, name), leave_one_per_class=True)
-        set_of_group.update({str(names[i]): name for i in unassigned[positions]})
+        assigned.update({ids[i]: name for i in unassigned[positions]})
         unassigned = np.delete(unassigned, positions)
-    set_of_group.update({str(names[i]): "train" for i in unassigned})
-    role = np.array([set_of_group[str(name)] for name in names])[group_index]
+    assigned.update({ids[i]: "train" for i in unassigned})
+    set_of_group.update({name: part for name, part in assigned.items() if not is_alone(name)})
+    role = np.array([assigned[name] for name in ids])[group_index]
     return {name: np.flatnonzero(role == name) for name in ("train", *shares)}

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.groups import group_id_of_each_row
 from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.seeds import derive_seed
 from polyfed.data.concat import concat_examples, concatenation_obstacle, input_memory_locations, rows_in_stored_tensors
 from polyfed.data.partitioning.allocation import draw_stratified_rows
-from polyfed.data.partitioning.group_split import group_id_of_each_row, split_by_group_and_record_sets
+from polyfed.data.partitioning.group_split import split_by_group_and_record_sets
 from polyfed.data.tabular.fit_preprocessor import fit_preprocessor
 from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, warn_of_changed_constants
 

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from polyfed.core.examples.groups import is_alone
+
 Rows = NDArray[np.int64]
 
 
@@ -61,10 +63,12 @@ def split_groups_by_time(
     names, group_index = np.unique(groups, return_inverse=True)
     began = np.full(len(names), np.inf)
     np.minimum.at(began, group_index, times)
+    set_of_lone_row: dict[str, str] = {}
     for name, positions in split_by_time(began, shares).items():
-        for position in positions:
-            set_of_group.setdefault(str(names[position]), name)
-    role = np.array([set_of_group[str(name)] for name in names])[group_index]
+        for group_id in (str(names[position]) for position in positions):
+            (set_of_lone_row if is_alone(group_id) else set_of_group).setdefault(group_id, name)
+    sets = {**set_of_group, **set_of_lone_row}
+    role = np.array([sets[str(name)] for name in names])[group_index]
     return {name: np.flatnonzero(role == name) for name in ("train", *shares)}
 
 

@@ -7,9 +7,10 @@ import torch
 from numpy.typing import NDArray
 
 from polyfed.core.algorithm import Client
+from polyfed.core.examples.groups import group_id_of_each_row, is_alone
 from polyfed.core.seeds import derive_seed
 from polyfed.data.partitioning.allocation import draw_stratified_rows
-from polyfed.data.partitioning.group_split import group_id_of_each_row, split_by_group_and_record_sets
+from polyfed.data.partitioning.group_split import split_by_group_and_record_sets
 from polyfed.data.partitioning.resplit import refit_client_preprocessing
 from polyfed.data.partitioning.time_split import split_by_time, split_groups_by_time, split_within_groups_by_time
 
@@ -75,6 +76,6 @@ def _split_last_rows(client: Client, set_of_group: dict[str, str]) -> dict[str, 
         if client.test.group is None
         else set(group_id_of_each_row(client.test.column(client.test.group)).tolist())
     )
-    if tested & set(groups.tolist()):
+    if any(name in tested and not is_alone(name) for name in groups.tolist()):
         return split_within_groups_by_time(times, groups, shares)
     return split_groups_by_time(times, groups, shares, set_of_group)

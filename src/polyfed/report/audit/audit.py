@@ -16,6 +16,7 @@ from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.evaluation.metrics import is_built_in_metric
 from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.groups import number_units
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.report.audit.attack_rates import attack_auc, true_positive_rate
@@ -173,22 +174,15 @@ def _check_can_be_halved(client: Client) -> None:
             f"an audit attacks networks that choose one class for each example, and the task of client {client.id!r} is "
             f"{task}; there is no attack for it here, which does not mean that its networks reveal nothing"
         )
-    units = len(np.unique(_units_of(client.train)))
+    units = len(np.unique(number_units(client.train)))
     if units < _FEWEST_UNITS:
         kind = "training examples" if client.train.group is None else "groups of training examples"
         raise UserError(f"client {client.id!r} has {units} {kind}, and an audit needs at least {_FEWEST_UNITS}")
 
 
-def _units_of(examples: Examples) -> NDArray[np.int64]:
-    """Returns the number of each example's unit: of its group, or of itself without groups."""
-    if examples.group is None:
-        return np.arange(len(examples))
-    return np.unique(examples.column(examples.group), return_inverse=True)[1].astype(np.int64)
-
-
 def _draw_half(examples: Examples, seed: int) -> NDArray[np.int64]:
     """Returns the positions of the examples of a random half of all units."""
-    units = _units_of(examples)
+    units = number_units(examples)
     num_units = int(units.max()) + 1
     half = numpy_generator(seed).permutation(num_units)[: num_units // 2]
     return np.flatnonzero(np.isin(units, half))
@@ -225,7 +219,7 @@ def _summarise(
     entries, parts, first_unit = list[ClientAudit](), list[ScoredExamples](), 0
     for client in clients:
         members = np.stack(memberships[client.id])
-        scores, units = score_members(np.stack(observations[client.id]), members), _units_of(client.train)
+        scores, units = score_members(np.stack(observations[client.id]), members), number_units(client.train)
         part: ScoredExamples = (scores.ravel(), members.ravel(), np.tile(units, len(scores)))
         entries.append(_measure_attack(client.id, len(client.train), part, epsilons.get(client.id)))
         parts.append((part[0], part[1], part[2] + first_unit))

@@ -20,8 +20,8 @@ from torch import Tensor
 from polyfed.core.algorithm import Client
 from polyfed.core.data_warnings import warn_of_data
 from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.groups import group_id_of_each_row, is_alone
 from polyfed.core.examples.pytree import named_leaves
-from polyfed.data.partitioning.group_split import group_id_of_each_row
 
 _SHARE = 0.05  # of a client's test examples, from which on it warns
 _LEAST = 2  # fewest different leaked examples
@@ -200,9 +200,7 @@ def _find_shared_groups(clients: Sequence[Client]) -> Iterator[_Leak]:
             continue
         trained = set(group_id_of_each_row(train.column(train.group)).tolist())
         ids = group_id_of_each_row(test.column(test.group)).tolist()
-        num_leaked = sum(
-            name in trained and not name.startswith("\0") for name in ids
-        )  # a row without a group is alone
+        num_leaked = sum(name in trained and not is_alone(name) for name in ids)
         if num_leaked:
             yield _Leak(client.id, "group", num_leaked, len(test))
 

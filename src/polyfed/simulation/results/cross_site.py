@@ -19,6 +19,7 @@ from torch import Tensor
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import ClientError, UserError
 from polyfed.core.evaluation.metric import Metric
+from polyfed.core.examples.groups import number_units
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.devices import choose_device
@@ -60,7 +61,7 @@ def compute_cross_site(federation: Federation, checkpoint: Checkpoint) -> CrossS
                 if isinstance(outcome, str):
                     pseudo_values[key] = outcome
                 else:
-                    pseudo_values[key] = _score(metric, *outcome, _units(client), groups)
+                    pseudo_values[key] = _score(metric, *outcome, number_units(client.test), groups)
     cells = tuple(
         _build_cell(metric, owner, client, pseudo_values)
         for metric in metrics
@@ -103,14 +104,6 @@ class _ScoreWithPseudoValues:
     value: float
     pseudo_values: NDArray[np.float64] | None
     examples: int
-
-
-def _units(client: Client) -> NDArray[np.int64]:
-    """Returns for each test example the number of its unit: its group (patient), or itself."""
-    test = client.test
-    if test.group is None:
-        return np.arange(len(test))
-    return np.asarray(np.unique(test.column(test.group), return_inverse=True)[1], dtype=np.int64)
 
 
 def _score(

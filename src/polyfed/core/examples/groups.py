@@ -1,0 +1,51 @@
+"""Says which examples belong to one group, such as all recordings of a patient."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyfed.core.examples.examples import Examples
+
+ALONE = "\0"
+"""Begins the id of a row without a group, which is one by itself; the row's place in the column follows."""
+
+
+def group_id_of_each_row(group_column: NDArray[Any]) -> NDArray[Any]:
+    """Returns the id of each row's group (a patient, for example); a row without a value forms a group by itself."""
+    return np.array(
+        [
+            f"{ALONE}{row}" if is_missing else str(value)
+            for row, (value, is_missing) in enumerate(
+                zip(group_column.tolist(), _is_missing(group_column), strict=True)
+            )
+        ]
+    )
+
+
+def is_alone(group_id: str) -> bool:
+    """Returns whether an id from `group_id_of_each_row` is that of a row without a group. It means another row in another
+    column."""
+    return group_id.startswith(ALONE)
+
+
+def number_units(examples: Examples) -> NDArray[np.int64]:
+    """Returns for each example the number of its unit, counted from 0: its group, or the example itself if it has none.
+
+    >>> import torch
+    >>> number_units(Examples(torch.zeros(4, 1), torch.zeros(4), group=["b", None, "a", "b"])).tolist()
+    [3, 0, 2, 3]
+    """
+    if examples.group is None:
+        return np.arange(len(examples))
+    units = replace_missing_groups(examples.column(examples.group))
+    return np.asarray(np.unique(units, return_inverse=True)[1], dtype=np.int64)
+
+
+def replace_missing_groups(group_column: NDArray[Any]) -> NDArray[Any]:
+    """Returns the column, or if a row has no group, the id of each row's group in place of its value."""
+    return group_id_of_each_row(group_column) if any(_is_missing(group_column)) else group_column
+
+
+def _is_missing(column: NDArray[Any]) -> list[bool]:
+    return [value is None or value != value or not str(value).strip() for value in column.tolist()]
