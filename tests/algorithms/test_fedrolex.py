@@ -150,6 +150,18 @@ def test_a_window_has_the_pixels_of_its_channels():
     torch.testing.assert_close(narrow[4].weight, weight)
 
 
+def test_units_that_no_convolution_precedes_roll_one_by_one():
+    for network in (of_width(4)(), nn.Linear(6, 3), nn.Sequential(nn.Conv1d(2, 5, 3), nn.Flatten(), nn.Linear(5, 4))):
+        assert inputs_per_unit(network, {name: t.shape for name, t in network.state_dict().items()}) == {}
+
+
+def test_before_round_1_the_first_window_is_evaluated():
+    method, clients = FedRolex(**OPTIONS, scaler=False), family()
+    federation, state, _ = begin(method, clients)
+    personal = method.dispatch(state, federation.client_info("client-0", 0, "personal")).tensors["model"]
+    assert torch.equal(personal["0.bias"], state["model"]["0.bias"][:4])
+
+
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_evaluated_is_the_window_with_which_it_was_trained_last(rounds):
     method, clients = FedRolex(**OPTIONS, scaler=False), family()

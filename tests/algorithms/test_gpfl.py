@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from halves import FULL, OPTIONS, mixed, plain, play, run, short
+from halves import FULL, OPTIONS, begin, mixed, plain, play, run, short
 from torch.nn import functional as F
 from two_parts import BODY, HEAD, mean_of, swapped
 
@@ -82,6 +82,17 @@ def test_all_clients_begin_with_the_same_embeddings():
     first = [GPFL().client_init(c, 3)["first"] for c in clients]
     assert all(torch.equal(first[0][name], other[name]) for other in first for name in first[0])
     assert not torch.equal(first[0]["embeddings"], GPFL().client_init(clients[0], 4)["first"]["embeddings"])
+
+
+def test_a_first_reply_without_embeddings_is_refused():
+    clients, method = plain(mixed()), GPFL(**OPTIONS)
+    federation, state, own = begin(method, clients)
+    message = method.dispatch(state, federation.client_info("client-0", 1))
+    with exclusive_single_torch_thread_with_grad():
+        reply, _ = method.local_update(message, own["client-0"], clients[0], 0)
+    body_alone = pf.Message({"model": reply.tensors["model"]}, reply.scalars)
+    assert federation.reply_error(reply, state, message) is None
+    assert "expected 'conditional' among them" in federation.reply_error(body_alone, state, message)
 
 
 def test_first_draws_are_those_of_torchs_layers():

@@ -132,7 +132,7 @@ class FedGen(AveragedHeadMethod, ValidatesNetworks):
         def loss(batch: ForwardPass) -> Tensor:
             assert isinstance(batch.inputs, Tensor)
             error = F.cross_entropy(F.linear(batch.outputs, head["0.weight"], head["0.bias"]), batch.targets)
-            return error + self.eta * diversity_loss(batch.inputs[:, : self.noise_dim], batch.outputs)
+            return error + self.eta * diversity_loss(batch.inputs[:, : self.noise_dim], batch.outputs)  # eq. 4
 
         options = LocalTraining(local_steps=self.server_steps, batch_size=self.server_batch_size, optimizer="adam")
         fit(generator, Examples(inputs, labels), options, lr=self.server_lr, seed=seed, loss=loss)
@@ -175,7 +175,7 @@ class FedGen(AveragedHeadMethod, ValidatesNetworks):
         def penalty() -> Tensor:
             labels, inputs = draw_generator_inputs(shares, self.noise_dim, self.generated_batch_size, random)
             device = head.weight.device
-            return self.alpha * F.cross_entropy(head(generator(inputs).detach().to(device)), labels.to(device))
+            return self.alpha * F.cross_entropy(head(generator(inputs).detach().to(device)), labels.to(device))  # eq. 5
 
         return penalty
 

@@ -146,12 +146,9 @@ class FedMRL(MutualLearningMethod, WrapsNetwork):
         fit_result = fit(pair, client, self, lr=message.scalars["lr"], seed=seed, loss=loss, reported_loss="task")
         model, buffer_state = extract_sent_tensors_and_client_state(shared, self)
         parts = {"own": pair.own, "projector": pair.projector}
-        private = {name: copy_trained_weights_and_buffers(part) for name, part in parts.items()}
-        return Message({"model": model}, reply_scalars(client, fit_result.loss)), {
-            **client_state,
-            **buffer_state,
-            **private,
-        }
+        state_after = {**client_state, **buffer_state}
+        state_after |= {name: copy_trained_weights_and_buffers(part) for name, part in parts.items()}
+        return Message({"model": model}, reply_scalars(client, fit_result.loss)), state_after
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """Returns the network to evaluate for the client: its network and the averaged shared one, joined."""

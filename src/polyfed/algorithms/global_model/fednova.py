@@ -96,9 +96,9 @@ class FedNova(ServerUpdateMethod):
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
         """Returns the next server state: x ← x − τ_eff·Σ_i p_i d_i, with τ_eff = Σ_i p_i ‖a_i‖₁."""
-        tau_eff = float(mean["steps"]["weight"])
+        tau_eff = float(mean["steps"]["weight"])  # eq. 6
         # A reply has x − d_i, so that interpolating beyond the mean of replies takes τ_eff mean steps.
-        x = {name: interpolate(x, mean["model"][name], tau_eff) for name, x in server_state["model"].items()}
+        x = {name: interpolate(x, mean["model"][name], tau_eff) for name, x in server_state["model"].items()}  # eq. 4
         return {**server_state, "model": x, "steps": mean["steps"]}
 
     def analysis(self, server_state: ServerState, client_ids: Sequence[str]) -> Mapping[str, float]:
@@ -114,7 +114,7 @@ class FedNova(ServerUpdateMethod):
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
         reply, buffer_state = build_reply_and_client_state(net, client, fit_result.loss, self)
-        weight = sum_of_step_weights(fit_result.steps, self.momentum)  # ‖a_i‖₁
+        weight = sum_of_step_weights(fit_result.steps, self.momentum)  # ‖a_i‖₁, section 4.1
         x, trained = message.tensors["model"], reply.tensors["model"]
         parameters = {name for name, _ in net.module.named_parameters()}
         model = {n: interpolate(x[n], t, 1 / weight) if n in parameters else t for n, t in trained.items()}

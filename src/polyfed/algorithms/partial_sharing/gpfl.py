@@ -32,7 +32,7 @@ from polyfed.models.structure import find_representation_module
 
 @final
 class Condition(NamedTuple):
-    """Holds by what a representation is scaled and shifted, (width,) each."""
+    """Holds by what a representation is scaled and shifted, (width,) each (eq. 3)."""
 
     scale: Tensor
     shift: Tensor
@@ -43,7 +43,7 @@ class Condition(NamedTuple):
 
 
 def condition_of(tensors: StateDict, context: Tensor) -> Condition:
-    """Returns (1 + γ(c), β(c)) for a context c, (width,): γ and β are a linear layer, ReLU and a layer norm each."""
+    """Returns (1 + γ(c), β(c)) for a context c, (width,): γ and β are a linear layer, ReLU and a layer norm each (eq. 4)."""
     gamma, beta = (
         F.layer_norm(
             F.linear(context.reshape(1, -1), tensors[f"{part}.weight"], tensors[f"{part}.bias"]).relu(),
@@ -77,7 +77,7 @@ class GPFL(BodyAndHeadMethod, WrapsNetwork):
     β; h_i, the last layer, stays. All clients have one architecture. Evaluated model: h_i(V(f(x), p_i)).
 
     Args:
-        lam: λ ≥ 0, of the distance from the class's embedding (0.01, authors' code), the norm over a minibatch.
+        lam: λ ≥ 0, of the distance from the class's embedding (0.01, authors' code), whose norm is over a minibatch.
         mu: μ ≥ 0, weight decay of e, γ and β (0.1, authors' code).
         weighted: weighs clients by their number of training examples (True, authors' code).
 
@@ -155,11 +155,11 @@ class GPFL(BodyAndHeadMethod, WrapsNetwork):
 
         def loss(batch: ForwardPass) -> Tensor:
             common = condition_of(shared, generic).apply(representations[-1])
-            cosines = F.linear(F.normalize(common), F.normalize(shared["embeddings"]))
-            distance = (common - received["embeddings"][batch.targets]).norm()
+            cosines = F.linear(F.normalize(common), F.normalize(shared["embeddings"]))  # eq. 8
+            distance = (common - received["embeddings"][batch.targets]).norm()  # eq. 9
             decay = torch.stack([tensor.square().sum() for tensor in shared.values()]).sum()
             guidance = F.cross_entropy(cosines, batch.targets) + self.lam * distance
-            total: Tensor = task_loss(batch.outputs, batch.targets) + guidance + self.mu / 2 * decay
+            total: Tensor = task_loss(batch.outputs, batch.targets) + guidance + self.mu / 2 * decay  # eqs. 10, 11
             return total
 
         with watch_last_layer(net.module, name, lambda z: condition_of(shared, personal).apply(z)) as representations:
@@ -176,7 +176,9 @@ class GPFL(BodyAndHeadMethod, WrapsNetwork):
         return {name: tensor.to(client.train.device) for name, tensor in tensors.items()}
 
     def _contexts(self, embeddings: Tensor, client: Client) -> tuple[Tensor, Tensor]:
-        """Returns g, the mean of the embeddings, and p_i, their mean weighted by the client's shares of the classes."""
+        """Returns g, the mean of the embeddings (eq. 5), and p_i, their mean weighted by the client's shares of the classes
+        (eqs. 6 and 7, without the division by the number of classes).
+        """
         counts = torch.bincount(client.train.labels, minlength=len(embeddings)).to(embeddings)
         return embeddings.mean(0), counts / counts.sum() @ embeddings
 

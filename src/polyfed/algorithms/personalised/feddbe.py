@@ -86,11 +86,8 @@ class FedDBE(Averaging, ValidatesNetworks, WrapsNetwork):
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """Returns the message to a client: the global model, the learning rate, and for training z̄, after round 1."""
         has_mean = server_state["consensus"] and client_info.purpose == "local"
-        groups = self.groups if has_mean else ("model",)
-        return Message(
-            {group: server_state[group] for group in groups},
-            {"lr": self.lr_at(client_info.round, client_info.rounds)},
-        )
+        tensors = {group: server_state[group] for group in (self.groups if has_mean else ("model",))}
+        return Message(tensors, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """Returns the form of a client's reply: that of the model, and before z̄ is known a mean of any width."""
@@ -132,10 +129,11 @@ class FedDBE(Averaging, ValidatesNetworks, WrapsNetwork):
         else:
             fit_result = self._fit_with_vector(net.module, client, name, vector, consensus["mean"], lr, seed)
         reply, buffer_state = build_reply_and_client_state(net, client, fit_result.loss, self)
-        means = {}
-        if consensus is None:
-            means = {"consensus": {"mean": compute_representations(net.module, client.train, module=name).mean(0)}}
-        return Message({**reply.tensors, **means}, reply.scalars), {**buffer_state, "memory": {"vector": vector.cpu()}}
+        state_after = {**buffer_state, "memory": {"vector": vector.cpu()}}
+        if consensus is not None:
+            return reply, state_after
+        mean = compute_representations(net.module, client.train, module=name).mean(0)
+        return Message({**reply.tensors, "consensus": {"mean": mean}}, reply.scalars), state_after
 
     def _fit_with_vector(
         self, module: nn.Module, client: Client, name: str, vector: Tensor, consensus: Tensor, lr: float, seed: int

@@ -100,7 +100,7 @@ def inputs_per_unit(network: nn.Module, shapes: Mapping[str, Sequence[int]]) -> 
     """
     blocks, channels = {}, 0
     for name, layer in network.named_modules():
-        weight = f"{name}.weight" if name else "weight"
+        weight = f"{name}.weight"
         if isinstance(layer, CONVOLUTIONS) and weight in shapes:
             channels = shapes[weight][0]
         elif isinstance(layer, nn.Linear) and weight in shapes:
