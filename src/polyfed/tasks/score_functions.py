@@ -18,6 +18,16 @@ from polyfed.core.evaluation.metric import ScoreFunction
 _BINS = 10  # bins of the calibration error
 
 
+def _are_labels(outputs: Tensor, targets: Tensor) -> bool:
+    """Returns True for targets of several labels, shape (n, labels), and False for classes, shape (n,)."""
+    if targets.dim() == 2 and outputs.shape != targets.shape:
+        raise UserError(
+            f"targets of shape {tuple(targets.shape)} do not suit outputs of shape {tuple(outputs.shape)}; give classes, "
+            "shape (n,), or one label for each output"
+        )
+    return targets.dim() == 2
+
+
 def class_probabilities(logits: Tensor) -> NDArray[np.float64]:
     """Returns the probability of each class, the softmax of the logits, shape (n, classes).
 
@@ -40,7 +50,7 @@ def split_into_binary_problems(outputs: Tensor, targets: Tensor) -> list[tuple[N
     each. Problems that lack examples of either class are left out.
     """
     values = outputs.detach().double()
-    if targets.dim() == 2:
+    if _are_labels(outputs, targets):
         pairs = [(values[:, k].numpy(), (targets[:, k] > 0.5).numpy()) for k in range(targets.shape[1])]
     elif outputs.shape[1] == 2:
         pairs = [((values[:, 1] - values[:, 0]).numpy(), (targets == 1).numpy())]
@@ -104,7 +114,7 @@ def sensitivity_at_specificity(percent: float, positive: NDArray[np.bool_], valu
 
 
 def _predicted_and_true(outputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
-    if targets.dim() == 2:
+    if _are_labels(outputs, targets):
         return (outputs > 0).numpy(), (targets > 0.5).numpy()
     return outputs.argmax(1).numpy(), targets.numpy()
 
@@ -138,7 +148,7 @@ def f1(outputs: Tensor, targets: Tensor) -> float:
 
 
 def _probabilities(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
-    return label_probabilities(outputs) if targets.dim() == 2 else class_probabilities(outputs)
+    return label_probabilities(outputs) if _are_labels(outputs, targets) else class_probabilities(outputs)
 
 
 def brier_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
@@ -148,7 +158,7 @@ def brier_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
     and the mean over labels.
     """
     share = _probabilities(outputs, targets)
-    if targets.dim() == 2:
+    if _are_labels(outputs, targets):
         return np.asarray(((share - targets.numpy()) ** 2).mean(axis=1))
     if share.shape[1] == 2:
         return np.asarray((share[:, 1] - targets.numpy()) ** 2)
@@ -160,7 +170,7 @@ def log_loss_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64
     its labels.
     """
     values = outputs.double()
-    if targets.dim() == 2:
+    if _are_labels(outputs, targets):
         loss = torch.nn.functional.binary_cross_entropy_with_logits(values, targets.double(), reduction="none").mean(1)
     else:
         loss = torch.nn.functional.cross_entropy(values, targets, reduction="none")
@@ -175,7 +185,7 @@ def calibration_error(outputs: Tensor, targets: Tensor) -> float:
     share = _probabilities(outputs, targets)
     if not np.isfinite(share).all():
         return float("nan")
-    if targets.dim() == 2:
+    if _are_labels(outputs, targets):
         columns = [(share[:, k], targets[:, k].numpy() > 0.5) for k in range(share.shape[1])]
     else:
         columns = [(share.max(axis=1), share.argmax(axis=1) == targets.numpy())]
