@@ -41,6 +41,9 @@ def test_no_rate_is_without_an_interval_and_no_reconstruction_without_a_control(
         entries = row["as trained"] + row["one step"]
         assert all((e["best_psnr"] is None) == (e["other_best_psnr"] is None) for e in entries), key
         assert all(e["candidates"] or e["note"] or key == "local" for e in entries), key
+    for key, row in results["hearts"].items():
+        for rate in (entry[kind] for entry in row["attributes"] for kind in ("trained_on", "others")):
+            assert 0 <= rate["low"] <= rate["value"] <= rate["high"] <= 1, key
 
 
 def test_rows_say_what_was_measured(leaks):

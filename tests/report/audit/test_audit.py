@@ -11,7 +11,9 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.cli.main import main
+from polyfed.data.tabular.preprocessing import Column, TablePreprocessor
 from polyfed.report.audit.attack_rates import attack_auc, true_positive_rate
+from polyfed.report.audit.attributes import columns_of_few_values, guess_attributes
 from polyfed.report.audit.audit import _draw_half
 from polyfed.report.audit.audit_file import read_audit
 from polyfed.report.audit.likelihood_ratio import logit_scaled_confidence, score_members
@@ -94,6 +96,54 @@ def test_private_training_shows_its_epsilon(tmp_path):
     report = pf.audit(tmp_path / "run", clients=clients, runs=4)
     assert 0 < report.overall.epsilon <= 2.0
     assert "ε" in str(report).splitlines()[0]
+
+
+def coin_clients(n=96):
+    """One column is a fair coin and the labels are noise, so that the coin of a row is known from training on it alone."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(n + 8, 20, generator=generator), torch.randint(0, 2, (n + 8,), generator=generator)
+    x[:, 4] = torch.randint(0, 2, (n + 8,), generator=generator) * 8.0 - 4.0
+    examples = pf.Examples(x, y)
+    return [pf.Client("north", network, examples.select(torch.arange(8, n + 8)), examples.head(8))]
+
+
+def test_a_column_is_guessed_of_rows_trained_on_and_not_of_others(tmp_path):
+    clients = saved_run(tmp_path / "run", pf.algorithms.Local(lr=0.1, momentum=0.9, local_epochs=30, batch_size=8),
+                        coin_clients())  # fmt: skip
+    report = pf.audit(tmp_path / "run", clients=clients, runs=4)
+    (entry,) = report.attributes
+    assert (entry.column, entry.values, entry.examples) == ("column 5", 2, 96)
+    assert entry.trained_on.low > 0.55
+    assert entry.others.low < 0.5 < entry.others.high
+    assert entry.most_frequent == pytest.approx(0.5, abs=0.15)
+    assert "column 5" in str(report)
+    assert "Tried on columns" in str(report)
+    assert read_audit(tmp_path / "run") == report
+    saved_run(tmp_path / "untrained", pf.algorithms.Local(lr=1e-12), clients)
+    (untrained,) = pf.audit(tmp_path / "untrained", clients=clients, runs=4).attributes
+    assert untrained.trained_on.low < untrained.most_frequent < untrained.trained_on.high
+
+
+def test_columns_of_few_values_are_those_of_tables():
+    generator = torch.Generator().manual_seed(0)
+    assert columns_of_few_values(pf.Examples(torch.zeros(12, 1, 4, 4), torch.arange(12) % 2)) == {}
+    assert columns_of_few_values(pf.Examples(torch.ones(12, 3), torch.arange(12) % 2)) == {}
+    assert columns_of_few_values(pf.Examples(torch.randn(12, 3, generator=generator), torch.arange(12) % 2)) == {}
+    assert columns_of_few_values(pf.Examples(torch.zeros(12, 3, dtype=torch.int64), torch.arange(12) % 2)) == {}
+    columns = Column("age"), Column("sex", ("f", "m"))
+    cells = torch.stack([torch.tensor([1.0, 1.0, 2.0, torch.nan]), torch.tensor([0.0, 1.0, 1.0, 1.0])], dim=1)
+    table = pf.Examples(cells, torch.tensor([0, 1, 1, 1]), transform=TablePreprocessor(columns, (1.0,), (1.0,)))
+    chosen = columns_of_few_values(table)
+    assert {name: (place, values.tolist()) for name, (place, values, _) in chosen.items()} == {
+        "age": (0, [1.0, 2.0]), "sex": (1, [1.0, 0.0]),
+    }  # fmt: skip
+    answers_sex = nn.Linear(3, 2)
+    with torch.no_grad():
+        answers_sex.weight.copy_(torch.tensor([[0.0, 9.0, -9.0], [0.0, -9.0, 9.0]]))
+    guesses = guess_attributes(answers_sex, table)
+    assert guesses["sex"].tolist() == [1.0] * 4  # the label is the sex
+    assert guesses["age"].tolist()[:3] == [1.0, 1.0, 0.0]  # the network does not use it: the most frequent value
+    assert np.isnan(guesses["age"][3])
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 1.0])
@@ -214,7 +264,16 @@ def test_the_command_prints_a_table_or_json(tmp_path, monkeypatch, capsys):
     assert main(["audit", "run", "--runs", "4", "--iterations", "5", "--restarts", "1", "--json"]) == 0
     out, err = capsys.readouterr()
     content = json.loads(out)
-    assert list(content) == ["format", "method", "shadow_runs", "clients", "overall", "sentences", "messages"]
+    assert list(content) == [
+        "format",
+        "method",
+        "shadow_runs",
+        "clients",
+        "overall",
+        "sentences",
+        "messages",
+        "attributes",
+    ]
     assert json.loads((tmp_path / "run" / "audit.json").read_text()) == content
     assert (tmp_path / "run" / "audit.json").stat().st_mode & 0o777 == 0o600
     rates = {"auc", "tpr_at_1_percent", "tpr_at_10_percent"}

@@ -89,6 +89,16 @@ def true_positive_rate(
     return AttackRate(rate.value, max(low, 0.0), min(high, 1.0))
 
 
+def share_of_right_guesses(right: Floats, units: NDArray[np.int64]) -> AttackRate:
+    """Returns the mean of 1 for each right guess and 0 for each wrong one; guesses of one unit depend on one another.
+
+    >>> share_of_right_guesses(np.array([1.0, 1.0, 0.0, 1.0]), np.arange(4)).value
+    0.75
+    """
+    value = float(right.mean())
+    return _rate_with_interval(value, (right - value) / len(right), units, most_trials=len(np.unique(units)))
+
+
 def _share_below(ordered: Floats, values: Floats) -> Floats:
     below, up_to = np.searchsorted(ordered, values, "left"), np.searchsorted(ordered, values, "right")
     share: Floats = (below + up_to) / (2 * len(ordered))

@@ -20,6 +20,14 @@ from polyfed.core.examples.groups import number_units
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.report.audit.attack_rates import attack_auc, true_positive_rate
+from polyfed.report.audit.attributes import (
+    MOST_COLUMNS,
+    MOST_VALUES,
+    AttributeAudit,
+    Guesses,
+    guess_attributes,
+    measure_attributes,
+)
 from polyfed.report.audit.audit_file import write_audit
 from polyfed.report.audit.audit_report import AuditReport, ClientAudit
 from polyfed.report.audit.likelihood_ratio import logit_scaled_confidence, score_members
@@ -60,8 +68,9 @@ def audit(
     on_run: Callable[[int], object] | None = None,
 ) -> AuditReport:
     """Measures how well training examples of a run can be told from others by the clients' personal networks
-    (membership inference), and what a server reconstructs of images and label counts from the first messages;
-    returns rates with intervals, and the quality of reconstructions.
+    (membership inference), how well columns of a table are guessed from them (attribute inference), and what a server
+    reconstructs of images and label counts from the first messages; returns rates with intervals, and the quality of
+    reconstructions.
 
     It trains `runs` shadow runs like the run in `folder`, each on a random half of every client's training examples (of its
     patients, with `group=`). Each is attacked with what the others show. So it takes `runs` times as long as training.
@@ -119,6 +128,7 @@ def audit(
         _check_can_be_halved(one_client)
     observations: Observations = {attacked_client.id: [] for attacked_client in attacked}
     memberships: Observations = {attacked_client.id: [] for attacked_client in attacked}
+    guesses: dict[str, list[Guesses]] = {attacked_client.id: [] for attacked_client in attacked}
     epsilons: dict[str, float] = {}
     for number in range(runs):
         seed = derive_seed(settings.seed, "audit", number)
@@ -127,7 +137,9 @@ def audit(
             everyone, rows, method, dataclasses.replace(settings, seed=seed), federation.public, metrics
         )
         for one_client in attacked:
-            outputs = predict(run.model(one_client.id), one_client.train)
+            network = run.model(one_client.id)
+            guesses[one_client.id].append(guess_attributes(network, one_client.train))
+            outputs = predict(network, one_client.train)
             observations[one_client.id].append(logit_scaled_confidence(outputs, one_client.train.labels.cpu()))
             memberships[one_client.id].append(np.isin(np.arange(len(one_client.train)), rows[one_client.id]))
         for name, value in run.history[-1].get("epsilon", {}).items():
@@ -137,7 +149,8 @@ def audit(
     exposed = [client] if client is not None else choose_most_exposed(attacked)
     messages = attack_messages(federation, exposed, iterations, restarts)
     effort = describe_effort(federation, messages, iterations, restarts)
-    report = _summarise(attacked, observations, memberships, epsilons, federation, messages, effort)
+    attributes = measure_attributes([(c.train, _units_of(c.train), guesses[c.id], memberships[c.id]) for c in attacked])
+    report = _summarise(attacked, observations, memberships, epsilons, federation, messages, attributes, effort)
     write_audit(path, report)
     return report
 
@@ -214,6 +227,7 @@ def _summarise(
     epsilons: Mapping[str, float],
     federation: Federation,
     messages: tuple[MessageAudit, ...],
+    attributes: tuple[AttributeAudit, ...],
     effort: Sequence[str],
 ) -> AuditReport:
     entries, parts, first_unit = list[ClientAudit](), list[ScoredExamples](), 0
@@ -230,8 +244,9 @@ def _summarise(
     overall = _measure_attack("all", num_examples, (all_scores, all_members, all_units), epsilon)
     num_runs = len(observations[clients[0].id])
     few = any(int((~np.stack(members)).sum()) < _FEW_NON_MEMBERS for members in memberships.values())
-    sentences = (*_describe_attempt(num_runs, few), *effort)
-    return AuditReport(registry_name(federation.algorithm), num_runs, tuple(entries), overall, sentences, messages)
+    sentences = (*_describe_attempt(num_runs, few, bool(attributes)), *effort)
+    name = registry_name(federation.algorithm)
+    return AuditReport(name, num_runs, tuple(entries), overall, sentences, messages, attributes)
 
 
 def _measure_attack(name: str, num_examples: int, part: ScoredExamples, epsilon: float | None) -> ClientAudit:
@@ -239,8 +254,8 @@ def _measure_attack(name: str, num_examples: int, part: ScoredExamples, epsilon:
     return ClientAudit(name, num_examples, attack_auc(*part), at_1_percent, at_10_percent, epsilon)
 
 
-def _describe_attempt(num_runs: int, few: bool) -> tuple[str, ...]:
-    """Returns what was tried to find members, and what the rates do not say, as sentences."""
+def _describe_attempt(num_runs: int, few: bool, with_attributes: bool) -> tuple[str, ...]:
+    """Returns what was tried to find members and attributes, and what the rates do not say, as sentences."""
     sentences = [
         f"Tried: membership inference by a likelihood ratio (LiRA, one variance for each client) on each client's personal "
         f"network; {num_runs} runs, each on a random half of the training examples, each attacked with the "
@@ -249,5 +264,12 @@ def _describe_attempt(num_runs: int, few: bool) -> tuple[str, ...]:
     if few:
         sentences.append(
             "Fewer than 100 scores of non-members for a client: there the rate at 1 % is the one without any false positive."
+        )
+    if with_attributes:
+        sentences.append(
+            "Tried on columns: who has the network and a row's other columns and label takes the value that makes the label "
+            f"and the value's frequency most probable; the first {MOST_COLUMNS} columns of 2 to {MOST_VALUES} values. "
+            "Other rows: the same for those that the network was not trained on. What is higher than there is what training "
+            "gave away of single rows; what is as high, it tells of anybody."
         )
     return tuple(sentences)

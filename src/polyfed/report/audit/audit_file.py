@@ -2,66 +2,17 @@
 
 import json
 import warnings
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, get_args, get_origin
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import read_file, write_file_atomically
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.validation import build_dataclass, field_types, parse_json
 from polyfed.report.audit.audit_report import JSON_FORMAT, AuditReport
 
 FILE = "audit.json"
 """Names the file of a run directory with the result of its last audit."""
-
-
-class RateEntry(TypedDict):
-    """Describes a rate with its interval in `audit.json`."""
-
-    value: float
-    low: float
-    high: float
-
-
-class ClientEntry(TypedDict):
-    """Describes how well a client's training examples were found, in `audit.json`."""
-
-    client: str
-    examples: int
-    auc: RateEntry
-    tpr_at_1_percent: RateEntry
-    tpr_at_10_percent: RateEntry
-    epsilon: float | None
-
-
-class MessageEntry(TypedDict):
-    """Describes what was reconstructed from a client's message, in `audit.json`."""
-
-    client: str
-    round: int
-    senders: int
-    images: int
-    steps: int
-    candidates: int
-    best_psnr: float | None
-    mean_psnr: float | None
-    other_best_psnr: float | None
-    other_mean_psnr: float | None
-    label_source: str
-    labels_right: float | None
-    labels_right_by_guess: float
-    note: str
-
-
-class AuditEntry(TypedDict):
-    """Describes the content of `audit.json`."""
-
-    format: int
-    method: str
-    shadow_runs: int
-    clients: list[ClientEntry]
-    overall: ClientEntry
-    sentences: list[str]
-    messages: NotRequired[list[MessageEntry]]
 
 
 def write_audit(folder: Path, report: AuditReport) -> None:
@@ -74,7 +25,7 @@ def write_audit(folder: Path, report: AuditReport) -> None:
                       RuntimeWarning, stacklevel=3)  # fmt: skip
 
 
-def read_audit(folder: Path) -> AuditEntry | None:
+def read_audit(folder: Path) -> AuditReport | None:
     """Returns the content of `audit.json` in a run directory; None if the run was not audited.
 
     Raises:
@@ -85,11 +36,30 @@ def read_audit(folder: Path) -> AuditEntry | None:
         return None
     try:
         content: Any = parse_json(read_file(path))
+        if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+            raise ValueError("it has no format")
+        if content["format"] == JSON_FORMAT:
+            report: AuditReport = _restore(AuditReport, content, "it")
+            return report
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); audit the run again, or delete it") from error
-    if flaw := validation_error(content, AuditEntry):
-        raise UserError(f"{path} is damaged ({flaw}); audit the run again, or delete it")
-    if content["format"] != JSON_FORMAT:
-        raise UserError(f"{path} has format {content['format']!r}, and this version reads {JSON_FORMAT}; audit again")
-    entry: AuditEntry = content
-    return entry
+    raise UserError(f"{path} has format {content['format']!r}, and this version reads {JSON_FORMAT}; audit again")
+
+
+def _restore(cls: Any, content: Any, label: str) -> Any:
+    """Builds a dataclass, and those in its fields, from the JSON of its fields; leaves out fields that are not its own, of a
+    later version."""
+    if not isinstance(content, dict):
+        raise UserError(f"{label} must be a mapping, got {type(content).__name__}")
+    values = {name: content[name] for name in field_types(cls) if name in content}
+    for name, value in values.items():
+        kind, items = field_types(cls)[name], get_args(field_types(cls)[name])
+        if is_dataclass(kind):
+            values[name] = _restore(kind, value, f"{label}.{name}")
+        elif get_origin(kind) is tuple and isinstance(value, list):
+            inner = items[0]
+            values[name] = tuple(
+                _restore(inner, item, f"{label}.{name}[{k}]") if is_dataclass(inner) else item
+                for k, item in enumerate(value)
+            )
+    return build_dataclass(cls, values, label)

@@ -6,6 +6,7 @@ from typing import Any, final
 
 from polyfed.core.errors import UserError
 from polyfed.report.audit.attack_rates import AttackRate
+from polyfed.report.audit.attributes import ATTRIBUTE_COLUMNS, AttributeAudit
 from polyfed.report.audit.messages.message_audit import MessageAudit
 
 JSON_FORMAT = 1
@@ -45,6 +46,7 @@ class AuditReport:
         overall: of all these clients together.
         sentences: what was tried, and what the numbers do not say.
         messages: what was reconstructed from messages, one entry for each client whose messages were attacked.
+        attributes: how often columns of a table were guessed, of all attacked clients together; empty for other inputs.
     """
 
     method: str
@@ -53,6 +55,7 @@ class AuditReport:
     overall: ClientAudit
     sentences: tuple[str, ...]
     messages: tuple[MessageAudit, ...] = ()
+    attributes: tuple[AttributeAudit, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.clients:
@@ -84,7 +87,18 @@ class AuditReport:
             rates = (entry.auc, entry.tpr_at_1_percent, entry.tpr_at_10_percent)
             line = f"{entry.client:{width}}{entry.examples:>8}  " + "".join(f"{rate!s:23}" for rate in rates)
             lines.append((line + ("" if entry.epsilon is None else f"{entry.epsilon:.3g}")).rstrip())
-        return "\n".join([*lines, *self._lines_on_messages(width), *self.sentences])
+        return "\n".join([*lines, *self._lines_on_attributes(), *self._lines_on_messages(width), *self.sentences])
+
+    def _lines_on_attributes(self) -> list[str]:
+        """Returns the table of guessed columns; empty if there are none."""
+        if not self.attributes:
+            return []
+        rows = [ATTRIBUTE_COLUMNS, *(entry.describe() for entry in self.attributes)]
+        widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+        return [
+            "",
+            *("".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+        ]
 
     def _lines_on_messages(self, width: int) -> list[str]:
         """Returns the table of what was reconstructed from messages; empty if none were attacked."""

@@ -8,16 +8,17 @@ from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 
 def audit_command(argv: list[str]) -> None:
-    """Parses the command line of `polyfed audit`, and prints how well training examples of a run were found, and what was
-    reconstructed from its messages."""
+    """Parses the command line of `polyfed audit`, and prints how well training examples of a run were found, columns
+    of tables guessed, and messages reconstructed."""
     parser = CommandParser(
         "polyfed audit DIR [--runs K] [--client ID] [--iterations N] [--restarts R] [--json]",
         "Tries to find the training examples of the run in DIR from its clients' networks (membership inference): trains K "
         "runs like it, each on a random half of every client's training examples, and attacks each with the others. Prints "
-        "the AUC of the attack and its true positive rates at 1 % and 10 % false positives, with 95 % intervals. Then tries "
-        "to reconstruct images and label counts from the first messages, as a server could that keeps what it "
-        "receives. Classification only. It takes K times as long as the run, and the search for images seconds to minutes a "
-        "client. The result is also written to audit.json in DIR, for the page of `polyfed report`.",
+        "the AUC of the attack and its true positive rates at 1 % and 10 % false positives, with 95 % intervals; and for "
+        "tables how often columns of few values are guessed. Then tries to reconstruct images and label counts from the "
+        "first messages, as a server could that keeps what it receives. Classification only. It takes K times as long as "
+        "the run, and the search for images seconds to minutes a client. The result is also written to audit.json in DIR, "
+        "for the page of `polyfed report`.",
     )
     parser.add_option("--runs", "K", "number of runs to train, at least 4 (default: 8)", parse_whole_number)
     parser.add_option("--client", "ID", "attack this client alone")
