@@ -79,15 +79,15 @@ def columns_of_few_values(examples: Examples) -> dict[str, tuple[int, Tensor, Te
     if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
         return {}
     columns = examples.transform.columns if isinstance(examples.transform, TablePreprocessor) else None
-    chosen: dict[str, tuple[int, Tensor, Tensor]] = {}
+    few_valued: dict[str, tuple[int, Tensor, Tensor]] = {}
     for position in range(rows.shape[1]):
         cells = rows[:, position].cpu()
         values, counts = torch.unique(cells[~cells.isnan()], return_counts=True)
-        if 2 <= len(values) <= MOST_VALUES and len(chosen) < MOST_COLUMNS:
+        if 2 <= len(values) <= MOST_VALUES and len(few_valued) < MOST_COLUMNS:
             order = counts.argsort(descending=True, stable=True)
             name = f"column {position + 1}" if columns is None else columns[position].name
-            chosen[name] = position, values[order], counts[order].double() / counts.sum()
-    return chosen
+            few_valued[name] = position, values[order], counts[order].double() / counts.sum()
+    return few_valued
 
 
 def measure_attributes(
@@ -115,7 +115,7 @@ def measure_attributes(
                 num_frequent += float(frequencies[0]) * rows_with_value
             first_unit += int(own_units.max()) + 1
         scores, is_member, unit = np.concatenate(right), np.concatenate(inside), np.concatenate(units)
-        kinds = [~np.isnan(scores) & chosen for chosen in (is_member, np.logical_not(is_member))]
+        kinds = [~np.isnan(scores) & kept_rows for kept_rows in (is_member, np.logical_not(is_member))]
         if all(kind.any() for kind in kinds):
             trained_on, others = (share_of_right_guesses(scores[kind], unit[kind]) for kind in kinds)
             audits.append(AttributeAudit(name, num_values, num_rows, trained_on, others, num_frequent / num_rows))
