@@ -31,7 +31,7 @@ from transformers import BertConfig, BertForMaskedLM, BertModel
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedSALoRA, FFALoRA, Local, RoLoRA
 from polyfed.core.algorithm import Algorithm
-from polyfed.data.sources.tweets import Sentiment140
+from polyfed.data.sources.published.tweets import Sentiment140
 from polyfed.models.lora import add_lora
 from polyfed.simulation.monitoring.progress import SilentProgress
 

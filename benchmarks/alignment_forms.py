@@ -20,7 +20,7 @@ from polyfed.algorithms import Local
 from polyfed.alignment import compute_representations, linear_cka, mean_kernel_features, reduce_to_principal_components
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.training.loop import fit
-from polyfed.data.sources.vision import CIFAR10
+from polyfed.data.sources.published.vision import CIFAR10
 from polyfed.models import ModelSpec
 
 LEVELS, RANK, SEEN, OWN, EPOCHS = range(1, 6), 128, 1000, 300, 5

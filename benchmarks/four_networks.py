@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import polyfed as pf
 from polyfed.core.algorithm import Algorithm
-from polyfed.data.sources.vision import CIFAR10
+from polyfed.data.sources.published.vision import CIFAR10
 from polyfed.simulation.monitoring.progress import SilentProgress
 
 VAL, TEST, PUBLIC, ROUNDS, LENGTH, LETTERS = 200, 1000, 500, 12, 80, 64

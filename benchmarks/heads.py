@@ -28,7 +28,7 @@ from polyfed.algorithms import FLHAGHN
 from polyfed.cli.commands.options import recipes
 from polyfed.comparison.statistics.mrmc import estimate_mean_over_clients, estimate_variance_components
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.data.sources.vision import FashionMNIST
+from polyfed.data.sources.published.vision import FashionMNIST
 from polyfed.simulation.experiment import build_experiment, load_participants
 from polyfed.simulation.monitoring.progress import SilentProgress
 

@@ -110,7 +110,7 @@ def begun(weights: Sequence[Tensor], place: int) -> nn.Sequential:
 def deal(path: str, seed: int) -> list[dict[str, tuple[Tensor, Tensor]]]:
     """The clients' images, between -1 and 1 as HtFLlib's, and labels."""
     import polyfed as pf
-    from polyfed.data.sources.vision import FashionMNIST
+    from polyfed.data.sources.published.vision import FashionMNIST
 
     pool = FashionMNIST(path=path, deal_test=True).load()
     split = pf.data.Split(clients=CLIENTS, examples_per_client=TRAIN, test_fraction=TEST / (TRAIN + TEST))

@@ -98,7 +98,7 @@ class TweetUsers:
     """A source of `number` users who wrote eight tweets each, drawn at random from Sentiment140, with replacement."""
 
     def __init__(self, number: int, path: Path) -> None:
-        from polyfed.data.sources.tweets import Sentiment140
+        from polyfed.data.sources.published.tweets import Sentiment140
 
         self.ids = [f"u{place:07d}" for place in range(number)]
         self.train = Sentiment140(path=str(path), vocabulary_size=TOKENS, length=LENGTH).load().train

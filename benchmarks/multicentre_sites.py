@@ -15,8 +15,8 @@ import pandas as pd
 
 import polyfed as pf
 from polyfed.data.sources.blobs import Blobs
-from polyfed.data.sources.heart import read_heart_table
-from polyfed.data.sources.tweets import Sentiment140
+from polyfed.data.sources.published.heart import read_heart_table
+from polyfed.data.sources.published.tweets import Sentiment140
 
 VALIDATION = 0.15  # share of a site's examples, held out of the training part in each fold
 PUBLIC = 0.05  # share of a table's rows that are no site's, for FedHeNN's public examples; one scale for all sites then

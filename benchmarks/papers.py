@@ -43,8 +43,8 @@ from polyfed.comparison.statistics.mrmc import (
 )
 from polyfed.core.errors import RoundError
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.simulation.storage import predictions
 from polyfed.simulation.storage.directory import read_metrics
+from polyfed.simulation.storage.predictions import prediction_store as predictions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "papers"

@@ -22,7 +22,7 @@ import torch
 import polyfed as pf
 from polyfed.core.algorithm import Algorithm
 from polyfed.data import Dirichlet, Split, make_clients
-from polyfed.data.sources.vision import FashionMNIST
+from polyfed.data.sources.published.vision import FashionMNIST
 
 RESULTS = Path(__file__).parent / "results" / "privacy_cost.json"
 RATES = [0.03, 0.1, 0.3, 1.0, ...]

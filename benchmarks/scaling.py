@@ -39,9 +39,9 @@ from polyfed.simulation.federate import run_remaining_rounds
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.storage import checkpoint
+from polyfed.simulation.storage.checkpoints import checkpoint
+from polyfed.simulation.storage.checkpoints.state_store import STORE_FILE
 from polyfed.simulation.storage.directory import RunDirectory
-from polyfed.simulation.storage.state_store import STORE_FILE
 
 CLIENTS = (10, 100, 1_000, 10_000)
 COHORT, ROUNDS = 10, 4  # clients and rounds of "ten"; the first round is not counted

@@ -21,7 +21,7 @@ from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 
 
 def seconds(do):

@@ -31,8 +31,8 @@ from safetensors.torch import load_file, save_file
 
 from polyfed.core.io.atomic_files import flush_files_to_disk, write_file_atomically
 from polyfed.core.serialization import deserialize_state, serialize_state
-from polyfed.simulation.storage import state_store
-from polyfed.simulation.storage.state_store import STORE_FILE, StateStore
+from polyfed.simulation.storage.checkpoints import state_store
+from polyfed.simulation.storage.checkpoints.state_store import STORE_FILE, StateStore
 
 COHORT, PER_SHARD, MOST_FILES = 100, 1_000, 100_000
 

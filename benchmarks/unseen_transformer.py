@@ -25,7 +25,7 @@ from first_heads import difference
 
 import polyfed as pf
 from polyfed.core.nn.module_cache import initial_state
-from polyfed.data.sources.vision import FashionMNIST
+from polyfed.data.sources.published.vision import FashionMNIST
 from polyfed.models import ModelSpec
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.results.unseen_clients import training_curve

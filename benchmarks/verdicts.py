@@ -25,8 +25,8 @@ import torch
 from scipy import stats
 
 import polyfed as pf
-from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.build_results import ResultInputs, build_results
+from polyfed.comparison.planning.budget import Budget, ResultCriteria
 from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL
 from polyfed.comparison.statistics.evidence import Evidence
 from polyfed.comparison.statistics.mrmc import (

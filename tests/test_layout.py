@@ -170,9 +170,7 @@ def test_an_import_upwards_and_a_cycle_are_found(tmp_path, monkeypatch):
             "deploy/flower/records.py",
             "deploy/flower/supernode.py",
         },
-        "ray": {
-            f"simulation/engines/{name}.py" for name in ("ray", "ray_actor", "ray_cluster", "ray_payload", "ray_sums")
-        },
+        "ray": {f"simulation/engines/ray/ray_{name}.py" for name in ("engine", "actor", "cluster", "payload", "sums")},
     }.items(),
 )
 def test_few_files_know_each_framework(package, allowed):

@@ -216,7 +216,7 @@ def deployment_page(text: str, methods: Sequence[Declared], recorded: Sequence[s
 def asynchronous_page(text: str, methods: Sequence[Declared]) -> str:
     """Returns `docs/asynchronous.md` with the methods that FedBuff takes, and those of them that FedAsync does not."""
     import polyfed as pf
-    from polyfed.simulation.checks.scheduling import supports_asynchronous
+    from polyfed.simulation.checks.settings.scheduling import supports_asynchronous
 
     def able(rule: Any) -> list[str]:
         return [method.name for method in methods if supports_asynchronous(registry[method.name](), rule)]

@@ -22,7 +22,7 @@ from polyfed.core.state_dict import iter_tensors
 from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.testing import assert_runs_equal, example_of, small_clients, without_durations
 
 METHODS = [n for n, m in REGISTRY.items() if m.requires & MODEL_REQUIREMENTS and "adapters" not in m.requires]

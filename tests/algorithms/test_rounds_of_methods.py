@@ -16,7 +16,7 @@ from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.training_round import run_phase
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.testing import small_clients
 
 

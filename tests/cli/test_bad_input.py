@@ -11,7 +11,7 @@ import torch
 
 import polyfed as pf
 from polyfed.cli.main import main
-from polyfed.simulation.storage import checkpoint as checkpoints
+from polyfed.simulation.storage.checkpoints import checkpoint as checkpoints
 from polyfed.testing import small_clients
 
 NETS = """

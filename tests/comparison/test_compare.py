@@ -15,8 +15,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import CAFedPNAS, FedAvg, FedProx, Local, PFedLA
-from polyfed.comparison.method_selection import select_methods
-from polyfed.comparison.process_pool import run_in_processes
+from polyfed.comparison.execution.process_pool import run_in_processes
+from polyfed.comparison.planning.method_selection import select_methods
 from polyfed.comparison.storage.comparison_directory import load_comparison
 from polyfed.simulation.storage.directory import read_config
 from polyfed.testing import small_clients

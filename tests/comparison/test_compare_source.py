@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import polyfed as pf
-from polyfed.comparison import client_set
+from polyfed.comparison.planning import client_set
 from polyfed.core.errors import UserError
 from polyfed.data import SourceManifest, SyntheticClients
 from polyfed.testing import small_clients

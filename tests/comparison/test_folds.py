@@ -12,7 +12,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.data.partitioning.folds import Folds, deal_folds
-from polyfed.simulation.storage.predictions import read_predictions
+from polyfed.simulation.storage.predictions.prediction_store import read_predictions
 
 QUICK = {"rounds": 1, "budget": "steps", "tune": "none", "references": False, "parallel": 1, "quiet": True,
          "engine": "inprocess"}  # fmt: skip

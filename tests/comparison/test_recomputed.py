@@ -16,7 +16,7 @@ from polyfed.comparison.statistics.mrmc import (
 )
 from polyfed.comparison.storage.comparison_directory import load_comparison
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.simulation.storage import predictions
+from polyfed.simulation.storage.predictions import prediction_store as predictions
 from polyfed.testing import small_clients
 
 

@@ -11,7 +11,7 @@ from polyfed.data import ListedClasses, Split, make_clients
 from polyfed.data.partitioning.allocation import unique_values_as_texts
 from polyfed.data.partitioning.partitions import IID, Natural
 from polyfed.data.partitioning.split import split_rows_by_client
-from polyfed.data.sources.vision import Digits
+from polyfed.data.sources.published.vision import Digits
 from polyfed.simulation.storage.directory import read_config, read_metrics
 
 SITES = ["south", "north", "west", "east"]

@@ -21,7 +21,7 @@ from polyfed.data import (
     make_clients,
 )
 from polyfed.data.partitioning.partitions import IID, ClassesPerClient
-from polyfed.data.sources.vision import Digits
+from polyfed.data.sources.published.vision import Digits
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 
 

@@ -9,8 +9,8 @@ import torch
 from polyfed.core.errors import UserError
 from polyfed.data import SOURCES, Split, make_clients
 from polyfed.data.partitioning.partitions import IID
-from polyfed.data.sources.tweets import Sentiment140
-from polyfed.data.sources.vision import CIFAR10, CIFAR100, EMNIST, MNIST, FashionMNIST
+from polyfed.data.sources.published.tweets import Sentiment140
+from polyfed.data.sources.published.vision import CIFAR10, CIFAR100, EMNIST, MNIST, FashionMNIST
 
 RNG = np.random.default_rng(0)
 GREY = RNG.integers(0, 256, (10, 28, 28), dtype=np.uint8)

@@ -20,7 +20,7 @@ from polyfed.deploy.trial import local_trial as trials
 from polyfed.deploy.trial.project import create_project
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.monitoring.progress import LineProgress
-from polyfed.simulation.storage.checkpoint import load_newest_checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import load_newest_checkpoint
 from polyfed.simulation.storage.directory import read_config, read_metrics
 from polyfed.testing import small_clients
 

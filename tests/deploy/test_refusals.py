@@ -16,7 +16,7 @@ from polyfed.deploy.trial.project import Project, create_project
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.storage.checkpoint import Checkpoint, save_checkpoint_and_remove_older
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint, save_checkpoint_and_remove_older
 from polyfed.simulation.storage.directory import RunDirectory
 from polyfed.testing import small_clients
 

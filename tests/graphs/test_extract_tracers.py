@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.graphs import export_tracer, extract, fx_tracer
-from polyfed.graphs.layer_flow import Root, record_layer_flow
+from polyfed.graphs import extract
+from polyfed.graphs.tracing import export_tracer, fx_tracer
+from polyfed.graphs.tracing.layer_flow import Root, record_layer_flow
 from polyfed.models import MODELS, build
 
 

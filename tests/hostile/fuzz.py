@@ -33,9 +33,9 @@ from polyfed.report.data.run_groups import read_run_groups
 from polyfed.report.data.run_records import read_checked_round_records
 from polyfed.report.figures.architectures import read_search_result
 from polyfed.simulation.experiment import build_experiment
-from polyfed.simulation.storage import predictions
 from polyfed.simulation.storage.configuration import restore_settings_and_method
 from polyfed.simulation.storage.directory import describe_changed_files_of_run, read_config, read_manifest, read_metrics
+from polyfed.simulation.storage.predictions import prediction_store as predictions
 from polyfed.testing import small_clients
 
 NUMBERS = (0, -1, 3, 2**62, 10**400, 1.5, -0.0, 1e308, math.inf, -math.inf, math.nan)

@@ -14,9 +14,9 @@ from polyfed.algorithms import FedAvg, FedProx, Local
 from polyfed.cli.main import main
 from polyfed.comparison.storage.comparison_directory import load_history_if_finished
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.checkpoints.state_store import STORE_FILE
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.simulation.storage.directory import describe_changed_files_of_run, read_config, read_manifest
-from polyfed.simulation.storage.state_store import STORE_FILE
 from polyfed.testing import assert_runs_equal, small_clients
 from tests.few_cases import few
 from tests.stored_states import change_rows, damage_states

@@ -174,7 +174,7 @@ ALLOWED = {
     ("simulation/storage/page_file.py", "import_module"): "a constant: the room above, which writes pages",
     ("core/task.py", "import_module"): "a constant: the room of polyfed's own tasks, which imports this file",
     ("core/io/trusted_code.py", "import_module"): "the door",
-    ("simulation/results/frames.py", "import_module"): "a constant",
+    ("simulation/results/display/frames.py", "import_module"): "a constant",
     ("core/io/trusted_code.py", "spec_from_file_location"): "the door",
     ("core/io/trusted_code.py", "exec_module"): "the door",
     ("deploy/flower/superlink.py", "import_module"): "a constant",

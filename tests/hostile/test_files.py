@@ -202,14 +202,14 @@ def test_nothing_is_written_in_another_way():
     """Calls that write to the disk, outside of `core.files`; what a user names a path for may stay."""
     allowed = {
         "data/formats/text.py": "a vocabulary, to a path of the user's",
-        "data/sources/xray.py": "a cache, at a path of the user's",
+        "data/sources/published/xray.py": "a cache, at a path of the user's",
         "graphs/catalogue.py": "a catalogue, to a path of the user's; it is public",
         "cli/commands/deploy/flower_command.py": "a temporary copy of the app, in a folder of its own",
         "data/tabular/schema.py": "a table's schema, to a path of the user's",
         "report/export/mlflow_models.py": "its own code, in a temporary folder",
         "simulation/storage/directory.py": "into memory",
         "data/plot.py": "into memory",
-        "data/sources/row_index.py": "into memory",
+        "data/sources/by_client/row_index.py": "into memory",
     }
     # A project of Flower's is a tree of files that a user asks for, and its trial runs beside it.
     projects = {f"deploy/{name}.py" for name in ("trial/project", "trial/local_trial", "flower/superlink")}

@@ -19,8 +19,8 @@ from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.seeds import torch_generator
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.simulation.rounds.start.state_validation import StateValidator
-from polyfed.simulation.storage import checkpoint as checkpoints
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints import checkpoint as checkpoints
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.testing import assert_runs_equal, small_clients
 
 LARGE = {"flha_ghn", *(name for name, method in REGISTRY.items() if "images" in method.requires)}

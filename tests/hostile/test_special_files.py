@@ -24,7 +24,8 @@ from polyfed.data.formats.text import load_vocabulary
 from polyfed.data.sources.registry import SOURCES
 from polyfed.data.tabular.schema import read_schema
 from polyfed.graphs.catalogue import LayerCatalogue
-from polyfed.simulation.storage import predictions, predictions_parquet
+from polyfed.simulation.storage.predictions import prediction_store as predictions
+from polyfed.simulation.storage.predictions import predictions_parquet
 from tests.special_files import endless, folder, nowhere, pipe, sparse
 
 SPECIAL = [pipe, endless, sparse, nowhere, folder]

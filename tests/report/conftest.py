@@ -137,8 +137,8 @@ def write_predictions():
 
     def write_predictions(folder, client, outputs, targets, **columns):
         from polyfed import Client, Examples
-        from polyfed.simulation.storage import predictions_parquet
         from polyfed.simulation.storage.paths import safe_file_name
+        from polyfed.simulation.storage.predictions import predictions_parquet
 
         known = torch.as_tensor(np.asarray(targets))
         examples = Examples(torch.zeros(len(known), 1), known, columns=columns)

@@ -8,7 +8,7 @@ import pytest
 import polyfed as pf
 from polyfed.algorithms import Local
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.storage.checkpoint import load_newest_checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import load_newest_checkpoint
 from polyfed.simulation.storage.directory import describe_changed_files_of_run, read_manifest, read_metrics
 from polyfed.testing import assert_runs_equal, small_clients
 from tests.few_cases import few

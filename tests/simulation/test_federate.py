@@ -16,7 +16,7 @@ from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.simulation.storage.directory import RunDirectory
 from polyfed.testing import assert_runs_equal, small_clients, without_durations
 

@@ -8,9 +8,9 @@ import torch
 
 import polyfed as pf
 from polyfed.cli.main import main
-from polyfed.simulation.checks.data_leakage import warn_of_test_leakage
-from polyfed.simulation.engines.object_store import store_clients, unflatten_tensor
-from polyfed.simulation.storage.predictions import read_predictions
+from polyfed.simulation.checks.clients.data_leakage import warn_of_test_leakage
+from polyfed.simulation.engines.ray.object_store import store_clients, unflatten_tensor
+from polyfed.simulation.storage.predictions.prediction_store import read_predictions
 from polyfed.testing import small_clients
 
 

@@ -13,9 +13,9 @@ from polyfed.algorithms import FedAvg, FedRep, Local, PFedHN, PFedLA, PFedMe
 from polyfed.cli.main import main
 from polyfed.core.examples.examples import Examples, Normalise
 from polyfed.core.messages.contiguous import path_of_first_difference
-from polyfed.simulation.storage import predictions
-from polyfed.simulation.storage.checkpoint import load_newest_checkpoint, load_round_checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import load_newest_checkpoint, load_round_checkpoint
 from polyfed.simulation.storage.directory import read_config
+from polyfed.simulation.storage.predictions import prediction_store as predictions
 from polyfed.testing import assert_runs_equal, small_clients
 from tests.stopped import Stop
 

@@ -16,7 +16,7 @@ from polyfed.simulation.monitoring.progress import LineProgress
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.round_scores import round_of_best_score
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.testing import assert_runs_equal, small_clients
 
 

@@ -19,7 +19,7 @@ from polyfed.graphs import extract
 from polyfed.models.structure import compute_batch_representation, find_head_modules
 from polyfed.report.export.folder import export_model
 from polyfed.simulation.checks.fingerprints import data_fingerprint
-from polyfed.simulation.engines.object_store import store_clients, unflatten_tensor
+from polyfed.simulation.engines.ray.object_store import store_clients, unflatten_tensor
 from polyfed.testing import assert_runs_equal
 
 OPTIONS = {"lr": 0.05, "batch_size": 8}

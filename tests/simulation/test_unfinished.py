@@ -11,8 +11,8 @@ from polyfed.algorithms import Local, PFedLA
 from polyfed.core.errors import RoundError
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.rounds.training_round import train_and_aggregate_round
-from polyfed.simulation.storage import checkpoint as checkpoints
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints import checkpoint as checkpoints
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.simulation.storage.directory import describe_changed_files_of_run, read_metrics
 from polyfed.testing import assert_runs_equal, small_clients, without_durations
 

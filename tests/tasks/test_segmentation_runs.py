@@ -7,7 +7,7 @@ import polyfed as pf
 from polyfed.algorithms import REGISTRY
 from polyfed.cli.main import main
 from polyfed.data.sources.blobs import SITES, Blobs
-from polyfed.simulation.storage.predictions import read_predictions
+from polyfed.simulation.storage.predictions.prediction_store import read_predictions
 
 OPTIONS = {"lr": 0.05, "local_epochs": 1, "batch_size": 4}
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.comparison.budget import Budget, ResultCriteria
-from polyfed.comparison.fold_tests import FoldTestTargets
+from polyfed.comparison.execution.fold_tests import FoldTestTargets
+from polyfed.comparison.planning.budget import Budget, ResultCriteria
 from polyfed.comparison.statistics.cross_validation.fold_evidence import CrossValidationEvidence
 from polyfed.comparison.statistics.cross_validation.fold_statistics import (
     describe_folds,

@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from polyfed.algorithms import Local
-from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.build_results import ResultInputs, build_results
-from polyfed.comparison.client_set import ClientSet, make_client_set_of_source
-from polyfed.comparison.evaluation_panel import draw_panel
-from polyfed.comparison.final_runs import run_final_methods
-from polyfed.comparison.fold_tests import collect_test_examples_of_folds
-from polyfed.comparison.forecast import count_final_and_search_runs, forecast_cost_and_detectable_gain
-from polyfed.comparison.method_selection import labels_added_by_default, select_methods
+from polyfed.comparison.execution.final_runs import run_final_methods
+from polyfed.comparison.execution.fold_tests import collect_test_examples_of_folds
+from polyfed.comparison.execution.runs_display import open_runs_display
+from polyfed.comparison.execution.sequential_looks import run_until_decided
 from polyfed.comparison.plan import ComparisonPlan, Method, log_warnings
-from polyfed.comparison.plan_description import (
+from polyfed.comparison.planning.budget import Budget, ResultCriteria
+from polyfed.comparison.planning.client_set import ClientSet, make_client_set_of_source
+from polyfed.comparison.planning.evaluation_panel import draw_panel
+from polyfed.comparison.planning.forecast import count_final_and_search_runs, forecast_cost_and_detectable_gain
+from polyfed.comparison.planning.method_selection import labels_added_by_default, select_methods
+from polyfed.comparison.planning.plan_description import (
     describe_comparison,
     initial_search_budget,
     method_fields,
     reference_label,
 )
 from polyfed.comparison.references.fit_references import FittedReferences, fit_references
-from polyfed.comparison.runs_display import open_runs_display
-from polyfed.comparison.sequential_looks import run_until_decided
 from polyfed.comparison.storage import comparison_directory
 from polyfed.comparison.storage.comparison_directory import Comparison
 from polyfed.comparison.tuning import hyperparameter_search
@@ -46,8 +46,8 @@ from polyfed.data.partitioning.group_split import group_numbers
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.simulation.asynchronous.rules import FedAsync, FedBuff
 from polyfed.simulation.callbacks.callback import Callback, RecordFunction, validate_callbacks
-from polyfed.simulation.checks.client_list import class_names_of, list_clients
-from polyfed.simulation.checks.data_leakage import limit_leak_warnings
+from polyfed.simulation.checks.clients.client_list import class_names_of, list_clients
+from polyfed.simulation.checks.clients.data_leakage import limit_leak_warnings
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.monitoring.progress_argument import resolve_own_progress
 from polyfed.simulation.sampling.sampler import Sampler
@@ -145,7 +145,8 @@ def compare(
             that is not a name and has no other defaults for it. Without any, they have equal epochs and batches.
         budget: "best" compares each method at its best round by validation loss, and gives no answer over or with one
             that was still learning; "steps" compares after all rounds, "bytes" or "seconds" (or "bytes=5e6", "seconds=30")
-            each run at its last evaluated round that has spent no more. `polyfed.comparison.budget.Budget` says more.
+            each run at its last evaluated round that has spent no more.
+            `polyfed.comparison.planning.budget.Budget` says more.
         target: the mean score for the columns "to reach it"; None takes what training alone reaches.
         tune: "auto" searches the learning rate of every method on validation examples before, over 0.1 to 10 times its
             own and beyond where the best is at the edge; "none" does not, and the results say so; or fields with the values

@@ -13,11 +13,11 @@ from typing import Any, Literal, NamedTuple, final
 from torch import Tensor
 
 from polyfed.algorithms import Local
-from polyfed.comparison.budget import Budget, ResultCriteria
-from polyfed.comparison.client_set import ClientSet
-from polyfed.comparison.evaluation_panel import EvaluationPanel
-from polyfed.comparison.process_pool import default_parallel_runs, run_in_processes, supports_forked_runs
-from polyfed.comparison.runs_display import RoundCounter, RunsDisplay, SilentRunsDisplay
+from polyfed.comparison.execution.process_pool import default_parallel_runs, run_in_processes, supports_forked_runs
+from polyfed.comparison.execution.runs_display import RoundCounter, RunsDisplay, SilentRunsDisplay
+from polyfed.comparison.planning.budget import Budget, ResultCriteria
+from polyfed.comparison.planning.client_set import ClientSet
+from polyfed.comparison.planning.evaluation_panel import EvaluationPanel
 from polyfed.comparison.statistics.estimate import ALPHA
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_history_if_finished
 from polyfed.core.algorithm import Algorithm
@@ -33,8 +33,8 @@ from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.replies.regional_sums import supports_regions
 from polyfed.simulation.settings import Keep, Settings
-from polyfed.simulation.storage import predictions
 from polyfed.simulation.storage.configuration import describe_method_and_settings
+from polyfed.simulation.storage.predictions import prediction_store as predictions
 
 _LOG = logging.getLogger("polyfed.comparison")
 Method = Algorithm[Any, Any]

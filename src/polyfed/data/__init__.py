@@ -22,10 +22,10 @@ from polyfed.data.partitioning.split import ClientRows, Split, class_counts, par
 from polyfed.data.plot import draw_class_counts
 from polyfed.data.pooled_dataset import PooledDataset, Source
 from polyfed.data.shifts import Shift
-from polyfed.data.sources.heart import heart
+from polyfed.data.sources.by_client.synthetic_clients import SyntheticClients
+from polyfed.data.sources.by_client.table_clients import ArrowClients, DatasetClients, ParquetClients
+from polyfed.data.sources.published.heart import heart
 from polyfed.data.sources.registry import SOURCES
-from polyfed.data.sources.synthetic_clients import SyntheticClients
-from polyfed.data.sources.table_clients import ArrowClients, DatasetClients, ParquetClients
 from polyfed.data.table import ClientTables, split_table
 from polyfed.data.tabular.schema import merge_schemas
 from polyfed.data.windows import WindowSets, split_windows, windows, windows_by_series

@@ -79,7 +79,7 @@ def make_clients(
         UserError: the partition or the split is impossible, or there is no common test set to draw from.
 
     >>> from polyfed.data.partitioning.partitions import IID
-    >>> from polyfed.data.sources.vision import Digits
+    >>> from polyfed.data.sources.published.vision import Digits
     >>> clients, public = make_clients(Digits().load(), Split(clients=6), IID(), seed=0)
     >>> clients[5].id, len(clients[5].train), len(clients[5].test), public
     ('client-005', 209, 90, None)

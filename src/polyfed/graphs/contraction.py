@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, final
 
 from polyfed.graphs.architecture import ArchitectureGraph, LayerType, Node
-from polyfed.graphs.layer_flow import Kinds
 from polyfed.graphs.tables import keep_tables_local
+from polyfed.graphs.tracing.layer_flow import Kinds
 
 NormTreatment = Literal["nodes", "layers", "local"]
 _LOCAL = "norm layers stay with the client (norms=local); norms=generate generates them"

@@ -23,10 +23,10 @@ from polyfed.core.examples.pytree import (
 )
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.graphs import export_tracer, fx_tracer
 from polyfed.graphs.architecture import ArchitectureGraph, LayerType, Node
-from polyfed.graphs.layer_flow import Kinds, LayerFlow, Root, TracedProgram, iterate_tensors, record_layer_flow
 from polyfed.graphs.tables import split_into_tables, with_starts
+from polyfed.graphs.tracing import export_tracer, fx_tracer
+from polyfed.graphs.tracing.layer_flow import Kinds, LayerFlow, Root, TracedProgram, iterate_tensors, record_layer_flow
 
 _TRACERS: dict[str, Callable[[Root, Inputs], TracedProgram]] = {
     "torch.fx": fx_tracer.trace_with_fx,

@@ -24,7 +24,7 @@ from polyfed.core.io.atomic_files import create_private_folder_if_missing, read_
 from polyfed.core.nn.module_cache import architecture_hash
 from polyfed.graphs.architecture import NODE_MARKS, ArchitectureGraph, LayerType, Node
 from polyfed.graphs.extract import extract
-from polyfed.graphs.layer_flow import Kinds
+from polyfed.graphs.tracing.layer_flow import Kinds
 
 _SLOW_SECONDS = 1.0  # graphs that are extracted faster are not kept
 _FORMAT = 1
@@ -56,7 +56,7 @@ def cache_folder() -> Path:
 
 def _cache_key(model: nn.Module, example_input: Inputs, kinds: Kinds) -> str | None:
     """Returns a hash of all on which the graph of a network depends; None if part of it is unknown."""
-    files = {Path(__file__).parent / name for name in sorted(os.listdir(Path(__file__).parent)) if name.endswith(".py")}
+    files = set(Path(__file__).parent.rglob("*.py"))
     for part in model.modules():
         functions = [value for value in vars(part).values() if inspect.isroutine(value)]
         hooks = any(hook for name, hook in vars(part).items() if name.endswith(("_hooks", "_pre_hooks")) and hook)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyfed.graphs.architecture import TRANSPOSED, ArchitectureGraph, LayerType, Node
-from polyfed.graphs.layer_plans import type_by_shape
+from polyfed.graphs.recognition.layer_plans import type_by_shape
 
 _PRIVATE_TABLE = (
     "tables of which the data choose rows stay with the client (tables=local), since rows that come back unchanged would "

@@ -11,7 +11,7 @@ from polyfed.data.clients import ClientData
 from polyfed.data.look.look import Look, look_at_sites
 from polyfed.data.table import ClientTables
 from polyfed.report.page.panels.look import write_look_page
-from polyfed.simulation.checks.client_list import class_names_of, list_clients
+from polyfed.simulation.checks.clients.client_list import class_names_of, list_clients
 from polyfed.simulation.rounds.columns.federated_look import look_between_sites
 
 

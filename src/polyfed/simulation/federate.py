@@ -109,7 +109,7 @@ def federate(
             client, {client: region}, or a number, to which clients are dealt by a checksum of their ids. Any regions give
             the same bits. For methods whose server half is a mean.
         cross_site: whether every client's model is scored on every other client's test examples at the end
-            (`polyfed.simulation.results.cross_site`); in simulations alone, since models travel.
+            (`polyfed.simulation.results.across_sites.cross_site`); in simulations alone, since models travel.
         sampler: how the clients of a round are drawn: "uniform", "available", "power_of_choice" (or
             "power_of_choice:CANDIDATES"), "oort", or a `polyfed.Sampler` of your own.
         speeds, bandwidth: examples that a client goes through, and bytes that it sends and receives, in a simulated second:

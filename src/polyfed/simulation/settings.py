@@ -60,7 +60,7 @@ class Settings:
             examples; "loss", the lowest loss on all validation examples together; or the number of a round.
 
         cross_site: whether every client's model is scored on every other client's test examples at the end
-            (`polyfed.simulation.results.cross_site`); in simulations alone, since models travel.
+            (`polyfed.simulation.results.across_sites.cross_site`); in simulations alone, since models travel.
         sampler: how the clients of a round are drawn: "uniform", "available", "power_of_choice" (or
             "power_of_choice:CANDIDATES"), "oort", or module:Class of your own; a mapping with `name` gives options, too.
         speeds: examples that a client goes through in a simulated second: a number, "uniform:1-20", "lognormal:1.0" (or

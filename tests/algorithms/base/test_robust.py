@@ -14,7 +14,7 @@ from polyfed.core.algorithm import ClientInfo, Message
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.robust.krum import Krum
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.storage.checkpoint import load_newest_checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import load_newest_checkpoint
 from polyfed.testing import AlgorithmContract, example_of, small_clients
 
 RULES = ["clip", "clip:0.05", "median", "trimmed_mean:0.34", "krum:1", "multi_krum:1", "geometric_median:3"]

@@ -7,7 +7,7 @@ from polyfed.cli.commands.options import configuration_parser
 from polyfed.cli.commands.options.recipes import read_recipe, shipped_recipe_files
 from polyfed.core.seeds import derive_seed
 from polyfed.data.partitioning.split import split_rows_by_client
-from polyfed.data.sources.vision import Digits
+from polyfed.data.sources.published.vision import Digits
 from polyfed.simulation.experiment import build_experiment
 
 SEEDS = range(8)

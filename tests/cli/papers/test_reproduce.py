@@ -225,7 +225,7 @@ def test_runs_side_by_side_are_those_of_one_after_another(polyfed, monkeypatch):
     words = ["pfedla", "table1", "--scale", "smoke", "--variant", "fashion_mnist-10", "--rounds", "2", "--seeds", "0,1"]
     words += ["--baselines", "[local,fedavg]"]
     assert polyfed("reproduce", *words, "--workers", "0", "--out", "one")[0] == 0
-    monkeypatch.setattr("polyfed.comparison.process_pool.num_usable_cores", lambda: 2)
+    monkeypatch.setattr("polyfed.comparison.execution.process_pool.num_usable_cores", lambda: 2)
     status, _, err = polyfed("reproduce", *words, "--out", "two")
     assert status == 0
     assert err.count(": done") == 6
@@ -253,7 +253,7 @@ def test_runs_side_by_side_are_those_of_one_after_another(polyfed, monkeypatch):
 
 
 def test_few_runs_go_one_after_another(monkeypatch):
-    monkeypatch.setattr("polyfed.comparison.process_pool.num_usable_cores", lambda: 2)
+    monkeypatch.setattr("polyfed.comparison.execution.process_pool.num_usable_cores", lambda: 2)
     experiment = build_experiment(read_recipe("pfedla_table1").configuration("smoke", "fashion_mnist-10"))
     job = job_runner.PaperJob("a run", experiment, Path("here"))
     assert [job_runner._process_count(job, runs) for runs in (1, 2, 3, 6, 15)] == [1, 1, 1, 2, 2]

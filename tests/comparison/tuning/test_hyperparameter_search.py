@@ -11,11 +11,11 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedProx
-from polyfed.comparison import final_runs
-from polyfed.comparison.client_set import ClientSet
 from polyfed.comparison.compare import run_comparison
-from polyfed.comparison.method_selection import select_methods
+from polyfed.comparison.execution import final_runs
 from polyfed.comparison.plan import ComparisonPlan
+from polyfed.comparison.planning.client_set import ClientSet
+from polyfed.comparison.planning.method_selection import select_methods
 from polyfed.comparison.storage.comparison_directory import load_comparison
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.core.errors import RoundError

@@ -8,8 +8,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedProx, Local
-from polyfed.comparison import final_runs
-from polyfed.comparison.budget import Budget
+from polyfed.comparison.execution import final_runs
+from polyfed.comparison.planning.budget import Budget
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, load_comparison
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.tuning.ranking import (
@@ -204,10 +204,10 @@ def test_where_each_seed_deals_the_data_again_all_clients_have_one_choice(monkey
     prepare(monkeypatch)
     found = pf.compare(two(), ["fedprox"], **QUICK, tune={"lr": [0.01, 0.1, 1.0]})
     assert "by_client" in found.results["tuning"]["methods"]["local"]
-    from polyfed.comparison.client_set import ClientSet
     from polyfed.comparison.compare import run_comparison
-    from polyfed.comparison.method_selection import select_methods
     from polyfed.comparison.plan import ComparisonPlan
+    from polyfed.comparison.planning.client_set import ClientSet
+    from polyfed.comparison.planning.method_selection import select_methods
     from polyfed.simulation.settings import Settings
 
     casts = {0: ClientSet(tuple(two())), 1: ClientSet(tuple(two((torch.zeros(200, 6), torch.arange(200) % 3))))}

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.build_results import ResultInputs, build_results
+from polyfed.comparison.planning.budget import Budget, ResultCriteria
 from polyfed.comparison.verdicts.answer_basis import count_examples_behind_answer
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.tasks import Classification, Multilabel, infer_task_of_targets

@@ -222,15 +222,15 @@ LOADERS |= {"pq", "pyarrow.parquet"}
 GUARDED = ("check_regular_file(", "open_file(", "read_file(", "read_text_file(")
 ALLOWED = {  # file -> how many such calls, and why
     # Nothing is read from a file of somebody else's.
-    "simulation/storage/state_store.py": (1, "creates the file"),
-    "data/sources/table_clients.py": (3, "two streams of `open_file`, and a copy that it wrote itself"),
+    "simulation/storage/checkpoints/state_store.py": (1, "creates the file"),
+    "data/sources/by_client/table_clients.py": (3, "two streams of `open_file`, and a copy that it wrote itself"),
     "cli/commands/options/recipes.py": (2, "recipes that polyfed ships"),
     "cli/static_registry.py": (1, "polyfed's own source"),
     "core/machine/memory_limit.py": (1, "the system says how much memory there is"),
-    "data/sources/vision.py": (1, "the digits that come with scikit-learn"),
+    "data/sources/published/vision.py": (1, "the digits that come with scikit-learn"),
     "report/page/page.py": (2, "the page's own style and scripts"),
     "cli/main.py": (1, "what is left to print goes nowhere"),
-    "data/sources/heart.py": (1, "the hospitals that polyfed ships"),
+    "data/sources/published/heart.py": (1, "the hospitals that polyfed ships"),
     "report/page/panels/look.py": (1, "the page's own style and scripts"),
     "deploy/trial/project.py": (1, "templates that polyfed ships"),
     "report/export/mlflow_models.py": (1, "templates that polyfed ships"),
@@ -245,7 +245,7 @@ ALLOWED = {  # file -> how many such calls, and why
     "data/formats/files.py": (4, "after `check_regular_file` of the same path"),
     "data/formats/lazy_images.py": (2, "`read_bytes` of encoded images, which is guarded"),
     "data/tabular/table_reader.py": (1, "after `open_file` of the same path"),
-    "simulation/storage/predictions_parquet.py": (2, "a stream of `open_file`"),
+    "simulation/storage/predictions/predictions_parquet.py": (2, "a stream of `open_file`"),
     "simulation/storage/integrity.py": (1, "a stream of `open_file`"),
     "deploy/trial/local_trial.py": (1, "a log that is written"),
     # No file at all.

@@ -20,7 +20,7 @@ from polyfed.core.training.losses import build_loss, sampling_weights
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.checks.requirements import check_training_options
 from polyfed.simulation.engines.factory import unpicklable_client_error
-from polyfed.simulation.engines.object_store import store_clients, unflatten_tensor
+from polyfed.simulation.engines.ray.object_store import store_clients, unflatten_tensor
 from polyfed.testing import SmallNet, assert_runs_equal, small_clients
 
 DOUBLE = torch.float64

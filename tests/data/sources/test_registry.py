@@ -13,9 +13,9 @@ import torch
 
 from polyfed.core.errors import UserError
 from polyfed.data import SOURCES, Normalise
-from polyfed.data.sources.tweets import Sentiment140
-from polyfed.data.sources.vision import CIFAR10, CIFAR100, EMNIST, MNIST, Digits, FashionMNIST
-from polyfed.data.sources.xray import FINDINGS, ChestXray14
+from polyfed.data.sources.published.tweets import Sentiment140
+from polyfed.data.sources.published.vision import CIFAR10, CIFAR100, EMNIST, MNIST, Digits, FashionMNIST
+from polyfed.data.sources.published.xray import FINDINGS, ChestXray14
 
 RNG = np.random.default_rng(0)
 GREY = RNG.integers(0, 256, (6, 28, 28), dtype=np.uint8)

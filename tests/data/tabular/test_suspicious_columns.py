@@ -7,7 +7,7 @@ import pytest
 
 from polyfed.core.data_warnings import collect_data_warnings
 from polyfed.data import split_table
-from polyfed.data.sources.heart import read_heart_table
+from polyfed.data.sources.published.heart import read_heart_table
 
 
 def voices(order="in sequence"):

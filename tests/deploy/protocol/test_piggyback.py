@@ -16,7 +16,7 @@ from polyfed.deploy.protocol.wire import SITE_HEAD_BYTES, Envelope
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.simulation.engines.base import ClientTask
-from polyfed.simulation.storage import checkpoint as checkpoints
+from polyfed.simulation.storage.checkpoints import checkpoint as checkpoints
 from polyfed.simulation.storage.directory import describe_changed_files_of_run, read_metrics
 from polyfed.testing import small_clients, without_durations
 

@@ -5,7 +5,7 @@ import pytest
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
 from polyfed.core.errors import UserError
-from polyfed.simulation.checks.scheduling import supports_asynchronous
+from polyfed.simulation.checks.settings.scheduling import supports_asynchronous
 from polyfed.testing import small_adapter_clients, small_clients
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.simulation.checks.scheduling import supports_asynchronous
+from polyfed.simulation.checks.settings.scheduling import supports_asynchronous
 
 PAGE = (Path(__file__).parents[3] / "docs" / "asynchronous.md").read_text(encoding="utf-8")
 

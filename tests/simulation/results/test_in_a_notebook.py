@@ -74,7 +74,7 @@ def test_a_frame_of_a_comparison_has_a_row_for_each_method_seed_and_client(compa
 
 def test_without_pandas_a_sentence_says_what_to_install(run, comparison, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("polyfed.simulation.results.frames.find_spec", lambda name: None)
+    monkeypatch.setattr("polyfed.simulation.results.display.frames.find_spec", lambda name: None)
     for thing in (run, pf.load(run.out), comparison):
         with pytest.raises(pf.UserError, match=r"to_frame\(\) needs the package pandas.*pip install pandas; table\(\)"):
             thing.to_frame()

@@ -30,7 +30,7 @@ from polyfed.graphs.architecture import NONE, PAPER_KINDS
 from polyfed.graphs.catalogue import read_graph_variant_of_catalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.graphs.contraction import ContractionOptions, NormTreatment
-from polyfed.graphs.layer_flow import Kinds
+from polyfed.graphs.tracing.layer_flow import Kinds
 from polyfed.hypernetworks.generated_network import GeneratedNetwork, build_generated_network
 from polyfed.hypernetworks.ghn import (
     GHNConfig,

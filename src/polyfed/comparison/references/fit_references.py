@@ -16,8 +16,8 @@ from typing import Any, final
 from torch import Tensor
 
 from polyfed.algorithms import Local
+from polyfed.comparison.execution.process_pool import default_parallel_runs, run_in_processes
 from polyfed.comparison.plan import ComparisonPlan, Method
-from polyfed.comparison.process_pool import default_parallel_runs, run_in_processes
 from polyfed.comparison.references.reference_models import (
     fit_client_references_with_notes,
     fit_pooled_references,

@@ -23,7 +23,7 @@ from polyfed.core.nn.module_cache import build_module
 from polyfed.core.training.config import TRANSFERABLE_FIELDS, LocalTraining
 from polyfed.data.concat import concat_examples, concatenation_obstacle
 from polyfed.simulation.checks import requirements
-from polyfed.simulation.checks.table_schemas import have_same_columns
+from polyfed.simulation.checks.clients.table_schemas import have_same_columns
 from polyfed.simulation.federate import federate
 from polyfed.simulation.monitoring.progress import SilentProgress
 

@@ -14,7 +14,7 @@ from typing import Any, final
 
 import yaml
 
-from polyfed.comparison.budget import Budget, ResultCriteria
+from polyfed.comparison.planning.budget import Budget, ResultCriteria
 from polyfed.comparison.storage.continuation import find_first_difference, find_invalidating_change
 from polyfed.comparison.storage.results_schema import ComparisonDescription, results_error
 from polyfed.comparison.verdicts.summary import comparison_html, plot_comparison
@@ -27,8 +27,12 @@ from polyfed.core.io.atomic_files import (
     write_file_atomically,
 )
 from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.simulation.results.cross_site_scores import CrossSiteScores, average_cross_site, read_cross_site
-from polyfed.simulation.results.frames import build_frame
+from polyfed.simulation.results.across_sites.cross_site_scores import (
+    CrossSiteScores,
+    average_cross_site,
+    read_cross_site,
+)
+from polyfed.simulation.results.display.frames import build_frame
 from polyfed.simulation.storage.directory import (
     describe_changed_files_of_run,
     read_config,

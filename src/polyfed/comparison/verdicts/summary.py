@@ -5,8 +5,8 @@ from typing import Any
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.number_format import format_number
-from polyfed.simulation.results.notebook_html import notebook_html
-from polyfed.simulation.results.plots import plot_intervals
+from polyfed.simulation.results.display.notebook_html import notebook_html
+from polyfed.simulation.results.display.plots import plot_intervals
 
 
 def comparison_html(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyfed.comparison.budget import Budget
+from polyfed.comparison.planning.budget import Budget
 from polyfed.core.declared_words import NEEDS_ONE_ARCHITECTURE
 from polyfed.core.io.number_format import end_with_period, join_with_and
 

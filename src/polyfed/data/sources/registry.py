@@ -4,13 +4,13 @@ from polyfed.data.pooled_dataset import Source
 from polyfed.data.sources.arrays import Npz, Parquet
 from polyfed.data.sources.blobs import Blobs
 from polyfed.data.sources.folders import ImageFolder, ImageTable
-from polyfed.data.sources.heart import Heart
-from polyfed.data.sources.mosaics import FashionMosaics
+from polyfed.data.sources.published.heart import Heart
+from polyfed.data.sources.published.mosaics import FashionMosaics
+from polyfed.data.sources.published.tweets import Sentiment140
+from polyfed.data.sources.published.vision import CIFAR10, CIFAR100, EMNIST, MNIST, Digits, FashionMNIST
+from polyfed.data.sources.published.xray import ChestXray14
 from polyfed.data.sources.table_file import TableFile
 from polyfed.data.sources.tagged_sentences import TaggedSentences
-from polyfed.data.sources.tweets import Sentiment140
-from polyfed.data.sources.vision import CIFAR10, CIFAR100, EMNIST, MNIST, Digits, FashionMNIST
-from polyfed.data.sources.xray import ChestXray14
 
 SOURCES: dict[str, type[Source]] = {
     "digits": Digits,

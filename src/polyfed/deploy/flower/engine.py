@@ -39,7 +39,7 @@ from polyfed.deploy.server.secure_rounds import SecureRoundServer
 from polyfed.deploy.server.server import DeploymentServer
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase, RealTimeEngine, TaskResult
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 
 _LOG = logging.getLogger("polyfed.server")
 _REASON_SECONDS = 10.0  # a refusal waits so long for the answers of other sites, which may explain it

@@ -15,7 +15,7 @@ from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.task import get_task
 from polyfed.deploy.protocol.errors import RefusalError
-from polyfed.simulation.checks.trial_forward import output_shape
+from polyfed.simulation.checks.networks.trial_forward import output_shape
 
 CLAIM_KEYS = ("task", "num_examples", "architecture", "form", "table")
 """Header keys of a site's introduction that may not change during a run."""

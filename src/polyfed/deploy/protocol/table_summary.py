@@ -1,9 +1,10 @@
 """Compares the tables of different sites before round 1 by hashes of their columns, categories and classes.
 
-If a method's networks must all read the same inputs (`polyfed.simulation.checks.table_schemas`), a site sends a hash of its
-columns, categories and classes; for any other method that discloses something, a hash of its classes. It sends the columns'
-names, each with a hash of its categories, only if its owner allows the disclosure of weights (`allow-disclosure`) or sets
-`disclose="columns"`. It never sends values; but short lists of categories can be guessed from a hash, hence this consent.
+If a method's networks must all read the same inputs (`polyfed.simulation.checks.clients.table_schemas`), a site sends a
+hash of its columns, categories and classes; for any other method that discloses something, a hash of its classes. It sends
+the columns' names, each with a hash of its categories, only if its owner allows the disclosure of weights
+(`allow-disclosure`) or sets `disclose="columns"`. It never sends values; but short lists of categories can be guessed from a
+hash, hence this consent.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ from typing import Any, TypedDict
 
 from polyfed.core.algorithm import Client
 from polyfed.core.io.validation import validation_error
-from polyfed.simulation.checks.table_schemas import (
+from polyfed.simulation.checks.clients.table_schemas import (
     SCHEMA_ADVICE,
     column_definitions_by_name,
     describe_table_differences,

@@ -23,9 +23,9 @@ from polyfed.core.training.config import LocalTraining
 from polyfed.deploy.server.server import Deployment, DeploymentServer
 from polyfed.deploy.server.update_bound import bound_updates
 from polyfed.simulation.asynchronous.rules import parse_asynchronous
-from polyfed.simulation.checks.private_training import check_privacy_covers_method
-from polyfed.simulation.checks.robustness import check_robust_rule
-from polyfed.simulation.checks.scheduling import check_asynchronous_support
+from polyfed.simulation.checks.settings.method_settings import check_robust_rule
+from polyfed.simulation.checks.settings.private_training import check_privacy_covers_method
+from polyfed.simulation.checks.settings.scheduling import check_asynchronous_support
 from polyfed.simulation.rounds.replies.secure_aggregation import check_secure_support, effective_disclosures
 from polyfed.simulation.settings import SCHEDULING_FIELDS, Settings
 from polyfed.simulation.storage.configuration import restore_settings_and_method

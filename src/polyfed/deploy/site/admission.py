@@ -19,7 +19,7 @@ from polyfed.deploy.protocol.wire import DATA_SPEC_REQUIREMENTS, find_first_impo
 from polyfed.deploy.site.look import LOOK_NAME, build_look_if_owner_allows
 from polyfed.deploy.site.preprocessing import MOMENTS_NAME
 from polyfed.simulation.checks import requirements
-from polyfed.simulation.checks.client_init import check_client_init
+from polyfed.simulation.checks.clients.client_init import check_client_init
 from polyfed.simulation.rounds.columns.federated_preprocessing import Moments
 from polyfed.simulation.rounds.replies.secure_aggregation import effective_disclosures, supports_secure_sum
 

@@ -30,9 +30,9 @@ from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.core.state_dict import PyTree
 from polyfed.simulation.engines.base import TaskResult
-from polyfed.simulation.storage import predictions_parquet
 from polyfed.simulation.storage.model_signature import write_model_with_signature
 from polyfed.simulation.storage.paths import safe_file_name
+from polyfed.simulation.storage.predictions import predictions_parquet
 
 _MAX_LINE_BYTES = 2**20  # bytes of the line that names a state's owner, with the method's fields
 _ADVICE = "put back a copy of it, or start another run"

@@ -35,7 +35,7 @@ from polyfed.deploy.privacy.unit_accountant import (
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.site.request_log import hash_task_inputs
 from polyfed.deploy.site.site_task import SiteTask
-from polyfed.simulation.checks.private_training import check_privacy_covers_method, check_privacy_suits_client
+from polyfed.simulation.checks.settings.private_training import check_privacy_covers_method, check_privacy_suits_client
 from polyfed.simulation.engines.base import Engine, TaskResult
 
 _LOG = logging.getLogger("polyfed.site")

@@ -16,7 +16,7 @@ from polyfed.core.task import Task, get_task
 from polyfed.report.data.binary_stats import BinaryPredictions
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.simulation.storage.directory import read_manifest
-from polyfed.simulation.storage.predictions import FOLDER, Predictions, read_predictions
+from polyfed.simulation.storage.predictions.prediction_store import FOLDER, Predictions, read_predictions
 from polyfed.tasks import infer_task_of_targets
 
 MAX_METHODS = 4  # that a reader can choose among: training alone and the leader first

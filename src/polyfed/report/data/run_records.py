@@ -17,8 +17,7 @@ from polyfed.core.evaluation.metrics import METRICS, default_metric_names
 from polyfed.core.io.number_checks import is_number, is_whole_number
 from polyfed.report.data.score_format import ScoreFormat, score_format_of
 from polyfed.simulation.monitoring.update_norms import NORM, norms_by_client
-from polyfed.simulation.storage.directory import read_config, read_manifest
-from polyfed.simulation.storage.undamaged_metrics import read_undamaged_metrics
+from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics_text
 
 DIGITS = 12  # after the point, of means and differences of scores; what is beyond is rounding
 
@@ -250,8 +249,8 @@ def _deciding_metric(config: Mapping[str, Any]) -> str | None:
 
 
 def read_checked_round_records(path: Path, score_names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Reads a `metrics.jsonl` file, and returns one dict per round; leaves out a partly written last line, and raises
-    an error if another line is not a valid round.
+    """Reads a `metrics.jsonl` file, and returns one dict per round, none if it is missing; leaves out a partly written
+    last line, and raises an error if another line is not a valid round.
 
     Args:
         path: the file.
@@ -260,8 +259,27 @@ def read_checked_round_records(path: Path, score_names: Sequence[str] = ()) -> l
     Raises:
         UserError: the file cannot be read, or a line of it is not a round.
     """
-    names = {*METRICS, *score_names, NORM}
-    return read_undamaged_metrics(path, lambda record: _round_error(record, names))
+    names, records = {*METRICS, *score_names, NORM}, []
+    text = read_metrics_text(path)
+    lines = text.rstrip().split("\n") if text.strip() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            # Half a record, or the zeros that some file systems leave after a power cut.
+            is_cut_off = number == len(lines) and not text.endswith("\n") and line.startswith(("{", "\0"))
+            if is_cut_off:
+                break
+            error: str | None = "it is not JSON"
+        else:
+            error = _round_error(record, names)
+        if error:
+            raise UserError(
+                f"{path}, line {number}, is damaged: {error}; put back a copy of the file from before, or make the run "
+                "again"
+            )
+        records.append(record)
+    return records
 
 
 def _round_error(record: Any, score_names: Set[str]) -> str | None:

@@ -28,7 +28,6 @@ from polyfed.core.state_dict import StateDict
 from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.replies.secure_aggregation import effective_disclosures
-from polyfed.simulation.storage import predictions as kept_predictions
 from polyfed.simulation.storage.configuration import build_method, build_settings, read_section, restore_metrics
 from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics
 from polyfed.simulation.storage.model_signature import (
@@ -41,7 +40,8 @@ from polyfed.simulation.storage.model_signature import (
     spec_from_signature,
 )
 from polyfed.simulation.storage.paths import safe_file_name
-from polyfed.simulation.storage.predictions import Predictions
+from polyfed.simulation.storage.predictions import prediction_store as kept_predictions
+from polyfed.simulation.storage.predictions.prediction_store import Predictions
 
 TABLE_OPTIONS = (
     "missing",

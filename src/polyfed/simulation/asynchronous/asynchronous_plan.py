@@ -18,7 +18,7 @@ from polyfed.simulation.engines.base import ClientTask, TaskResult
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.round_plan import RoundPlan
 from polyfed.simulation.rounds.replies.reply_validation import ValidatedReply
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.simulation.timing.client_times import ClientTimes
 
 DrawClients = Callable[[Sequence[str], int, float, int, bool], Sequence[str]]

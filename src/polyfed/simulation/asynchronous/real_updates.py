@@ -13,7 +13,7 @@ from polyfed.simulation.asynchronous.rules import AsynchronousRule
 from polyfed.simulation.engines.base import RealTimeEngine, TaskResult
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.replies.reply_validation import ValidatedReply, validate_reply
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 
 
 @final

@@ -9,7 +9,7 @@ from polyfed.simulation.rounds.run_state import RunState
 from polyfed.simulation.rounds.start.resume import load_kept_checkpoint
 from polyfed.simulation.rounds.training_round import write_personal_models
 from polyfed.simulation.storage import integrity
-from polyfed.simulation.storage.checkpoint import Checkpoint, save_checkpoint_and_remove_older
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint, save_checkpoint_and_remove_older
 from polyfed.simulation.storage.directory import read_config
 
 

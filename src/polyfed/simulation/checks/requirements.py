@@ -36,17 +36,17 @@ from polyfed.core.nn.module_cache import (
 from polyfed.core.task import Task
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.losses import sampling_weights
-from polyfed.simulation.checks.client_init import check_client_init
-from polyfed.simulation.checks.client_list import list_clients
-from polyfed.simulation.checks.data_leakage import warn_of_test_leakage
-from polyfed.simulation.checks.networks import (
+from polyfed.simulation.checks.clients.client_init import check_client_init
+from polyfed.simulation.checks.clients.client_list import list_clients
+from polyfed.simulation.checks.clients.data_leakage import warn_of_test_leakage
+from polyfed.simulation.checks.clients.table_schemas import check_public_table, check_table_schemas
+from polyfed.simulation.checks.clients.token_range import check_tokens_in_vocabulary
+from polyfed.simulation.checks.networks.network_layers import (
     cached_module_of,
     check_batch_norm_gets_no_single_example,
     check_network_tensors_and_layers,
 )
-from polyfed.simulation.checks.table_schemas import check_public_table, check_table_schemas
-from polyfed.simulation.checks.token_range import check_tokens_in_vocabulary
-from polyfed.simulation.checks.trial_forward import check_trains_on_one_example, output_shape
+from polyfed.simulation.checks.networks.trial_forward import check_trains_on_one_example, output_shape
 
 
 def check_clients(clients: Sequence[Client]) -> None:
@@ -56,7 +56,7 @@ def check_clients(clients: Sequence[Client]) -> None:
     Raises:
         UserError: no clients, something that is no client, an id that occurs twice, or several tasks.
 
-    For the warning see `polyfed.simulation.checks.data_leakage`.
+    For the warning see `polyfed.simulation.checks.clients.data_leakage`.
     """
     clients = list_clients(clients)
     twice = [i for i, count in Counter(client.id for client in clients).items() if count > 1]

@@ -54,7 +54,9 @@ def build_engine(
     """
     if name == "ray":
         check_engine_installed(name)
-        from polyfed.simulation.engines.ray import RayEngine  # imported late: Ray is an extra, and takes a second
+        from polyfed.simulation.engines.ray.ray_engine import (
+            RayEngine,  # imported late: Ray is an extra, and takes a second
+        )
 
         options = ray_address, gpus_per_worker, metrics, reply_compression, num_parties
         return RayEngine(algorithm, clients, workers, *options)

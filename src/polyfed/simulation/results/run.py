@@ -21,17 +21,17 @@ from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.results.cross_site import compute_cross_site
-from polyfed.simulation.results.cross_site_scores import CrossSiteScores
-from polyfed.simulation.results.frames import build_frame, list_scores_by_round
-from polyfed.simulation.results.notebook_html import run_html, unit_of_column
-from polyfed.simulation.results.plots import plot_learning_curves
+from polyfed.simulation.results.across_sites.cross_site import compute_cross_site
+from polyfed.simulation.results.across_sites.cross_site_scores import CrossSiteScores
+from polyfed.simulation.results.display.frames import build_frame, list_scores_by_round
+from polyfed.simulation.results.display.notebook_html import run_html, unit_of_column
+from polyfed.simulation.results.display.plots import plot_learning_curves
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.evaluation_sample import has_other_clients_each_round
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.simulation.storage.metrics_table import build_metrics_table
 from polyfed.simulation.storage.page_file import write_page_of
-from polyfed.simulation.storage.predictions import Predictions, PredictionStore
+from polyfed.simulation.storage.predictions.prediction_store import Predictions, PredictionStore
 
 if TYPE_CHECKING:
     from polyfed.simulation.results.unseen_clients import WarmStart
@@ -254,7 +254,7 @@ class Run:
             client: its id.
             split: "test" or "val".
             round: None is the last, or the one of `keep`. Which others are kept is in
-                `polyfed.simulation.storage.predictions`.
+                `polyfed.simulation.storage.predictions.prediction_store`.
 
         Raises:
             UserError: they were not kept, or the file of the run directory is missing or damaged.

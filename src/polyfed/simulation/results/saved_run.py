@@ -21,9 +21,9 @@ from polyfed.core.io.validation import parse_json
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
-from polyfed.simulation.results.frames import build_frame, list_scores_by_round
-from polyfed.simulation.results.notebook_html import run_html, unit_of_column
-from polyfed.simulation.results.plots import plot_learning_curves
+from polyfed.simulation.results.display.frames import build_frame, list_scores_by_round
+from polyfed.simulation.results.display.notebook_html import run_html, unit_of_column
+from polyfed.simulation.results.display.plots import plot_learning_curves
 from polyfed.simulation.storage.configuration import build_method, read_section
 from polyfed.simulation.storage.model_signature import (
     PREPROCESSING_SUFFIX,

@@ -40,8 +40,8 @@ from polyfed.simulation.engines.base import move_clients_to_device
 from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.rounds.federation import build_message_compressor
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.storage import checkpoint as checkpoints
 from polyfed.simulation.storage import integrity
+from polyfed.simulation.storage.checkpoints import checkpoint as checkpoints
 from polyfed.simulation.storage.configuration import restore_settings_and_method
 from polyfed.simulation.storage.directory import read_config, read_manifest
 

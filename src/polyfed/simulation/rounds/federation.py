@@ -25,7 +25,7 @@ from polyfed.core.state_dict import (
     spec_mismatch,
 )
 from polyfed.core.task import Task
-from polyfed.simulation.checks.client_list import class_names_of
+from polyfed.simulation.checks.clients.client_list import class_names_of
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase
 from polyfed.simulation.monitoring.validation_losses import round_of_lowest_pooled_loss
 from polyfed.simulation.rounds.client_registry import ClientRegistry
@@ -35,8 +35,8 @@ from polyfed.simulation.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.sources.per_client import ComputedSequence
 from polyfed.simulation.sources.source_clients import SourceClients
-from polyfed.simulation.storage.checkpoint import Checkpoint
-from polyfed.simulation.storage.client_states import ClientStates, check_and_wrap_server_state
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.client_states import ClientStates, check_and_wrap_server_state
 
 _MOST_EXAMPLES = 10**12
 

@@ -22,16 +22,16 @@ from polyfed.simulation.engines.benchmark import EngineChoice, benchmark_engines
 from polyfed.simulation.engines.devices import choose_client_device
 from polyfed.simulation.engines.factory import build_engine_for_settings
 from polyfed.simulation.monitoring.progress import Progress
-from polyfed.simulation.results.cross_site_scores import write_cross_site
+from polyfed.simulation.results.across_sites.cross_site_scores import write_cross_site
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.round_scheduler import RoundScheduler
 from polyfed.simulation.rounds.run_state import RunState
 from polyfed.simulation.rounds.training_round import train_and_aggregate_round
 from polyfed.simulation.sources.source_clients import SourceClients
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.simulation.storage.directory import RunDirectory
-from polyfed.simulation.storage.predictions import PredictionStore
+from polyfed.simulation.storage.predictions.prediction_store import PredictionStore
 
 
 def run_remaining_rounds(

@@ -11,9 +11,9 @@ from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.training_round import PhaseResults, complete_record
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.simulation.storage.directory import RunDirectory
-from polyfed.simulation.storage.predictions import PredictionStore
+from polyfed.simulation.storage.predictions.prediction_store import PredictionStore
 
 
 @final

@@ -19,7 +19,7 @@ from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, RoundError
 from polyfed.core.evaluation.evaluate import summarise_clients
-from polyfed.simulation.checks.private_training import describe_epsilon
+from polyfed.simulation.checks.settings.private_training import describe_epsilon
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase, TaskResult
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.monitoring.update_norms import (
@@ -34,11 +34,11 @@ from polyfed.simulation.rounds.replies.aggregator import ReplyAggregator
 from polyfed.simulation.rounds.replies.reply_validation import ValidatedReply, validate_reply
 from polyfed.simulation.rounds.round_scores import mean_train_loss
 from polyfed.simulation.sources.source_clients import SourceClients
-from polyfed.simulation.storage.checkpoint import Checkpoint
-from polyfed.simulation.storage.client_states import check_and_wrap_server_state
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.client_states import check_and_wrap_server_state
 from polyfed.simulation.storage.directory import RunDirectory
 from polyfed.simulation.storage.model_signature import remove_other_models, write_model_with_signature
-from polyfed.simulation.storage.predictions import OutputsByClient
+from polyfed.simulation.storage.predictions.prediction_store import OutputsByClient
 
 
 @final

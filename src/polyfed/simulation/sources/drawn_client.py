@@ -11,11 +11,11 @@ from polyfed.core.examples.pytree import input_spec_of
 from polyfed.core.training.config import LocalTraining
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.simulation.checks import requirements
-from polyfed.simulation.checks.client_init import check_client_init
-from polyfed.simulation.checks.data_leakage import warn_of_test_leakage
-from polyfed.simulation.checks.networks import cached_module_of, check_batch_norm_gets_no_single_example
-from polyfed.simulation.checks.token_range import check_tokens_in_vocabulary
-from polyfed.simulation.checks.trial_forward import output_shape
+from polyfed.simulation.checks.clients.client_init import check_client_init
+from polyfed.simulation.checks.clients.data_leakage import warn_of_test_leakage
+from polyfed.simulation.checks.clients.token_range import check_tokens_in_vocabulary
+from polyfed.simulation.checks.networks.network_layers import cached_module_of, check_batch_norm_gets_no_single_example
+from polyfed.simulation.checks.networks.trial_forward import output_shape
 
 
 def make_client(source: ClientSource, client: str) -> Client:

@@ -21,8 +21,8 @@ from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.graphs.contraction import ContractionOptions
 from polyfed.simulation.checks import requirements
-from polyfed.simulation.checks.method_settings import check_settings_suit_method
-from polyfed.simulation.checks.scheduling import check_scheduling
+from polyfed.simulation.checks.settings.method_settings import check_settings_suit_method
+from polyfed.simulation.checks.settings.scheduling import check_scheduling
 from polyfed.simulation.engines.devices import choose_client_device
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.federation import Federation

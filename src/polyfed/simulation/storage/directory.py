@@ -33,7 +33,7 @@ from polyfed.simulation.storage.integrity import describe_changed_files as chang
 from polyfed.simulation.storage.paths import safe_file_name
 
 if TYPE_CHECKING:
-    from polyfed.simulation.storage.state_store import StateStore
+    from polyfed.simulation.storage.checkpoints.state_store import StateStore
 
 BASELINES = "baselines"  # subfolder with a run directory for each baseline
 RUN_FORMAT = 1  # of run directories: grows when an older polyfed could misread one
@@ -87,7 +87,10 @@ class RunDirectory:
     @cached_property
     def state_store(self) -> "StateStore":
         """The file with the states of clients."""
-        from polyfed.simulation.storage.state_store import STORE_FILE, StateStore  # late, since it imports torch
+        from polyfed.simulation.storage.checkpoints.state_store import (  # late, since it imports torch
+            STORE_FILE,
+            StateStore,
+        )
 
         return StateStore(self.checkpoint_folder / STORE_FILE, keeps_open=True)
 

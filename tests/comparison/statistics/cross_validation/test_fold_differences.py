@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyfed.comparison.sequential_looks import error_rates_of_looks
+from polyfed.comparison.execution.sequential_looks import error_rates_of_looks
 from polyfed.comparison.statistics.cross_validation.fold_differences import (
     FoldDifferences,
     difference_over_folds,

@@ -8,7 +8,7 @@ from polyfed.core.evaluation.metrics import METRICS
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.score_format import score_format_of
 from polyfed.report.page.predictions.subgroups import example_positions_by_group, html_subgroup_scores, score_subgroups
-from polyfed.simulation.storage.predictions import Predictions
+from polyfed.simulation.storage.predictions.prediction_store import Predictions
 
 
 def table(logits, targets, columns):

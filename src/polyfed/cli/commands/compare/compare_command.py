@@ -12,15 +12,15 @@ from polyfed.algorithms import registry_name
 from polyfed.cli.commands.compare.compare_options import CompareOptions
 from polyfed.cli.commands.compare.comparison_tables import show_comparison
 from polyfed.cli.commands.terminal import print_line
-from polyfed.comparison.client_set import ClientSet
 from polyfed.comparison.compare import DEFAULT_NUM_SEEDS, run_comparison
-from polyfed.comparison.method_selection import (
+from polyfed.comparison.plan import ComparisonPlan, Method
+from polyfed.comparison.planning.client_set import ClientSet
+from polyfed.comparison.planning.method_selection import (
     DEFAULT_METHODS,
     build_method_with_training_of,
     labels_added_by_default,
     select_methods,
 )
-from polyfed.comparison.plan import ComparisonPlan, Method
 from polyfed.comparison.storage.comparison_directory import (
     DESCRIPTION,
     parse_result_criteria,

@@ -15,7 +15,7 @@ from polyfed.cli.commands.argv import (
 )
 from polyfed.cli.commands.options.recipes import add_scale_and_variant_options
 from polyfed.cli.static_registry import read_value_or_outline_without_import
-from polyfed.comparison.budget import Budget, ResultCriteria
+from polyfed.comparison.planning.budget import Budget, ResultCriteria
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path

@@ -79,7 +79,9 @@ def run_paper_jobs_and_list_failures(jobs: Sequence[PaperJob], *, quiet: bool) -
     Raises:
         UserError: clients whom a method does not suit, or data that cannot be read.
     """
-    from polyfed.comparison.process_pool import run_in_processes  # imported late, here and below: torch takes a second
+    from polyfed.comparison.execution.process_pool import (
+        run_in_processes,  # imported late, here and below: torch takes a second
+    )
 
     unfinished = [method_run for job in jobs for method_run in _unfinished_runs(job)]
     if not unfinished:
@@ -111,7 +113,7 @@ def _process_count(job: PaperJob, runs: int) -> int:
 
     A few runs finish sooner one after another, each on all cores.
     """
-    from polyfed.comparison.process_pool import default_parallel_runs
+    from polyfed.comparison.execution.process_pool import default_parallel_runs
 
     settings, clients = job.experiment.settings, job.experiment.split.clients
     if clients is None:  # as many as the data have

@@ -22,7 +22,7 @@ from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.io.atomic_files import create_private_folder_if_missing
 from polyfed.simulation.asynchronous.rules import parse_asynchronous
 from polyfed.simulation.checks.requirements import check_clients, check_networks_run
-from polyfed.simulation.checks.scheduling import supports_asynchronous
+from polyfed.simulation.checks.settings.scheduling import supports_asynchronous
 from polyfed.simulation.experiment import (
     Experiment,
     Participants,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from polyfed.comparison.fold_tests import FoldTestTargets
+from polyfed.comparison.execution.fold_tests import FoldTestTargets
 from polyfed.comparison.statistics.cross_validation.fold_evidence import CrossValidationEvidence
 
 _DIGITS = 12  # digits after the decimal point of a difference; what is beyond is rounding error

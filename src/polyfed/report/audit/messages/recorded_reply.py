@@ -23,8 +23,8 @@ from polyfed.simulation.rounds.replies.secure_aggregation import (
     encode_reply_in_fixed_point,
     uses_default_mean,
 )
-from polyfed.simulation.storage.checkpoint import Checkpoint
-from polyfed.simulation.storage.client_states import ClientStates, check_and_wrap_server_state
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.client_states import ClientStates, check_and_wrap_server_state
 
 _CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from polyfed.core.io.number_format import format_number, format_number_without_percent_sign
 from polyfed.report.page.elements import html_bullet_list, html_div, html_dropdown_panels, html_table, render_template
-from polyfed.simulation.results.cross_site_scores import CrossSiteCell, CrossSiteScores
+from polyfed.simulation.results.across_sites.cross_site_scores import CrossSiteCell, CrossSiteScores
 
 CROSS_SITE_HEADING = "Cross-site evaluation: every site's model at every site"
 _MAX_SITES = 40  # rows and columns of the table

@@ -30,7 +30,7 @@ from polyfed.report.page.panels.method_panels import (
 )
 from polyfed.report.page.sections import PageExtras
 from polyfed.simulation.experiment import Participants
-from polyfed.simulation.results.cross_site_scores import average_cross_site, read_cross_site
+from polyfed.simulation.results.across_sites.cross_site_scores import average_cross_site, read_cross_site
 from polyfed.simulation.storage.directory import read_manifest
 
 

@@ -9,7 +9,7 @@ from polyfed.core.algorithm import Message
 from polyfed.simulation.engines.base import ClientTask, TaskResult
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.replies.reply_validation import ValidatedReply, validate_reply
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 
 
 class RoundPlan(ABC):

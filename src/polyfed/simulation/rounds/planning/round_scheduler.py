@@ -17,7 +17,7 @@ from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.round_plan import RoundPlan, SynchronousPlan
 from polyfed.simulation.sampling.registry import build_sampler
 from polyfed.simulation.sampling.sampler import Sampler, SamplingRound, UniformSampler
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.simulation.timing.build_times import build_client_times
 from polyfed.simulation.timing.client_times import ClientTimes
 

@@ -17,7 +17,7 @@ from polyfed.simulation.engines.base import PartialSum
 from polyfed.simulation.rounds.replies.regional_sums import RegionalSum
 from polyfed.simulation.rounds.replies.secure_aggregation import SecureSum, uses_default_mean
 from polyfed.simulation.settings import Regions
-from polyfed.simulation.storage.client_states import with_changes_only
+from polyfed.simulation.storage.checkpoints.client_states import with_changes_only
 
 
 @final

@@ -9,7 +9,7 @@ from polyfed.simulation.monitoring.update_norms import MeasuredUpdate, measure_u
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.replies.regional_sums import summed_reply_form
 from polyfed.simulation.rounds.replies.secure_aggregation import encode_reply_in_fixed_point, find_secure_reply_error
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 
 
 @final

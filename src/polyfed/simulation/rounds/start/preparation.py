@@ -17,11 +17,11 @@ from polyfed.core.nn.precision import check_precision
 from polyfed.core.training.config import LocalTraining
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.simulation.checks import requirements
-from polyfed.simulation.checks.client_list import list_clients
+from polyfed.simulation.checks.clients.client_list import list_clients
 from polyfed.simulation.checks.fingerprints import data_fingerprint, earlier_version_run_error
-from polyfed.simulation.checks.method_settings import check_settings_suit_method
-from polyfed.simulation.checks.private_training import check_and_complete_privacy
-from polyfed.simulation.checks.scheduling import check_scheduling
+from polyfed.simulation.checks.settings.method_settings import check_settings_suit_method
+from polyfed.simulation.checks.settings.private_training import check_and_complete_privacy
+from polyfed.simulation.checks.settings.scheduling import check_scheduling
 from polyfed.simulation.engines.devices import choose_client_device
 from polyfed.simulation.rounds.columns.federated_preprocessing import unify_preprocessing_of_clients
 from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
@@ -30,7 +30,7 @@ from polyfed.simulation.settings import Settings
 from polyfed.simulation.sources.preparation import build_federation_of_source
 from polyfed.simulation.sources.source_clients import SourceClients
 from polyfed.simulation.storage import integrity
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.simulation.storage.configuration import describe_method_and_settings, restore_metrics
 from polyfed.simulation.storage.directory import RunDirectory, to_plain_values
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, final
 from polyfed.core.errors import UserError
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.start.state_validation import StateValidator, describe_state_error
-from polyfed.simulation.storage import checkpoint as checkpoints
 from polyfed.simulation.storage import integrity
-from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints import checkpoint as checkpoints
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.simulation.storage.directory import RunDirectory, read_config, read_metrics, read_metrics_text
 
 

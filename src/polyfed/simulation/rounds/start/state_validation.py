@@ -28,8 +28,8 @@ from polyfed.core.seeds import temporary_rng_seed
 from polyfed.core.state_dict import PyTree, StateDict, spec_mismatch, state_dict_spec
 from polyfed.simulation.asynchronous.flights import Flights
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.storage.checkpoint import Checkpoint
-from polyfed.simulation.storage.client_states import ClientStates, groups_by_client
+from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
+from polyfed.simulation.storage.checkpoints.client_states import ClientStates, groups_by_client
 
 _SHRINKING = "private"  # flha_ghn: parameters that turn out to be generated are dropped from it
 _PARTS = "heads"  # fedpac: a part of the network; only the clients know which

@@ -1,0 +1,181 @@
+"""Forecasts, before a comparison starts, how long it takes and how small a gain it can decide, from a pilot of four
+short runs: two methods with two seeds each."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from polyfed.algorithms import Local
+from polyfed.comparison.execution.process_pool import default_parallel_runs
+from polyfed.comparison.plan import ComparisonPlan, Method, RunSpec, execute_or_load_runs
+from polyfed.comparison.statistics.cross_validation.fold_differences import FoldDifferences, difference_over_folds
+from polyfed.comparison.statistics.cross_validation.fold_influence import score_folds
+from polyfed.comparison.statistics.power import (
+    POWER,
+    ComparisonDesign,
+    PilotVariances,
+    estimate_pilot_variances,
+    smallest_decidable_gain,
+)
+from polyfed.comparison.storage.comparison_directory import Comparison
+from polyfed.comparison.tuning import hyperparameter_search
+from polyfed.comparison.verdicts.verdict_sentences import format_difference
+from polyfed.core.evaluation.metric import Metric
+from polyfed.data.partitioning.folds import unit_names
+from polyfed.simulation.checks.fingerprints import data_fingerprint
+
+_WORTHWHILE = 0.9  # a design that decides a gain of less than this share of another's is worth its runs
+
+
+def forecast_cost_and_detectable_gain(
+    plan: ComparisonPlan, methods: Mapping[str, Method], skipped: Mapping[str, str]
+) -> Comparison:
+    """Forecasts a comparison from a short pilot: the number of runs, their duration in minutes, and the smallest gain
+    that can be decided. Returns a `Comparison` without methods, and writes no file.
+
+    The pilot trains `local` and the first method that federates with two seeds on the data of the first run, without a
+    search.
+
+    Args:
+        plan: the plan of the comparison, with resolved metrics.
+        methods: label -> method, those that suit the clients.
+        skipped: label -> why a method does not.
+
+    Returns:
+        A comparison without methods. `results["plan"]` has the numbers; `verdicts` are sentences.
+    """
+    label = next((label for label, method in methods.items() if not isinstance(method, Local)))
+    local = next((label for label, method in methods.items() if isinstance(method, Local)))
+    start = time.monotonic()
+    pilot = _run_pilot(plan, methods, (label, local))
+    seconds = (time.monotonic() - start) / 4
+    num_runs, num_tried = count_final_and_search_runs(plan, methods)
+    design, metric = _describe_design(plan), plan.metrics[0]
+    forecast: dict[str, Any] = {"runs": num_runs, "search_runs": num_tried, "seconds_per_run": seconds}
+    forecast["minutes"] = (num_runs + num_tried) * seconds / _num_parallel(plan) / 60
+    forecast |= {"pilot": [label, local], "score": metric.name, "power": POWER, "designs": {}}
+    if pilot is not None:
+        forecast["designs"] = {
+            name: dict(zip(("mean", "client"), smallest_decidable_gain(pilot, other), strict=True))
+            | {"runs": other.runs}
+            for name, other in _designs(design).items()
+        }
+    sentences = [*_sentences(forecast, metric, len(methods)), *(f"left out: {reason}" for reason in skipped.values())]
+    return Comparison(
+        {"plan": forecast, "verdicts": sentences, "methods": {}, "seeds": list(plan.seeds), "skipped": dict(skipped)}
+    )
+
+
+def _run_pilot(plan: ComparisonPlan, methods: Mapping[str, Method], labels: tuple[str, str]) -> PilotVariances | None:
+    """Trains the pilot's runs, and estimates variances from them; None where the methods have no score, or never differ."""
+    first = plan.build_client_set(plan.seeds[0])
+    seeds = (plan.seeds[0], max(plan.seeds) + 1)
+    fingerprint = data_fingerprint(first.clients, first.public)
+    jobs = {
+        (label, seed): RunSpec(label, methods[label], seed, None, fingerprint) for label in labels for seed in seeds
+    }
+    pilot = dataclasses.replace(plan, out=None, parallel_runs=1, build_client_set=lambda seed: first, callbacks=())
+    finished, failed = execute_or_load_runs(pilot, list(jobs.values()))
+    if failed:
+        raise next(iter(failed.values()))
+    differences = []
+    for client in first.clients:
+        units, targets = unit_names(client.test), client.test.labels.cpu()
+        scores = []
+        for label in labels:
+            outputs = [finished[jobs[label, seed]].test_outputs(client.id, plan.settings.rounds) for seed in seeds]
+            defined = [seed_outputs for seed_outputs in outputs if seed_outputs is not None]
+            scores.append(
+                score_folds(plan.metrics[0], defined, [targets] * 2, [units] * 2, 1) if len(defined) == 2 else None
+            )
+        if scores[0] is not None and scores[1] is not None and len(np.unique(units)) > 1:
+            differences.append(_without_floor(difference_over_folds(scores[0], scores[1])))
+    variances = estimate_pilot_variances(differences) if differences else None
+    return variances if variances is not None and max(variances.examples) > 0 else None  # methods that never differ
+
+
+def _without_floor(difference: FoldDifferences) -> FoldDifferences:
+    return dataclasses.replace(difference, min_example_variance=0.0)
+
+
+def count_final_and_search_runs(plan: ComparisonPlan, methods: Mapping[str, Method]) -> tuple[int, int]:
+    """Returns how many runs are compared, and how many runs a search needs at least."""
+    final = len(plan.seeds) * len(methods)
+    if plan.search_space is None:
+        return final, 0
+    tried = [
+        len(hyperparameter_search.build_search_variants(plan, method)) if plan.num_trials is None else plan.num_trials
+        for method in methods.values()
+    ]
+    return final, sum(tried)
+
+
+def _num_parallel(plan: ComparisonPlan) -> int:
+    if plan.parallel_runs != "auto":
+        return plan.parallel_runs
+    return default_parallel_runs(plan.settings, len(plan.build_client_set(plan.seeds[0]).ids))
+
+
+def _describe_design(plan: ComparisonPlan) -> ComparisonDesign:
+    clients = plan.build_client_set(plan.seeds[0]).clients
+    units, tested = [], []
+    for client in clients:
+        parts = [part for part in (client.train, client.val, client.test) if part is not None]
+        units.append(sum(len(np.unique(unit_names(part))) for part in parts))
+        tested.append(len(np.unique(unit_names(client.test))))
+    kind = "seeds" if plan.num_resplits is None else "resplit"
+    folds = len(plan.seeds)
+    if plan.folds is not None:
+        kind, folds = "folds", plan.folds.number
+    return ComparisonDesign(kind, len(plan.seeds), folds, tuple(units), tuple(tested))
+
+
+def _designs(design: ComparisonDesign) -> dict[str, ComparisonDesign]:
+    """Returns the planned design and those that might be better: more runs of the same kind, and folds."""
+    doubled = dataclasses.replace(design, runs=2 * design.runs)
+    if design.kind == "folds":
+        repeats = design.runs // design.folds
+        return {
+            f"folds={design.folds}, fold_repeats={repeats}": design,
+            f"folds={design.folds}, fold_repeats={2 * repeats}": doubled,
+        }
+    name = {"seeds": "{} seeds", "resplit": "resplit={}"}[design.kind]
+    folds = max(design.runs, 2)
+    return {
+        name.format(design.runs): design,
+        name.format(2 * design.runs): dataclasses.replace(doubled, folds=doubled.runs),
+        f"folds={folds}": dataclasses.replace(design, kind="folds", runs=folds, folds=folds),
+    }
+
+
+def _sentences(forecast: Mapping[str, Any], metric: Metric, num_methods: int) -> list[str]:
+    minutes = forecast["minutes"]
+    duration = "less than a minute" if minutes < 1 else f"about {math.ceil(minutes)} minutes"
+    searched = f", and {forecast['search_runs']} or more to search hyper-parameters" if forecast["search_runs"] else ""
+    sentences = [
+        f"{num_methods} methods: {forecast['runs']} runs{searched}: {duration}, roughly (if all runs take as long as the "
+        f"pilot's, of {' and '.join(forecast['pilot'])}; methods with larger messages take longer, and simple models and "
+        "intervals come on top)"
+    ]
+    if not forecast["designs"]:
+        return [*sentences, "the pilot gave no interval, so that nothing is known of the gains that can be decided"]
+    for name, entry in forecast["designs"].items():
+        mean, client = (format_difference(entry[what], metric.unit, metric.label) for what in ("mean", "client"))
+        sentences.append(
+            f"{name} ({entry['runs']} runs of each method): decides a mean gain of {mean}, or a gain of {client} at one "
+            f"client, with a probability of {100 * forecast['power']:.0f} %"
+        )
+    return [*sentences, _advice(forecast["designs"])]
+
+
+def _advice(designs: Mapping[str, Mapping[str, Any]]) -> str:
+    names: Sequence[str] = list(designs)
+    planned = designs[names[0]]
+    best = min(names[1:], key=lambda name: designs[name]["mean"] * math.sqrt(designs[name]["runs"]))
+    if designs[best]["mean"] < _WORTHWHILE * planned["mean"]:
+        return f"{best} would decide more; the pilot is small, so these numbers are rough"
+    return "more runs would add little: only more test examples would; the pilot is small, so these numbers are rough"

@@ -1,0 +1,1 @@
+"""Runs a network's program, and records between which layers values flow."""

@@ -1,0 +1,1 @@
+"""Checks the clients and their data: leaks, tables, tokens, private states."""

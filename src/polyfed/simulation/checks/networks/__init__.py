@@ -1,0 +1,1 @@
+"""Checks that the clients' networks run, and that a method can train them."""

@@ -1,0 +1,151 @@
+"""Tests a network before the first round, by running it on a few examples, and says what is taken of a network of
+Lightning or of transformers.
+"""
+
+import logging
+import re
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.core.errors import UserError
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import call_network, input_spec_of, logits_or_output, named_leaves
+from polyfed.core.nn.deep_copy import deep_copy
+from polyfed.core.seeds import temporary_rng_seed
+
+_LOG = logging.getLogger("polyfed.simulation")
+
+
+def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[int, ...]:
+    """Runs a network on one example, and returns the shape of its output without the batch dimension; raises a
+    `UserError` if the network fails.
+
+    Args:
+        module: the network; a copy of it is run, so that nothing in it changes.
+        data: its first example is used, twice in a batch.
+        client_name: the client, for error messages.
+
+    Raises:
+        UserError: the network fails, in evaluation or in training; its output is no tensor with a row for each example;
+            or it creates layers or tensors as it runs.
+    """
+    report_unused_training_code(module, client_name)
+    x = data.batch(torch.zeros(2, dtype=torch.int64))[0]
+    shapes = []
+    for training in (False, True):
+        module_copy = deep_copy(module)
+        names_before = module_copy.state_dict().keys()
+        try:
+            output = logits_or_output(_forward(module_copy, x, training))
+        except Exception as error:  # whatever the user's network raises
+            raise UserError(f"{client_name}: {_failure_message(module, x, error, training)}") from error
+        if not isinstance(output, Tensor):
+            raise UserError(
+                f"{client_name}: its network must return a tensor of logits, got "
+                f"{type(output).__name__}{_mode_suffix(training)}; a dict with 'logits' or an object with .logits does "
+                "too"
+            )
+        if output.dim() == 0 or len(output) != 2:
+            raise UserError(
+                f"{client_name}: its network turns 2 examples into an output of shape {tuple(output.shape)}"
+            )
+        if changed_names := names_before ^ module_copy.state_dict().keys():
+            raise UserError(
+                f"{client_name}: its network adds or removes the tensor {min(changed_names)!r} as it runs; build all layers "
+                "and buffers in __init__, and let forward choose among them"
+            )
+        shapes.append(tuple(output.shape[1:]))
+    if shapes[0] != shapes[1]:
+        raise UserError(
+            f"{client_name}: its network's output is {('batch', *shapes[0])} in evaluation and {('batch', *shapes[1])} in "
+            "training; return one form in both"
+        )
+    return shapes[0]
+
+
+def check_trains_on_one_example(
+    module: nn.Module, data: Examples, client_name: str, batch_reason: str, cure: str
+) -> None:
+    """Raises a `UserError` if a network cannot be trained on a minibatch of one example, as networks with BatchNorm
+    cannot.
+
+    Args:
+        module: the network.
+        data: its first example is used.
+        client_name: the client, for the error message.
+        batch_reason: how such a batch comes about, for the error message.
+        cure: what to do, other than choosing another normalisation.
+    """
+    x = data.batch(torch.zeros(1, dtype=torch.int64))[0]
+    try:
+        output = logits_or_output(_forward(deep_copy(module), x, training=True))
+        if isinstance(output, Tensor) and (output.dim() == 0 or len(output) != 1):
+            raise ValueError(f"its output has the shape {tuple(output.shape)}")
+    except Exception as error:  # BatchNorm's, or whatever the user's network raises on a batch of one
+        raise UserError(
+            f"{client_name} {batch_reason}, and its network cannot be trained on a batch of one "
+            f"({type(error).__name__}: {error}); BatchNorm needs two: "
+            f"{cure}, or use another normalisation (nn.GroupNorm, nn.LayerNorm)"
+        ) from error
+
+
+def _forward(module: nn.Module, x: Any, training: bool) -> Any:
+    """Runs the network without gradients, but not in inference mode, and without changing the caller's random state."""
+    with torch.no_grad(), temporary_rng_seed(0):
+        return call_network(module.train(training), x)
+
+
+def _mode_suffix(training: bool) -> str:
+    return " in training" if training else ""
+
+
+def _failure_message(module: nn.Module, x: Any, error: Exception, training: bool) -> str:
+    """Returns the error message for a network that failed on its inputs, with the likely cause. Wrong types of weights or
+    inputs are considered first."""
+    types = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    parts = [part for _, part in named_leaves(x)]
+    # Integers are suspects only if the error names types: they are correct inputs for tokens.
+    odd_dtypes = [part.dtype for part in parts if part.is_floating_point() and part.dtype not in types]
+    if not odd_dtypes and isinstance(error, RuntimeError) and re.search(r"\b(dtype|type|scalar)\b", str(error)):
+        odd_dtypes = [part.dtype for part in parts if not part.is_floating_point()]
+    if types and odd_dtypes:
+        return (
+            f"its network has weights of {' and '.join(sorted(map(str, types)))}, but its inputs are {odd_dtypes[0]}; "
+            "convert the inputs, x.float(), or the network, model.double()"
+        )
+    return f"its network fails on {_describe_batch(x)}{_mode_suffix(training)}: {type(error).__name__}: {error}"
+
+
+def _describe_batch(x: Any) -> str:
+    """Describes the shapes and types of the minibatch on which a network was run."""
+    if isinstance(x, Tensor):
+        return f"a batch of shape {tuple(x.shape)} ({x.dtype})"
+    keys = "keyword" if isinstance(x, dict) else "positional"
+    return f"a batch of 2 examples ({input_spec_of(x)}), given to forward as {keys} arguments"
+
+
+def report_unused_training_code(module: nn.Module, client_name: str) -> None:
+    """Warns that the training code of a `LightningModule` is not used, and logs what is taken of a model of
+    transformers; does nothing for other networks.
+
+    Args:
+        module: a client's network.
+        client_name: the client, for the sentence.
+    """
+    bases = {(base.__name__, base.__module__.partition(".")[0]) for base in type(module).__mro__}
+    if {("LightningModule", "lightning"), ("LightningModule", "pytorch_lightning")} & bases:
+        warnings.warn(
+            f"{client_name}: of its LightningModule, forward and the weights are taken; training_step, configure_optimizers "
+            "and the hooks are not: the method has lr=... and optimizer=..., and Client(loss=...) a loss",
+            UserWarning,
+            stacklevel=2,
+        )
+    if ("PreTrainedModel", "transformers") in bases:
+        _LOG.info(
+            "%s: of its model of transformers, logits and weights are taken; the loss that it computes from labels is not: "
+            "the task has one, and Client(loss=...)",
+            client_name,
+        )

@@ -1,0 +1,1 @@
+"""Checks that the settings of a run suit its method and its clients."""

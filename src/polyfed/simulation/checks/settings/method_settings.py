@@ -1,0 +1,46 @@
+"""Checks that the settings of a run suit its method, whether its clients are a list or are made on demand."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from polyfed.algorithms import registry_name
+from polyfed.core.algorithm import Algorithm
+from polyfed.core.errors import UserError
+from polyfed.core.robust.parse import parse_robust_rule
+from polyfed.simulation.engines.devices import check_engine_installed
+from polyfed.simulation.rounds.planning.evaluation_sample import check_evaluation_sample
+from polyfed.simulation.rounds.replies.regional_sums import check_regions
+from polyfed.simulation.rounds.replies.secure_aggregation import check_secure_support
+from polyfed.simulation.settings import Settings
+
+
+def check_settings_suit_method(algorithm: Algorithm[Any, Any], settings: Settings, client_ids: Sequence[str]) -> None:
+    """Raises a `UserError` if secure sums, regions, a robust rule, evaluated clients or the engine do not suit the method
+    or the number of clients.
+
+    Args:
+        algorithm, settings: of the run.
+        client_ids: of all clients, sorted.
+
+    Raises:
+        UserError: a setting does not suit.
+    """
+    cohort_size = settings.cohort_size(len(client_ids))
+    check_evaluation_sample(settings, client_ids)
+    if settings.secure:
+        check_secure_support(algorithm, cohort_size)
+    if settings.regions is not None:
+        check_regions(algorithm, settings.regions, client_ids)
+    check_robust_rule(algorithm, cohort_size)
+    check_engine_installed(settings.engine)
+
+
+def check_robust_rule(algorithm: Algorithm[Any, Any], cohort_size: int) -> None:
+    """Raises a `UserError` if a round has too few clients for the method's robust rule.
+
+    Raises:
+        UserError: the rule cannot combine so few replies, or protects nothing with them.
+    """
+    rule = parse_robust_rule(getattr(algorithm, "robust", None))
+    if rule is not None and (flaw := rule.cohort_error(cohort_size)):
+        raise UserError(f"{registry_name(algorithm)}: robust='{rule}' is not possible: {flaw}")

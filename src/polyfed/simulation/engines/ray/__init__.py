@@ -1,0 +1,1 @@
+"""Runs clients on the workers of a Ray cluster."""

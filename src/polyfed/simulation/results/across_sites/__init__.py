@@ -1,0 +1,1 @@
+"""Scores every client's model on every other client's test examples."""

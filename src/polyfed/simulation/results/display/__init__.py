@@ -1,0 +1,1 @@
+"""Shows a run in a notebook: pandas frames, HTML, plots."""

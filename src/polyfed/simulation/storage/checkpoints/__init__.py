@@ -1,0 +1,1 @@
+"""Writes and reads checkpoints, and the states of clients that they share."""

@@ -1,0 +1,1 @@
+"""Stores and reads predictions for each client's examples."""

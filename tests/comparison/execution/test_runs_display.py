@@ -1,0 +1,132 @@
+"""The display of a comparison: counts of runs and rounds, the time left, a bar on a terminal and lines elsewhere."""
+
+import io
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+import polyfed as pf
+from polyfed.comparison.execution import runs_display
+from polyfed.comparison.execution.runs_display import (
+    RoundCounter,
+    RunLines,
+    RunsBar,
+    SilentRunsDisplay,
+    format_time_left,
+    open_runs_display,
+)
+from polyfed.testing import small_clients
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(runs_display.time, "monotonic", lambda: now[0])
+    return now
+
+
+def play(counts, position, rounds, display=None):
+    counter = RoundCounter(counts, position, display)
+    counter.start("fedavg", rounds, 0)
+    for number in range(1, rounds + 1):
+        counter.finish_round({"round": number})
+    counter.stop()
+
+
+def test_runs_rounds_and_the_time_left_are_counted(clock):
+    display = SilentRunsDisplay()
+    display.expect(4, 2)
+    assert (display.num_runs, display.seconds_left()) == (6, None)
+    counts = display.begin(["a with lr=1", "b with lr=1"], 0, 10, of_search=True)
+    play(counts, 0, 5)
+    clock[0] += 10
+    assert display.list_running_runs() == ["a with lr=1: round 6 of 10"]
+    assert display.seconds_left() == pytest.approx(110.0)  # 5 of 60 rounds took 10 s
+    play(counts, 0, 10)
+    play(counts, 1, 10)
+    display.finish_run(0, failed=False)
+    display.finish_run(1, failed=True)
+    assert (display.num_done, display.list_running_runs()) == (2, [])
+    display.begin(["a, seed 0"], 3, 10, of_search=False)  # three of its runs were finished before
+    assert (display.num_runs, display.num_done) == (6, 5)
+    assert display.share_done() == pytest.approx(20 / 30)
+
+
+def test_a_search_that_is_extended_raises_the_number_of_runs():
+    display = SilentRunsDisplay()
+    display.expect(2, 1)
+    display.begin(["a with lr=1"], 0, 1, of_search=True)
+    display.begin(["a with lr=2"], 0, 1, of_search=True)
+    assert display.num_runs == 4
+    display.begin(["a, seed 0", "a, seed 1"], 0, 1, of_search=False)
+    assert display.num_runs == 4
+
+
+def test_lines_for_a_log(capsys):
+    display = RunLines()
+    display.expect(2, 0)
+    counts = display.begin(["a, seed 0", "b\x1b[2J, seed 0"], 0, 1, of_search=False)
+    play(counts, 0, 1)
+    display.finish_run(0, failed=False)
+    display.finish_run(1, failed=True)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("a, seed 0: done (1 of 2 runs, ")
+    assert first.endswith(" left)")
+    assert second.endswith("failed (2 of 2 runs)")
+    assert "\x1b" not in second
+
+
+def test_a_bar_shows_runs_time_left_and_the_runs_that_go_on(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with open_runs_display(quiet=False) as display:
+        assert isinstance(display, RunsBar)
+        assert str(display.render()) == "checking clients and methods"
+        display.expect(3, 0)
+        counts = display.begin(["a, fold 1 of 3", "[b], fold 1 of 3"], 0, 4, of_search=False)
+        play(counts, 0, 4)
+        display.finish_run(0, failed=False)
+        RoundCounter(counts, 1).start("b", 4, 2)
+        time.sleep(0.01)
+        console = Console(file=io.StringIO(), width=80)
+        console.print(display.render())
+        text = console.file.getvalue()
+        assert "1 of 3 runs" in text
+        assert " left" in text
+        assert "[b], fold 1 of 3: round 3 of 4" in text
+        display.finish_run(1, failed=True)
+        display.show_stage("simple models")
+        console.print(display.render())
+        assert "simple models" in console.file.getvalue()
+    assert "[b], fold 1 of 3: failed" in stream.getvalue()
+
+
+def test_quiet_shows_nothing_and_no_terminal_has_lines(capsys):
+    with open_runs_display(quiet=True) as display:
+        assert isinstance(display, SilentRunsDisplay)
+    with open_runs_display(quiet=False) as display:
+        assert isinstance(display, RunLines)
+
+
+def test_times_are_short():
+    assert [format_time_left(s) for s in (None, 3, 89, 100, 5399, 5401)] == [
+        "", "3 s left", "89 s left", "2 min left", "90 min left", "1.5 h left",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_comparison_counts_rounds_here_and_in_processes(parallel, capsys):
+    words = {"tune": "none", "references": False, "parallel": parallel}
+    pf.compare(small_clients(2), ["fedprox"], rounds=2, seeds=[0], **words)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(", seed 0: done (")[2].partition(" runs")[0] for line in lines] == [
+        f"{k} of 4" for k in (1, 2, 3, 4)
+    ]
+    assert all(" left)" in line for line in lines[:-1])
