@@ -12,6 +12,7 @@ import polyfed as pf
 from polyfed.algorithms import FedGen, LGFedAvg
 from polyfed.algorithms.distillation.label_generator import diversity_loss
 from polyfed.core.errors import UserError
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.data import SOURCES, ClassesPerClient, Split, make_clients
 from polyfed.models import ModelSpec
@@ -129,14 +130,42 @@ def test_messages_for_evaluation_have_the_head_alone():
     assert sent == {"local": {"head", "labels", "generator"}, "evaluate": {"head"}}
 
 
-def test_a_network_that_ends_otherwise_is_refused_before_the_first_round():
-    clients = [pf.Client(c.id, normed_outputs, c.train, c.test) for c in mixed()]
-    with pytest.raises(UserError, match="further trained layers after its last linear one"):
+def normed_outputs():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), nn.BatchNorm1d(3))
+
+
+def without_bias():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3, bias=False))
+
+
+@pytest.mark.parametrize(("network", "flaw"), [(normed_outputs, "further trained layers"), (without_bias, "bias")])
+def test_a_network_that_ends_otherwise_is_refused_before_the_first_round(network, flaw):
+    clients = [pf.Client(c.id, network, c.train, c.test) for c in mixed()]
+    with pytest.raises(UserError, match=flaw):
         run(FedGen(**OPTIONS, **SMALL), clients)
 
 
-def normed_outputs():
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), nn.BatchNorm1d(3))
+@pytest.mark.parametrize(
+    ("counts", "shares"), [((0.0, 0.0, 0.0), (1 / 3, 1 / 3, 1 / 3)), ((-0.2, 0.1, 0.3), (0.0, 0.25, 0.75))]
+)
+def test_shares_are_probabilities_whatever_the_counts(counts, shares):
+    """Numbers with noise can be negative, and those of secure sums can be zero."""
+    method = FedGen(**OPTIONS, **SMALL)
+    _, state, _, _ = play(method, plain(mixed()))
+    mean = {"head": state["head"], "labels": {"counts": torch.tensor(counts)}}
+    with exclusive_single_torch_thread_with_grad():
+        after = method.server_step(state, mean, ["client-0"])
+    torch.testing.assert_close(after["labels"]["shares"], torch.tensor(shares))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("alpha", -1.0), ("eta", -1.0), ("noise_dim", 0), ("hidden_dim", 0), ("generated_batch_size", 0),
+     ("server_steps", 0), ("server_batch_size", 1), ("server_lr", 0.0)],
+)  # fmt: skip
+def test_wrong_fields_are_refused(field, value):
+    with pytest.raises(UserError, match=f"FedGen: {field} must be"):
+        FedGen(**{field: value})
 
 
 # -- real digits ---------------------------------------------------------------------------------------------------

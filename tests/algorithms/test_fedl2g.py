@@ -5,12 +5,19 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from halves import FULL, OPTIONS, mixed, plain, play, run
+from halves import FULL, OPTIONS, begin, mixed, plain, play, run, short
+from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedL2G
+from polyfed.algorithms.prototypes.guiding_vectors import (
+    compute_guiding_gradient,
+    minibatch_of_two_or_more,
+    split_study_and_quiz,
+)
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
+from polyfed.core.examples.examples import Examples
 from polyfed.data import IID, SOURCES, Split, make_clients
 from polyfed.models import ModelSpec
 
@@ -125,6 +132,103 @@ def test_at_first_the_vectors_alone_are_trained():
         assert not torch.equal(found.last.client_states[c.id]["model"]["0.weight"], drawn[c.id]["0.weight"])
     assert first.history[-1]["train_loss"] is None
     assert found.history[-1]["train_loss"] is not None
+
+
+@pytest.mark.parametrize(("guide", "rate"), [("logits", 0.1), ("features", 100.0)])
+def test_the_default_rate_of_the_vectors(guide, rate):
+    states = [play(FedL2G(**OPTIONS, guide=guide, server_lr=lr), plain(mixed()))[1] for lr in (None, rate)]
+    assert torch.equal(*(state["guides"]["vectors"] for state in states))
+
+
+def test_at_most_half_of_the_examples_are_held_out():
+    client = plain(mixed())[0]
+    assert len(FedL2G(quiz_size=10**6).client_init(client, 3)["quiz"]) == len(client.train) // 2
+
+
+@pytest.mark.parametrize(("number", "quiz", "sizes"), [(1, [0], [1, 1]), (2, [1], [1, 1]), (5, [1, 3], [3, 2])])
+def test_examples_are_in_one_part_unless_there_is_only_one(number, quiz, sizes):
+    examples = Examples(torch.zeros(number, 1), torch.arange(number))
+    study, held_out = split_study_and_quiz(examples, torch.tensor(quiz))
+    assert [len(study), len(held_out)] == sizes
+    assert held_out.labels.tolist() == quiz
+
+
+def test_a_minibatch_of_one_example_has_it_twice():
+    examples = Examples(torch.arange(4.0)[:, None], torch.tensor([0, 1, 2, 0]))
+    assert [b.tolist() for b in minibatch_of_two_or_more(examples, torch.tensor([2]))] == [[[2.0], [2.0]], [2, 2]]
+    assert minibatch_of_two_or_more(examples, torch.tensor([2, 0]))[1].tolist() == [2, 0]
+
+
+class WithIdleLayer(nn.Module):
+    """Has a trained layer that takes no part in the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.idle, self.body = nn.Linear(6, 6), short()
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_the_gradient_leaves_network_and_vectors_as_they_are():
+    """No hook stays, the vectors need no gradient, and a layer without a part in the output is no obstacle."""
+    client, vectors, network = plain(mixed())[0], torch.randn(3, 8), WithIdleLayer()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    batch = minibatch_of_two_or_more(client.train, torch.arange(6))
+    loss = F.cross_entropy
+    gradient = compute_guiding_gradient(network, batch, batch, vectors, 0.1, loss, "body.2")
+    alone = compute_guiding_gradient(network.body, batch, batch, vectors, 0.1, loss, "2")
+    torch.testing.assert_close(gradient, alone)
+    assert gradient.abs().max() > 0
+    assert not vectors.requires_grad
+    assert not network.body[2]._forward_pre_hooks
+    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+
+
+class OnceDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, slope):
+        return 2 * slope
+
+
+class FirstOrder(nn.Sequential):
+    def forward(self, x):
+        return OnceDifferentiable.apply(super().forward(x))
+
+
+def first_order():
+    return FirstOrder(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def test_layers_that_have_no_second_derivative_are_refused_before_round_1():
+    clients = [pf.Client(c.id, first_order, c.train, c.test) for c in mixed()]
+    with pytest.raises(UserError, match="can be differentiated twice"):
+        FedL2G().validate_network(clients[0])
+    with pytest.raises(UserError, match="can be differentiated twice"):
+        run(FedL2G(**OPTIONS), clients)
+
+
+def test_nothing_is_sent_for_evaluation():
+    federation, state, _, _ = play(FedL2G(**OPTIONS), mixed())
+    assert FedL2G().dispatch(state, federation.client_info("client-0", 1, "personal")).nbytes == 0
+    assert set(FedL2G().dispatch(state, federation.client_info("client-0", 2)).tensors) == {"guides"}
+    assert FedL2G().dispatch(begin(FedL2G(), mixed())[1], federation.client_info("client-0", 1)).tensors == {}
+
+
+def test_features_need_one_width_and_logits_do_not():
+    assert "one_representation" in FedL2G(guide="features").requires
+    assert "one_representation" not in FedL2G(guide="logits").requires
+
+
+@pytest.mark.parametrize("wrong", [{"guide_rounds": -1}, {"quiz_size": 0}, {"server_lr": 0.0}, {"buffers": "average"}])
+def test_wrong_fields_are_refused(wrong):
+    with pytest.raises(UserError, match=f"FedL2G: {next(iter(wrong))} must be"):
+        FedL2G(**wrong)
 
 
 def test_networks_with_different_numbers_of_outputs_are_refused():

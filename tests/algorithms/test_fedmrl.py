@@ -91,6 +91,31 @@ def test_a_network_is_built_again_around_the_clients():
         assert torch.equal(again(client.test.x), model.eval()(client.test.x))
 
 
+def test_a_shared_representation_as_wide_as_the_clients_is_taken():
+    found = run(FedMRL(**OPTIONS, shared={"name": "mlp", "hidden": (8,)}), mixed())
+    assert found.model("client-1").projector.weight.shape == (8, 16)
+
+
+class EndsInNorm(nn.Sequential):
+    representation_module = "2"
+
+
+def ends_in_norm():
+    return EndsInNorm(nn.Linear(6, 8), nn.Linear(8, 3), nn.BatchNorm1d(3))
+
+
+def test_networks_whose_last_layer_is_not_linear_are_refused():
+    clients = [pf.Client(c.id, ends_in_norm, c.train, c.test) for c in mixed()]
+    with pytest.raises(UserError, match=r"shared one are \['BatchNorm1d', 'Linear'\]; give networks that end"):
+        run(FedMRL(**OPTIONS, shared=SHARED), clients)
+
+
+@pytest.mark.parametrize("field", ["m_local", "m_global"])
+def test_negative_weights_are_refused(field):
+    with pytest.raises(UserError, match=f"FedMRL: {field} must be at least 0, got -1"):
+        FedMRL(**{field: -1.0})
+
+
 @pytest.mark.parametrize("hidden", [(9,), (64,)])
 def test_a_shared_representation_wider_than_the_clients_is_refused(hidden):
     with pytest.raises(

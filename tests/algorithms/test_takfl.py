@@ -90,6 +90,14 @@ def test_a_round_of_the_server_written_out_in_plain_torch_is_the_same(merge):
         assert_close(merged, state["model"][key], rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": 0.0}, {"self_temperature": -1.0}, {"gamma": -0.1}, {"server_steps": -1}]
+)
+def test_wrong_fields_are_refused(wrong):
+    with pytest.raises(pf.UserError, match=f"TAKFL: {next(iter(wrong))} must be"):
+        TAKFL(**wrong)
+
+
 # -- real digits ---------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from closed_forms import CURVATURE, OPTIMUM, assert_equal, assert_near, linear, linear_clients, loss, quadratics, slopes
-from halves import play
+from halves import begin, play
 
 import polyfed as pf
 from polyfed.algorithms import AFL, FedAvg
@@ -46,6 +46,17 @@ def test_lambda_stays_in_the_simplex_and_rises_for_the_worst_client(cohort):
             before = last["odd"]
     assert last["odd"] == max(last.values())
     assert last["odd"] > 0.3
+
+
+def test_it_begins_with_equal_weights_and_keeps_no_mean_unless_asked_to():
+    _, state, _ = begin(AFL(**OPTIONS), small_clients())
+    assert state["shares"] == {f"client-{k}": 1 / 3 for k in range(3)}
+    assert set(state) == {"model", "shares"}
+
+
+def test_sums_that_hide_single_replies_are_refused():
+    with pytest.raises(pf.UserError, match="secure"):
+        run(AFL(**OPTIONS), 1, secure=True)
 
 
 def test_without_a_rate_of_lambda_it_is_fedavg():
@@ -128,6 +139,16 @@ def test_a_client_without_weight_is_not_averaged():
     (client,) = [c for c in odd_clients() if c.id == heavy]
     slope = slopes(state["model"], client.train)
     assert_near(after, {name: t - 0.3 * slope[name] for name, t in state["model"].items()})
+
+
+def test_a_round_of_clients_without_weight_leaves_the_model_as_it_is():
+    """And gives the client that took part some weight."""
+    method = AFL(**OPTIONS)
+    federation, state, _, replies = play(method, small_clients())
+    state["shares"] = {"client-0": 1.0, "client-1": 0.0, "client-2": 0.0}
+    after = method.aggregate(state, {"client-1": replies["client-1"]}, federation.server_context())
+    assert_equal(after["model"], state["model"])
+    assert after["shares"]["client-1"] > 0
 
 
 @pytest.mark.parametrize(("field", "value"), [("lambda_lr", -1.0), ("weighted", True), ("adapters", "svd")])

@@ -65,7 +65,6 @@ class AFL(Averaging):
         super().__post_init__()
         self._at_least(0, "lambda_lr")
         self._require(not self.weighted, "weighted", "false: λ weighs the clients")
-        self._require(self.adapters is None, "adapters", "none: clients' models are averaged in one form")
 
     @property
     def aggregates_by_sum(self) -> bool:
