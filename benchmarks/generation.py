@@ -7,13 +7,12 @@ per architecture, milliseconds of generating its weights, of doing so and going 
 training step (batch 32 of 3×32×32) without and with the GHN. Peak memory is the most that the allocator had given out at one
 time while ResNet-18's weights were generated and a gradient of their size went back: the network, the GHN, the GHN's
 gradient, and all that is made on the way. It is also given over network and GHN (goal: at most 3). Times are the
-processor's; "load" is the machine's: above 1, other programs ran.
+processor's, the least of several; "load" is the machine's: above 1, other programs ran.
 """
 
 import argparse
 import json
 import os
-import statistics
 import time
 from pathlib import Path
 
@@ -34,24 +33,24 @@ SHAPE = (3, 32, 32)
 
 
 def milliseconds(work, repetitions):
-    """Median, by the processor's clock."""
+    """Least of several, by the processor's clock."""
     work()
     found = []
     for _ in range(repetitions):
         start = time.process_time()
         work()
         found.append(1000 * (time.process_time() - start))
-    return statistics.median(found)
+    return min(found)
 
 
 def models(width):
     return {name: build(name, SHAPE, 10, width=width) for name in NETWORKS}
 
 
-def assembled(width, head):
+def assembled(width, head, rank):
     networks = models(width)
     graphs = {name: extract(network, torch.zeros(2, *SHAPE)) for name, network in networks.items()}
-    form = GHNConfig(LayerCatalogue.from_graphs(graphs.values()), head=head)
+    form = GHNConfig(LayerCatalogue.from_graphs(graphs.values()), head=head, rank=rank)
     tensors = init_ghn_params(form, "kaiming", seed=0)
     ghn = GHN(form)
     ghn.load_state_dict(tensors)
@@ -62,8 +61,8 @@ def assembled(width, head):
     return made, safetensors_num_bytes(tensors), sum(tensor.numel() for tensor in tensors.values())
 
 
-def measure(width, head, repetitions):
-    made, size, numbers = assembled(width, head)
+def measure(width, head, rank, repetitions):
+    made, size, numbers = assembled(width, head, rank)
     x, y = torch.randn(32, *SHAPE, generator=torch_generator(0)), torch.arange(32) % 10
     x = x.contiguous(memory_format=torch.channels_last)
     found = {"numbers": numbers, "mb": size / 2**20, "networks": {}}
@@ -75,9 +74,11 @@ def measure(width, head, repetitions):
             with torch.no_grad():
                 network.generate_weights()
 
-        def both(network=network):
+        gradients = [torch.randn_like(p) for p in network.generate_weights().values()]  # dense, as a network's are
+
+        def both(network=network, gradients=gradients):
             network.ghn.zero_grad()
-            torch.autograd.backward([w.sum() for w in network.generate_weights().values()])
+            torch.autograd.backward(list(network.generate_weights().values()), gradients)
 
         def step(module=network):
             module.zero_grad()
@@ -119,7 +120,7 @@ class Spent(torch.autograd.Function):
 def peak(network):
     """The network and the GHN, and the most that was allocated next to them, in bytes."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        Spent.apply(*network.weights().values()).backward()
+        Spent.apply(*network.generate_weights().values()).backward()
     network.ghn.zero_grad()
     events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = most = 0
@@ -132,6 +133,7 @@ def peak(network):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="+", default=[8, 16, 64])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 32], help="of the factored heads")
     parser.add_argument("--out")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -141,13 +143,17 @@ def main():
     )
     print("|---" * 11 + "|")
     for width in given.widths:
-        for head in ("mlp", "factored"):
-            found = measure(width, head, repetitions=10 if width < 64 else 3)
-            found |= {"width": width, "head": head, "load": round(os.getloadavg()[0], 1)}
+        for head, rank in (("mlp", given.ranks[0]), *(("factored", rank) for rank in given.ranks)):
+            found = measure(width, head, rank, repetitions=20 if width < 64 else 6)
+            found |= {
+                "width": width,
+                "head": head if head == "mlp" else f"factored, rank {rank}",
+                "load": round(os.getloadavg()[0], 1),
+            }
             results.append(found)
             for name, row in found["networks"].items():
                 times = " | ".join(f"{row[k]:.1f}" for k in list(row)[1:])
-                print(f"| {width} | {head} | {found['numbers']:,} | {found['mb']:.1f} | {found['peak_mb']:.0f} | "
+                print(f"| {width} | {found['head']} | {found['numbers']:,} | {found['mb']:.1f} | {found['peak_mb']:.0f} | "
                       f"{found['peak_over_held']:.2f} | {name} | {times} |", flush=True)  # fmt: skip
     if given.out:
         Path(given.out).write_text(json.dumps(results, indent=1) + "\n")

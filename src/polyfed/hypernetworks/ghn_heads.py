@@ -135,16 +135,17 @@ class _FactoredWeights(torch.autograd.Function):
     """Computes n weight tensors as low-rank products plus a bias, with a hand-written backward pass.
 
     Tensor n is left_n · columnsᵀ + s_n·bias, shape (c_out, |κ|, c_in). The backward pass is written by hand, so that it
-    takes the gradients one by one: autograd would concatenate them, and keep a copy of the bias in this order.
+    takes the gradients one by one: autograd would concatenate them, and keep a copy of the bias in this order. Both passes
+    copy the bias into this order once for all n tensors, since each of these would read it across memory.
     """
 
     generate_vmap_rule = True  # private training needs the gradient of each example
 
     @staticmethod
     def forward(row_factors: Tensor, columns: Tensor, s: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-        bias_view = _bias_view(bias, row_factors, columns)
+        ordered_bias = _order_bias(bias, row_factors, columns)
         return tuple(
-            (row_factor @ columns.T).addcmul_(bias_view, of_set)
+            (row_factor @ columns.T).addcmul_(ordered_bias, of_set)
             for row_factor, of_set in zip(row_factors, s, strict=True)
         )
 
@@ -156,20 +157,21 @@ class _FactoredWeights(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         row_factors, columns, s, bias = ctx.saved_tensors
-        bias_view = _bias_view(bias, row_factors, columns)
+        flat_bias = _order_bias(bias, row_factors, columns).flatten()
         to_left = torch.stack([slope @ columns for slope in slopes])
-        to_s = torch.stack([(slope * bias_view).sum() for slope in slopes])[:, None]
-        to_columns = slopes[0].flatten(0, 1).T @ row_factors[0].flatten(0, 1)
-        to_bias_view = slopes[0] * s[0]
+        to_s = torch.stack([slope.flatten().dot(flat_bias) for slope in slopes])[:, None]
+        del flat_bias
+        to_columns = row_factors[0].flatten(0, 1).T @ slopes[0].flatten(0, 1)
+        to_ordered_bias = slopes[0] * s[0]
         for slope, row_factor, of_set in zip(slopes[1:], row_factors[1:], s[1:], strict=True):
-            to_columns = torch.addmm(to_columns, slope.flatten(0, 1).T, row_factor.flatten(0, 1))
-            to_bias_view = torch.addcmul(to_bias_view, slope, of_set)
-        return to_left, to_columns, to_s, to_bias_view.transpose(1, 2).reshape(bias.shape)
+            to_columns = torch.addmm(to_columns, row_factor.flatten(0, 1).T, slope.flatten(0, 1))
+            to_ordered_bias = torch.addcmul(to_ordered_bias, slope, of_set)
+        return to_left, to_columns.T, to_s, to_ordered_bias.transpose(1, 2).reshape(bias.shape)
 
 
-def _bias_view(bias: Tensor, row_factors: Tensor, columns: Tensor) -> Tensor:
-    """Returns a view of the bias with its entries in the order of `row_factors`, shape (c_out, |κ|, c_in)."""
-    return bias.view(row_factors.shape[1], len(columns), row_factors.shape[2]).transpose(1, 2)
+def _order_bias(bias: Tensor, row_factors: Tensor, columns: Tensor) -> Tensor:
+    """Returns the bias with its entries in the order of `row_factors`, shape (c_out, |κ|, c_in), contiguous."""
+    return bias.view(row_factors.shape[1], len(columns), row_factors.shape[2]).transpose(1, 2).contiguous()
 
 
 def _num_parameters(module: nn.Module) -> int:
