@@ -4,6 +4,7 @@ import dataclasses
 import io
 import re
 import statistics
+import sys
 
 import pytest
 
@@ -30,10 +31,13 @@ LIAR = "client-2"
 honest = InProcessEngine.run
 
 
+TIMES = 20
+
+
 def forge(reply, received):
     """−20 times the change that was trained."""
     model = {
-        name: received[name] - 20 * (tensor - received[name]) if tensor.is_floating_point() else tensor
+        name: received[name] - TIMES * (tensor - received[name]) if tensor.is_floating_point() else tensor
         for name, tensor in reply.tensors["model"].items()
     }
     return Message({"model": model}, reply.scalars)
@@ -89,7 +93,7 @@ WORDS = {"sites": "a,b,c", "out": "run", "algorithm.name": "local"}
 
 @pytest.mark.parametrize("value", [0, -1.0, "none", True, "nan"])
 def test_a_bound_that_is_none_is_refused(value):
-    with pytest.raises(UserError, match="max-update-norm must be auto, a positive number, or off, got"):
+    with pytest.raises(UserError, match="max-update-norm must be auto, a positive number, off-if-secure, or off, got"):
         build_or_restore_server({**WORDS, "max-update-norm": value})
 
 
@@ -99,7 +103,15 @@ def test_a_bound_that_is_none_is_refused(value):
         (FedAvg(), "auto", False, "clip:3.0x", "limited to 3 times the running median of their norms"),
         (FedAvg(), 2.5, False, "clip:2.5", "limited to a norm of 2.5"),
         (FedAvg(), 2.5, True, "clip:2.5", "limited to a norm of 2.5"),
-        (FedAvg(), "auto", True, None, "secure sums hide the norms .* with max-update-norm = C"),
+        (FedAvg(), "off-if-secure", False, "clip:3.0x", "limited to 3 times the running median of their norms"),
+        (
+            FedAvg(),
+            "off-if-secure",
+            True,
+            None,
+            "max-update-norm is off-if-secure, .* so one site can outweigh all others",
+        ),
+        (FedAvg(), "off", True, None, "max-update-norm is off, so one site can outweigh all others"),
         (FedAvg(), "off", False, None, "max-update-norm is off, so one site can outweigh all others"),
         (FedAvg(robust="median"), "auto", False, "median", "combined by robust = 'median'"),
         (FedAvg(adapters="svd"), "auto", False, None, "adapters of several ranks"),
@@ -117,6 +129,15 @@ def test_a_number_where_no_bound_can_be_is_refused():
         bound_updates(FedAMP(), 1.0, secure=False)
     with pytest.raises(UserError, match="are two rules; leave one of them out"):
         bound_updates(FedAvg(robust="median"), 1.0, secure=False)
+
+
+def test_with_secure_sums_the_bound_is_a_number_or_switched_off_in_words():
+    """The server cannot know a median of what it does not see."""
+    secure = {**WORDS, "algorithm.name": "fedavg", "secure": True}
+    with pytest.raises(
+        UserError, match=r"'auto' is not possible with secure sums.* give a number.* max-update-norm = 'off'"
+    ):
+        build_or_restore_server(secure)
 
 
 def test_fewer_sites_than_krum_needs_are_refused_before_anything_starts(tmp_path):
@@ -191,6 +212,15 @@ def test_sites_of_a_secure_sum_limit_their_updates_as_a_simulation_does(secure_g
     assert all(0 < record["robust"]["norm_of_mean"] <= 0.05 * (1 + 1e-6) for record in run.history)
 
 
+def test_a_broken_site_in_a_secure_sum_limits_itself(secure_grid, secure_play, monkeypatch):
+    """Its update is 1000 times too large by mistake: its software limits it, and the others' part of the mean remains."""
+    monkeypatch.setattr(sys.modules[__name__], "TIMES", 1000)
+    monkeypatch.setattr(InProcessEngine, "run", lies)
+    run = secure_play(secure_grid(small_clients()), rounds=1, **{"max-update-norm": 0.05})
+    assert 0 < run.history[0]["robust"]["norm_of_mean"] < 0.05
+    assert not [text for text in run.history[0]["warnings"] if "secure sum" in text]
+
+
 def test_a_liar_in_a_secure_sum_moves_the_mean_by_the_bound(secure_grid, secure_play, monkeypatch, tmp_path):
     """It does not limit its update; the server limits the mean, and nobody is named."""
     encode = disclosure_guard.encode_reply_in_fixed_point
@@ -199,6 +229,7 @@ def test_a_liar_in_a_secure_sum_moves_the_mean_by_the_bound(secure_grid, secure_
         disclosure_guard, "encode_reply_in_fixed_point",
         lambda reply, algorithm, *more: encode(reply, dataclasses.replace(algorithm, robust=None), *more),
     )  # fmt: skip
+    monkeypatch.setattr(sys.modules[__name__], "TIMES", 1000)
     run = secure_play(secure_grid(small_clients()), rounds=1, **{"max-update-norm": 0.05})
     (record,) = run.history
     assert record["robust"]["norm_of_mean"] > 0.5

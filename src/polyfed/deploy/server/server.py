@@ -61,7 +61,8 @@ class Deployment:
             evaluates the previous round and trains.
         max_megabytes: the largest reply that the server accepts.
         max_update_norm: the bound on the norm of a site's update, above which it is scaled down: a number; "auto", a
-            multiple of the running median of the norms (`polyfed.deploy.server.update_bound`); or "off".
+            multiple of the running median of the norms (`polyfed.deploy.server.update_bound`), which secure sums hide;
+            "off"; or "off-if-secure", which is "off" with secure sums and "auto" without.
         file: a Python file on the server, with `model()` (the common network, for methods that need one architecture),
             `architectures()` (a list of factories, for methods that need them all) and `public()` (unlabelled examples);
             None if the method needs none of these.

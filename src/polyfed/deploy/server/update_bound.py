@@ -10,7 +10,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.number_checks import is_positive_number
 from polyfed.simulation.rounds.replies.secure_aggregation import uses_default_mean
 
-MaxUpdateNorm = float | Literal["auto", "off"]
+MaxUpdateNorm = float | Literal["auto", "off-if-secure", "off"]
+BOUND_WORDS = ("auto", "off-if-secure", "off")
 TIMES_MEDIAN = 3.0
 """The bound of "auto", in running medians of the norms of updates."""
 
@@ -24,7 +25,7 @@ class BoundedMethod(NamedTuple):
 
 
 def parse_max_update_norm(value: Any) -> MaxUpdateNorm:
-    """Returns "auto", "off", or a positive number, also from its text; raises a `UserError` for anything else.
+    """Returns one of the words, or a positive number, also from its text; raises a `UserError` for anything else.
 
     Raises:
         UserError: the value is something else.
@@ -32,13 +33,14 @@ def parse_max_update_norm(value: Any) -> MaxUpdateNorm:
     >>> parse_max_update_norm("auto"), parse_max_update_norm("2.5")
     ('auto', 2.5)
     """
-    if isinstance(value, str) and value not in ("auto", "off"):  # Flower replaces a text by a text only
+    if isinstance(value, str) and value not in BOUND_WORDS:  # Flower replaces a text by a text only
         with contextlib.suppress(ValueError):
             value = float(value)
-    if value not in ("auto", "off") and not is_positive_number(value):
+    if value not in BOUND_WORDS and not is_positive_number(value):
         raise UserError(
-            f"max-update-norm must be auto, a positive number, or off, got {value!r}; auto is {TIMES_MEDIAN:g} times the "
-            "running median of the norms, off leaves updates without a bound"
+            f"max-update-norm must be auto, a positive number, off-if-secure, or off, got {value!r}; auto is "
+            f"{TIMES_MEDIAN:g} times the running median of the norms, off leaves updates without a bound, and off-if-secure "
+            "is off with secure sums and auto without"
         )
     limit: MaxUpdateNorm = value
     return limit
@@ -51,11 +53,12 @@ def bound_updates(algorithm: Algorithm[Any, Any], max_update_norm: MaxUpdateNorm
 
     Args:
         algorithm: the method as configured.
-        max_update_norm: the setting: a norm; "auto", a multiple of the running median, where the server sees norms; "off".
-        secure: whether the run uses secure sums, which hide them.
+        max_update_norm: the setting: a norm; "auto", a multiple of the running median of the norms; "off"; or
+            "off-if-secure", which is "off" with secure sums and "auto" without.
+        secure: whether the run uses secure sums, which hide norms, so that only a number or "off" is possible.
 
     Raises:
-        UserError: a number is given, and the method has another rule, or cannot be bounded.
+        UserError: a number is given, and the method has another rule, or cannot be bounded; "auto" with secure sums.
 
     >>> from polyfed.algorithms import FedAMP, FedAvg
     >>> bound_updates(FedAvg(), "auto", secure=False).algorithm.robust
@@ -80,10 +83,17 @@ def bound_updates(algorithm: Algorithm[Any, Any], max_update_norm: MaxUpdateNorm
         reason = f"{name}'s server does more with replies than to take their mean"
     elif algorithm.adapters is not None:
         reason = "adapters of several ranks are combined by algorithm.adapters"
+    elif secure and max_update_norm == "auto":
+        raise UserError(
+            "max-update-norm = 'auto' is not possible with secure sums, which hide the norms of single updates, so that no "
+            "median of them is known; give a number, to which each site limits its own update (such as 3 times the "
+            "update_norm in metrics.jsonl of a simulation of this run), or say that there is no bound, and that one site "
+            "can outweigh all others: max-update-norm = 'off'"
+        )
     elif secure and not is_number:
         reason = (
-            "secure sums hide the norms of single updates, so that no median of them is known; with max-update-norm = C, a "
-            "number, each site limits its own"
+            "max-update-norm is off-if-secure, and secure sums hide the norms of single updates, so one site can outweigh "
+            "all others; with a number each site limits its own"
         )
     else:
         bound = f"{float(max_update_norm)!r}" if is_number else f"{TIMES_MEDIAN!r}x"

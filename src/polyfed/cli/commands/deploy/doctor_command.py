@@ -86,9 +86,10 @@ def check_server_configuration(config: Mapping[str, Any], file: Path) -> Finding
 
 
 def _is_update_bound(value: Any) -> bool:
-    """Returns whether a value is a bound on updates: "auto", "off" or a positive number, also as a text."""
+    """Returns whether a value is a bound on updates: one of the words or a positive number, also as a text."""
+    words = read_value_or_outline_without_import("polyfed.deploy.server.update_bound", "BOUND_WORDS")
     try:
-        return value in ("auto", "off") or (not isinstance(value, bool) and 0 < float(value) < float("inf"))
+        return value in words or (not isinstance(value, bool) and 0 < float(value) < float("inf"))
     except (TypeError, ValueError):
         return False
 
@@ -111,7 +112,8 @@ def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[F
             yield problem_finding("configuration", f"{file}: {key} must be positive, got {value!r}")
     if not _is_update_bound(bound := values.get("max-update-norm", "auto")):
         yield problem_finding(
-            "configuration", f"{file}: max-update-norm must be auto, a positive number, or off, got {bound!r}"
+            "configuration",
+            f"{file}: max-update-norm must be auto, a positive number, off-if-secure, or off, got {bound!r}",
         )
     for key in ("allow-disclosure", "resume", "look"):
         if not isinstance(values.get(key, False), bool):
@@ -148,7 +150,12 @@ def _secure_findings(settings: Settings, values: Mapping[str, Any], parties: int
             f"{file}: secure-threshold must be above half of the {parties} sites of a round, and at "
             f"most {parties}, got {threshold!r}",
         )
-    if settings.secure and values.get("compress", "none") != "none":
+    if values.get("max-update-norm", "auto") == "auto":
+        yield problem_finding(
+            "configuration",
+            f"{file}: max-update-norm = auto needs norms of single updates, which secure sums hide; give a number, or off",
+        )
+    if values.get("compress", "none") != "none":
         yield problem_finding("configuration", f"{file}: compress and secure exclude one another; leave one out")
 
 
