@@ -126,8 +126,9 @@ def test_a_site_with_one_rare_class_has_an_auc_over_all_folds():
     assert content["answers"][0]["basis"] == "30 test examples, 2 of the rarer class"
 
 
-def test_patients_are_the_units_of_answers():
-    content = pf.compare(sites(patients=3), ["fedavg"], **QUICK, folds=4).results
+def test_patients_are_the_units_of_answers(tmp_path):
+    content = pf.compare(sites(patients=3), ["fedavg"], **QUICK, folds=4, out=tmp_path / "c").results
+    assert pf.load(tmp_path / "c").results["tested"] == content["tested"]
     assert content["tested"]["site-00"]["groups"] == [8, 8]
     assert content["answers"][0]["basis"] == "24 test examples of 8 groups"
     assert any("All examples of a group went to one fold" in sentence for sentence in content["covers"])
@@ -177,3 +178,11 @@ def test_a_plan_says_runs_minutes_and_gains_and_writes_nothing(tmp_path):
     designs = pf.compare(clients, ["fedavg"], **words, resplit=3, plan_only=True).results["plan"]["designs"]
     assert list(designs) == ["resplit=3", "resplit=6", "folds=3"]
     assert designs["folds=3"]["mean"] < next(iter(designs.values()))["mean"], "each example is tested once"
+
+
+def test_a_plan_leaves_out_clients_with_too_few_test_examples_to_judge():
+    clients = sites(3, 60)
+    small = clients[1]
+    clients[1] = pf.Client(small.id, linear, small.train, small.test.select(torch.tensor([0])))
+    plan = pf.compare(clients, ["fedavg"], **QUICK | {"metrics": ["brier"]}, plan_only=True).results["plan"]
+    assert plan["designs"]["5 seeds"]["mean"] > 0

@@ -24,5 +24,7 @@ def test_another_number_of_outputs_than_of_targets_is_refused(name):
 
 @pytest.mark.parametrize("name", ["accuracy", "auc", "f1", "brier", "log_loss", "ece", "balanced_accuracy"])
 def test_a_column_of_classes_is_not_taken_for_one_label(name):
-    with pytest.raises(UserError, match=r"targets of shape \(3, 1\) do not suit outputs of shape \(3, 2\); give classes"):
+    with pytest.raises(
+        UserError, match=r"targets of shape \(3, 1\) do not suit outputs of shape \(3, 2\); give classes"
+    ):
         METRICS[name](torch.eye(3)[:, :2], torch.tensor([[0], [1], [1]]))

@@ -34,9 +34,9 @@ Compares methods on the same clients, with several seeds and equal tuning. Says 
 not decided. DATA is a CSV or Parquet file, or a data set. With DIR it goes on with a stopped comparison, or shows one.
 
   --algorithms NAMES   methods, with commas between (default: the recipe's method and its baselines)
-  --seeds SEEDS        seeds with commas between, or how many (default: 5)
-  --same-data          the first seed deals the data for all; only then are there answers per client
-  --resplit K          split each client's examples K times: answers per client, better for small data
+  --folds K            test every example once; the default, 5, where the clients are the data's own sites
+  --fold-repeats R     deal the folds R times: more runs, and smaller gains are decided
+  --seeds SEEDS        seeds in place of folds, or how many (default: 5); answers per client need --same-data
   --tune FIELDS        none, or what to search; default: each method's learning rate
   --budget BUDGET      best (default), steps, bytes or seconds
   --tables             print the tables of scores, gains and costs before the answers
@@ -46,7 +46,7 @@ not decided. DATA is a CSV or Parquet file, or a data set. With DIR it goes on w
 All options of polyfed run are taken as well, except --seed.
 
 examples
-  polyfed compare heart --resplit 5 -o runs/choice
+  polyfed compare heart --fold-repeats 2 -o runs/choice
   polyfed compare rows.csv --data.target outcome --data.site hospital
   polyfed compare fedavg_digits --algorithms fedprox,ditto --seeds 0,1,2 --same-data
   polyfed compare runs/choice --budget bytes

@@ -12,6 +12,7 @@ import numpy as np
 from polyfed.algorithms import Local
 from polyfed.comparison.execution.process_pool import default_parallel_runs
 from polyfed.comparison.plan import ComparisonPlan, Method, RunSpec, execute_or_load_runs
+from polyfed.comparison.references.reference_models import fit_client_references_with_notes
 from polyfed.comparison.statistics.cross_validation.fold_differences import FoldDifferences, difference_over_folds
 from polyfed.comparison.statistics.cross_validation.fold_influence import score_folds
 from polyfed.comparison.statistics.power import (
@@ -28,11 +29,13 @@ from polyfed.core.evaluation.metric import Metric
 from polyfed.data.partitioning.folds import unit_names
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 
+_PILOT_RUNS = 4
+_PILOT_CLIENTS = 4  # whose simple models are fitted to measure how long they take
 _WORTHWHILE = 0.9  # a design that decides a gain of less than this share of another's is worth its runs
 
 
 def forecast_cost_and_detectable_gain(
-    plan: ComparisonPlan, methods: Mapping[str, Method], skipped: Mapping[str, str]
+    plan: ComparisonPlan, methods: Mapping[str, Method], description: Mapping[str, Any]
 ) -> Comparison:
     """Forecasts a comparison from a short pilot: the number of runs, their duration in minutes, and the smallest gain
     that can be decided. Returns a `Comparison` without methods, and writes no file.
@@ -43,20 +46,25 @@ def forecast_cost_and_detectable_gain(
     Args:
         plan: the plan of the comparison, with resolved metrics.
         methods: label -> method, those that suit the clients.
-        skipped: label -> why a method does not.
+        description: of the comparison: the methods that do not suit the clients, and the fingerprints of the data.
 
     Returns:
         A comparison without methods. `results["plan"]` has the numbers; `verdicts` are sentences.
     """
+    skipped = description["skipped"]
     label = next((label for label, method in methods.items() if not isinstance(method, Local)))
     local = next((label for label, method in methods.items() if isinstance(method, Local)))
     start = time.monotonic()
-    pilot = _run_pilot(plan, methods, (label, local))
-    seconds = (time.monotonic() - start) / 4
+    pilot, judged = _run_pilot(plan, methods, (label, local))
+    parallel = _num_parallel(plan)
+    seconds = (time.monotonic() - start) * min(parallel, _PILOT_RUNS) / _PILOT_RUNS
     num_runs, num_tried = count_final_and_search_runs(plan, methods)
-    design, metric = _describe_design(plan), plan.metrics[0]
+    design, metric = _describe_design(plan, judged), plan.metrics[0]
     forecast: dict[str, Any] = {"runs": num_runs, "search_runs": num_tried, "seconds_per_run": seconds}
-    forecast["minutes"] = (num_runs + num_tried) * seconds / _num_parallel(plan) / 60
+    num_splits = len(set(description["fingerprints"].values()))
+    total_seconds = (num_runs + num_tried) * seconds + num_splits * _seconds_of_simple_models(plan)
+    pooled_seconds = seconds if plan.with_references else 0.0  # one network on the data of all clients, at the end
+    forecast["minutes"] = (total_seconds / parallel + pooled_seconds) / 60
     forecast |= {"pilot": [label, local], "score": metric.name, "power": POWER, "designs": {}}
     if pilot is not None:
         forecast["designs"] = {
@@ -70,20 +78,27 @@ def forecast_cost_and_detectable_gain(
     )
 
 
-def _run_pilot(plan: ComparisonPlan, methods: Mapping[str, Method], labels: tuple[str, str]) -> PilotVariances | None:
-    """Trains the pilot's runs, and estimates variances from them; None where the methods have no score, or never differ."""
+def _run_pilot(
+    plan: ComparisonPlan, methods: Mapping[str, Method], labels: tuple[str, str]
+) -> tuple[PilotVariances | None, list[int]]:
+    """Trains the pilot's runs, as many at a time as the comparison does, and estimates variances from them.
+
+    Returns:
+        The variances, None where the methods have no score, or never differ; and the positions of the clients that they
+        are of, those in which both methods have a score.
+    """
     first = plan.build_client_set(plan.seeds[0])
     seeds = (plan.seeds[0], max(plan.seeds) + 1)
     fingerprint = data_fingerprint(first.clients, first.public)
     jobs = {
         (label, seed): RunSpec(label, methods[label], seed, None, fingerprint) for label in labels for seed in seeds
     }
-    pilot = dataclasses.replace(plan, out=None, parallel_runs=1, build_client_set=lambda seed: first, callbacks=())
+    pilot = dataclasses.replace(plan, out=None, build_client_set=lambda seed: first, callbacks=())
     finished, failed = execute_or_load_runs(pilot, list(jobs.values()))
     if failed:
         raise next(iter(failed.values()))
-    differences = []
-    for client in first.clients:
+    differences, judged = [], []
+    for position, client in enumerate(first.clients):
         units, targets = unit_names(client.test), client.test.labels.cpu()
         scores = []
         for label in labels:
@@ -94,8 +109,21 @@ def _run_pilot(plan: ComparisonPlan, methods: Mapping[str, Method], labels: tupl
             )
         if scores[0] is not None and scores[1] is not None and len(np.unique(units)) > 1:
             differences.append(_without_floor(difference_over_folds(scores[0], scores[1])))
+            judged.append(position)
     variances = estimate_pilot_variances(differences) if differences else None
-    return variances if variances is not None and max(variances.examples) > 0 else None  # methods that never differ
+    if variances is not None and max(variances.examples) == 0:  # methods that never differ
+        return None, judged
+    return variances, judged
+
+
+def _seconds_of_simple_models(plan: ComparisonPlan) -> float:
+    """Returns how long the simple models of all clients take for one split, measured on the first clients."""
+    clients = plan.panel.select(plan.build_client_set(plan.seeds[0]).clients)
+    if not plan.with_references or not clients:
+        return 0.0
+    start = time.monotonic()
+    fit_client_references_with_notes(clients[:_PILOT_CLIENTS], seed=plan.seeds[0])
+    return (time.monotonic() - start) * len(clients) / len(clients[:_PILOT_CLIENTS])
 
 
 def _without_floor(difference: FoldDifferences) -> FoldDifferences:
@@ -120,10 +148,10 @@ def _num_parallel(plan: ComparisonPlan) -> int:
     return default_parallel_runs(plan.settings, len(plan.build_client_set(plan.seeds[0]).ids))
 
 
-def _describe_design(plan: ComparisonPlan) -> ComparisonDesign:
+def _describe_design(plan: ComparisonPlan, judged: Sequence[int]) -> ComparisonDesign:
     clients = plan.build_client_set(plan.seeds[0]).clients
     units, tested = [], []
-    for client in clients:
+    for client in (clients[position] for position in judged):
         parts = [part for part in (client.train, client.val, client.test) if part is not None]
         units.append(sum(len(np.unique(unit_names(part))) for part in parts))
         tested.append(len(np.unique(unit_names(client.test))))
@@ -158,8 +186,7 @@ def _sentences(forecast: Mapping[str, Any], metric: Metric, num_methods: int) ->
     searched = f", and {forecast['search_runs']} or more to search hyper-parameters" if forecast["search_runs"] else ""
     sentences = [
         f"{num_methods} methods: {forecast['runs']} runs{searched}: {duration}, roughly (if all runs take as long as the "
-        f"pilot's, of {' and '.join(forecast['pilot'])}; methods with larger messages take longer, and simple models and "
-        "intervals come on top)"
+        f"pilot's, of {' and '.join(forecast['pilot'])}; methods with larger messages take longer)"
     ]
     if not forecast["designs"]:
         return [*sentences, "the pilot gave no interval, so that nothing is known of the gains that can be decided"]

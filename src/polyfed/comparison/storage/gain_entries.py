@@ -24,8 +24,8 @@ class ClientTestCountsEntry(TypedDict, total=False):
     test: Required[int]
     rarest: tuple[int, int] | None
     """Number of test examples of the rarest class, and that class; None for regression."""
-    groups: int
-    """Number of groups of these examples, if they have any."""
+    groups: tuple[int, int]
+    """Numbers of groups (patients, say) that are trained on and tested, where examples have groups."""
 
 
 class RandomEffectsGainEntry(TypedDict, total=False):

@@ -43,6 +43,8 @@ def print_answers(results: Mapping[str, Any], out: Path | None, console: Console
                 Text(_WORDS[row["answer"]], _STYLES[row["answer"]]), name, describe_answer(row, results["score_unit"])
             )
         console.print(table)
+        if not sites and not results.get("same_clients", True):
+            print_line(console, "No answers by client: each seed gives the clients other data (--same-data, --folds 5)")
         if hidden := ranked[_MAX_SITES:]:
             counts = {word: sum(row["answer"] == word for row in hidden) for word in _WORDS}
             print_line(

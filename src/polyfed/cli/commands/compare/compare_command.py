@@ -32,6 +32,7 @@ from polyfed.comparison.tuning.optuna_search import parse_number_or_text
 from polyfed.core.errors import RoundError, UserError, did_you_mean
 from polyfed.core.io.trusted_code import find_trusted_import_path
 from polyfed.data.partitioning.folds import Folds, build_folds, check_seeds_suit_resplit_or_folds, redraw_clients
+from polyfed.data.partitioning.partitions import Natural
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.experiment import (
@@ -79,15 +80,10 @@ def run_compare_command(
         "references": not options.no_references,
         "unasked": sorted(labels_added_by_default(methods, requested)),
     }
-    folds = build_folds(options.folds, options.fold_repeats)
-    num_runs = DEFAULT_NUM_SEEDS if options.resplit is None else max(options.resplit, 1)
-    seeds = options.seeds or tuple(range(num_runs if folds is None else folds.num_runs))
-    if folds is not None:
-        check_seeds_suit_resplit_or_folds(options.resplit, folds, seeds)
-        description["folds"] = folds.number
-    if options.stop_when_decided:
-        description["stop_when_decided"] = list(seeds)
-    plan = _build_plan(description, methods, seeds, title, out)
+    plan = _plan_default_folds(experiment, options, description, methods, title, out)
+    if plan is None:
+        folds = build_folds(options.folds, options.fold_repeats)
+        plan = _plan_seeds_or_folds(options, description, methods, folds, title, out)
     plan = replace(plan, criteria=options.result_criteria(), search_space=search, num_trials=options.trials)
     plan = replace(plan, parallel_runs=options.parallel, quiet=options.quiet, forecast_only=options.plan)
     _run_plan(plan, console, options.logger, tables=options.tables)
@@ -168,6 +164,37 @@ def _run_plan(
             f"no results of {', '.join(comparison.failed)}, for the reason printed above: give other hyper-parameters "
             "(--method-config FILE) and another --out, or leave the method out"
         )
+
+
+def _plan_default_folds(
+    experiment: Experiment, options: CompareOptions, description: Mapping[str, Any], methods: Mapping[str, Method],
+    title: str, out: Path,
+) -> ComparisonPlan | None:  # fmt: skip
+    """Plans folds where the sites are those of the data and no option says how examples are dealt, so that each site has an
+    answer; returns None elsewhere, or if the sites' examples cannot be dealt into folds."""
+    is_open = options.seeds is None and options.resplit is None and options.folds is None and not options.same_data
+    if not is_open or not isinstance(experiment.partition, Natural):
+        return None
+    folds = Folds(DEFAULT_NUM_SEEDS, options.fold_repeats or 1)
+    plan = _plan_seeds_or_folds(options, description, methods, folds, title, out)
+    try:
+        plan.build_client_set(plan.seeds[0])
+    except UserError:  # too few examples, or a time; what is wrong with the data is said without folds, too
+        return None
+    return plan
+
+
+def _plan_seeds_or_folds(
+    options: CompareOptions, description: Mapping[str, Any], methods: Mapping[str, Method], folds: Folds | None,
+    title: str, out: Path,
+) -> ComparisonPlan:  # fmt: skip
+    num_runs = DEFAULT_NUM_SEEDS if options.resplit is None else max(options.resplit, 1)
+    seeds = options.seeds or tuple(range(num_runs if folds is None else folds.num_runs))
+    more: dict[str, Any] = {"stop_when_decided": list(seeds)} if options.stop_when_decided else {}
+    if folds is not None:
+        check_seeds_suit_resplit_or_folds(options.resplit, folds, seeds)
+        more["folds"] = folds.number
+    return _build_plan({**description, **more}, methods, seeds, title, out)
 
 
 def _build_plan(

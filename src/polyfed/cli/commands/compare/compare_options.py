@@ -115,7 +115,8 @@ def build_compare_parser() -> CommandParser:
     )  # fmt: skip
     parser.add_option(
         "--seeds", "SEEDS", "one run of each method for each seed, or how many: 3 is 0,1,2, and 7, is seed 7 alone "
-        "(default: 5); each seed deals the data again unless --same-data, --resplit or --folds is given", parse_seeds,
+        "(default: 5, or as many as folds); each seed deals the data again unless --same-data, --resplit or --folds is "
+        "given", parse_seeds,
     )  # fmt: skip
     parser.add_flag("--same-data", "the first seed deals the data for all runs; only then are there answers per client")
     parser.add_option(
@@ -125,7 +126,8 @@ def build_compare_parser() -> CommandParser:
     )  # fmt: skip
     parser.add_option(
         "--folds", "K", "test every example once: deal each client's examples into K folds, with one seed each. Gives "
-        "answers per client, and decides more than as many dealings of --resplit", parse_whole_number,
+        "answers per client, and decides more than as many dealings of --resplit (default: 5 where the clients are the "
+        "data's own sites)", parse_whole_number,
     )  # fmt: skip
     parser.add_option(
         "--fold-repeats", "R", "deal the folds R times (default: once); needs R times the runs, and decides smaller gains",
