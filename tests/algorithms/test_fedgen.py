@@ -10,7 +10,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedGen, LGFedAvg
-from polyfed.algorithms.distillation.label_generator import diversity_loss
+from polyfed.algorithms.distillation.base.label_generator import diversity_loss
 from polyfed.core.errors import UserError
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.seeds import derive_seed, torch_generator

@@ -10,7 +10,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedMRL, Local
-from polyfed.algorithms.distillation.matryoshka_pair import MatryoshkaPair
+from polyfed.algorithms.distillation.base.matryoshka_pair import MatryoshkaPair
 from polyfed.core.errors import UserError
 from polyfed.core.nn.module_cache import fill_module
 from polyfed.data import IID, SOURCES, Split, make_clients

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.models import MODELS, build
-from polyfed.models.plain_cnn import ConvSpec, build_norm_layer, plain_cnn
+from polyfed.models.building.plain_cnn import ConvSpec, build_norm_layer, plain_cnn
 
 TOKENS = (25,)
 TOKEN_BY_TOKEN = {"lstm_tagger", "tiny_transformer"}  # have logits for each token

@@ -11,7 +11,7 @@ from torch import nn
 from polyfed import Client, Metric, UserError, tasks
 from polyfed.core.evaluation.evaluate import evaluate_client_with_outputs
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.tasks.segmentation_scores import (
+from polyfed.tasks.scores.segmentation_scores import (
     IGNORED,
     dice_per_image,
     hausdorff_95,

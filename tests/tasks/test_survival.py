@@ -17,13 +17,13 @@ from polyfed import Client, UserError
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.evaluation.simple_model import SimpleModelInputs
 from polyfed.tasks import Survival, get_task
-from polyfed.tasks.survival_losses import cox_loss, hazard_loss
-from polyfed.tasks.survival_models import (
+from polyfed.tasks.scores.survival_scores import c_index, integrated_brier, kaplan_meier, uno_c_index
+from polyfed.tasks.simple_models.survival_models import (
     fit_cox_coefficients,
     fit_cross_validated_cox_coefficients,
     log_partial_likelihood,
 )
-from polyfed.tasks.survival_scores import c_index, integrated_brier, kaplan_meier, uno_c_index
+from polyfed.tasks.survival_losses import cox_loss, hazard_loss
 
 HAZARD = Survival(model="hazard", cuts=(2, 5, 8, 12))
 

@@ -21,7 +21,7 @@ from polyfed.data.sources.tagged_sentences import TAGS, VOCABULARY, TaggedSenten
 from polyfed.models import ModelSpec, build
 from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.storage.directory import read_manifest
-from polyfed.tasks.entities import BioTags, EntityF1
+from polyfed.tasks.scores.entities import BioTags, EntityF1
 from polyfed.tasks.tokens import document_perplexity, perplexity, token_accuracy
 
 BIO = ("O", "B-x", "I-x", "B-y", "I-y")

@@ -12,7 +12,7 @@ from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.io.trusted_code import import_trusted_callable
 from polyfed.core.machine.memory_limit import build_after_memory_check
-from polyfed.models.call_factory import call_factory
+from polyfed.models.building.call_factory import call_factory
 from polyfed.models.cnn import cnn_582k, cnn_fedhenn, cnn_fedhenn_homo, cnn_fedpnas, cnn_pfedla, cnn_small
 from polyfed.models.flha import flha_arch1, flha_arch2, flha_arch3, flha_chain, flha_small, resnet18, resnet18_hybrid
 from polyfed.models.lstm import lstm

@@ -5,8 +5,8 @@ from collections import OrderedDict
 from torch import nn
 
 from polyfed.core.errors import UserError
-from polyfed.models.plain_cnn import ConvSpec, Norm, plain_cnn
-from polyfed.models.shapes import check_image_shape, check_sizes
+from polyfed.models.building.plain_cnn import ConvSpec, Norm, plain_cnn
+from polyfed.models.building.shapes import check_image_shape, check_sizes
 
 
 def cnn_small(

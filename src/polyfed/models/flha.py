@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.models.plain_cnn import ConvSpec, Norm, build_norm_layer, plain_cnn
-from polyfed.models.shapes import check_image_shape, check_sizes
+from polyfed.models.building.plain_cnn import ConvSpec, Norm, build_norm_layer, plain_cnn
+from polyfed.models.building.shapes import check_image_shape, check_sizes
 
 Stem = Literal["cifar", "xray"]
 BranchJoin = Literal["add", "concat"]

@@ -5,7 +5,7 @@ from typing import final
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
-from polyfed.models.shapes import check_input_shape, check_sizes
+from polyfed.models.building.shapes import check_input_shape, check_sizes
 
 
 @final

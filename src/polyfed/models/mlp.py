@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from polyfed.models.shapes import check_input_shape, check_sizes
+from polyfed.models.building.shapes import check_input_shape, check_sizes
 
 
 def mlp(input_shape: tuple[int, ...], num_classes: int, *, hidden: tuple[int, ...] = (64,)) -> nn.Sequential:

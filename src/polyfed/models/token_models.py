@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
-from polyfed.models.shapes import check_input_shape, check_sizes
+from polyfed.models.building.shapes import check_input_shape, check_sizes
 from polyfed.models.vit import TransformerBlock
 
 _NEVER = -1e9  # added to the logits of attention; finite, so that a text of padding alone gives numbers

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.models.shapes import check_input_shape, check_sizes
+from polyfed.models.building.shapes import check_input_shape, check_sizes
 
 UNetNorm = Literal["instance", "batch", "group", "none"]
 _CONV = {2: nn.Conv2d, 3: nn.Conv3d}

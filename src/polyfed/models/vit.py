@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.models.shapes import check_image_shape, check_sizes
+from polyfed.models.building.shapes import check_image_shape, check_sizes
 
 Pool = Literal["mean", "cls"]
 

@@ -16,9 +16,9 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, Floats, SimpleModel
 from polyfed.core.task import Loss, Task
-from polyfed.tasks import score_functions as scores
-from polyfed.tasks.linear_models import LIBRARY, fit_logistic
-from polyfed.tasks.tree_models import fit_trees
+from polyfed.tasks.scores import score_functions as scores
+from polyfed.tasks.simple_models.linear_models import LIBRARY, fit_logistic
+from polyfed.tasks.simple_models.tree_models import fit_trees
 
 _TASKS = frozenset({"classification", "multilabel"})
 _SENSITIVITY_NAME = re.compile(r"sensitivity_at_(\d{1,2}(?:\.\d+)?)")

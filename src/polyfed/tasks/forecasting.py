@@ -15,8 +15,8 @@ from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, Floats, SimpleModel, SimpleModelInputs
 from polyfed.core.examples.pytree import Inputs, first_leaf
 from polyfed.core.task import Task
-from polyfed.tasks.linear_models import LIBRARY, fit_ridge
-from polyfed.tasks.tree_models import fit_regression_trees
+from polyfed.tasks.simple_models.linear_models import LIBRARY, fit_ridge
+from polyfed.tasks.simple_models.tree_models import fit_regression_trees
 
 
 @final

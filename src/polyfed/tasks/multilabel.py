@@ -16,9 +16,9 @@ from polyfed.core.evaluation.simple_model import ConstantModel, SimpleModel
 from polyfed.core.io.number_format import format_row_numbers
 from polyfed.core.task import Loss, Task
 from polyfed.tasks.classification import CLASS_METRICS, find_class_metric, fixed_class_weights, softened_divergence
-from polyfed.tasks.linear_models import LIBRARY, fit_logistic_by_label, label_share_logits
-from polyfed.tasks.score_functions import label_probabilities
-from polyfed.tasks.tree_models import fit_trees_by_label
+from polyfed.tasks.scores.score_functions import label_probabilities
+from polyfed.tasks.simple_models.linear_models import LIBRARY, fit_logistic_by_label, label_share_logits
+from polyfed.tasks.simple_models.tree_models import fit_trees_by_label
 
 _MOST_LABELS = 200  # above which one simple model per label takes minutes
 

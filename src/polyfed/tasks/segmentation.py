@@ -15,7 +15,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.task import Loss, Task
 from polyfed.tasks.classification import fixed_class_weights, softened_divergence
-from polyfed.tasks.segmentation_scores import IGNORED, METRICS, ignored_pixels, score_table
+from polyfed.tasks.scores.segmentation_scores import IGNORED, METRICS, ignored_pixels, score_table
 from polyfed.tasks.sliding_windows import SlidingWindows
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -37,7 +37,7 @@ class Segmentation(Task):
     background (Milletari et al. 2016; both terms as in nnU-Net, Isensee et al. 2021).
 
     Scores are one value an image: Dice and intersection over union, which are 1 if prediction and truth are both empty, and
-    the 95 % Hausdorff distance in pixels (`polyfed.tasks.segmentation_scores.hausdorff_95`).
+    the 95 % Hausdorff distance in pixels (`polyfed.tasks.scores.segmentation_scores.hausdorff_95`).
 
     Args:
         masks: whether targets are one mask a class; False for one class a pixel.

@@ -16,9 +16,15 @@ from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import Floats, SimpleModel, SimpleModelInputs
 from polyfed.core.io.number_format import count_with_noun
 from polyfed.core.task import Task
+from polyfed.tasks.scores.survival_scores import (
+    c_index,
+    integrated_brier,
+    risk_of_outputs,
+    survival_of_logits,
+    uno_c_index,
+)
+from polyfed.tasks.simple_models.survival_models import fit_cross_validated_cox_coefficients, hazard_logits_of_cox
 from polyfed.tasks.survival_losses import cox_loss, hazard_loss
-from polyfed.tasks.survival_models import fit_cross_validated_cox_coefficients, hazard_logits_of_cox
-from polyfed.tasks.survival_scores import c_index, integrated_brier, risk_of_outputs, survival_of_logits, uno_c_index
 
 _TASKS = frozenset({"survival"})
 _CONCORDANCES = (

@@ -17,7 +17,7 @@ from polyfed.core.evaluation.simple_model import ConstantModel, Floats
 from polyfed.core.examples.pytree import Inputs, named_leaves, tree_map
 from polyfed.core.task import Loss, Task
 from polyfed.tasks.classification import resolve_class_weights, softened_divergence
-from polyfed.tasks.entities import BioTags, EntityF1, has_entities
+from polyfed.tasks.scores.entities import BioTags, EntityF1, has_entities
 
 IGNORED = -100
 """The target of tokens that neither train a network nor are scored, in the targets that clients keep."""

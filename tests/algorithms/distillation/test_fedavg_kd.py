@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedAvgKD, Local
-from polyfed.algorithms.distillation.output_matching import softened_kl_divergence
+from polyfed.algorithms.distillation.base.output_matching import softened_kl_divergence
 from polyfed.cli.commands.options.configuration_parser import parse_configuration
 from polyfed.cli.main import main
 from polyfed.core.algorithm import ClientInfo, Message, ServerContext

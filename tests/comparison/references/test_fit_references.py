@@ -12,7 +12,7 @@ from polyfed.comparison.references import simple_models
 from polyfed.comparison.references.reference_models import fit_client_references_with_notes
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.data.partitioning.resplit import resplit_clients
-from polyfed.tasks import linear_models
+from polyfed.tasks.simple_models import linear_models
 
 QUICK = {"rounds": 1, "budget": "steps", "tune": "none", "parallel": 1, "quiet": True}
 

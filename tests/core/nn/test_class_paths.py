@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import polyfed
-from polyfed.algorithms.base.last_layer import NetworkWithAddedHead
-from polyfed.algorithms.distillation.mutual_learning import NetworkPair
+from polyfed.algorithms.base.heads.last_layer import NetworkWithAddedHead
+from polyfed.algorithms.distillation.base.mutual_learning import NetworkPair
 from polyfed.cli.commands.options import recipes
 from polyfed.core.nn.class_paths import class_name_in_fingerprint, module_path_in_fingerprint
 from polyfed.core.nn.module_cache import architecture_hash, cached_module, initial_state

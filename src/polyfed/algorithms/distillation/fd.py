@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
-from polyfed.algorithms.base.class_means import (
+from polyfed.algorithms.base.heads.class_means import (
     ClassMeans,
     class_means_from_sums,
     class_means_spec,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import Averaging, build_reply_and_client_state
-from polyfed.algorithms.distillation.output_matching import softened_kl_divergence
-from polyfed.algorithms.distillation.shared_network import (
+from polyfed.algorithms.distillation.base.output_matching import softened_kl_divergence
+from polyfed.algorithms.distillation.base.shared_network import (
     build_model_spec,
     check_network_factory_can_be_imported,
     client_with_shared_network,

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import ClientState, ServerState
-from polyfed.algorithms.base.class_means import find_replaceable_head
-from polyfed.algorithms.base.shared_heads import AveragedHeadMethod
-from polyfed.algorithms.distillation.label_generator import build_generator, diversity_loss, draw_generator_inputs
+from polyfed.algorithms.base.heads.class_means import find_replaceable_head
+from polyfed.algorithms.base.heads.shared_heads import AveragedHeadMethod
+from polyfed.algorithms.distillation.base.label_generator import build_generator, diversity_loss, draw_generator_inputs
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.errors import UserError

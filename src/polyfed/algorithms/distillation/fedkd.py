@@ -10,19 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import ClientState, ServerState
-from polyfed.algorithms.distillation.low_rank import (
+from polyfed.algorithms.distillation.base.low_rank import (
     apply_update,
     compress_update,
     compressed_update_spec,
     expand_update,
     subtract_state,
 )
-from polyfed.algorithms.distillation.mutual_learning import (
+from polyfed.algorithms.distillation.base.mutual_learning import (
     MutualLearningMethod,
     NetworkPair,
     join_networks_by_bridge_matrix,
 )
-from polyfed.algorithms.distillation.output_matching import softened_kl_divergence
+from polyfed.algorithms.distillation.base.output_matching import softened_kl_divergence
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.method_card import MethodCard

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.algorithms.base.public_data import PublicDataMethod
-from polyfed.algorithms.distillation.output_matching import fit_to_targets
+from polyfed.algorithms.distillation.base.output_matching import fit_to_targets
 from polyfed.alignment.public_examples import draw_public_rows
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, final
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import ClientState
-from polyfed.algorithms.distillation.matryoshka_pair import MatryoshkaPair, last_layer
-from polyfed.algorithms.distillation.mutual_learning import MutualLearningMethod
-from polyfed.algorithms.distillation.shared_network import (
+from polyfed.algorithms.distillation.base.matryoshka_pair import MatryoshkaPair, last_layer
+from polyfed.algorithms.distillation.base.mutual_learning import MutualLearningMethod
+from polyfed.algorithms.distillation.base.shared_network import (
     SharedNetworkFactory,
     build_model_spec,
     client_with_shared_network,

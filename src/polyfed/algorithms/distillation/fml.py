@@ -6,8 +6,8 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from polyfed.algorithms.distillation.mutual_learning import MutualLearningMethod, NetworkPair
-from polyfed.algorithms.distillation.output_matching import softened_kl_divergence
+from polyfed.algorithms.distillation.base.mutual_learning import MutualLearningMethod, NetworkPair
+from polyfed.algorithms.distillation.base.output_matching import softened_kl_divergence
 from polyfed.core.algorithm import Client
 from polyfed.core.method_card import MethodCard
 from polyfed.core.training.loop import ForwardPass

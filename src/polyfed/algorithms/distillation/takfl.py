@@ -10,8 +10,8 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.distillation.ensemble_distillation import EnsembleDistillationMethod, predict_public
-from polyfed.algorithms.distillation.output_matching import fit_to_targets, softened_kl_divergence
+from polyfed.algorithms.distillation.base.ensemble_distillation import EnsembleDistillationMethod, predict_public
+from polyfed.algorithms.distillation.base.output_matching import fit_to_targets, softened_kl_divergence
 from polyfed.core.algorithm import ServerContext
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers, fill_module

@@ -13,7 +13,7 @@ from polyfed.algorithms.base.averaging import (
     build_reply_and_client_state,
     interpolate,
 )
-from polyfed.algorithms.base.received_loss import loss_of_received_model
+from polyfed.algorithms.global_model.received_loss import loss_of_received_model
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model

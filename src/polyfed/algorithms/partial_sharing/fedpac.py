@@ -10,7 +10,7 @@ from typing import ClassVar, final
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import ClientState, ServerState
-from polyfed.algorithms.base.class_means import class_means_with_weights, count_outputs, find_replaceable_head
+from polyfed.algorithms.base.heads.class_means import class_means_with_weights, count_outputs, find_replaceable_head
 from polyfed.algorithms.partial_sharing.body_and_head import (
     BodyAndHeadMethod,
     spec_of_sent_tensors,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from polyfed.algorithms.base.averaging import ClientState, ServerState
-from polyfed.algorithms.base.class_means import count_outputs
-from polyfed.algorithms.base.last_layer import (
+from polyfed.algorithms.base.heads.class_means import count_outputs
+from polyfed.algorithms.base.heads.last_layer import (
     NetworkWithConditionedRepresentation,
     find_last_layer,
     fit_with_extra_tensors,

@@ -5,8 +5,8 @@ Globally", algorithm 1).
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from polyfed.algorithms.base.initial_heads import InitialHead
-from polyfed.algorithms.base.shared_heads import AveragedHeadMethod
+from polyfed.algorithms.base.heads.initial_heads import InitialHead
+from polyfed.algorithms.base.heads.shared_heads import AveragedHeadMethod
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 

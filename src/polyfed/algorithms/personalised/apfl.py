@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, build_reply_and_client_state
-from polyfed.algorithms.personalised.parameters import (
+from polyfed.algorithms.base.parameters import (
     assign_parameters,
     clone_buffers,
     copy_trained_parameters_to_cpu,

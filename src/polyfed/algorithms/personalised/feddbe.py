@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState, build_reply_and_client_state
-from polyfed.algorithms.base.last_layer import (
+from polyfed.algorithms.base.heads.last_layer import (
     NetworkWithShiftedRepresentation,
     find_last_layer,
     fit_with_extra_tensors,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, build_reply_and_client_state
-from polyfed.algorithms.personalised.parameters import assign_parameters, clone_buffers, restore_buffers
+from polyfed.algorithms.base.parameters import assign_parameters, clone_buffers, restore_buffers
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import (

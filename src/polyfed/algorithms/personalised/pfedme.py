@@ -15,8 +15,8 @@ from polyfed.algorithms.base.averaging import (
     build_reply_and_client_state,
     interpolate,
 )
+from polyfed.algorithms.base.parameters import assign_parameters, copy_trained_parameters_to_cpu
 from polyfed.algorithms.base.server_update import ServerUpdateMethod
-from polyfed.algorithms.personalised.parameters import assign_parameters, copy_trained_parameters_to_cpu
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.errors import UserError
 from polyfed.core.method_card import MethodCard

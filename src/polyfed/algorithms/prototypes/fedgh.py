@@ -10,16 +10,16 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import nn
 
-from polyfed.algorithms.base.class_means import (
+from polyfed.algorithms.base.heads.class_means import (
     class_means_as_examples,
     class_means_spec,
     class_means_with_weights,
     find_replaceable_head,
     train_network_on_class_means,
 )
-from polyfed.algorithms.base.initial_heads import InitialHead
+from polyfed.algorithms.base.heads.initial_heads import InitialHead
+from polyfed.algorithms.base.heads.shared_heads import HeadFromServerMethod
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
-from polyfed.algorithms.base.shared_heads import HeadFromServerMethod
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Algorithm, Client, Message, ServerContext
 from polyfed.core.capabilities import ValidatesNetworks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
-from polyfed.algorithms.base.class_means import (
+from polyfed.algorithms.base.heads.class_means import (
     class_means_from_sums,
     count_outputs,
     make_incompatible_class_means_error,

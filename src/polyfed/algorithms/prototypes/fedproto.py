@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from polyfed.algorithms.base.averaging import Averaging, ServerState
-from polyfed.algorithms.base.class_means import make_incompatible_class_means_error
+from polyfed.algorithms.base.heads.class_means import make_incompatible_class_means_error
 from polyfed.algorithms.prototypes.prototype_method import EvaluatedClassifier, PrototypeMethod, update_prototypes
 from polyfed.core.algorithm import ServerContext
 from polyfed.core.errors import UserError

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.class_means import (
+from polyfed.algorithms.base.heads.class_means import (
     class_means_as_examples,
     class_means_from_sums,
     train_network_on_class_means,

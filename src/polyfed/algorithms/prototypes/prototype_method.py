@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.class_means import (
+from polyfed.algorithms.base.heads.class_means import (
     class_means_from_sums,
     class_means_spec,
     class_means_with_weights,

@@ -42,7 +42,7 @@ from polyfed.comparison.statistics.pseudo_values.jackknife import (
     score_with_pseudo_values,
 )
 from polyfed.core.evaluation.metric import Metric
-from polyfed.tasks.score_functions import split_into_binary_problems
+from polyfed.tasks.scores.score_functions import split_into_binary_problems
 
 
 @final

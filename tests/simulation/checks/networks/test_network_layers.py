@@ -6,7 +6,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.algorithms.base.shared_heads import HeadFromServerMethod
+from polyfed.algorithms.base.heads.shared_heads import HeadFromServerMethod
 from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError

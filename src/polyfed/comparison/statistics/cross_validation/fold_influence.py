@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polyfed.comparison.statistics.pseudo_values.jackknife import FloatArray
 from polyfed.core.evaluation.metric import Metric
-from polyfed.tasks.score_functions import split_into_binary_problems
+from polyfed.tasks.scores.score_functions import split_into_binary_problems
 
 _PAIRS = 40_000  # positive x negative examples up to which comparing all pairs is faster than ranking
 _MIXED = -1  # class of a unit with examples of several classes

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.evaluation.metric import Metric
-from polyfed.tasks.score_functions import split_into_binary_problems
+from polyfed.tasks.scores.score_functions import split_into_binary_problems
 
 Values = NDArray[np.float64]
 Groups = NDArray[np.int64]

@@ -20,7 +20,7 @@ from polyfed.comparison.statistics.pseudo_values.cluster_jackknife import (
     jackknife_pseudo_values_by_group,
 )
 from polyfed.core.evaluation.metric import Metric
-from polyfed.tasks.score_functions import split_into_binary_problems
+from polyfed.tasks.scores.score_functions import split_into_binary_problems
 
 NUM_GROUPS = 50
 """Most groups of examples that are left out in turn, for metrics without a closed form: one example each up to this

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from polyfed.core.algorithm import Client
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.report.page.elements import html_paragraph
-from polyfed.tasks.segmentation_scores import dice_per_image, predicted_and_true_masks
+from polyfed.tasks.scores.segmentation_scores import dice_per_image, predicted_and_true_masks
 
 SECTION = "segmentation_images"  # in `Task.page_sections`
 IMAGES_HEADING = "Images, truth and prediction"

@@ -8,7 +8,12 @@ from polyfed.core.io.number_format import count_with_noun, join_with_and
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.page.charts.svg_charts import ChartLine, choose_axis_ticks, svg_line_chart
 from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_legend, html_paragraph, html_table
-from polyfed.tasks.survival_scores import kaplan_meier, read_times_and_events, risk_of_outputs, value_of_step_curve
+from polyfed.tasks.scores.survival_scores import (
+    kaplan_meier,
+    read_times_and_events,
+    risk_of_outputs,
+    value_of_step_curve,
+)
 
 HEADING = "Kaplan-Meier curves of risk groups"
 _GROUP_NAMES = {2: ("lower risk", "higher risk"), 3: ("low risk", "middle risk", "high risk")}

@@ -11,7 +11,11 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState
-from polyfed.algorithms.base.initial_heads import InitialHead, find_last_layer_names, initial_weights_with_common_head
+from polyfed.algorithms.base.heads.initial_heads import (
+    InitialHead,
+    find_last_layer_names,
+    initial_weights_with_common_head,
+)
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.nn.buffers import BufferPolicy

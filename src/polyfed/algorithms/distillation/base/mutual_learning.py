@@ -11,7 +11,7 @@ from typing import Any, ClassVar, final
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
-from polyfed.algorithms.distillation.shared_network import (
+from polyfed.algorithms.distillation.base.shared_network import (
     build_model_spec,
     check_network_factory_can_be_imported,
     client_with_shared_network,

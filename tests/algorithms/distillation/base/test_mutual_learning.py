@@ -8,7 +8,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FML, FedAvg, FedKD, Local
-from polyfed.algorithms.distillation.low_rank import apply_update, compress_update, expand_update
+from polyfed.algorithms.distillation.base.low_rank import apply_update, compress_update, expand_update
 from polyfed.core.algorithm import Message
 from polyfed.core.io.trusted_code import trust_code
 from polyfed.models import ModelSpec

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.models.shapes import check_image_shape, check_sizes
+from polyfed.models.building.shapes import check_image_shape, check_sizes
 
 Norm = Literal["batch", "group", "none"]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FD, FedGH, FedProto, FedTGP, Local
-from polyfed.algorithms.base.class_means import class_means_from_sums, class_means_with_weights
+from polyfed.algorithms.base.heads.class_means import class_means_from_sums, class_means_with_weights
 from polyfed.algorithms.prototypes.fedtgp import largest_distance_between_classes
 from polyfed.core.algorithm import Message
 from polyfed.core.examples.examples import Examples

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from polyfed.core.evaluation.simple_model import Floats, SimpleModelInputs
-from polyfed.tasks.linear_models import label_share_logits, log_probabilities_of, spread_to_all_classes
+from polyfed.tasks.simple_models.linear_models import label_share_logits, log_probabilities_of, spread_to_all_classes
 
 _FEW = 1000  # examples below which there are fewer trees
 

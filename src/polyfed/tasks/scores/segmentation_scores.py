@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.evaluation.metric import Metric
-from polyfed.tasks.score_functions import mean_over_examples
+from polyfed.tasks.scores.score_functions import mean_over_examples
 
 IGNORED = -100
 """The target of pixels that are neither trained on nor scored."""

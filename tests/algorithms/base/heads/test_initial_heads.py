@@ -10,7 +10,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedGH, LGFedAvg, Local
-from polyfed.algorithms.base.initial_heads import draw_common_head
+from polyfed.algorithms.base.heads.initial_heads import draw_common_head
 from polyfed.core.nn.module_cache import build_module, initial_state
 from polyfed.core.seeds import derive_seed
 from polyfed.testing import small_clients

@@ -1,0 +1,1 @@
+"""Provides what methods share that treat the last layers of networks apart."""

@@ -1,0 +1,1 @@
+"""Provides what methods of distillation share: base classes, losses, shared networks."""

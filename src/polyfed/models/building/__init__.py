@@ -1,0 +1,1 @@
+"""Helps to build networks: checks of sizes, convolutional stacks, calls of users' functions."""

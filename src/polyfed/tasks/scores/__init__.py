@@ -1,0 +1,1 @@
+"""Computes the scores of tasks from outputs and targets."""

@@ -1,0 +1,1 @@
+"""Fits the simple models that a client has alone, with which methods are compared."""
