@@ -170,6 +170,48 @@ def test_one_hidden_cell_hides_another():
     assert both.tolist() == [50.0, -1.0, -1.0, 0.0]
 
 
+def test_hidden_counts_cannot_be_computed_from_their_sum():
+    columns = [LookColumn("x", ("a", "b", "c"))]
+    two = suppress_small_counts({"categories": torch.tensor([58.0, 1.0, 1.0, 0.0])}, columns)["categories"]
+    assert two.tolist() == [-1.0, -1.0, -1.0, 0.0], "60 rows less 58 are two categories of one row"
+
+
+def rare_values(missing, others):
+    draw = np.random.default_rng(7)
+    number = 60
+    return {
+        "age": [*([np.nan] * missing), *draw.normal(60, 9, number - missing)],
+        "dose": [*([37.5] * others), *([0.0] * (number - others))],
+        "code": [*([99.0] * 20), *([9.0] * 38), *draw.normal(50, 9, 2)],
+        "ill": ["no", "yes"] * (number // 2),
+    }
+
+
+def look_at(rows):
+    clients = [
+        pf.data.split_table(rows, "ill", None, name=n).build_clients(lambda: torch.nn.Linear(3, 2))[0] for n in "ab"
+    ]
+    return look_between_sites(clients).sites["a"]
+
+
+@pytest.mark.filterwarnings("ignore:columns that had one value")
+def test_few_values_unlike_all_others_are_in_no_sum():
+    dose = look_at(rare_values(missing=0, others=1)).numbers["dose"]
+    assert dose.statistics.total == 0, "it would be the one patient's dose"
+    assert (dose.statistics.count, dose.missing) == (55, 5), "the one has no value, and the number of these is hidden"
+    assert look_at(rare_values(missing=0, others=5)).numbers["dose"].statistics.total == 5 * 37.5
+
+
+@pytest.mark.filterwarnings("ignore:columns that had one value")
+def test_neither_codes_nor_histograms_tell_how_many_values_few_are():
+    site = look_at(rare_values(missing=3, others=1))
+    for summary in site.numbers.values():
+        shown = [count for count in (*summary.histogram, *summary.statistics.codes.values()) if count > 0]
+        assert all(count % MIN_COUNT == 0 for count in shown)
+    assert site.numbers["age"].statistics.count == 55, "of 57"
+    assert set(site.numbers["age"].histogram) <= {-1.0, *range(5, 60, 5)}, "an empty cell is as one of few"
+
+
 def test_few_missing_values_are_not_counted():
     counts = {
         "rows": torch.tensor([23.0]), "count": torch.tensor([21.0]), "total": torch.tensor([42.0]),

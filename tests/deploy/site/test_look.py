@@ -14,7 +14,12 @@ from polyfed.data.look.site_columns import LookColumn
 from polyfed.deploy.flower.engine import envelope_from_record
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.errors import RefusalError
-from polyfed.deploy.site.look import LOOK_NAME, answer_look, build_look_if_owner_allows
+from polyfed.deploy.site.look import (
+    LOOK_NAME,
+    answer_look,
+    build_look_if_owner_allows,
+    check_earlier_looks_tell_no_few_rows,
+)
 from polyfed.simulation.rounds.columns.federated_look import (
     FederatedLook,
     build_look_method,
@@ -110,6 +115,27 @@ def test_columns_are_told_for_a_look_alone_and_of_enough_rows():
     with pytest.raises(RefusalError, match="fewer than 5 examples"):
         answer_look(head, FederatedLook(), pf.Client("a", None, (x, y), (x, y)))
     assert LOOK_NAME == "FederatedLook"
+
+
+def test_a_look_after_a_few_rows_have_changed_is_refused(tmp_path):
+    folder = tmp_path / "looks"
+    check_earlier_looks_tell_no_few_rows(folder, client("a", number=60))
+    check_earlier_looks_tell_no_few_rows(folder, client("a", number=60))
+    assert len(list(folder.iterdir())) == 1, "the same rows"
+
+    def with_more(number):
+        draw = np.random.default_rng(ord("a"))
+        rows = {"age": draw.normal(60, 9, 60), "ill": ["no", "yes"] * 30}
+        more = {"age": draw.normal(60, 9, number), "ill": ["perhaps"] * number}  # a new class shifts no row's hash
+        table = {name: [*rows[name], *more[name]] for name in rows}
+        return pf.data.split_table(table, "ill", None, name="a").build_clients(lambda: torch.nn.Linear(1, 3))[0]
+
+    check_earlier_looks_tell_no_few_rows(folder, with_more(0))
+    with pytest.raises(RefusalError, match="fewer than 5 rows from those of an earlier look"):
+        check_earlier_looks_tell_no_few_rows(folder, with_more(4))
+    check_earlier_looks_tell_no_few_rows(folder, with_more(5))
+    with pytest.raises(RefusalError, match="fewer than 5 rows"):
+        check_earlier_looks_tell_no_few_rows(folder, with_more(6))
 
 
 def test_secure_sums_show_the_server_all_sites_together(tmp_path, secure_grid, secure_play):

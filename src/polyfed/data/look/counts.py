@@ -11,6 +11,7 @@ No pass holds a row. `suppress_small_counts` hides counts of fewer than `MIN_COU
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -99,13 +100,44 @@ def _count_in_cells(values: Tensor, edges: Tensor) -> Tensor:
     return torch.bincount(cell, minlength=len(edges) + 1).double()
 
 
+def drop_values_of_few_rows(site: SiteColumns) -> SiteColumns:
+    """Returns a site's columns without the values of one to `MIN_COUNT` - 1 rows, where all other values of a column of
+    numbers are equal: mean and standard deviation would tell these few.
+
+    >>> site = SiteColumns((LookColumn("a"),), torch.tensor([[0.0]] * 9 + [[7.5]], dtype=torch.float64), {})
+    >>> drop_values_of_few_rows(site).cells.nansum()
+    tensor(0., dtype=torch.float64)
+    """
+    cells = site.cells.clone()
+    for position in find_numeric_column_positions(site.columns):
+        is_unlike = unlike_most_values(cells[:, position])
+        if int(is_unlike.sum()) < MIN_COUNT:
+            cells[is_unlike, position] = math.nan
+    return replace(site, cells=cells)
+
+
+def unlike_most_values(values: Tensor) -> Tensor:
+    """Returns which numbers are not equal to the one that more than half of them are, bool; none if there is no such one.
+    NaN is no number.
+
+    >>> unlike_most_values(torch.tensor([0.0, 0.0, 7.5, math.nan])).tolist()
+    [False, False, True, False]
+    """
+    numbers = values[~values.isnan()]
+    if not len(numbers):
+        return torch.zeros_like(values, dtype=torch.bool)
+    is_unlike = ~values.isnan() & (values != numbers.median())  # a number that more than half are is the median
+    return is_unlike & (2 * is_unlike.sum() < len(numbers))
+
+
 def suppress_small_counts(counts: Mapping[str, Tensor], columns: Sequence[LookColumn]) -> Counts:
     """Returns a site's counts as they leave the site: a count of fewer than `MIN_COUNT` rows is replaced by the mark
     `SUPPRESSED`.
 
-    A column with so few values has no sum. Where only one cell of a column would be hidden, and so could be computed from
-    the others, the smallest other is hidden, too. Where fewer than `MIN_COUNT` rows have no value, the count is rounded down
-    to a multiple of `MIN_COUNT`, and the sums with it.
+    A column with so few values has no sum. Where the hidden categories of a column could be computed from the others, the
+    smallest of those is hidden, too. Where fewer than `MIN_COUNT` rows have no value, the count is rounded down to a
+    multiple of `MIN_COUNT`, and the sums with it. Counts in cells are rounded down so, and empty cells hidden: two
+    histograms with other edges would tell the rows between the edges.
 
     >>> counts = {"categories": torch.tensor([20.0, 3.0, 9.0, 0.0])}
     >>> suppress_small_counts(counts, [LookColumn("a", ("x", "y", "z"))])["categories"].tolist()
@@ -115,18 +147,22 @@ def suppress_small_counts(counts: Mapping[str, Tensor], columns: Sequence[LookCo
     if "count" in counts:
         count, rows = counts["count"], float(counts["rows"][0])
         missing = rows - count
-        rounded = torch.where((missing > 0) & (missing < MIN_COUNT), (count / MIN_COUNT).floor() * MIN_COUNT, count)
+        misses_few = (missing > 0) & (missing < MIN_COUNT)
+        rounded = torch.where(misses_few, _round_down(count), count)
         is_hidden = (count > 0) & (count < MIN_COUNT)
         share = torch.where(count > 0, rounded / count.clamp(min=1.0), 0.0)
         safe["count"] = torch.where(is_hidden, SUPPRESSED, rounded)
         safe["total"] = torch.where(is_hidden, 0.0, counts["total"] * share)
         safe["whole"] = torch.where(counts["whole"] == count, safe["count"].clamp(min=0.0), 0.0)
-        safe["codes"] = torch.where((counts["codes"] > 0) & (counts["codes"] < MIN_COUNT), SUPPRESSED, counts["codes"])
+        codes = torch.where((counts["codes"] > 0) & (counts["codes"] < MIN_COUNT), SUPPRESSED, counts["codes"])
+        others = count - codes.clamp(min=0.0).sum(1)
+        tells_few = misses_few | ((others > 0) & (others < MIN_COUNT))
+        safe["codes"] = torch.where(tells_few[:, None] & (codes > 0), _round_down(codes), codes)
         if "squares" in counts:
             safe["squares"] = torch.where(is_hidden, 0.0, counts["squares"] * share)
     for name in ("cells", "histograms"):
         if name in counts:
-            safe[name] = torch.stack([_hide_cells(row) for row in counts[name]]) if len(counts[name]) else counts[name]
+            safe[name] = torch.where(counts[name] < MIN_COUNT, SUPPRESSED, _round_down(counts[name]))
     if "categories" in counts:
         sizes = [len(column.values) + 1 for column in columns if column.values is not None]
         parts = torch.split(counts["categories"], sizes) if sizes else ()
@@ -134,11 +170,16 @@ def suppress_small_counts(counts: Mapping[str, Tensor], columns: Sequence[LookCo
     return safe
 
 
+def _round_down(counts: Tensor) -> Tensor:
+    return (counts / MIN_COUNT).floor() * MIN_COUNT
+
+
 def _hide_cells(cells: Tensor) -> Tensor:
     is_hidden = (cells > 0) & (cells < MIN_COUNT)
-    if int(is_hidden.sum()) == 1 and bool(((cells > 0) & ~is_hidden).any()):
-        others = torch.where((cells > 0) & ~is_hidden, cells, math.inf)
-        is_hidden[int(others.argmin())] = True
+    for cell in cells.argsort(stable=True).tolist() if bool(is_hidden.any()) else ():
+        if int(is_hidden.sum()) > 1 and float(cells[is_hidden].sum()) >= MIN_COUNT:
+            break
+        is_hidden[cell] |= bool(cells[cell] > 0)
     return torch.where(is_hidden, SUPPRESSED, cells)
 
 

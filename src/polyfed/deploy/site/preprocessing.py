@@ -82,8 +82,8 @@ def check_table_sums_allowed(client: Client, protection: ReplyProtection, *, sec
         )
     if not secure_sums and columns_with_few_values(client):
         raise RefusalError(
-            f"a column of its table has values in fewer than {MIN_ROWS} training rows, which their sum would nearly "
-            "reveal; leave that column out, or use preprocess='site' or secure sums"
+            f"a column of its table has values in fewer than {MIN_ROWS} training rows, or values unlike all others in so "
+            "few, which their sum would nearly reveal; leave that column out, or use preprocess='site' or secure sums"
         )
 
 

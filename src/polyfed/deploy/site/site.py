@@ -27,7 +27,7 @@ from polyfed.deploy.site.admission import (
     check_client_and_get_architecture,
 )
 from polyfed.deploy.site.disclosure_guard import DisclosureGuard, check_disclose_suits_protection
-from polyfed.deploy.site.look import LOOK, answer_look
+from polyfed.deploy.site.look import LOOK, answer_look, check_earlier_looks_tell_no_few_rows
 from polyfed.deploy.site.preprocessing import (
     apply_common_preprocessing,
     check_and_save_common_preprocessing,
@@ -157,8 +157,7 @@ class Site:
         """Builds the site's client by `client()` of its `site.py`, and applies the preprocessing of all sites.
 
         Args:
-            preprocessing_folder: the run's folder, whose federated preprocessing is applied to a table that asks for it;
-                None applies none.
+            preprocessing_folder: the run's folder, with the preprocessing for a table that asks for it; None applies none.
         """
         client = call_client_factory(self.client, self.name)
         if preprocessing_folder is None or not uses_federated_preprocessing(client):
@@ -257,6 +256,8 @@ class Site:
         client = self._load_client(None if isinstance(algorithm, Moments | FederatedLook) else folder)
         if isinstance(algorithm, Moments):
             check_table_sums_allowed(client, self.protection, secure_sums=bool(head.get("secure_sums")))
+        if isinstance(algorithm, FederatedLook):
+            check_earlier_looks_tell_no_few_rows(self.folder / "earlier_looks", client)
         metrics = resolve_requested_metrics(head.get("metrics", []), client.task)
         check_or_record_client_identity(folder, client.id, data_fingerprint([client]))
         engine = InProcessEngine(algorithm, [client], choose_device(self.device), metrics)

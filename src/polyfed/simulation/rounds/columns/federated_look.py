@@ -117,10 +117,8 @@ class FederatedLook(Averaging):
         clients hides them.
         """
         done = int(message.scalars["done"])
-        site, frame = (
-            read_columns_if_enough_examples(client).align_to_columns(columns_from_json(self.columns)),
-            message.tensors["frame"],
-        )
+        site = read_columns_if_enough_examples(client).align_to_columns(columns_from_json(self.columns))
+        site, frame = passes.drop_values_of_few_rows(site) if self.by_site else site, message.tensors["frame"]
         counts = passes.count_values(site)
         if done == 1:
             counts |= passes.sum_squares(site, frame["center"], frame["scale"])

@@ -20,6 +20,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.fixed_point import FRACTION_BITS
 from polyfed.core.state_dict import StateDict, StateDictSpec
+from polyfed.data.concat import rows_in_stored_tensors
+from polyfed.data.look.counts import unlike_most_values
 from polyfed.data.tabular.fit_preprocessor import mean_or_zero, preprocessor_with_statistics
 from polyfed.data.tabular.harmonise import (
     count_and_sum_columns_and_targets,
@@ -150,12 +152,23 @@ def fit_common_preprocessing(clients: Sequence[Client], *, seed: int = 0, secure
 
 def columns_with_few_values(client: Client) -> list[str]:
     """Returns the names of the numeric columns that have a value in at least one training row of a client, but in fewer
-    than `MIN_ROWS`.
+    than `MIN_ROWS`; or in which fewer rows than that differ from all others, unless all are 0 or 1.
     """
     count, _ = count_and_sum_columns_and_targets(client.train)
     preprocessor = preprocessor_of(client.train)
-    names = [column.name for column in preprocessor.columns if column.categories is None] + list(preprocessor.classes)
-    return [name for name, rows in zip(names, count.tolist(), strict=False) if 0 < rows < MIN_ROWS]
+    rows = client.train.input_tensor[rows_in_stored_tensors(client.train)]
+    numeric = {c.name: rows[:, position] for position, c in enumerate(preprocessor.columns) if c.categories is None}
+    counts = zip((*numeric, *preprocessor.classes), count.tolist(), strict=False)
+    return [
+        name
+        for name, number in counts
+        if 0 < number < MIN_ROWS or (name in numeric and _has_few_unlike_values(numeric[name]))
+    ]
+
+
+def _has_few_unlike_values(values: Tensor) -> bool:
+    are_marks = bool(((values == 0) | (values == 1) | values.isnan()).all())
+    return not are_marks and 0 < int(unlike_most_values(values).sum()) < MIN_ROWS
 
 
 def check_sums_hide_single_values(clients: Sequence[Client], *, secure: bool) -> None:
@@ -171,9 +184,10 @@ def check_sums_hide_single_values(clients: Sequence[Client], *, secure: bool) ->
         is_federated = isinstance(table, TablePreprocessor) and table.scope == "federated"
         if is_federated and (names := columns_with_few_values(client)):
             raise UserError(
-                f"client {client.id!r}: column {names[0]!r} has values in fewer than {MIN_ROWS} training rows, which their "
-                "sum would nearly reveal, so that between real sites it is refused (preprocess='federated'); leave the "
-                f"column out (drop={names[0]!r}, --data.drop {names[0]}), or use preprocess='site' or secure=True"
+                f"client {client.id!r}: column {names[0]!r} has values in fewer than {MIN_ROWS} training rows, or values "
+                "unlike all others in so few, which their sum would nearly reveal, so that between real sites it is refused "
+                f"(preprocess='federated'); leave the column out (drop={names[0]!r}, --data.drop {names[0]}), or use "
+                "preprocess='site' or secure=True"
             )
 
 
