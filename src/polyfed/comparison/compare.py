@@ -335,6 +335,7 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
         collect_test_examples_of_folds(plan),
         plan.alpha,
     )
+    plan.display.show_stage("intervals")
     content = build_results(inputs, plan.criteria)
     log_warnings(content["warnings"])
     if plan.out is not None:

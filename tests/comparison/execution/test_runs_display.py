@@ -102,9 +102,18 @@ def test_a_bar_shows_runs_time_left_and_the_runs_that_go_on(monkeypatch):
         assert " left" in text
         assert "[b], fold 1 of 3: round 3 of 4" in text
         display.finish_run(1, failed=True)
-        display.show_stage("simple models")
+        display.show_stage("simple models", 3)
+        display.finish_step("simple models: done (1 of 3 splits)")
+        time.sleep(0.01)
+        console.file = io.StringIO()
         console.print(display.render())
-        assert "simple models" in console.file.getvalue()
+        text = console.file.getvalue()
+        assert "simple models: 1 of 3" in text
+        assert " left" in text
+        display.show_stage("intervals")
+        console.file = io.StringIO()
+        console.print(display.render())
+        assert " left" not in console.file.getvalue()
     assert "[b], fold 1 of 3: failed" in stream.getvalue()
 
 

@@ -187,7 +187,7 @@ def test_a_budget_that_is_asked_for_is_the_question():
 
 
 def test_methods_that_were_not_tuned_are_named_on_top():
-    assert any("not tuned (--tune none)" in text for text in made(three_sites(), tuning=None)["warnings"])
+    assert any("not tuned (tune='none', --tune none)" in text for text in made(three_sites(), tuning=None)["warnings"])
 
 
 def test_two_seeds_are_said_to_be_few():

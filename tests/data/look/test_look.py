@@ -248,6 +248,20 @@ def test_images_by_size_channels_and_intensity():
     assert ("category", "size (channels × height × width)") in kinds(pf.look(clients))
 
 
+def test_pixels_of_another_scale_are_no_other_unit():
+    draw = torch.Generator().manual_seed(0)
+    shares = 0.2 + 0.6 * torch.rand(40, 1, 8, 8, generator=draw) * torch.linspace(0.8, 1, 40).view(40, 1, 1, 1)
+    labels = torch.arange(40) % 2
+    clients = [
+        pf.Client(name, None, (x, labels), (x, labels))
+        for name, x in (("a", shares), ("b", 255 * shares), ("c", shares))
+    ]
+    finding = kinds(pf.look(clients))["unit", "intensity"]
+    assert "seems to have another scale at b (mean " in finding.text
+    assert "a factor of about 255)" in finding.text
+    assert "scale all sites' images alike" in finding.meaning
+
+
 def test_texts_by_length_and_vocabulary():
     tokens = torch.tensor([[5, 6, 0, 0], [7, 7, 7, 0], [1, 2, 3, 4]])
     client = pf.Client("a", None, (tokens, torch.tensor([0, 1, 0])), (tokens[:1], torch.tensor([1])))

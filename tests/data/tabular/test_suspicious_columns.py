@@ -37,7 +37,7 @@ def test_an_id_in_sequence_and_a_second_target():
     ids, near = warned(voices(), "motor")
     assert ids.startswith("column 'subject' has 42 values that each occur about 20 times in sequence: an id? give ")
     assert "--data.group subject" in ids
-    assert "leave it out (--data.drop subject)" in ids
+    assert "leave it out (drop='subject', --data.drop subject)" in ids
     assert near.startswith("column 'total' nearly is the target 'motor' (correlation 0.9")
 
 
@@ -75,7 +75,7 @@ def test_a_column_that_gives_the_class_away(column, words):
     (text,) = warned({name: list(values) for name, values in rows.items()}, "y", "s")
     assert text.startswith("column 'later' nearly is the target 'y' ")
     assert words in text
-    assert "leave it out (--data.drop later)" in text
+    assert "leave it out (drop='later', --data.drop later)" in text
 
 
 def test_nothing_of_clean_tables():

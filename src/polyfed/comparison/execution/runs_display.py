@@ -68,7 +68,7 @@ class RunsDisplay(ABC):
         self._names: Sequence[str] = ()
         self._open: set[int] = set()
         self._counts: MutableSequence[int] = []
-        self._stage = ""
+        self._stage, self._stage_start, self._num_steps, self._num_steps_done = "", 0.0, 0, 0
 
     def expect(self, compared_runs: int, search_runs: int) -> None:
         """Announces how many runs the comparison has."""
@@ -100,9 +100,20 @@ class RunsDisplay(ABC):
         self._num_done += 1
         self.show_finished_run(self._names[position], failed=failed)
 
-    def show_stage(self, text: str) -> None:
-        """Shows what is computed when all runs are finished."""
-        self._stage = text
+    def show_stage(self, text: str, num_steps: int = 0) -> None:
+        """Shows what is computed when all runs are finished.
+
+        Args:
+            text: what it is.
+            num_steps: the steps it has, each of which `finish_step` announces; 0 if they are not counted.
+        """
+        self._stage, self._stage_start = text, time.monotonic()
+        self._num_steps, self._num_steps_done = num_steps, 0
+
+    def finish_step(self, sentence: str) -> None:
+        """Notes that a step of what is computed after all runs is finished, and says so."""
+        self._num_steps_done += 1
+        self.say(sentence)
 
     @property
     def num_runs(self) -> int:
@@ -120,7 +131,11 @@ class RunsDisplay(ABC):
         return min(1.0, self._rounds_trained() / to_train) if to_train else 1.0
 
     def seconds_left(self) -> float | None:
-        """Returns the estimated seconds until all runs are finished; None before the first round."""
+        """Returns the estimated seconds until all runs are finished, and after them until the steps of the stage are; None
+        where this is not known."""
+        if self._stage:
+            done, left = self._num_steps_done, self._num_steps - self._num_steps_done
+            return (time.monotonic() - self._stage_start) * left / done if done and left else None
         share = self.share_done()
         return (time.monotonic() - self._start) * (1 - share) / share if self._rounds_trained() else None
 
@@ -217,20 +232,31 @@ class RunsBar(RunsDisplay):
         if not self.num_runs:
             return Text("checking clients and methods")
         grid = Table.grid(padding=(0, 1))
-        parts = (f"{self.num_done} of {self.num_runs} runs", format_time_left(self.seconds_left()))
+        parts = (f"{self.num_done} of {self.num_runs} runs", self._time_left())
         grid.add_row(
             Text("comparing"), ProgressBar(1.0, self.share_done(), width=_BAR_WIDTH), *(Text(part) for part in parts)
         )
-        below = [self._stage] if self._stage else self.list_running_runs()[:_SHOWN_RUNS]
+        steps = f": {self._num_steps_done} of {self._num_steps}" if self._num_steps else ""
+        below = [self._stage + steps] if self._stage else self.list_running_runs()[:_SHOWN_RUNS]
         lines = [
             Text(f"  {sanitise_for_terminal(line)}", no_wrap=True, overflow="ellipsis", style="dim") for line in below
         ]
         return Group(grid, *lines)
 
+    def _time_left(self) -> str:
+        is_saving = (
+            self.num_done == self.num_runs and not self._stage
+        )  # all rounds are done, and what follows has no end yet
+        return "" if is_saving else format_time_left(self.seconds_left())
+
     def show_finished_run(self, name: str, *, failed: bool) -> None:
         """Prints a line above the bar if the run failed; the bar itself shows the others."""
         if failed:
             self.say(f"{name}: failed")
+
+    def finish_step(self, sentence: str) -> None:
+        """Counts the step below the bar."""
+        self._num_steps_done += 1
 
     def say(self, sentence: str) -> None:
         """Prints the sentence above the bar."""

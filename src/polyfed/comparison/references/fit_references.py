@@ -62,7 +62,7 @@ def fit_references(
     metric, first = plan.metrics[0], plan.seeds[0]
     seed_of = {fingerprint_by_seed[str(seed)]: seed for seed in reversed(plan.seeds)}  # the first seed with these data
     distinct_seeds = [seed for seed in plan.seeds if seed_of[fingerprint_by_seed[str(seed)]] == seed]
-    plan.display.show_stage("simple models of each site, and one network on the data of all sites")
+    plan.display.show_stage("simple models of each site alone", len(distinct_seeds))
     fitted = _fit_all_seeds(plan, distinct_seeds)
     common_names = [
         name
@@ -96,6 +96,7 @@ def fit_references(
         sentence = "No network was trained on the data of all clients pooled: a source makes its clients one at a time."
         return FittedReferences(references, outputs, (*left_out, sentence))
     local_method = next((method for method in methods.values() if isinstance(method, Local)), None)
+    plan.display.show_stage("one network on the data of all sites")
     pooled_models = fit_pooled_references(clients, seed=first)
     if local_method is not None:
         network = train_pooled_reference(clients, local_method, rounds=plan.settings.rounds, seed=first)
@@ -127,7 +128,7 @@ def _fit_all_seeds(plan: ComparisonPlan, seeds: Sequence[int]) -> dict[int, dict
     for seed, seed_fit in run_in_processes(tasks(), min(processes, len(seeds))):
         fit_by_seed[seed] = seed_fit
         how_far = f" ({len(fit_by_seed)} of {len(seeds)} splits)" if len(seeds) > 1 else ""
-        plan.display.say(f"simple models of each site alone: done{how_far}")
+        plan.display.finish_step(f"simple models of each site alone: done{how_far}")
     return {seed: fit_by_seed[seed] for seed in seeds}
 
 

@@ -303,7 +303,7 @@ def _estimation_sentences(content: Mapping[str, Any]) -> list[str]:
         ]
     training_examples_note = (
         "The training examples are the same in all runs, so that the intervals do not cover other training examples; "
-        "--resplit 10 (resplit=10 in Python) covers them too, and is better where data are few."
+        "folds=5 (--folds 5) covers them too, as far as folds can show, and is better where data are few."
     )
     if seeds == 1:
         once = (
@@ -343,7 +343,7 @@ def describe_limits_of_results(
     if content["score"] == "r2" and few:
         sentences.append(
             f"{join_first_and_count_rest(few)}: R² of fewer than {_FEW} test examples has a very wide interval; let the "
-            "mean absolute error decide (--metrics mae,r2)"
+            "mean absolute error decide (metrics=['mae', 'r2'], --metrics mae,r2)"
         )
     for label, searched in ((content["tuning"] or {}).get("methods") or {}).items():
         if worse := searched.get("diverged"):

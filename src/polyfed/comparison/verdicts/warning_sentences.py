@@ -58,11 +58,12 @@ def warning_sentences(content: Mapping[str, Any], data_warnings: Sequence[str], 
     sentences = [f"{text[:1].upper()}{text[1:]}." for text in data_warnings]
     if content["tuning"] is None:
         sentences.append(
-            "The methods were not tuned (--tune none): a gain may be that of a learning rate that suits one method better."
+            "The methods were not tuned (tune='none', --tune none): a gain may be that of a learning rate that suits one "
+            "method better."
         )
     if len(content["seeds"]) == 2 and not content.get("folds"):
         sentences.append("Two seeds say little of what another seed would give, so that intervals are many times as wide as "
-                     "with five: give more (--seeds 0,1,2,3,4, or --resplit 5).")  # fmt: skip
+                     "with five: give more (seeds=5, --seeds 5; or folds=5, --folds 5).")  # fmt: skip
     not_converged = [label for label, entry in content["convergence"].items() if entry["converged"] is False]
     if not_converged and not budget.determines_compared_round:
         helps = {label: content["convergence"][label]["advice"] for label in not_converged}
@@ -73,12 +74,12 @@ def warning_sentences(content: Mapping[str, Any], data_warnings: Sequence[str], 
         )
         sentences.append(
             f"Not converged: {', '.join(not_converged)}. No answer is given over or with these methods. Ways out: "
-            f"{'; '.join(each)}. Or name a budget (--budget steps) if that is the question."
+            f"{'; '.join(each)}. Or name a budget (budget='steps', --budget steps) if that is the question."
         )
     elif not_converged:
         sentences.append(f"Not converged within this budget: {', '.join(not_converged)}.")
     if content["tuning"] is not None and (edge := content["tuning"].get("edge")):
         sentences.append(
-            f"The best value was at the edge of what was tried: {', '.join(edge)}. Try values beyond (--tune)."
+            f"The best value was at the edge of what was tried: {', '.join(edge)}. Try values beyond (tune=..., --tune)."
         )
     return sentences + describe_omissions(content)

@@ -11,9 +11,9 @@ from typing import Any, Literal, final
 from polyfed.core.io.number_format import join_first_and_count_rest
 from polyfed.data.look.counts import MIN_COUNT
 from polyfed.data.look.number_statistics import GRADES, NumberStatistics
-from polyfed.data.look.site_columns import LookColumn
+from polyfed.data.look.site_columns import IMAGE_SIZE, LookColumn
 from polyfed.data.look.summaries import SiteDataStatistics, SiteSummaries
-from polyfed.data.look.units import describe_unit_difference
+from polyfed.data.look.units import describe_scale_difference, describe_unit_difference
 
 FEW = 10
 """Sets the number of examples of a class, or of events, below which a site has few."""
@@ -84,8 +84,8 @@ def _find_few_examples(look: SiteSummaries) -> Iterator[SiteDifferenceFinding]:
     if sites:
         yield SiteDifferenceFinding(
             "few", "", tuple(sites), f"few examples: {_list_sites(sites)}",
-            "an answer about such a site rests on a handful of test examples; deal them several times (--resplit), and read "
-            "its interval rather than its score",
+            "an answer about such a site rests on a handful of test examples; test each example once (folds=5, --folds 5), "
+            "and read its interval rather than its score",
         )  # fmt: skip
 
 
@@ -98,6 +98,7 @@ class _NumberColumn:
 
     def __init__(self, look: SiteSummaries, column: LookColumn) -> None:
         self._column, self._name = column, column.name
+        self._is_of_images = any(other.name == IMAGE_SIZE for other in look.columns) and not column.is_target
         self._sites = {name: site.numbers[column.name] for name, site in look.sites.items()}
         self._rows = {name: site.rows for name, site in look.sites.items()}
         self._statistics = {
@@ -173,7 +174,7 @@ class _NumberColumn:
             yield SiteDifferenceFinding(
                 "empty", self._name, tuple(empty), f"{self._name} is empty or nearly so at {_list_sites(empty)}",
                 f"there it is a constant, and a common network learns it from the other sites alone; leave it out "
-                f"(--data.drop {self._name}), or let sites have networks of their own{refusal}",
+                f"(drop={self._name!r}, --data.drop {self._name}), or let sites have networks of their own{refusal}",
             )  # fmt: skip
         if often:
             yield SiteDifferenceFinding(
@@ -189,7 +190,7 @@ class _NumberColumn:
             yield SiteDifferenceFinding(
                 "constant", self._name, tuple(constant), f"{self._name} has one value only at {_list_sites(constant)}",
                 "scaled by the site's own rows it becomes 0 there, whatever a later patient has; scale over all sites "
-                "(--data.preprocess federated), or leave it out",
+                "(preprocess='federated', --data.preprocess federated), or leave it out",
             )  # fmt: skip
 
     def _find_units_and_shifts(self) -> Iterator[SiteDifferenceFinding]:
@@ -199,20 +200,27 @@ class _NumberColumn:
         reference = _weighted_median(varying)
         units, shifts = dict[str, str](), dict[str, str]()
         for name, site in varying.items():
-            if text := describe_unit_difference(site, reference):
+            describe = describe_scale_difference if self._is_of_images else describe_unit_difference
+            if text := describe(site, reference):
                 units[name] = f"mean {site.mean:.3g}: {text}"
             elif abs(site.mean - reference.mean) > _SHIFT * math.sqrt((site.sd**2 + reference.sd**2) / 2):
                 shifts[name] = f"{site.mean:.3g} ± {site.sd:.2g}"
         if units:
             yield SiteDifferenceFinding(
                 "unit", self._name, tuple(units),
-                f"{self._name} seems to have another unit at {_list_sites(units)}; the others' mean is {reference.mean:.3g}",
-                "a common network and a common scale take these for other patients; bring all sites to one unit before",
+                f"{self._name} seems to have another {'scale' if self._is_of_images else 'unit'} at "
+                f"{_list_sites(units)}; the others' mean is {reference.mean:.3g}",
+                "another scanner or window, or pixels from 0 to 255 in place of 0 to 1? A common network takes these "
+                "for other subjects; scale all sites' images alike before" if self._is_of_images
+                else "a common network and a common scale take these for other patients; bring all sites to one unit before",
             )  # fmt: skip
         if shifts and not units:
             meaning = (
                 "a model of all sites averages over different outcomes; each site's own part of a network can follow its own"
                 if self._column.is_target
+                else "another scanner, stain or exposure? Scale each image by its own mean and spread, or let sites "
+                "have parts of a network of their own (fedbn)"
+                if self._is_of_images
                 else "scaled by its own rows a site loses this difference, and scaled over all sites it keeps it; try both"
             )
             yield SiteDifferenceFinding(
@@ -317,7 +325,7 @@ def _find_in_features(
         yield SiteDifferenceFinding(
             "empty", name, tuple(empty), f"{name} is empty or nearly so at {_list_sites(empty)}",
             "there it is a constant, and a common network learns it from the other sites alone; leave it out "
-            f"(--data.drop {name}), or let sites have networks of their own",
+            f"(drop={name!r}, --data.drop {name}), or let sites have networks of their own",
         )  # fmt: skip
     lacking_sites: dict[str, list[str]] = {}
     for value in values:

@@ -22,6 +22,10 @@ _BATCH = 256
 _ANSWERS = ("0", "1")
 
 
+IMAGE_SIZE = "size (channels × height × width)"
+"""Name of a column that only sites with images have."""
+
+
 @final
 @dataclass(frozen=True)
 class LookColumn:
@@ -188,7 +192,7 @@ def _image_columns(x: Tensor) -> list[tuple[LookColumn, Tensor]]:
         spreads.append(flat.flatten(1).std(1, correction=0))
     by_channel = torch.cat(means)
     columns = [
-        (LookColumn("size (channels × height × width)", (size,)), torch.zeros(len(x), dtype=torch.float64)),
+        (LookColumn(IMAGE_SIZE, (size,)), torch.zeros(len(x), dtype=torch.float64)),
         (LookColumn("intensity"), by_channel.mean(1)),
         (LookColumn("contrast (sd of intensity)"), torch.cat(spreads)),
     ]

@@ -21,11 +21,7 @@ def describe_unit_difference(site: NumberStatistics, reference: NumberStatistics
     >>> describe_unit_difference(metres, centimetres)
     'a factor of about 100 (m and cm, or a share and per cent?)'
     """
-    if not (site.mean * reference.mean > 0 and site.sd > 0 and reference.sd > 0):
-        return ""
-    means, spreads = site.mean / reference.mean, site.sd / reference.sd
-    if means < 1:
-        means, spreads = 1 / means, 1 / spreads
+    means, spreads = _ratios_of_means_and_spreads(site, reference)
     factor = min(_FACTORS, key=lambda candidate: max(means / candidate, candidate / means))
     is_near = max(means / factor, factor / means) <= _MEANS and max(spreads / factor, factor / spreads) <= _SPREADS
     are_apart = abs(site.mean - reference.mean) > _APART * (site.sd + reference.sd)
@@ -33,3 +29,24 @@ def describe_unit_difference(site: NumberStatistics, reference: NumberStatistics
         return ""
     examples = f" ({_FACTORS[factor]}?)" if _FACTORS[factor] else ""
     return f"a factor of about {factor:g}{examples}"
+
+
+def describe_scale_difference(site: NumberStatistics, reference: NumberStatistics) -> str:
+    """Returns, as text, the factor between a site's intensities of pixels and the reference if pixels seem to be scaled
+    otherwise; "" if they do not.
+
+    >>> shares, bytes_of_pixels = NumberStatistics(50.0, 25.0, 0.5, 0.5), NumberStatistics(50.0, 6375.0, 127.5, 32512.5)
+    >>> describe_scale_difference(shares, bytes_of_pixels)
+    'a factor of about 255'
+    """
+    means, spreads = _ratios_of_means_and_spreads(site, reference)
+    is_near = max(means / spreads, spreads / means) <= _SPREADS
+    return f"a factor of about {means:.0f}" if is_near and means >= _LARGE else ""
+
+
+def _ratios_of_means_and_spreads(site: NumberStatistics, reference: NumberStatistics) -> tuple[float, float]:
+    """Returns the ratio of the means, at least 1, and that of the spreads; ones if there are no such ratios."""
+    if not (site.mean * reference.mean > 0 and site.sd > 0 and reference.sd > 0):
+        return 1.0, 1.0
+    means, spreads = site.mean / reference.mean, site.sd / reference.sd
+    return (means, spreads) if means >= 1 else (1 / means, 1 / spreads)

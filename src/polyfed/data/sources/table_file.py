@@ -191,7 +191,8 @@ class TableFile(Source):
         categorical = parse_column_names(self.categorical, table)
         if not names:
             raise UserError(
-                "no column is left for features: leave out less (--data.drop), or name some (--data.columns)"
+                "no column is left for features: leave out less (drop=..., --data.drop), or name some (columns=..., "
+                "--data.columns)"
             )
         return tuple(infer_feature_column(table, name, name in categorical) for name in names)
 

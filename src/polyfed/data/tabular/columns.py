@@ -52,15 +52,16 @@ def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column
 
     kind = column_as_arrow_array(table, name).type
     if is_empty_non_numeric_column(table, name):
-        raise UserError(f"column {name!r} has no value in any row; leave it out: --data.drop {name}")
+        raise UserError(f"column {name!r} has no value in any row; leave it out: drop={name!r}, --data.drop {name}")
     if kinds.is_temporal(kind):
         raise UserError(
             f"column {name!r} holds dates or times: make numbers of them before, such as an age or days since admission, or "
-            f"leave it out: --data.drop {name}"
+            f"leave it out: drop={name!r}, --data.drop {name}"
         )
     if not (is_numeric_type(kind) or is_text_type(kind)):
         raise UserError(
-            f"column {name!r} holds values of type {kind}, which is no number and no text; leave it out: --data.drop {name}"
+            f"column {name!r} holds values of type {kind}, which is no number and no text; leave it out: drop={name!r}, "
+            f"--data.drop {name}"
         )
     if not as_categories and is_numeric_column(table, name):
         cells = column_as_numbers(table, name)
@@ -72,8 +73,8 @@ def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column
     present_values = [value for value in column.tolist() if value is not None]
     if signs := sorted(filter(has_no_letter_or_digit, set(present_values))):
         warnings.warn(
-            f"column {name!r} has the category {signs[0]!r}; if that means no value, give --data.missing {signs[0]!r} (in "
-            f"Python missing=[{signs[0]!r}])",
+            f"column {name!r} has the category {signs[0]!r}; if that means no value, give missing=[{signs[0]!r}] "
+            f"(--data.missing {signs[0]!r})",
             UserWarning,
             stacklevel=2,
         )
@@ -89,20 +90,20 @@ def _reason_not_categorical(column: NDArray[Any], name: str) -> str:
     """
     rows = [row for row, value in enumerate(column.tolist()) if value is not None]
     present = [str(column[row]) for row in rows]
-    cure = f"leave it out (--data.drop {name}), or make numbers of it before"
+    cure = f"leave it out (drop={name!r}, --data.drop {name}), or make numbers of it before"
     if all(_DATE.fullmatch(value) for value in present[:100]):
         return f"column {name!r} holds dates, such as {present[0]!r}: {cure}, such as an age or days since admission"
     odd = [row for row, value in zip(rows, present, strict=True) if not is_numeric_text(value)]
     if odd and all(_THOUSANDS.fullmatch(str(column[row])) for row in odd):
         return (
             f"column {name!r} has numbers with a comma before three digits, such as {str(column[odd[0]])!r}: if it "
-            "separates thousands, write them without it; if it is a decimal comma, give --data.decimal , (in Python "
-            "decimal=',')"
+            "separates thousands, write them without it; if it is a decimal comma, give decimal=',' "
+            "(--data.decimal ,)"
         )
     if odd and all(DECIMAL_COMMA.fullmatch(str(column[row])) for row in odd):
         return (
-            f"column {name!r} has numbers with a comma, such as {str(column[odd[0]])!r}: give --data.decimal , (in Python "
-            "decimal=',')"
+            f"column {name!r} has numbers with a comma, such as {str(column[odd[0]])!r}: give decimal=',' "
+            "(--data.decimal ,)"
         )
     different, words = len(set(present)), sorted({str(column[row]) for row in odd})
     many = different > _MOST_CATEGORIES or (different > 10 and 2 * different > len(present))
@@ -112,13 +113,13 @@ def _reason_not_categorical(column: NDArray[Any], name: str) -> str:
         strange, words = str(column[odd[0]]), words[:MAX_MISSING_WORDS]
         return (
             f"column {name!r} holds numbers, and {strange!r} in {format_row_numbers(np.array(odd))}: if that means no "
-            f"value, give --data.missing {','.join(words)} (in Python missing={words}); otherwise correct it, or take "
-            f"all as categories (--data.categorical {name})"
+            f"value, give missing={words} (--data.missing {','.join(words)}); otherwise correct it, or take all as "
+            f"categories (categorical={name!r}, --data.categorical {name})"
         )
     if many:
         return (
-            f"column {name!r} has {different} different texts in {len(present)} rows, such as {present[0][:40]!r}: "
-            f"that is free text or an identifier; {cure}, or take it as categories (--data.categorical {name})"
+            f"column {name!r} has {different} different texts in {len(present)} rows: that is free text or an "
+            f"identifier; {cure}, or take it as categories (categorical={name!r}, --data.categorical {name})"
         )
     return ""
 
@@ -156,7 +157,8 @@ def _warn_if_identifier(cells: NDArray[np.float64], name: str) -> None:
     if are_whole_numbers and are_unique and has_identifier_name(name):
         warn_of_data(
             f"column {name!r} has a different whole number in each row and is used as a feature; if it is an identifier, "
-            f"leave it out (--data.drop {name}), and if it is that of a patient, give --data.group {name}"
+            f"leave it out (drop={name!r}, --data.drop {name}), and if it is that of a patient, give group={name!r} "
+            f"(--data.group {name})"
         )
 
 
@@ -179,7 +181,7 @@ def warn_of_duplicate_rows(table: Table, ignored_column: str | None) -> None:
     warn_of_data(
         f"{copies} of {table.num_rows} rows are copies of other rows, such as row {last[duplicated] + 1} of row "
         f"{first[duplicated] + 1}: a copy may come into the training set and its original into the test set; remove "
-        "them, or give --data.group with a column that keeps them together"
+        "them, or give a column that keeps them together (group=..., --data.group)"
     )
 
 
@@ -217,7 +219,8 @@ def read_targets(
     if resolved_task.one_class_per_example:
         if len(names) > 1:
             raise UserError(
-                f"{resolved_task} has one target, got {', '.join(names)}; give --data.task multilabel for several"
+                f"{resolved_task} has one target, got {', '.join(names)}; give task='multilabel' (--data.task "
+                "multilabel) for several"
             )
         column = column_as_texts(table, names[0])
         if positive is not None and is_condition_or_value_list(positive) and positive not in column:
@@ -230,7 +233,7 @@ def read_targets(
     if roles and len(names) != len(roles):
         raise UserError(
             f"{resolved_task} has {len(roles)} target columns, {' and '.join(roles)}, got {', '.join(names)}; give "
-            f"--data.target {roles[0].upper()} --data.{roles[1]} {roles[1].upper()}"
+            f"{roles[1]}=... (--data.target {roles[0].upper()} --data.{roles[1]} {roles[1].upper()})"
         )
     if positive is not None and not roles:
         raise UserError(f"positive={positive!r} is for two classes, and the task is {resolved_task}; leave it out")
@@ -241,7 +244,7 @@ def read_targets(
             continue
         if roles and name == names[-1] and not is_numeric_column(table, name):
             raise UserError(
-                f"{roles[-1]} {name!r} holds texts; give --data.positive with the value that is the {roles[-1]}"
+                f"{roles[-1]} {name!r} holds texts; say which value is the {roles[-1]} (positive=..., --data.positive)"
             )
         if not is_numeric_column(table, name):
             raise UserError(

@@ -134,7 +134,8 @@ def recode_targets_to_schema(
     task = get_task(task)
     if task != schema.task:
         raise UserError(
-            f"the task of the table is {task}, that of the schema {schema.task}; give --data.task {schema.task}"
+            f"the task of the table is {task}, that of the schema {schema.task}; give task={str(schema.task)!r} "
+            f"(--data.task {schema.task})"
         )
     if not task.one_class_per_example:
         if tuple(class_names) != schema.classes:

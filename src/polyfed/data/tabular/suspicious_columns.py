@@ -55,23 +55,26 @@ def warn_of_suspicious_columns(
         if in_order and bool((np.diff(codes[name]) == 1).all() or (np.diff(codes[name]) == -1).all()):
             warn_of_data(
                 f"column {name!r} has a different value in each row, in order: the number of the row, or a time? Leave it "
-                f"out (--data.drop {name}), or give --data.time {name}"
+                f"out (drop={name!r}, --data.drop {name}), or give time={name!r} (--data.time {name})"
             )
     if not roles:
         for name in others:
             if name in codes and (looks := _describe_id(name, codes, sites)):
                 cure = (
-                    f"give --data.group {name} if it is that of a patient or the like (its rows then count as one), or "
+                    f"give group={name!r} (--data.group {name}) if it is that of a patient or the like (its rows then count "
+                    "as one), or "
                 )
                 warn_of_data(
-                    f"column {name!r} has {looks}: an id? {cure}leave it out (--data.drop {name})"
+                    f"column {name!r} has {looks}: an id? {cure}leave it out (drop={name!r}, --data.drop {name})"
                     if name in features
                     else f"column {name!r}, which is no feature, has {looks}: an id? If its rows belong together, give "
-                    f"--data.group {name}; otherwise they train in one set and test in another"
+                    f"group={name!r} (--data.group {name}); otherwise they train in one set and test in another"
                 )
     for name in features:
         for sentence in _near_target_sentences(table, name, y, targets, codes.get(name)):
-            warn_of_data(f"{sentence}: is it known before the target is? If not, leave it out (--data.drop {name})")
+            warn_of_data(
+                f"{sentence}: is it known before the target is? If not, leave it out (drop={name!r}, --data.drop {name})"
+            )
 
 
 def _codes_of_column(table: Table, name: str) -> Codes | None:

@@ -149,7 +149,9 @@ def audit(
     exposed = [client] if client is not None else choose_most_exposed(attacked)
     messages = attack_messages(federation, exposed, iterations, restarts)
     effort = describe_effort(federation, messages, iterations, restarts)
-    attributes = measure_attributes([(c.train, number_units(c.train), guesses[c.id], memberships[c.id]) for c in attacked])
+    attributes = measure_attributes(
+        [(c.train, number_units(c.train), guesses[c.id], memberships[c.id]) for c in attacked]
+    )
     report = _summarise(attacked, observations, memberships, epsilons, federation, messages, attributes, effort)
     write_audit(path, report)
     return report

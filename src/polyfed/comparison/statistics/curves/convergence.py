@@ -96,7 +96,7 @@ def advice_if_loss_still_falls(tuning_entry: Mapping[str, Any] | None) -> str:
         tuning_entry: the search result of the method, as in `comparison.json`; None if the method was not searched.
 
     >>> advice_if_loss_still_falls(None)
-    'its learning rate was not searched: search it (--tune auto), then give more rounds if that does not help'
+    "its learning rate was not searched: search it (tune='auto', --tune auto), then give more rounds if that does not help"
     >>> tried = [{"fields": {"lr": 0.1}}, {"fields": {"lr": 0.3}}]
     >>> advice_if_loss_still_falls({"chosen": {"lr": 0.1}, "tried": tried})
     'larger learning rates did worse in the search: give more rounds'
@@ -104,7 +104,8 @@ def advice_if_loss_still_falls(tuning_entry: Mapping[str, Any] | None) -> str:
     rates = [rate for entry in (tuning_entry or {}).get("tried", ()) if is_number(rate := entry["fields"].get("lr"))]
     if tuning_entry is None or not rates:
         return (
-            "its learning rate was not searched: search it (--tune auto), then give more rounds if that does not help"
+            "its learning rate was not searched: search it (tune='auto', --tune auto), then give more rounds if that does "
+            "not help"
         )
     best = [entry["lr"] for entry in (tuning_entry.get("by_client") or {}).values()] or [
         tuning_entry["chosen"].get("lr")
@@ -112,8 +113,9 @@ def advice_if_loss_still_falls(tuning_entry: Mapping[str, Any] | None) -> str:
     if max(rates) in best:
         beyond = next_value_beyond_edge(rates, max(rates), is_integer=False) or max(rates)
         return (
-            f"no learning rate above its {max(rates):g} was tried: search larger ones (--tune "
-            f'"lr={max(rates):g},{beyond:g},..."), then give more rounds if that does not help'
+            f"no learning rate above its {max(rates):g} was tried: search larger ones "
+            f"(tune={{'lr': [{max(rates):g}, {beyond:g}, '...']}}, --tune lr={max(rates):g},{beyond:g},...), then give more "
+            "rounds if that does not help"
         )
     return "larger learning rates did worse in the search: give more rounds"
 
