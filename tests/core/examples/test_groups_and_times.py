@@ -9,6 +9,7 @@ import torch
 import polyfed as pf
 from polyfed.core.errors import UserError
 from polyfed.core.examples.groups import number_units
+from polyfed.core.examples.times import times_as_numbers
 from polyfed.core.training.private_backend import number_of_units
 from polyfed.data.concat import concat_examples, concatenation_obstacle, rows_in_stored_tensors
 from polyfed.data.partitioning.group_split import group_numbers
@@ -84,6 +85,16 @@ def test_times_are_numbers_and_dates(times):
     examples = pf.Examples(X, Y, time=times)
     assert examples.times.argsort().tolist() == [1, 2, 0, 5, 4, 3]
     assert examples.select(torch.tensor([1])).times.shape == (1,)
+
+
+def test_times_with_a_zone_are_compared_in_utc():
+    texts = ["2026-01-01T10:00:00Z", "2026-01-01T10:30:00+02:00", "2026-01-01 05:00-0600"]
+    zoned = [datetime.datetime.fromisoformat(text) for text in texts]
+    for times in (texts, zoned, np.array(zoned, dtype=object)):
+        assert times_as_numbers(times, "day").argsort().tolist() == [1, 0, 2]
+    assert times_as_numbers(["1970-01-01T01:00+01:00"], "day").tolist() == [0]
+    with pytest.raises(UserError, match="day has a time zone in 1 of 2 rows"):
+        times_as_numbers([texts[0], "2026-01-01T10:00:00"], "day")
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def _read(data):
         ({"lab": ["1,500", "12,700.5"] * 40}, {}, "a comma before three digits, such as '1,500': if it separates"),
         ({"lab": ["1,5", "2,7"] * 40}, {}, "'lab' has numbers with a comma, such as '1,5': give decimal=','"),
         ({"lab": [None] * 80}, {}, "'lab' has no value in any row; leave it out: drop='lab', --data.drop lab"),
+        ({"lab": ["999", "1,000"] * 40}, {}, "before three digits, such as '1,000': if it separates thousands, take it out"),
         ({"lab": [1.0, np.inf] * 40}, {}, "'lab' has an infinite value in rows 2, 4, 6, 8, 10 and 35 more"),
         ({"hospital": ["north"] * 77 + [None, "south", " "]}, {}, "site: column 'hospital' has no value in rows 78 and 80"),
         ({"ill": ["yes", None] + ["no"] * 78}, {}, "target: column 'ill' has no value in row 2"),
@@ -133,6 +134,25 @@ def test_the_encoding_of_a_file_can_be_given(tmp_path):
     with pytest.raises(UserError, match=r"cannot be read as text in utf-8 .*--data.encoding latin-1"):
         TableFile(path, "y", "h").load()
     assert TableFile(path, "y", "h", encoding="latin-1").load().preprocessor.feature_names == ("größe",)
+    text = "size,h,y\n1,zürich,0\n2,genf,1\n"
+    path = write(tmp_path, "size,h,y\n" + "3,genf,1\n" * 2000 + text[9:], encoding="latin-1")
+    with pytest.raises(
+        UserError, match=r"column 'h' of .* has texts that are not in utf-8; give --data.encoding latin-1"
+    ):
+        TableFile(path, "y", "h").load()
+    path = write(tmp_path, text, encoding="utf-16")
+    with pytest.raises(UserError, match=r"--data\.encoding utf-16"):
+        TableFile(path, "y", "h").load()
+    assert TableFile(path, "y", "h", encoding="utf-16").load().columns["h"].tolist() == ["zürich", "genf"]
+
+
+def test_names_that_differ_in_case_alone_are_told():
+    table = {"x": range(8), "ward": list("aBabBaab"), "h": ["north", "North"] * 4, "y": ["no", "yes", "No", "YES"] * 2}
+    with pytest.warns(UserWarning, match="spell them alike") as told:
+        pf.data.split_table(table, "y", "h", drop=["x"])
+    texts = [str(warning.message) for warning in told]
+    for column, first, second in (("ward", "B", "b"), ("h", "north", "North"), ("y", "No", "no")):
+        assert any(f"column {column!r} has {first!r} and {second!r}, which are two different" in text for text in texts)
 
 
 def test_an_identifier_and_copies_are_told(tmp_path):

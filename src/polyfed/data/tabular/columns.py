@@ -20,6 +20,7 @@ from polyfed.data.tabular.preprocessing import Column
 from polyfed.data.tabular.table_reader import (
     DECIMAL_COMMA,
     MAX_MISSING_WORDS,
+    THOUSANDS_COMMA,
     check_no_missing_values,
     column_as_arrow_array,
     column_as_numbers,
@@ -38,7 +39,6 @@ _MOST_SUBGROUP_VALUES = 10  # different values of a column of numbers that is ke
 _PRECISE = 1e-5  # of a column's standard deviation: with a larger rounding error it is kept as float64
 _IDENTIFIERS = frozenset({"id", "nr", "no", "number", "mrn"})
 _DATE = re.compile(r"\d{1,4}([./-])\d{1,2}\1\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
-_THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column:
@@ -94,11 +94,10 @@ def _reason_not_categorical(column: NDArray[Any], name: str) -> str:
     if all(_DATE.fullmatch(value) for value in present[:100]):
         return f"column {name!r} holds dates, such as {present[0]!r}: {cure}, such as an age or days since admission"
     odd = [row for row, value in zip(rows, present, strict=True) if not is_numeric_text(value)]
-    if odd and all(_THOUSANDS.fullmatch(str(column[row])) for row in odd):
+    if odd and all(THOUSANDS_COMMA.fullmatch(str(column[row])) for row in odd):
         return (
             f"column {name!r} has numbers with a comma before three digits, such as {str(column[odd[0]])!r}: if it "
-            "separates thousands, write them without it; if it is a decimal comma, give decimal=',' "
-            "(--data.decimal ,)"
+            "separates thousands, take it out of the file; if it begins a fraction, give decimal=',' (--data.decimal ,)"
         )
     if odd and all(DECIMAL_COMMA.fullmatch(str(column[row])) for row in odd):
         return (

@@ -1,6 +1,6 @@
 """Warns of columns of a table that look like ids, and of columns that are nearly equal to the target."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,22 @@ _AREA = 0.995  # AUC of a single column
 _LEAST_OF_CLASS = 10  # examples of a class for that AUC
 
 Codes = NDArray[np.int64]
+
+
+def warn_of_names_that_differ_in_case(names_by_column: Mapping[str, Sequence[str]]) -> None:
+    """Issues a warning for each column (of sites, classes or categories) of whose names two differ in capital letters
+    alone, such as "yes" and "Yes".
+    """
+    for column, names in names_by_column.items():
+        first_of_spelling: dict[str, str] = {}
+        for name in names:
+            other = first_of_spelling.setdefault(name.casefold(), name)
+            if other != name:
+                warn_of_data(
+                    f"column {column!r} has {other!r} and {name!r}, which are two different values here; if they mean the "
+                    "same, spell them alike in the table"
+                )
+                break
 
 
 def warn_of_suspicious_columns(

@@ -2,6 +2,8 @@
 and rows.
 """
 
+import codecs
+import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ PATH_ADVICE = "give --data.path with a CSV or Parquet file that has one row per 
 _DELIMITERS = (",", ";", "\t", "|")
 MAX_MISSING_WORDS = 3  # different words among numbers that may all stand for no value
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
+THOUSANDS_COMMA = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?")
 
 
 def read_table(
@@ -182,11 +185,11 @@ def _read_csv(file: Path, missing: Sequence[str], delimiter: str, decimal: str, 
     import pyarrow.csv
 
     try:
-        with open_file(file) as stream:
-            first = stream.readline(MAX_TEXT_BYTES).decode(encoding)
+        with open_file(file) as stream, io.TextIOWrapper(stream, encoding) as text:
+            first = text.readline(MAX_TEXT_BYTES)
     except (OSError, UnicodeDecodeError, LookupError) as error:
         raise UserError(
-            f"{str(file)!r} cannot be read as text in {encoding} ({_one_line(error)}); {_ENCODING}"
+            f"{str(file)!r} cannot be read as text in {encoding} ({_one_line(error)}); {_advise_encoding(file)}"
         ) from error
     if "\0" in first:
         raise UserError(f"{str(file)!r} is no CSV file: it holds bytes that are no text; save the sheet as CSV")
@@ -200,17 +203,28 @@ def _read_csv(file: Path, missing: Sequence[str], delimiter: str, decimal: str, 
     reading = pyarrow.csv.ReadOptions(block_size=min(2**31 - 1, max(2**20, 2 * file.stat().st_size)), encoding=encoding)
     parsing = pyarrow.csv.ParseOptions(delimiter=separator, newlines_in_values=True)
     try:
-        return pyarrow.csv.read_csv(file, read_options=reading, parse_options=parsing, convert_options=convert)
+        table = pyarrow.csv.read_csv(file, read_options=reading, parse_options=parsing, convert_options=convert)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         cure = (
-            _ENCODING
+            _advise_encoding(file)
             if "UTF8" in str(error) or "codec" in str(error)
             else f"cells are separated by {separator!r}, rows by line"
         )
         raise UserError(f"{str(file)!r} cannot be read as CSV ({_one_line(error)}); {cure}") from error
+    if unreadable := [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]:
+        raise UserError(
+            f"column {unreadable[0]!r} of {str(file)!r} has texts that are not in {encoding}; {_advise_encoding(file)}"
+        )
+    return table
 
 
-_ENCODING = "give --data.encoding latin-1, or save the file as UTF-8"
+def _advise_encoding(file: Path) -> str:
+    try:
+        with open_file(file) as stream:
+            is_utf16 = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    except (OSError, UserError):
+        is_utf16 = False
+    return f"give --data.encoding {'utf-16' if is_utf16 else 'latin-1'}, or save the file as UTF-8"
 
 
 def check_columns_exist(table: Table, names: Sequence[str], role: str) -> None:
