@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from polyfed.graphs import LayerCatalogue, LayerType, extract
 from polyfed.graphs.architecture import TRANSPOSED, unique_types
@@ -71,6 +72,50 @@ def test_recurrent_layers(extracted, options):
         assert ahead == [{"hidden", "reverse hidden"}] * 2
     for kind in (nn.GRU, nn.RNN):
         assert extracted(Net(lambda net, x: net.rnn(x)[0], rnn=kind(4, 3)), SEQUENCES).coverage == 1.0
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_packed_sequences(extracted, told, kind):
+    """Their lengths are values, on which torch itself branches."""
+
+    def forward(net, tokens):
+        lengths = (tokens != 0).sum(1).cpu()
+        packed = pack_padded_sequence(net.words(tokens), lengths, batch_first=True, enforce_sorted=False)
+        state = net.recurrent(packed)[1]
+        return net.out((state[0] if isinstance(state, tuple) else state)[-1])
+
+    network = Net(
+        forward, words=nn.Embedding(6, 4), recurrent=kind(4, 5, 2, batch_first=True, bidirectional=True), out=line(5, 2)
+    )
+    graph = extracted(network, TOKENS)
+    padded = extracted(
+        Net(
+            lambda net, tokens: net.out(net.recurrent(net.words(tokens))[0][:, -1]), words=nn.Embedding(6, 4),
+            recurrent=kind(4, 5, 2, batch_first=True, bidirectional=True), out=line(10, 2),
+        ),
+        TOKENS,
+    )  # fmt: skip
+    assert (graph.tracer, graph.coverage, padded.tracer) == ("torch.fx on an example", 1.0, "torch.fx")
+    assert told(graph)[:-1] == told(padded)[:-1]
+    assert [node.parameters for node in graph.nodes] == [node.parameters for node in padded.nodes]
+
+
+def test_cells_in_a_loop_over_lengths(extracted, told):
+    """torch.fx cannot loop over a length; torch.export sees calls of cells, not modules."""
+
+    def forward(net, x):
+        state = x.new_zeros(len(x), 3)
+        for step in range(x.shape[1]):
+            state = net.cell(x[:, step], state)
+        return net.out(state)
+
+    for kind, name in ((nn.GRUCell, "gru"), (nn.RNNCell, "rnn")):
+        graph = extracted(Net(forward, cell=kind(4, 3), out=line(3, 2)), SEQUENCES)
+        assert graph.tracer == "torch.export"
+        assert {node.name: node.type.kind for node in graph.nodes} == {
+            "cell input": f"{name}_input", "cell hidden": f"{name}_hidden", "out": "linear",
+        }  # fmt: skip
+        assert (graph.coverage, len(graph.generated_weights)) == (1.0, 3)
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
@@ -205,7 +250,7 @@ def test_frozen_and_unused_parameters_stay_private(extracted):
     assert dict(graph.local_reasons) == {
         "gain": "it is not trained (requires_grad is False); with requires_grad=True it is generated",
         "unused": "the output does not depend on it; delete it, or leave it, since it has no effect",
-        "empty": "the output does not depend on it; delete it, or leave it, since it has no effect",
+        "empty": "it has no entries, so that there is nothing to generate",
     }
 
 

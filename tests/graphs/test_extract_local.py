@@ -102,7 +102,8 @@ def test_behind_detach_and_no_grad_nothing_is_generated(extracted, cut):
     graph = extracted(Net(cut, a=line(), b=line()), X)
     assert graph.local_reasons == dict.fromkeys(
         ("a.weight", "a.bias"),
-        "no gradient of the output reaches it; take away the detach() or no_grad() that it is behind",
+        "no gradient of the output reaches it; take away the detach(), the no_grad(), the operation without a gradient "
+        "(such as argmax) or the plain list of tensors that it is behind",
     )
     assert graph.edges == ((0, 1),)
 

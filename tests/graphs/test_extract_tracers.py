@@ -1,10 +1,12 @@
 """Which tracer takes which network, that both see the same, and what is said where neither does."""
 
 import copy
+import itertools
 import logging
 import math
 import threading
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -211,13 +213,46 @@ class Deciding(nn.Module):
         return self.fc(x) if x.sum() > 0 else x
 
 
-def test_decisions_on_values_are_for_nobody(capfd, caplog):
+def deciding(bias):
+    net = nn.Sequential(line(), nn.Sequential(nn.ReLU(), Deciding()))
+    nn.init.constant_(net[0].bias, bias)
+    return net
+
+
+def test_decisions_on_values_are_those_of_an_example_with_fixed_weights(capfd, caplog, extracted):
+    """A graph must not depend on the weights that the network happens to have."""
+    graph = extracted(deciding(10.0), X)
+    assert graph == replace(extracted(deciding(-10.0), X), nodes=graph.nodes)  # but for where weights start
+    assert (graph.tracer, graph.coverage, graph.edges) == ("torch.fx on an example", 1.0, ((0, 1),))
+    assert [node.name for node in graph.nodes] == ["0", "1.1.fc"]
+    refused = Net(lambda net, x: net.b(x) if x.isnan().any() else net.a(x), a=line(), b=line())
+    assert extracted(refused, X).local_reasons == dict.fromkeys(
+        ("b.weight", "b.bias"),
+        "what runs depends on values, and on the example it does not run; compute both branches (torch.where in place of "
+        "if) to have it generated",
+    )
+    assert capfd.readouterr() == ("", "")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+COUNTER = itertools.count()
+
+
+class Restless(Deciding):
+    """Another output each time."""
+
+    def forward(self, x):
+        return super().forward(x) + next(COUNTER)
+
+
+def test_an_output_that_changes_is_for_nobody(capfd, caplog):
     with pytest.raises(UserError) as told:
-        extract(nn.Sequential(line(), nn.Sequential(nn.ReLU(), Deciding())), X)
+        extract(nn.Sequential(line(), nn.Sequential(nn.ReLU(), Restless())), X)
     for part in (
         "the layers of Sequential cannot be followed",
-        "torch.fx stopped in 1.1 (Deciding): TraceError: symbolically traced variables",
-        "torch.export stopped in 1.1 (Deciding): GuardOnDataDependentSymNode: Could not guard",
+        "torch.fx stopped in 1.1 (Restless): TraceError: symbolically traced variables",
+        "torch.export stopped in 1.1 (Restless): GuardOnDataDependentSymNode: Could not guard",
+        "torch.fx on an example stopped in Sequential: the traced program computes another output",
         "torch.where in place of if",
     ):
         assert part in str(told.value)
@@ -227,12 +262,15 @@ def test_decisions_on_values_are_for_nobody(capfd, caplog):
     assert logging.getLogger("torch.fx.experimental.symbolic_shapes").level != logging.ERROR
 
 
-def test_a_parameter_that_the_tracers_miss_is_no_silent_loss():
+def test_a_parameter_that_generated_weights_would_not_replace_is_no_silent_loss(extracted):
     net = Net(lambda net, x: net.fc(x) + net.hidden[0] * 2, fc=line())
     net.scale = nn.Parameter(torch.ones(4))
-    net.hidden = [net.scale]  # a plain list: its tensor is a constant for both tracers
-    with pytest.raises(UserError, match=r"torch\.fx stopped in Net: the traced program does not use scale, on which"):
-        extract(net, X)
+    net.hidden = [
+        net.scale
+    ]  # a plain list: its tensor is a constant for both tracers, and stays when parameters are replaced
+    graph = extracted(net, X)
+    assert graph.local_reasons.keys() == {"scale"}
+    assert "the plain list of tensors that it is behind" in graph.local_reasons["scale"]
 
 
 def test_another_output_than_the_models_is_not_believed(monkeypatch):

@@ -75,3 +75,36 @@ def test_a_folder_that_cannot_be_written_is_no_error(calls, tmp_path, monkeypatc
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("POLYFED_CACHE", str(tmp_path / "file"))
     assert graph_cache.extract_with_disk_cache(net(), TOKENS).coverage == 1.0
+
+
+def classes_of_one_name(twice):
+    class Net(nn.Sequential):
+        def forward(self, x):
+            return super().forward(super().forward(x) if twice else x)
+
+    return Net
+
+
+if len(__name__) > 0:
+
+    class Twin(nn.Sequential):
+        def forward(self, x):
+            return self[1](self[0](x))
+
+
+FIRST_TWIN = Twin
+if len(__name__) > 0:
+
+    class Twin(nn.Sequential):
+        def forward(self, x):
+            return self[0](x) + self[1](x)
+
+
+@pytest.mark.parametrize("pair", [(classes_of_one_name(True), classes_of_one_name(False)), (FIRST_TWIN, Twin)])
+def test_classes_of_one_name_and_other_code_have_graphs_of_their_own(calls, pair):
+    networks = [kind(nn.Linear(5, 5), nn.Linear(5, 5)) for kind in pair]
+    graphs = [graph_cache.extract_with_disk_cache(network, torch.ones(2, 5)) for network in networks]
+    assert graphs == [extract(network, torch.ones(2, 5)) for network in networks]
+    assert graphs[0].edges != graphs[1].edges
+    assert graph_cache.extract_with_disk_cache(networks[0], torch.ones(2, 5)) == graphs[0]
+    assert calls == ["all"] * 2

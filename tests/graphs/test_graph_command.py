@@ -13,8 +13,12 @@ from polyfed.graphs.draw import draw_graph, layout_nodes_and_edges, node_label
 from polyfed.models import build
 
 NETS = '''
+import itertools
+
 import torch
 from torch import nn
+
+COUNTER = itertools.count()
 
 
 class Learner(nn.Module):
@@ -29,12 +33,12 @@ class Learner(nn.Module):
         return self.b(x + self.a(x) * self.gain)
 
 
-def decides(input_shape, num_classes):
-    class Deciding(nn.Sequential):
+def changes(input_shape, num_classes):
+    class Restless(nn.Sequential):
         def forward(self, x):
-            return super().forward(x) if x.sum() > 0 else x
+            return super().forward(x) * next(COUNTER)
 
-    return Deciding(nn.Linear(input_shape[0], num_classes))
+    return Restless(nn.Linear(input_shape[0], num_classes))
 
 
 def fails():
@@ -198,7 +202,7 @@ def test_a_catalogue_of_an_earlier_version_is_not_added_to(polyfed, here):
         (["own_nets:Lerner", "--input", "4"], "has no 'Lerner'; did you mean Learner"),
         (["own_nets:fails", "--input", "4"], "factory own_nets:fails failed: RuntimeError: no such file"),
         (["own_nets:Learner", "--input", "5"], r"fails on an example of shape \(2, 5\) .* in a \(Linear\)"),
-        (["own_nets:decides", "--input", "4"], "cannot be followed. torch.fx stopped in Deciding"),
+        (["own_nets:changes", "--input", "4"], "cannot be followed. torch.fx stopped in Restless"),
         (["mlp", "--input", "4", "--plot", "graph.gif"], "a picture must end in .png or .svg, got 'graph.gif'"),
         (["mlp", "--input", "4", "--plot", "no/graph.png"], "cannot write the picture 'no/graph.png'"),
         (

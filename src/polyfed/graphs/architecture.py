@@ -294,7 +294,7 @@ class ArchitectureGraph:
             without a node only (activations, pooling, reshapes). Each pair once, sorted.
         parameter_sizes: number of entries of every parameter, by its name in `named_parameters()`.
         local_reasons: name -> reason, for each parameter that cannot be generated and stays with the client.
-        tracer: the tracer that could follow the network, "torch.fx" or "torch.export".
+        tracer: the tracer that could follow the network, "torch.fx", "torch.export" or "torch.fx on an example".
         stored_head: `head_parameter_names` of the original graph, if contraction removed nodes or edges that determine them.
     """
 

@@ -22,15 +22,19 @@ from polyfed.core.examples.pytree import (
     tree_map,
 )
 from polyfed.core.nn.deep_copy import deep_copy
-from polyfed.core.seeds import temporary_rng_seed
+from polyfed.core.nn.functional_call import call_with_tensors
+from polyfed.core.seeds import temporary_rng_seed, torch_generator
 from polyfed.graphs.architecture import ArchitectureGraph, LayerType, Node
 from polyfed.graphs.tables import split_into_tables, with_starts
 from polyfed.graphs.tracing import export_tracer, fx_tracer
 from polyfed.graphs.tracing.layer_flow import Kinds, LayerFlow, Root, TracedProgram, iterate_tensors, record_layer_flow
+from polyfed.graphs.tracing.traced_modules import strip_root
 
+_ON_EXAMPLE = "torch.fx on an example"
 _TRACERS: dict[str, Callable[[Root, Inputs], TracedProgram]] = {
     "torch.fx": fx_tracer.trace_with_fx,
     "torch.export": export_tracer.trace_with_export,
+    _ON_EXAMPLE: export_tracer.trace_on_example,  # where the others fail
 }
 _GENERATED = (torch.float32, torch.float64)  # dtypes of parameters that a hypernetwork can generate
 
@@ -41,7 +45,9 @@ def extract(model: nn.Module, example_input: Inputs, kinds: Kinds = "all") -> Ar
 
     A copy of the model is traced in evaluation mode, by torch.fx, or where Python branches on shapes, by torch.export;
     neither the model nor the random state changes. A graph is accepted only if the traced program computes the model's
-    output on the example and uses every parameter on which the output depends.
+    output on the example and uses every parameter on which the output depends. Where Python branches on values (packed
+    sequences, early exits), the graph is that of what runs on the example, with fixed weights, so that it does not depend on
+    the model's; parameters that do not take part are local.
 
     Convolutions, linear and norm layers, classes derived from them and calls of their functions are nodes with a
     `LayerType`, which includes the activation that follows. So are transposed convolutions, embeddings, recurrent layers
@@ -73,8 +79,13 @@ def extract(model: nn.Module, example_input: Inputs, kinds: Kinds = "all") -> Ar
         failures: list[str] = []
         graphs: list[tuple[ArchitectureGraph, bool]] = []
         for tracer, trace in _TRACERS.items():
+            if graphs and tracer == _ON_EXAMPLE:
+                break
             root = _copy(model)
             try:
+                if tracer == _ON_EXAMPLE:
+                    _fix_weights(root)
+                    reference = _run_reference(root.model, x, replaced=True)
                 with temporary_rng_seed(0, device):
                     program = trace(root, tree_map(Tensor.clone, x))
                 with temporary_rng_seed(0, device):
@@ -163,19 +174,42 @@ class _Reference:
     all_reached: bool
 
 
-def _run_reference(model: nn.Module, x: Inputs) -> _Reference:
+@torch.no_grad()
+def _fix_weights(root: Root) -> None:
+    """Replaces weights and running statistics by values that are always the same."""
+    generator = torch_generator(0)
+    for parameter in root.parameters():
+        if parameter.is_floating_point():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    for part in root.modules():
+        if isinstance(part, nn.modules.batchnorm._NormBase):
+            part.reset_running_stats()
+
+
+def _run_reference(model: nn.Module, x: Inputs, replaced: bool = False) -> _Reference:
+    """Runs a copy of the model on the example, and finds out on which parameters the output depends.
+
+    With `replaced`, other tensors take the place of the parameters, as generated weights will; a parameter that the model
+    also holds elsewhere (in a list) then does not count.
+    """
     root = _copy(model)
+    names = {id(parameter): name for name, parameter in root.model.named_parameters()}
     try:
         with temporary_rng_seed(0, first_leaf(x).device):
-            output = root(tree_map(Tensor.clone, x))
+            inputs = (tree_map(Tensor.clone, x),)
+            if replaced:
+                copies = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in root.named_parameters()}
+                names = {id(tensor): strip_root(name) for name, tensor in copies.items()}
+                output = call_with_tensors(root, copies, inputs, {})
+            else:
+                output = root(*inputs)
     except Exception as error:
         raise UserError(
             f"{type(model).__name__} fails on an example of {_describe_inputs(x)}, in "
             f"{_failing_module(error, root)}: {_error_summary(error)}; give an example that the model accepts"
         ) from error
-    names = {id(parameter): name for name, parameter in root.model.named_parameters()}
     leaves = {id(tensor) for tensor in iterate_tensors(output) if tensor.is_leaf}
-    functions = _autograd_functions(output)
+    functions = autograd_functions(output)
     leaves |= {id(function.variable) for function in functions if hasattr(function, "variable")}
     reached = frozenset(names[leaf] for leaf in leaves if leaf in names)
     return _Reference(output, reached, bool(reached) and not any(isinstance(f, BackwardCFunction) for f in functions))
@@ -185,7 +219,7 @@ def _describe_inputs(x: Inputs) -> str:
     return f"shape {tuple(x.shape)} and type {x.dtype}" if isinstance(x, Tensor) else str(input_spec_of(x))
 
 
-def _autograd_functions(output: Any) -> set[Any]:
+def autograd_functions(output: Any) -> set[Any]:
     """Returns all functions of the autograd graph that led to `output`, without differentiating."""
     ahead = [tensor.grad_fn for tensor in iterate_tensors(output)]
     functions: set[Any] = set()
@@ -229,7 +263,8 @@ def _build_graph(
     if reference.all_reached:  # the others are behind no_grad or detach: if generated, they would never be trained
         refused |= dict.fromkeys(
             owned - reference.reached - refused.keys(),
-            "no gradient of the output reaches it; take away the detach() or no_grad() that it is behind",
+            "no gradient of the output reaches it; take away the detach(), the no_grad(), the operation without a gradient "
+            "(such as argmax) or the plain list of tensors that it is behind",
         )
     nodes, reasons = list(flow.nodes), dict(flow.reasons)
     for position, node in enumerate(nodes):
@@ -252,13 +287,14 @@ def _build_graph(
                     f"{shared} is shared between different layers; give each layer its own, or set kinds=all",
                 )
     generated = _parameter_names(node for node in nodes if isinstance(node.type, LayerType))
-    local = {
-        name: refused.get(name)
-        or (
-            reasons[name]
-            if name in owned
-            else "the output does not depend on it; delete it, or leave it, since it has no effect"
+    unused = "the output does not depend on it; delete it, or leave it, since it has no effect"
+    if tracer == _ON_EXAMPLE:
+        unused = (
+            "what runs depends on values, and on the example it does not run; compute both branches (torch.where in place "
+            "of if) to have it generated"
         )
+    local = {
+        name: refused.get(name) or (reasons[name] if name in owned else unused)
         for name in parameters
         if name not in generated
     }
@@ -271,6 +307,8 @@ def _parameter_names(nodes: Iterable[Node]) -> set[str]:
 
 
 def _refusal_reason(parameter: nn.Parameter) -> str:
+    if not parameter.numel():
+        return "it has no entries, so that there is nothing to generate"
     if not parameter.requires_grad:
         return "it is not trained (requires_grad is False); with requires_grad=True it is generated"
     if parameter.dtype not in _GENERATED:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from types import CellType
 from typing import Any
 
 import torch
@@ -70,11 +71,31 @@ def _cache_key(model: nn.Module, example_input: Inputs, kinds: Kinds) -> str | N
         ):  # of a class without a file, as in a notebook; parametrised layers are made by torch
             return None
     content = [_FORMAT, torch.__version__, architecture_hash(model), str(input_spec_of(example_input)), kinds]
+    content += sorted({text for part in model.modules() for text in _describe_methods(type(part))})
     try:
         content += [f"{file}: {_file_hash(file, file.stat().st_mtime_ns)}" for file in sorted(files)]
     except OSError:
         return None
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+
+
+def _describe_methods(kind: type) -> list[str]:
+    """Returns a text for each method of a class: where it stands in its file, and the values that it has from a function
+    around the class, since one file may have several classes of one name."""
+    texts = []
+    for function in (value for ancestor in kind.__mro__ for value in vars(ancestor).values()):
+        if inspect.isfunction(function):
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            plain = {name: c.cell_contents for name, c in cells if name != "__class__" and _is_plain(c)}
+            texts.append(f"{function.__qualname__} {function.__code__.co_firstlineno} {plain}")
+    return texts
+
+
+def _is_plain(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is None or isinstance(cell.cell_contents, bool | int | float | str)
+    except ValueError:  # it has no value yet
+        return False
 
 
 @lru_cache(maxsize=1024)

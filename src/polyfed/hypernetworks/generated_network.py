@@ -8,11 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Architecture
+from polyfed.core.errors import UserError
 from polyfed.core.nn.functional_call import call_with_tensors
 from polyfed.core.nn.module_cache import CachedModule, FactoryCache, cached_module
 from polyfed.core.state_dict import StateDict
 from polyfed.graphs.architecture import ArchitectureGraph
+from polyfed.graphs.extract import autograd_functions
 from polyfed.hypernetworks.ghn import GHN, GHNConfig, GraphTensors, cached_ghn, graph_to_tensors
+
+_NO_CHECKPOINTS = (
+    "activation checkpointing computes layers again after generated weights have left their places; switch it off, with "
+    "model.gradient_checkpointing_disable(), model.set_grad_checkpointing(False) or without torch.utils.checkpoint"
+)
 
 
 @final
@@ -29,6 +36,7 @@ class GeneratedNetwork(nn.Module):
     def __init__(self, ghn: GHN, model: nn.Module, graph: GraphTensors) -> None:
         super().__init__()
         self.ghn, self.model, self.graph = ghn, model, graph
+        self._is_checked = False
 
     def generate_weights(self) -> dict[str, Tensor]:
         """Returns `{parameter's name: tensor}` with the generated weights, in the shape, dtype and memory format of the
@@ -44,8 +52,20 @@ class GeneratedNetwork(nn.Module):
             }
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Returns the output of the client's network, computed with generated weights."""
-        return call_with_tensors(self.model, self.generate_weights(), inputs, named)
+        """Returns the output of the client's network, computed with generated weights; raises an error if the network
+        computes layers again in the backward pass, when the generated weights are no longer in their places.
+
+        Raises:
+            RuntimeError: the network uses activation checkpointing, or other hooks on saved tensors.
+            UserError: the network uses reentrant activation checkpointing.
+        """
+        with torch.autograd.graph.disable_saved_tensors_hooks(_NO_CHECKPOINTS):
+            output = call_with_tensors(self.model, self.generate_weights(), inputs, named)
+        if not self._is_checked and torch.is_grad_enabled():
+            self._is_checked = True
+            if any(type(f).__name__ == "CheckpointFunctionBackward" for f in autograd_functions(output)):
+                raise UserError(_NO_CHECKPOINTS)
+        return output
 
 
 def _match_layout(generated: Tensor, parameter: Tensor) -> Tensor:

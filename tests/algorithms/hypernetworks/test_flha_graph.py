@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN
@@ -207,3 +208,23 @@ class TestContract(AlgorithmContract):
     @pytest.fixture
     def algorithm(self, case):
         return FLHAGHN(graph="layers", lr=0.05, momentum=0.5, batch_size=8, depth=2, hidden=4, **CASES[case])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(6, 6), nn.Linear(6, 3), reentrant
+
+    def forward(self, x):
+        if not self.training:
+            return self.second(self.first(x))
+        return self.second(checkpoint(self.first, x.requires_grad_(), use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_is_refused(reentrant):
+    """In the backward pass it would compute layers with the weights that the network had before."""
+    data = torch.randn(8, 6), torch.arange(8) % 3
+    one = pf.Client("a", lambda: Checkpointed(reentrant), data, data)
+    with pytest.raises(pf.ClientError, match="switch it off, with model"):
+        pf.federate([one], FLHAGHN(depth=1), rounds=1, workers=0)

@@ -180,12 +180,15 @@ def _plan_call(n: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
             kind = LayerType("linear", *weight.shape)
             return _one(kind, {TRANSPOSED: weight, "bias": bias})
         return None
-    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and isinstance(args[2], list | tuple):
-        tensors_of_layers, biased, layers, *_ = args[2:]
-        cell = cast(_Cell, name.partition("_")[0])
-        return plan_recurrent_layers(
-            cell, list(tensors_of_layers), biased, layers, 2 if argument(7, "bidirectional") else 1
-        )
+    cell = cast(_Cell, name.partition("_")[0])
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and len(args) == 9:
+        # Padded sequences: input, state, weights; packed ones: data, lengths, state, weights. Both end with "bidirectional",
+        # padded ones with "batch first" after it.
+        tensors_of_layers, biased, layers, *more = args[2 if isinstance(args[3], bool) else 3 :]
+        return plan_recurrent_layers(cell, list(tensors_of_layers), biased, layers, 2 if more[2] else 1)
+    if name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"):
+        weights = [tensor for tensor in args[2:] if isinstance(tensor, Tensor)]
+        return plan_recurrent_layers(cell, weights, len(weights) == 4, 1, 1)
     return None
 
 

@@ -1,4 +1,6 @@
-"""Traces networks with torch.export, which runs `forward` on an example and records ATen operators."""
+"""Traces networks with torch.export, which runs `forward` on symbols of an example's shapes, or on the example itself, and
+records ATen operators.
+"""
 
 import logging
 import warnings
@@ -9,6 +11,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from polyfed.core.examples.pytree import Inputs, InputSpec, call_network, input_spec_of, logits_or_output, named_leaves
 from polyfed.graphs.tracing.layer_flow import Root, TracedProgram, iterate_tensors
@@ -32,6 +35,34 @@ def trace_with_export(root: Root, x: Inputs) -> TracedProgram:
         # strict=False runs the Python code instead of analysing its bytecode: faster, and works for more models.
         parts = tuple(part for _, part in named_leaves(x))
         program: Any = torch.export.export(_Tensors(root, input_spec_of(x)), parts, strict=False).module()
+    return TracedProgram(program.graph, program)
+
+
+def trace_on_example(root: Root, x: Inputs) -> TracedProgram:
+    """Traces a model into the program of ATen operators that it runs on the example `x`, whatever its values decide; raises
+    an exception of any class if that fails.
+
+    Args:
+        root: module around a copy of the model.
+        x: a batch of inputs.
+
+    Raises:
+        Exception: of any class.
+
+    >>> program = trace_on_example(Root(nn.Flatten()), torch.zeros(2, 1, 3))
+    >>> [node.op for node in program.graph.nodes][-2:]
+    ['call_function', 'output']
+    """
+    parts = tuple(part for _, part in named_leaves(x))
+    with _silence_export():
+        trace: Any = make_fx(
+            _Tensors(root, input_spec_of(x)),
+            tracing_mode="real",
+            pre_dispatch=True,  # recurrent layers stay one operation
+            _error_on_data_dependent_ops=False,
+        )
+        program = trace(*parts)
+    program.model = root.model  # whose parameters the program has under other names
     return TracedProgram(program.graph, program)
 
 

@@ -123,8 +123,10 @@ def _describe_batch(x: Any) -> str:
     """Describes the shapes and types of the minibatch on which a network was run."""
     if isinstance(x, Tensor):
         return f"a batch of shape {tuple(x.shape)} ({x.dtype})"
-    keys = "keyword" if isinstance(x, dict) else "positional"
-    return f"a batch of 2 examples ({input_spec_of(x)}), given to forward as {keys} arguments"
+    keys = "positional arguments"
+    if isinstance(x, dict):
+        keys = "keyword arguments (for a forward that takes the dict itself, nest it: {NAME: x}, with the argument's name)"
+    return f"a batch of 2 examples ({input_spec_of(x)}), given to forward as {keys}"
 
 
 def report_unused_training_code(module: nn.Module, client_name: str) -> None:
