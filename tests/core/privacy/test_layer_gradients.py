@@ -96,6 +96,9 @@ CASES = {
         ROW, set(),
     ),
     "never called": (lambda: Calls(lambda m, x: m.b(x), a=nn.Linear(6, 4), b=nn.Linear(6, 3)), ROW, {"b"}),
+    "a number as parameter": (
+        lambda: Calls(lambda m, x: m.b(x) * m.scale, b=nn.Linear(6, 3), scale=nn.Parameter(torch.tensor(0.5))), ROW, {"b"},
+    ),
     "partly frozen": (partly_frozen, ROW, {"2", "4"}),
     "attention": (
         lambda: nn.Sequential(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), nn.Flatten(),

@@ -29,6 +29,25 @@ def plain():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
+class MeanOfInputs(nn.Module):
+    """Keeps a running mean of its inputs, and counts its calls."""
+
+    def __init__(self, assigns):
+        super().__init__()
+        self.assigns, self.layer = assigns, nn.Linear(6, 3)
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+            if self.assigns:
+                self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            else:
+                self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return self.layer(x)
+
+
 def clients(number=3, model=plain):
     return [pf.Client(c.id, model, c.train, c.test) for c in small_clients(number)]
 
@@ -220,12 +239,23 @@ def test_options_out_of_range_are_refused(options, words):
         ("fedavg", {"class_weights": "balanced"}, plain, "privacy does not cover class_weights='balanced'"),
         ("fedavg", {}, lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)),
          r"1 .BatchNorm1d. mixes the examples .*GroupNorm"),
+        ("fedavg", {}, lambda: MeanOfInputs(assigns=False), "computes the buffer 'mean' from the examples"),
+        ("fedavg", {}, lambda: MeanOfInputs(assigns=True), "computes the buffer 'mean' from the examples"),
     ],
 )  # fmt: skip
 def test_what_noise_does_not_cover_is_refused_before_round_1(method, options, model, words):
     algorithm = REGISTRY[method](privacy=Privacy(target_epsilon=3.0), **options)
     with pytest.raises(UserError, match=words):
         pf.federate(clients(model=model), algorithm, rounds=1, workers=0)
+
+
+def test_a_buffer_of_weights_alone_may_change():
+    def network():
+        return nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(6, 4)), nn.ReLU(), nn.Linear(4, 3))
+
+    method = pf.algorithms.FedAvg(privacy=Privacy(noise_multiplier=1.0))
+    run = pf.federate(clients(2, network), method, rounds=1, workers=0)
+    assert set(run.history[0]["epsilon"]) == {"client-0", "client-1"}
 
 
 def test_an_epsilon_that_cannot_be_met_and_units_that_are_not_known_are_refused():

@@ -208,7 +208,7 @@ def _convolution_gradients(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor, 
 
 
 def _norms(tensors: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(tensors.flatten(1), dim=1)
+    norms: Tensor = torch.linalg.vector_norm(tensors.reshape(len(tensors), -1), dim=1)
     return norms
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
-from polyfed.core.examples.pytree import call_network, input_spec_of, logits_or_output, named_leaves
+from polyfed.core.examples.pytree import call_network, input_spec_of, logits_or_output, named_leaves, tree_map
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.seeds import temporary_rng_seed
 
@@ -90,6 +90,24 @@ def check_trains_on_one_example(
             f"({type(error).__name__}: {error}); BatchNorm needs two: "
             f"{cure}, or use another normalisation (nn.GroupNorm, nn.LayerNorm)"
         ) from error
+
+
+def name_of_buffer_from_examples(module: nn.Module, data: Examples) -> str | None:
+    """Returns the name of a buffer that a network computes from its inputs while it trains, such as a running mean; None if
+    it computes none.
+
+    Args:
+        module: the network, which runs on these examples; copies of it are run.
+        data: its first example is used, and its last with other numbers.
+    """
+    first, last = (data.batch(torch.full((2,), row))[0] for row in (0, len(data) - 1))
+    buffers = []
+    for x in (first, tree_map(lambda part: part + 1 if part.is_floating_point() else part, last)):
+        module_copy = deep_copy(module)
+        _forward(module_copy, x, training=True)
+        buffers.append(dict(module_copy.named_buffers()))
+    pairs = ((name, buffers[0][name], buffers[1][name]) for name in buffers[0])
+    return next((name for name, a, b in pairs if not torch.equal(a.nan_to_num(), b.nan_to_num())), None)
 
 
 def _forward(module: nn.Module, x: Any, training: bool) -> Any:

@@ -14,6 +14,7 @@ from polyfed.core.task import has_elementwise_loss
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.private_backend import number_of_units
 from polyfed.data.tabular.preprocessing import TablePreprocessor
+from polyfed.simulation.checks.networks.trial_forward import name_of_buffer_from_examples
 
 
 def check_and_complete_privacy(
@@ -99,9 +100,15 @@ def check_privacy_suits_client(client: Client, algorithm: LocalTraining) -> None
         )
     if client.model is None:
         return
-    for layer_name, layer in cached_module(client.model).module.named_modules():
+    module = cached_module(client.model).module
+    for layer_name, layer in module.named_modules():
         if isinstance(layer, _NormBase) and (layer.track_running_stats or "Batch" in type(layer).__name__):
             raise UserError(
                 f"client {client.id!r}: {layer_name} ({type(layer).__name__}) mixes the examples of a minibatch, so that no "
                 "example's gradient can be told from the others'; replace it by torch.nn.GroupNorm"
             )
+    if name := name_of_buffer_from_examples(module, client.train):
+        raise UserError(
+            f"client {client.id!r}: its network computes the buffer {name!r} from the examples, which leaves the client and "
+            "has no noise; take it out of the network, or compute it from weights alone"
+        )
