@@ -18,6 +18,7 @@ from polyfed.algorithms.prototypes.guiding_vectors import (
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.data import IID, SOURCES, Split, make_clients
 from polyfed.models import ModelSpec
 
@@ -119,6 +120,17 @@ def test_quiz_examples_are_not_trained_on():
     for name, tensor in results[0][1]["model"].items():
         assert torch.equal(results[1][1]["model"][name], tensor)
     assert not torch.equal(*(reply.tensors["classes"]["sums"] for reply, _ in results))
+
+
+def test_a_class_of_which_a_minibatch_has_one_example_counts():
+    client, method = plain(mixed())[0], FedL2G(**FULL)
+    labels = torch.zeros(len(client.train), dtype=torch.int64)
+    labels[-1] = 2
+    client = pf.Client(client.id, short, (client.train.x, labels), client.test)
+    own = {**method.client_init(client, 3), "quiz": torch.arange(4)}
+    with exclusive_single_torch_thread_with_grad():
+        reply, _ = method.local_update(Message({}, {"lr": 0.1, "trains": 1.0}), own, client, 7)
+    assert reply.tensors["classes"]["weights"].tolist() == [1.0, 0.0, 1.0]
 
 
 def test_at_first_the_vectors_alone_are_trained():

@@ -90,6 +90,18 @@ def test_a_round_of_the_server_written_out_in_plain_torch_is_the_same(merge):
         assert_close(merged, state["model"][key], rtol=1e-4, atol=2e-5)
 
 
+def test_counters_stay_those_of_the_average():
+    """BatchNorm counts minibatches; statistics change with the students, counts do not."""
+    none, three = (
+        play(TAKFL(**OPTIONS, server_steps=steps, server_lr=0.01), mixed(), public=pf.Examples(*PUBLIC))[1]["model"]
+        for steps in (0, 3)
+    )
+    (key,) = [key for key, tree in none.items() if "1.num_batches_tracked" in tree]
+    assert three[key]["1.num_batches_tracked"].dtype == torch.int64
+    assert torch.equal(three[key]["1.num_batches_tracked"], none[key]["1.num_batches_tracked"])
+    assert not torch.equal(three[key]["1.running_mean"], none[key]["1.running_mean"])
+
+
 @pytest.mark.parametrize(
     "wrong", [{"temperature": 0.0}, {"self_temperature": -1.0}, {"gamma": -0.1}, {"server_steps": -1}]
 )

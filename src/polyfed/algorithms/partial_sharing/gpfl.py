@@ -79,7 +79,7 @@ class GPFL(BodyAndHeadMethod, WrapsNetwork):
     Args:
         lam: λ ≥ 0, of the distance from the class's embedding (0.01, authors' code), whose norm is over a minibatch.
         mu: μ ≥ 0, weight decay of e, γ and β (0.1, authors' code).
-        weighted: weighs clients by their number of training examples (True, authors' code).
+        weighted: weighs clients by their number of training examples (True, paper, algorithm 1).
 
     The other fields are those of `LocalTraining`. They apply to body and head; e, γ and β make plain steps with the same
     learning rate.
