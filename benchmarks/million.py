@@ -7,9 +7,13 @@ the end. With `--source parquet` they are rows of a file, eight for each user; w
 Sentiment140 for each user, drawn at random. With `--resume-at` a run is also killed (kill -9) in the middle and resumed,
 and its predictions are compared bit for bit. Rows of `--out` stay unless they are measured again.
 
+Where other programs compute too, also the processor's seconds vary, by up to a half. `--pair` therefore measures two sizes
+in turns in one process, three runs of the small one around two of the large one, and takes the fastest round of each.
+
     python benchmarks/million.py --clients 1e2,1e3,1e4,1e5,1e6 --resume-at 1e6 --out benchmarks/results/million.json
     python benchmarks/million.py --source tweets --tweets ../shared/data/sentiment140-100k --methods fedavg,fedrep
     python benchmarks/million.py --methods fedavg --clients 1e6 --rounds 3
+    python benchmarks/million.py --pair 1e3,1e6 --methods fedavg,pfedhn --rounds 10 --out benchmarks/results/million.json
 """
 
 import argparse
@@ -144,7 +148,7 @@ def write_parquet(number: int, folder: Path) -> Path:
     return file
 
 
-def measure(label: str, number: int, rounds: int, kind: str, folder: Path, resumes: bool) -> dict[str, Any]:
+def measure(label: str, number: int, rounds: int, kind: str, resumes: bool, folder: Path) -> dict[str, Any]:
     """Runs a method over `number` clients in this process, and returns what it cost."""
     import torch
 
@@ -192,6 +196,37 @@ def measure(label: str, number: int, rounds: int, kind: str, folder: Path, resum
     return found
 
 
+def measure_pair(label: str, numbers: list[int], rounds: int, kind: str, folder: Path) -> dict[str, Any]:
+    """Runs a method over two numbers of clients in turns in this process; returns the fastest round of each, in seconds of
+    the processor, without the first and the last, and the ratio."""
+    import torch
+
+    import polyfed as pf
+
+    torch.set_num_threads(1)
+    method = build_method(label)
+    sources = {number: build_source(label, number, kind, folder) for number in numbers}
+    lengths: dict[int, list[float]] = {number: [] for number in numbers}
+    for number in [numbers[0], numbers[1]] * 2 + numbers[:1]:
+        clock: list[float] = []
+        pf.federate(
+            sources[number], method, rounds=rounds, clients_per_round=min(COHORT, number), evaluate_clients=1,
+            evaluate_every=rounds, checkpoint_every=rounds, workers=0, quiet=True, seed=1,
+            public=draw_public(method, sources[number]), callbacks=[partial(add_processor_time, clock)],
+        )  # fmt: skip
+        lengths[number] += [after - before for before, after in pairwise(clock)][:-1]
+    fastest = [min(lengths[number]) for number in numbers]
+    return {
+        "method": label, "source": kind, "clients": numbers, "rounds": rounds, "fastest_round_cpu_seconds": fastest,
+        "ratio": fastest[1] / fastest[0],
+    }  # fmt: skip
+
+
+def add_processor_time(times: list[float], record: Mapping[str, Any]) -> None:
+    """Adds the seconds of the processor so far to `times`, after a round."""
+    times.append(time.process_time())
+
+
 def draw_public(method: Any, source: Any) -> Any:
     """Draws public examples for a method that needs them; None for the others."""
     import torch
@@ -235,7 +270,7 @@ def resumes_to_same_bits(
 
     out = folder / f"killed-{label}-{number}"
     shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, __file__, "--killed", label, str(number), str(words["rounds"]), kind, str(folder)]
+    command = [sys.executable, __file__, "--killed", json.dumps([label, number, words["rounds"], kind, str(folder)])]
     done = subprocess.run(command, check=False)
     assert done.returncode == -9, f"the run that is to be killed ended with {done.returncode}"
     resumed = pf.resume(out, clients=build_source(label, number, kind, folder), public=words["public"], quiet=True)
@@ -266,15 +301,15 @@ def run_until_killed(label: str, number: int, rounds: int, kind: str, folder: Pa
     )  # fmt: skip
 
 
-def measure_in_child(label: str, number: int, rounds: int, kind: str, folder: Path, *, resumes: bool) -> dict[str, Any]:
+def measure_in_child(what: str, words: list[Any], folder: Path) -> dict[str, Any]:
     """Measures in a process of its own, so that peak memory is that of one run; returns the error if it failed."""
     result = folder / "result.json"
     result.unlink(missing_ok=True)
-    words = [label, str(number), str(rounds), kind, str(folder), str(int(resumes))]
-    done = subprocess.run([sys.executable, __file__, "--child", *words], check=False, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, __file__, what, json.dumps([*words, str(folder)])]
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
     if done.returncode or not result.is_file():
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        return {"method": label, "clients": number, "source": kind, "error": lines[-1]}
+        return {"method": words[0], "clients": words[1], "source": words[3], "error": lines[-1]}
     return dict(json.loads(result.read_text()))
 
 
@@ -287,29 +322,30 @@ def is_available(label: str) -> bool:
     return True
 
 
-def judge(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns a sentence for each limit of `LIMITS` that a method does not keep."""
+def judge(rows: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> list[str]:
+    """Returns a sentence for each limit of `LIMITS` that a method does not keep; the growth of a round is that of `pairs`
+    where it was measured so."""
     sentences = []
     seconds = {
-        (row["method"], row["source"], row["clients"]): row["round_cpu_seconds"] for row in rows if "error" not in row
+        (row["method"], row["source"], row["clients"]): row["round_cpu_seconds"]
+        for row in rows
+        if "round_cpu_seconds" in row
     }
+    ratios = {
+        (method, source, number): length / seconds[method, source, 1_000]
+        for (method, source, number), length in seconds.items()
+        if (method, source, 1_000) in seconds and number > 1_000
+    }
+    ratios |= {(pair["method"], pair["source"], pair["clients"][1]): pair["ratio"] for pair in pairs if "ratio" in pair}
     for row in rows:
         for name in ("start_seconds", "peak_mb"):
             if row.get(name, 0.0) > LIMITS[name]:
                 sentences.append(
                     f"{row['method']} with {row['clients']} clients: {name} {row[name]:.1f}, at most {LIMITS[name]}"
                 )
-        small = seconds.get((row["method"], row["source"], 1_000))
-        if (
-            small
-            and row["clients"] > 1_000
-            and "error" not in row
-            and row["round_cpu_seconds"] > LIMITS["growth_of_round"] * small
-        ):
-            ratio = row["round_cpu_seconds"] / small
-            sentences.append(
-                f"{row['method']} with {row['clients']} clients: a round takes {ratio:.2f} times one with 1,000"
-            )
+    for (method, _, number), ratio in ratios.items():
+        if ratio > LIMITS["growth_of_round"]:
+            sentences.append(f"{method} with {number} clients: a round takes {ratio:.2f} times one with 1,000")
     return sentences
 
 
@@ -321,6 +357,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--source", choices=["synthetic", "parquet", "tweets"], default="synthetic")
     parser.add_argument("--tweets", type=Path, help="the folder of Sentiment140 for --source tweets")
+    parser.add_argument("--pair", help="two numbers of clients, measured in turns in one process in place of --clients")
     parser.add_argument("--resume-at", default="", help="numbers of clients at which a run is killed and resumed")
     parser.add_argument("--folder", type=Path, help="for data and runs; default: a temporary one")
     parser.add_argument("--out", type=Path)
@@ -330,36 +367,44 @@ def main() -> None:
     labels = [label for label in options.methods.split(",") if is_available(label)]
     left_out = [label for label in options.methods.split(",") if label not in labels]
     rows: list[dict[str, Any]] = []
+    pairs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         if options.source == "tweets":
             (folder / "tweets.txt").write_text(str(options.tweets.resolve()))
         for label in labels:
+            if options.pair:
+                pair = [int(float(text)) for text in options.pair.split(",")]
+                pairs.append(measure_in_child("--pair", [label, pair, options.rounds, options.source], folder))
+                print(json.dumps(pairs[-1]), flush=True)
+                continue
             for number in numbers:
-                rows.append(
-                    measure_in_child(label, number, options.rounds, options.source, folder, resumes=number in resumed)
-                )
+                words = [label, number, options.rounds, options.source, number in resumed]
+                rows.append(measure_in_child("--child", words, folder))
                 print(json.dumps(rows[-1]), flush=True)
-    for sentence in [*(f"{label} is left out: this version has no such fields" for label in left_out), *judge(rows)]:
+    for sentence in [
+        *(f"{label} is left out: this version has no such fields" for label in left_out),
+        *judge(rows, pairs),
+    ]:
         print(sentence)
     if options.out is not None:
-        earlier = json.loads(options.out.read_text())["runs"] if options.out.is_file() else []
-        by_key = {(row["method"], row.get("source"), row["clients"]): row for row in [*earlier, *rows]}
-        content = {"cohort": COHORT, "evaluated": EVALUATED, "limits": LIMITS, "runs": list(by_key.values())}
+        earlier = json.loads(options.out.read_text()) if options.out.is_file() else {}
+        lists = {"runs": [*earlier.get("runs", []), *rows], "pairs": [*earlier.get("pairs", []), *pairs]}
+        newest = {
+            name: list({(row["method"], row.get("source"), str(row["clients"])): row for row in of}.values())
+            for name, of in lists.items()
+        }
+        content = {"cohort": COHORT, "evaluated": EVALUATED, "limits": LIMITS, **newest}
         options.out.write_text(json.dumps(content, indent=1) + "\n")
 
 
-CHILDREN: Mapping[str, Callable[..., Any]] = {"--child": measure, "--killed": run_until_killed}
+CHILDREN: Mapping[str, Callable[..., Any]] = {"--child": measure, "--pair": measure_pair, "--killed": run_until_killed}
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1] in CHILDREN:
-        child_label, child_number, child_rounds, child_kind, child_folder, *rest = sys.argv[2:]
-        arguments = (child_label, int(child_number), int(child_rounds), child_kind, Path(child_folder))
-        if sys.argv[1] == "--child":
-            measured = measure(*arguments, rest == ["1"])
-            (Path(child_folder) / "result.json").write_text(json.dumps(measured))
-        else:
-            run_until_killed(*arguments)
+    if len(sys.argv) == 3 and sys.argv[1] in CHILDREN and sys.argv[2].startswith("["):
+        *child_words, child_folder = json.loads(sys.argv[2])
+        measured = CHILDREN[sys.argv[1]](*child_words, Path(child_folder))
+        (Path(child_folder) / "result.json").write_text(json.dumps(measured))
     else:
         main()

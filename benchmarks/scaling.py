@@ -107,11 +107,11 @@ def pfedla_neighbours(k, hidden):
 
 
 def pfedhn(dim):
-    """Embeddings, a trunk, heads with 100 inputs for each weight; and as much momentum."""
+    """Embeddings, a trunk, heads with 100 inputs for each weight; as much momentum; how many steps an embedding has had."""
 
     def state(n, net):
         entries = int(1 + n / 4) if dim is None else dim
-        return 8 * (n * entries + (entries + 1) * 100 + 3 * (100**2 + 100) + net["weights"] * 101)
+        return 8 * (n * (entries + 1) + (entries + 1) * 100 + 3 * (100**2 + 100) + net["weights"] * 101)
 
     return state
 
@@ -151,8 +151,8 @@ CASES = {
     "pfedla": Case("pfedla", pfedla(100), copies(), 2),
     "pfedla hidden=10": Case("pfedla", pfedla(10), copies(), 2, fields={"hidden": 10}),
     "pfedla neighbours=8": Case("pfedla", pfedla_neighbours(8, 100), copies(), 0, fields={"neighbours": 8}),
-    "pfedhn": Case("pfedhn", pfedhn(None), copies(), 2, 10_000),
-    "pfedhn embedding_dim=32": Case("pfedhn", pfedhn(32), copies(), 1, fields={"embedding_dim": 32}),
+    "pfedhn": Case("pfedhn", pfedhn(None), copies(), 1, 10_000, fills=True),
+    "pfedhn embedding_dim=32": Case("pfedhn", pfedhn(32), copies(), 0, fills=True, fields={"embedding_dim": 32}),
     "fedfomo": Case(
         "fedfomo", lambda n, net: 4 * net["weights"] * (n + 1) + 8 * n * min(5, n - 1), asked, 1, fills=True
     ),

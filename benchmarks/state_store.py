@@ -7,7 +7,8 @@ safetensors files of many clients.
 A state is a head of 650 numbers in two tensors (2.6 kB). Measured for each way: writing all states once; then, a round,
 reading the states of 100 clients drawn at random and writing them back so that they survive a loss of power; reading and
 checking all of them once, as `resume` does; bytes on disk; the most memory that the process took. Medians over the rounds.
-Each way runs in a new process. A file for each client is measured up to 10^5 clients. TMPDIR names the disk.
+Each way runs in a new process. A file for each client is measured up to 10^5 clients. TMPDIR names the disk. Points of
+`--out` stay unless they are measured again.
 """
 
 import argparse
@@ -195,8 +196,10 @@ def main():
                 flush=True,
             )
     if asked.out:
-        content = {"points": points, "python": platform.python_version(), "sqlite": sqlite3.sqlite_version,
-                   "cores": os.cpu_count()}  # fmt: skip
+        earlier = json.loads(asked.out.read_text(encoding="utf-8")) if asked.out.is_file() else {}
+        newest = {(point["way"], point["clients"]): point for point in [*earlier.get("points", []), *points]}
+        machine = {"python": platform.python_version(), "sqlite": sqlite3.sqlite_version, "cores": os.cpu_count()}
+        content = {**earlier, "points": list(newest.values()), **machine}
         asked.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -12,6 +12,8 @@ Dimensions: N clients, B of them in a call, E entries of an embedding, H feature
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,27 +25,25 @@ from polyfed.core.state_dict import StateDict
 
 def init_weight_hypernetwork(
     seed: int,
-    num_clients: int,
     embedding_dim: int,
     hidden: int,
     depth: int,
     architectures: Mapping[str, StateDict],
     offsets: Mapping[str, StateDict],
 ) -> dict[str, Tensor]:
-    """Returns the hypernetwork's random initial tensors, drawn as torch initialises `nn.Linear`, and for the clients'
-    embeddings `nn.Embedding`, from N(0, 1).
+    """Returns the hypernetwork's random initial tensors, drawn as torch initialises `nn.Linear`.
 
     Args:
         seed: seed of the draw.
-        num_clients, embedding_dim, hidden, depth: N, E, H, and the number of layers H→H after the first.
+        embedding_dim, hidden, depth: E, H, and the number of layers H→H after the first.
         architectures: key of an architecture -> the tensors to generate, by name; only their shapes and dtypes are used.
         offsets: key of an architecture -> initial biases of its heads: generated tensors start near these instead of near 0.
 
     Returns:
-        "embeddings" (N, E); "trunk.K.weight" (H, E or H), "trunk.K.bias" (H); "heads.KEY.NAME.weight" (*shape, H),
-        "heads.KEY.NAME.bias" (*shape), in the dtype of the tensor that they generate.
+        "trunk.K.weight" (H, E or H), "trunk.K.bias" (H); "heads.KEY.NAME.weight" (*shape, H), "heads.KEY.NAME.bias"
+        (*shape), in the dtype of the tensor that they generate.
 
-    >>> network = init_weight_hypernetwork(0, 5, 2, 8, 1, {"mlp": {"w": torch.zeros(4, 3)}}, {})
+    >>> network = init_weight_hypernetwork(0, 2, 8, 1, {"mlp": {"w": torch.zeros(4, 3)}}, {})
     >>> {name: tuple(tensor.shape) for name, tensor in network.items() if "weight" in name}
     {'trunk.0.weight': (8, 2), 'trunk.1.weight': (8, 8), 'heads.mlp.w.weight': (4, 3, 8)}
     """
@@ -58,8 +58,7 @@ def init_weight_hypernetwork(
         }
 
     def init_tensors() -> dict[str, Tensor]:
-        generator = torch_generator(derive_seed(seed, "weight hypernetwork", "embeddings"))
-        params = {"embeddings": torch.randn(num_clients, embedding_dim, generator=generator, dtype=trunk_dtype)}
+        params: dict[str, Tensor] = {}
         for k in range(depth + 1):
             params |= linear(f"trunk.{k}", [hidden], hidden if k else embedding_dim, trunk_dtype)
         for key, tensors in architectures.items():
@@ -73,19 +72,31 @@ def init_weight_hypernetwork(
     )
 
 
+@lru_cache(maxsize=1)  # drawn again where a run resumes: a row that no client has changed is in no checkpoint
+def draw_embeddings(seed: int, num_clients: int, embedding_dim: int, dtype: torch.dtype) -> Tensor:
+    """Returns the initial embeddings of all clients, (N, E), from N(0, 1) as in `nn.Embedding`; they must not be changed.
+
+    >>> draw_embeddings(0, 5, 2, torch.float32).shape
+    torch.Size([5, 2])
+    """
+    generator = torch_generator(derive_seed(seed, "weight hypernetwork", "embeddings"))
+    return build_after_memory_check(
+        f"embeddings of {num_clients} clients with embedding_dim={embedding_dim}",
+        lambda: torch.randn(num_clients, embedding_dim, generator=generator, dtype=dtype),
+    )
+
+
 def generated_tensor_names(network: StateDict, architecture: str) -> list[str]:
     """Returns the names of those tensors of a client's network that the hypernetwork generates for this architecture."""
     start, end = f"heads.{architecture}.", ".bias"
     return [name[len(start) : -len(end)] for name in network if name.startswith(start) and name.endswith(end)]
 
 
-def trunk_activations(network: StateDict, rows: Tensor) -> list[Tensor]:
-    """Returns the activations of the hypernetwork's shared layers for B clients: their embeddings, the input of each
-    further layer, and the last output, (B, H).
-
-    `rows` has the positions of the B clients among all N.
+def trunk_activations(network: StateDict, embeddings: Tensor) -> list[Tensor]:
+    """Returns the activations of the hypernetwork's shared layers for B clients: their embeddings (B, E), the input of
+    each further layer, and the last output, (B, H).
     """
-    layer_inputs, k = [network["embeddings"][rows]], 0
+    layer_inputs, k = [embeddings], 0
     while True:
         z = layer_inputs[-1] @ network[f"trunk.{k}.weight"].T + network[f"trunk.{k}.bias"]
         k += 1
@@ -94,50 +105,50 @@ def trunk_activations(network: StateDict, rows: Tensor) -> list[Tensor]:
         layer_inputs.append(z.relu())
 
 
-def generate_client_weights(network: StateDict, architecture: str, rows: Tensor) -> dict[str, Tensor]:
-    """Returns `{tensor's name: generated weights}` for B clients of one architecture, each of shape (B, *shape).
+def generate_client_weights(network: StateDict, architecture: str, embeddings: Tensor) -> dict[str, Tensor]:
+    """Returns `{tensor's name: generated weights}` for B clients of one architecture, each of shape (B, *shape), from
+    their embeddings, (B, E).
 
     θ̄_i = h(v_i; φ).
 
-    >>> network = init_weight_hypernetwork(0, 5, 2, 8, 1, {"mlp": {"w": torch.zeros(4, 3)}}, {})
-    >>> generate_client_weights(network, "mlp", torch.tensor([4, 1]))["w"].shape
-    torch.Size([2, 4, 3])
+    >>> network = init_weight_hypernetwork(0, 2, 8, 1, {"mlp": {"w": torch.zeros(4, 3)}}, {})
+    >>> generate_client_weights(network, "mlp", torch.zeros(5, 2))["w"].shape
+    torch.Size([5, 4, 3])
     """
-    features, generated = trunk_activations(network, rows)[-1], {}
+    features, generated = trunk_activations(network, embeddings)[-1], {}
     for name in generated_tensor_names(network, architecture):
         weight, bias = (network[f"heads.{architecture}.{name}.{part}"] for part in ("weight", "bias"))
         flat = features.to(weight.dtype) @ weight.reshape(-1, weight.shape[-1]).T
-        generated[name] = flat.reshape(len(rows), *bias.shape) + bias
+        generated[name] = flat.reshape(len(embeddings), *bias.shape) + bias
     return generated
 
 
 def backpropagate_deltas(
-    network: StateDict, architecture: str, rows: Tensor, deltas: StateDict, clip: float | None = None
-) -> dict[str, Tensor]:
-    """Returns the hypernetwork's gradient, summed over the clients, from `deltas`, the changes to the weights that it
-    generated.
+    network: StateDict, architecture: str, embeddings: Tensor, deltas: StateDict, clip: float | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Returns the hypernetwork's gradient, summed over the clients, and that of each client's embedding, from `deltas`, the
+    changes to the weights that it generated.
 
-    It is Σ_i c_i·g_i with g_i = J_iᵀ δ_i, where J_i is the Jacobian of θ̄_i in all tensors of the network (v_i
-    included). The factor c_i = min(1, clip/(‖g_i‖ + 10⁻⁶)) clips as `clip_grad_norm_` does.
+    It is Σ_i c_i·g_i with g_i = J_iᵀ δ_i, where J_i is the Jacobian of θ̄_i in all tensors of the network and in
+    v_i. The factor c_i = min(1, clip/(‖g_i‖ + 10⁻⁶)) clips as `clip_grad_norm_` does.
 
     Args:
         network: the tensors, as from `init_weight_hypernetwork`.
         architecture: key of these clients' architecture.
-        rows: positions of the clients among the N, int64 (B,), each once.
+        embeddings: v_i of the clients, (B, E).
         deltas: name -> δ_i, (B, *shape), for every generated tensor.
         clip: largest norm of a client's gradient; None does not clip.
 
     Returns:
-        The gradient of every tensor on which these clients' weights depend; that of "embeddings" has zeros for other
-        clients.
+        The gradient of every tensor on which these clients' weights depend; that of their embeddings, (B, E).
     """
-    *layer_inputs, features = trunk_activations(network, rows)
+    *layer_inputs, features = trunk_activations(network, embeddings)
     energy = 1 + features.square().sum(1)  # ‖(x, 1)‖² of the input of all heads
     squares, slope = torch.zeros_like(energy), torch.zeros_like(features)
     heads, flat = generated_tensor_names(network, architecture), {}
     for name in heads:
         weight = network[f"heads.{architecture}.{name}.weight"]
-        flat[name] = deltas[name].reshape(len(rows), -1).to(weight.dtype)
+        flat[name] = deltas[name].reshape(len(embeddings), -1).to(weight.dtype)
         slope += (flat[name] @ weight.reshape(-1, weight.shape[-1])).to(slope.dtype)
         squares += flat[name].square().sum(1).to(squares.dtype) * energy
     slopes = []  # ∂/∂z_k of the trunk's layers, last first; then ∂/∂v
@@ -149,7 +160,7 @@ def backpropagate_deltas(
     squares += slope.square().sum(1)
     factors = torch.ones_like(squares) if clip is None else (clip / (squares.sqrt() + 1e-6)).clamp(max=1)
 
-    gradients = {"embeddings": torch.zeros_like(network["embeddings"]).index_add(0, rows, factors[:, None] * slope)}
+    gradients: dict[str, Tensor] = {}
     for k, its_slope in enumerate(reversed(slopes)):
         scaled = factors[:, None] * its_slope
         gradients |= {f"trunk.{k}.weight": scaled.T @ layer_inputs[k], f"trunk.{k}.bias": scaled.sum(0)}
@@ -160,7 +171,7 @@ def backpropagate_deltas(
             f"heads.{architecture}.{name}.weight": (scaled.T @ features.to(weight.dtype)).reshape(weight.shape),
             f"heads.{architecture}.{name}.bias": scaled.sum(0).reshape(weight.shape[:-1]),
         }
-    return gradients
+    return gradients, factors[:, None] * slope
 
 
 def sgd_step(
@@ -195,3 +206,44 @@ def sgd_step(
         if momentum:
             velocities[name] = u
     return stepped, velocities
+
+
+def repeat_steps_without_gradient(
+    embeddings: Tensor,
+    velocity: Tensor,
+    steps: Sequence[int],
+    now: int,
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+) -> tuple[Tensor, Tensor]:
+    """Returns embeddings and their velocity, (B, E) each, as `sgd_step` makes them in the steps that were left out.
+
+    Momentum and decay move an embedding in every step, also where its client has not replied. Made up for when the row is
+    next read, with the same operations, this gives the bits of a step on all rows.
+
+    Args:
+        embeddings, velocity: v and u.
+        steps: how many steps each row has had.
+        now: how many it is to have.
+        lr, momentum, weight_decay: hyper-parameters of the steps.
+
+    >>> rows, velocity = torch.ones(2, 1), torch.ones(2, 1)
+    >>> rows, velocity = repeat_steps_without_gradient(rows, velocity, [1, 3], 3, lr=0.5, momentum=0.5, weight_decay=0)
+    >>> rows.tolist(), velocity.tolist()
+    ([[0.625], [1.0]], [[0.25], [1.0]])
+    """
+    order = sorted(range(len(steps)), key=steps.__getitem__)
+    waiting_v, waiting_u = embeddings[order], velocity[order]
+    v, u = waiting_v[:0], waiting_u[:0]
+    for start, end in pairwise(
+        [*sorted(set(steps)), now]
+    ):  # rows that have had fewer steps come first, the others join them
+        number = sum(step_count <= start for step_count in steps)
+        v, u = (torch.cat([moved, rows[len(v) : number]]) for moved, rows in ((v, waiting_v), (u, waiting_u)))
+        for _ in range(start, end):
+            stepped, velocities = sgd_step({"v": v}, {"v": u}, {}, lr=lr, momentum=momentum, weight_decay=weight_decay)
+            v, u = stepped["v"], velocities.get("v", u)
+    back = torch.tensor(order).argsort()
+    return v[back], u[back]

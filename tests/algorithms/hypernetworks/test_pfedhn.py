@@ -16,8 +16,10 @@ from polyfed.algorithms.hypernetworks.pfedhn import PFedHN
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.hypernetworks.pfedhn_hypernetwork import (
     backpropagate_deltas,
+    draw_embeddings,
     generate_client_weights,
     init_weight_hypernetwork,
+    repeat_steps_without_gradient,
     sgd_step,
 )
 from polyfed.simulation.rounds.federation import Federation
@@ -75,9 +77,9 @@ def _plain(name):
 
 
 class Explicit(nn.Module):
-    """The same network out of torch's modules."""
+    """The same network out of torch's modules; `table` has the embeddings of all clients."""
 
-    def __init__(self, network, depth, shapes):
+    def __init__(self, network, table, depth, shapes):
         super().__init__()
         self.shapes = shapes
 
@@ -87,7 +89,7 @@ class Explicit(nn.Module):
             layer.weight.data, layer.bias.data = weight.reshape(-1, weight.shape[-1]).clone(), bias.flatten().clone()
             return layer
 
-        self.embeddings = nn.Embedding.from_pretrained(network["embeddings"].clone(), freeze=False)
+        self.embeddings = nn.Embedding.from_pretrained(table.clone(), freeze=False)
         layers = [linear("trunk.0")]
         for k in range(1, depth + 1):
             layers += [nn.ReLU(), linear(f"trunk.{k}")]
@@ -101,8 +103,8 @@ class Explicit(nn.Module):
         return {n: self.heads[f"{key}/{_plain(n)}"](features).view(shape) for n, shape in self.shapes[key].items()}
 
     def named(self, like):
-        """Its parameters in the form of the functions."""
-        found = {"embeddings": self.embeddings.weight}
+        """Its parameters but the embeddings, in the form of the functions."""
+        found = {}
         for k, layer in enumerate(m for m in self.trunk if isinstance(m, nn.Linear)):
             found |= {f"trunk.{k}.weight": layer.weight, f"trunk.{k}.bias": layer.bias}
         for name, layer in self.heads.items():
@@ -122,9 +124,10 @@ def network_in_float64(depth=3):
     tensors = {
         key: {n: torch.zeros(s, dtype=torch.float64) for n, s in shapes.items()} for key, shapes in SHAPES.items()
     }
-    return init_weight_hypernetwork(
-        1, num_clients=6, embedding_dim=3, hidden=7, depth=depth, architectures=tensors, offsets={}
-    )
+    return init_weight_hypernetwork(1, embedding_dim=3, hidden=7, depth=depth, architectures=tensors, offsets={})
+
+
+TABLE = draw_embeddings(1, 6, 3, torch.float64)
 
 
 def deltas(key, number, scale=1.0, seed=0):
@@ -132,75 +135,88 @@ def deltas(key, number, scale=1.0, seed=0):
 
 
 def naive(network, key, rows, delta, clip, depth=3):
-    """Per client: autograd on the explicit module, torch's clipping; then the sum."""
-    total, norms = {}, []
+    """Per client: autograd on the explicit module, torch's clipping; then the sum, the embeddings' gradients, and norms."""
+    total, norms, of_embeddings = {}, [], torch.zeros_like(TABLE)
     for position, row in enumerate(rows):
-        explicit = Explicit(network, depth, SHAPES)
+        explicit = Explicit(network, TABLE, depth, SHAPES)
         made = explicit(key, row)
         torch.autograd.backward([(made[n] * delta[n][position]).sum() for n in made])
         norms.append(float(nn.utils.clip_grad_norm_(explicit.parameters(), clip)))
         for name, p in explicit.named(network).items():
             total[name] = total.get(name, 0) + torch.zeros_like(p)
-        grads = Explicit(network, depth, SHAPES)
+        of_embeddings += explicit.embeddings.weight.grad
+        grads = Explicit(network, TABLE, depth, SHAPES)
         for p, q in zip(grads.parameters(), explicit.parameters(), strict=True):
             p.data = torch.zeros_like(q) if q.grad is None else q.grad
         total = {name: total[name] + g.detach() for name, g in grads.named(network).items()}
-    return total, norms
+    return total, of_embeddings[rows], norms
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("key", SHAPES)
 def test_generated_tensors_and_their_gradient_are_those_of_the_explicit_network(key, depth):
     network, rows = network_in_float64(depth), [4, 0, 5]
-    made = generate_client_weights(network, key, torch.tensor(rows))
-    explicit = Explicit(network, depth, SHAPES)
+    made = generate_client_weights(network, key, TABLE[rows])
+    explicit = Explicit(network, TABLE, depth, SHAPES)
     for position, row in enumerate(rows):
         for name, tensor in explicit(key, row).items():
             torch.testing.assert_close(made[name][position], tensor.detach())
-    expected, _ = naive(network, key, rows, deltas(key, 3), clip=float("inf"), depth=depth)
-    found = backpropagate_deltas(network, key, torch.tensor(rows), deltas(key, 3))
+    expected, of_embeddings, _ = naive(network, key, rows, deltas(key, 3), clip=float("inf"), depth=depth)
+    found, found_of_embeddings = backpropagate_deltas(network, key, TABLE[rows], deltas(key, 3))
     other = "z" if key == "a" else "a"
     assert found.keys() == {name for name in network if not name.startswith(f"heads.{other}.")}
     for name, gradient in expected.items():
         torch.testing.assert_close(found.get(name, torch.zeros_like(gradient)), gradient, rtol=1e-10, atol=1e-12)
-    assert not found["embeddings"][1].any()
-    assert found["embeddings"][rows].any(1).all()
+    torch.testing.assert_close(found_of_embeddings, of_embeddings, rtol=1e-10, atol=1e-12)
+    assert found_of_embeddings.any(1).all()
 
 
 def test_the_gradient_agrees_with_finite_differences():
-    network, rows, delta = network_in_float64(), torch.tensor([2, 3]), deltas("a", 2)
-    gradient = backpropagate_deltas(network, "a", rows, delta)
+    network, rows, delta = network_in_float64(), TABLE[[2, 3]], deltas("a", 2)
+    gradient, of_rows = backpropagate_deltas(network, "a", rows, delta)
     step = {name: random(k, *tensor.shape) for k, (name, tensor) in enumerate(network.items())}
+    step_of_rows = random(100, *rows.shape)
 
     def value(t):
-        made = generate_client_weights({name: tensor + t * step[name] for name, tensor in network.items()}, "a", rows)
+        moved = {name: tensor + t * step[name] for name, tensor in network.items()}
+        made = generate_client_weights(moved, "a", rows + t * step_of_rows)
         return sum(float((made[n] * delta[n]).sum()) for n in made)
 
-    slope = sum(float((gradient[name] * step[name]).sum()) for name in gradient)
+    slope = sum(float((gradient[name] * step[name]).sum()) for name in gradient) + float((of_rows * step_of_rows).sum())
     assert (value(1e-5) - value(-1e-5)) / 2e-5 == pytest.approx(slope, rel=1e-7)
 
 
 def test_each_client_is_clipped_by_itself_as_torch_clips():
     network, rows = network_in_float64(), [1, 5, 2]
     delta = {n: d * torch.tensor([0.1, 1.0, 10.0]).view(3, *[1] * (d.dim() - 1)) for n, d in deltas("a", 3).items()}
-    expected, norms = naive(network, "a", rows, delta, clip=5.0)
+    expected, of_embeddings, norms = naive(network, "a", rows, delta, clip=5.0)
     assert norms[0] < 5 < norms[1] < norms[2]
-    found = backpropagate_deltas(network, "a", torch.tensor(rows), delta, clip=5.0)
+    found, found_of_embeddings = backpropagate_deltas(network, "a", TABLE[rows], delta, clip=5.0)
+    torch.testing.assert_close(found_of_embeddings, of_embeddings, rtol=1e-10, atol=1e-12)
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("momentum", "decay"), [(0.9, 1e-3), (0.5, 0.0), (0.0, 0.1)])
 def test_three_steps_are_those_of_torchs_sgd(momentum, decay):
+    """The embeddings are read and stepped as rows, one of which takes its step when it is next read."""
     network, velocity = network_in_float64(), {}
-    explicit = Explicit(network, 3, SHAPES)
+    rate = {"lr": 0.1, "momentum": momentum, "weight_decay": decay}
+    rows_after, velocities, taken = TABLE.clone(), torch.zeros_like(TABLE), [0] * len(TABLE)
+    explicit = Explicit(network, TABLE, 3, SHAPES)
     optimiser = torch.optim.SGD(explicit.parameters(), lr=0.1, momentum=momentum, weight_decay=decay)
     for number, rows in enumerate([[0, 3], [3, 5], [1, 2]]):  # an embedding moves on when its client is not drawn
         gradient = {}
         for key, row in zip(SHAPES, rows, strict=True):
-            for name, g in backpropagate_deltas(network, key, torch.tensor([row]), deltas(key, 1, seed=number)).items():
-                gradient[name] = gradient.get(name, 0) + g
-        network, velocity = sgd_step(network, velocity, gradient, lr=0.1, momentum=momentum, weight_decay=decay)
+            v, u = repeat_steps_without_gradient(rows_after[[row]], velocities[[row]], [taken[row]], number, **rate)
+            tensors, of_row = backpropagate_deltas(network, key, v, deltas(key, 1, seed=number))
+            gradient = {name: gradient.get(name, 0) + g for name, g in tensors.items()} | {
+                name: g for name, g in gradient.items() if name not in tensors
+            }
+            stepped, stepped_velocity = sgd_step({"v": v}, {"v": u}, {"v": of_row}, **rate)
+            rows_after[row], velocities[row] = stepped["v"][0], stepped_velocity.get("v", u)[0]
+            taken[row] = number + 1
+        network, velocity = sgd_step(network, velocity, gradient, **rate)
         optimiser.zero_grad()
         for key, row in zip(SHAPES, rows, strict=True):
             made = explicit(key, row)
@@ -208,6 +224,8 @@ def test_three_steps_are_those_of_torchs_sgd(momentum, decay):
         optimiser.step()
         for name, tensor in explicit.named(network).items():
             torch.testing.assert_close(network[name], tensor.detach(), rtol=1e-10, atol=1e-12)
+        table, _ = repeat_steps_without_gradient(rows_after, velocities, taken, number + 1, **rate)
+        torch.testing.assert_close(table, explicit.embeddings.weight.detach(), rtol=1e-10, atol=1e-12)
     assert velocity.keys() == (network.keys() if momentum else set())
 
 
@@ -253,10 +271,11 @@ def test_a_hypernetwork_step_lowers_the_clients_loss_to_first_order():
         return F.cross_entropy(model(client.train.x), client.train.y).item()
 
     delta = {n: d[None] for n, d in replies[client.id].tensors["delta"].items()}
-    gradient = backpropagate_deltas(
-        state["network"], federation.client_info(client.id, 1).architecture, torch.tensor([0]), delta
+    embedding = draw_embeddings(3, 1, method.embedding_dim or 1, torch.float64)
+    gradient, of_embedding = backpropagate_deltas(
+        state["network"], federation.client_info(client.id, 1).architecture, embedding, delta
     )
-    square = sum(float(g.square().sum()) for g in gradient.values())
+    square = sum(float(g.square().sum()) for g in [*gradient.values(), of_embedding])
     predicted = -rate * square / eta
     measured = loss(method.aggregate(state, replies, None)) - loss(state)
     assert measured < 0
@@ -301,11 +320,11 @@ def test_heads_of_a_client_are_its_own_and_the_trunk_is_shared():
     clients = mixed_clients(4)  # 0 and 2 have one architecture, 1 and 3 another
     federation, state = halves(method, clients)
     network, replies = state["network"], replies_of(method, federation, state)
-    rows = {client: row for row, client in enumerate(json.loads(state["clients"]))}
+    rows = {client: row for row, client in enumerate(state["clients"])}
     keys = dict(zip(rows, json.loads(state["heads"]), strict=True))
     assert len(set(keys.values())) == 4
     shapes = {keys[c.id]: {n: p.shape for n, p in c.model().named_parameters()} for c in clients}
-    explicit = Explicit(network, method.hn_depth, shapes)
+    explicit = Explicit(network, draw_embeddings(3, 4, 2, torch.float32), method.hn_depth, shapes)
     heads = {i: {n for n in network if n.startswith(f"heads.{keys[i]}.")} for i in keys}
     assert all(heads[i].isdisjoint(heads[j]) for i in keys for j in keys if i != j)
     optimiser = torch.optim.SGD(explicit.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -342,18 +361,6 @@ def test_heads_of_clients_are_those_of_architectures_where_no_two_have_the_same(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_momentum_carries_clients_that_are_not_drawn():
-    method = PFedHN(**OPTIONS, local_steps=5)
-    federation, state = halves(method, small_clients())
-    after = method.aggregate(state, replies_of(method, federation, state, ["client-0"]), None)
-    later = method.aggregate(after, replies_of(method, federation, after, ["client-1"]), None)
-    moved = [
-        not torch.equal(later["network"]["embeddings"][k], after["network"]["embeddings"][k] * (1 - 0.01 * 0.001))
-        for k in range(3)
-    ]
-    assert moved == [True, True, True]
-
-
 def test_blocks_do_not_change_messages_or_the_step(monkeypatch):
     method = PFedHN(**OPTIONS, local_steps=3)
     federation, state = halves(method, mixed_clients(5))
@@ -381,6 +388,6 @@ def test_initial_networks_differ_between_clients_and_their_norms_let_signals_thr
     assert not torch.allclose(one["head.weight"], other["head.weight"])
     assert one.keys() == {n for n, _ in SmallNet().named_parameters()}
     torch.testing.assert_close(one["body.1.weight"], torch.ones(8), rtol=0, atol=0.3)
-    assert state["network"]["embeddings"].shape == (3, int(1 + 3 / 4))
-    assert halves(PFedHN(embedding_dim=5), small_clients())[1]["network"]["embeddings"].shape == (3, 5)
+    assert state["network"]["trunk.0.weight"].shape == (100, int(1 + 3 / 4))
+    assert halves(PFedHN(embedding_dim=5), small_clients())[1]["network"]["trunk.0.weight"].shape == (100, 5)
     assert one["body.0.weight"].abs().max() < 0.5

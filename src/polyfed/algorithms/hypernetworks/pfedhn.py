@@ -1,6 +1,7 @@
 """pFedHN: a hypernetwork on the server generates every client's weights (Shamsian et al., ICML 2021, algorithm 1)."""
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.capabilities import ValidatesNetworks
+from polyfed.core.capabilities import AddsServerTensors, KeepsServerStateByClient, ValidatesNetworks
+from polyfed.core.errors import UserError
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import (
     BufferPolicy,
@@ -24,17 +26,18 @@ from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import fit, reply_scalars
 from polyfed.hypernetworks.pfedhn_hypernetwork import (
     backpropagate_deltas,
+    draw_embeddings,
     generate_client_weights,
     generated_tensor_names,
     init_weight_hypernetwork,
+    repeat_steps_without_gradient,
     sgd_step,
 )
 from polyfed.models.structure import norm_layer_tensor_names
 
-# "network": φ and all v_i; "velocity": their momentum; "clients" and "heads": the ids in the order of the rows of
-# embeddings, and the keys of their heads (one where all have the same), each as one JSON text, since a checkpoint and
-# every check of the state would go through a million entries. Runs of earlier versions have mappings by client instead:
-# "rows" of embeddings, and "architectures", keys of heads
+# "network": φ; "velocity": its momentum; "clients": the sorted ids; "embeddings": client -> v_i, its momentum, and how many
+# of the server's "steps" they have had, and nothing for a client that has not replied; "heads": the keys of the clients'
+# heads as one JSON text (one key where all have the same), since every check of the state would go through a million
 ServerState = dict[str, Any]
 ClientState = dict[str, StateDict]  # "buffers"
 _BLOCK = 2**24  # floats of clients' networks that are generated, or backpropagated, at one time: 64 MB
@@ -42,7 +45,9 @@ _BLOCK = 2**24  # floats of clients' networks that are generated, or backpropaga
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientState]):
+class PFedHN(
+    LocalTraining, ValidatesNetworks, AddsServerTensors, KeepsServerStateByClient, Algorithm[ServerState, ClientState]
+):
     """Trains one hypernetwork on the server, which generates all trained parameters of each client's network from an
     embedding (a learnt vector) of the client.
 
@@ -151,23 +156,36 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
         parameters_by_heads, offsets_by_heads = (
             {key: part[kind] for key, kind in architecture_by_heads.items()} for part in (initial_parameters, offsets)
         )
-        dim = int(1 + len(architecture_by_client) / 4) if self.embedding_dim is None else self.embedding_dim
-        return {
+        ids, nothing = sorted(architecture_by_client), dict[str, Tensor]()
+        state: ServerState = {
             "network": init_weight_hypernetwork(
                 server.seed,
-                len(architecture_by_client),
-                dim,
+                int(1 + len(ids) / 4) if self.embedding_dim is None else self.embedding_dim,
                 self.hidden,
                 self.hn_depth,
                 parameters_by_heads,
                 offsets_by_heads,
             ),
             "velocity": {},
-            "clients": json.dumps(ids := sorted(architecture_by_client)),
-            "heads": json.dumps(
-                [next(iter(heads.values()))] if len(set(heads.values())) == 1 else [heads[i] for i in ids]
-            ),
+            "clients": ids,
+            "heads": json.dumps([*heads.values()][:1] if len({*heads.values()}) == 1 else [heads[i] for i in ids]),
+            "embeddings": dict.fromkeys(ids, nothing),
+            "steps": 0,
+            "seed": server.seed,
         }
+        _initial_embeddings(state)
+        return state
+
+    @property
+    def groups_by_client(self) -> frozenset[str]:
+        """Returns the group of the server state that has an entry for each client: its embedding."""
+        return frozenset({"embeddings"})
+
+    def later_server_tensors(self, server_state: ServerState) -> StateDict:
+        """Returns an entry of the form that each client's has once it has replied."""
+        embedding = _initial_embeddings(server_state)[0]
+        velocity = {"velocity": embedding} if self.hn_momentum else {}
+        return {"embedding": embedding, **velocity, "steps": torch.tensor(0)}
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
         """Yields the message to each client: the weights θ̄_i that the hypernetwork generates for it.
@@ -177,8 +195,9 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
         client_info_by_id = {client_info.id: client_info for client_info in client_infos}
         for block in _split_into_blocks(server_state, list(client_info_by_id)):
             models: dict[str, StateDict] = {}
-            for architecture, (ids, rows) in _group_by_heads(server_state, block).items():
-                generated = generate_client_weights(server_state["network"], architecture, rows)
+            for architecture, ids in _group_by_heads(server_state, block).items():
+                embeddings, _ = self._read_embeddings(server_state, ids)
+                generated = generate_client_weights(server_state["network"], architecture, embeddings)
                 models |= {client: {n: t[k] for n, t in generated.items()} for k, client in enumerate(ids)}
             for client in block:
                 lr = self.lr_at(client_info_by_id[client].round, client_info_by_id[client].rounds)
@@ -191,24 +210,62 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
         made to the generated weights; returns the new server state.
 
         φ ← φ − α Σ_i ∇_φ θ̄_iᵀ(θ̄_i − θ_i), and v_i likewise (algorithm 1, as a sum). The step is SGD with momentum and
-        weight decay on all of φ and all embeddings.
+        weight decay on all of φ and all embeddings. Those of clients that have not replied take it when they are next read.
         """
         total: dict[str, Tensor] = {}
+        changed, steps = dict[str, StateDict](), torch.tensor(server_state["steps"] + 1)
         for block in _split_into_blocks(server_state, sorted(replies)):
-            for architecture, (ids, rows) in sorted(_group_by_heads(server_state, block).items()):
+            for architecture, ids in sorted(_group_by_heads(server_state, block).items()):
                 deltas = {
                     name: torch.stack([replies[i].tensors["delta"][name] for i in ids])
                     for name in generated_tensor_names(server_state["network"], architecture)
                 }
-                for name, gradient in backpropagate_deltas(
-                    server_state["network"], architecture, rows, deltas, self.hn_clip
-                ).items():
+                embeddings, velocity = self._read_embeddings(server_state, ids)
+                gradients, gradient_of_embeddings = backpropagate_deltas(
+                    server_state["network"], architecture, embeddings, deltas, self.hn_clip
+                )
+                for name, gradient in gradients.items():
                     total[name] = total[name] + gradient if name in total else gradient
-        network, velocity = sgd_step(
-            server_state["network"], server_state["velocity"], total,
-            lr=self.hn_lr, momentum=self.hn_momentum, weight_decay=self.hn_weight_decay,
-        )  # fmt: skip
-        return {**server_state, "network": network, "velocity": velocity}
+                stepped, velocities = sgd_step(
+                    {"embedding": embeddings},
+                    {"embedding": velocity},
+                    {"embedding": gradient_of_embeddings},
+                    **self._step_options,
+                )
+                columns = {**stepped, **({"velocity": velocities["embedding"]} if velocities else {})}
+                for row, client in enumerate(ids):
+                    changed[client] = {name: column[row].clone() for name, column in columns.items()} | {"steps": steps}
+        network, velocity_of_network = sgd_step(
+            server_state["network"], server_state["velocity"], total, **self._step_options
+        )
+        return {
+            **server_state,
+            "network": network,
+            "velocity": velocity_of_network,
+            "embeddings": server_state["embeddings"] | changed,
+            "steps": server_state["steps"] + 1,
+        }
+
+    @property
+    def _step_options(self) -> dict[str, float]:
+        return {"lr": self.hn_lr, "momentum": self.hn_momentum, "weight_decay": self.hn_weight_decay}
+
+    def _read_embeddings(self, server_state: ServerState, clients: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Returns the embeddings of some clients and their momentum, (B, E) each, after all steps of the server so far."""
+        entries, now = [server_state["embeddings"][client] for client in clients], server_state["steps"]
+        initial = _initial_embeddings(server_state)[[_position(server_state, client) for client in clients]]
+        rows = torch.stack([entry.get("embedding", row) for entry, row in zip(entries, initial, strict=True)])
+        velocity = torch.stack(
+            [entry.get("velocity", torch.zeros_like(row)) for entry, row in zip(entries, rows, strict=True)]
+        )
+        steps = [int(entry.get("steps", 0)) for entry in entries]
+        if not all(0 <= number <= now for number in steps):
+            raise UserError(
+                f"PFedHN: the server state has an embedding after {max(steps)} steps, and it has taken {now}"
+            )
+        if not self.hn_weight_decay and not self.hn_momentum:
+            return rows, velocity
+        return repeat_steps_without_gradient(rows, velocity, steps, now, **self._step_options)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """Returns the shapes and dtypes that a client's reply must have: for each tensor that the server sent, how much
@@ -271,32 +328,31 @@ def _head_keys_by_client(architecture_by_client: Mapping[str, str]) -> dict[str,
 
 
 @lru_cache(maxsize=2)
-def _parse_rows(clients: str) -> Mapping[str, int]:
-    return {client: row for row, client in enumerate(json.loads(clients))}
-
-
-@lru_cache(maxsize=2)
 def _parse_heads(heads: str) -> tuple[str, ...]:
     return tuple(json.loads(heads))
 
 
-def _row_and_heads(server_state: ServerState, client: str) -> tuple[int, str]:
-    """Returns the row of a client's embedding, and the key of its heads."""
-    if "rows" in server_state:  # of an earlier version
-        return server_state["rows"][client], server_state["architectures"][client]
-    row, heads = _parse_rows(server_state["clients"])[client], _parse_heads(server_state["heads"])
-    return row, heads[0] if len(heads) == 1 else heads[row]
+def _position(server_state: ServerState, client: str) -> int:
+    return bisect_left(server_state["clients"], client)
 
 
-def _group_by_heads(server_state: ServerState, clients: Sequence[str]) -> dict[str, tuple[list[str], Tensor]]:
-    """Groups clients that share heads of the hypernetwork: name of the heads -> (the clients, their rows in the table
-    of embeddings).
-    """
-    groups: dict[str, list[tuple[str, int]]] = {}
+def _initial_embeddings(server_state: ServerState) -> Tensor:
+    """Returns the embeddings of all clients before round 1, (N, E)."""
+    first = server_state["network"]["trunk.0.weight"]
+    return draw_embeddings(server_state["seed"], len(server_state["clients"]), first.shape[1], first.dtype)
+
+
+def _heads_of(server_state: ServerState, client: str) -> str:
+    heads = _parse_heads(server_state["heads"])
+    return heads[0] if len(heads) == 1 else heads[_position(server_state, client)]
+
+
+def _group_by_heads(server_state: ServerState, clients: Sequence[str]) -> dict[str, list[str]]:
+    """Groups clients that share heads of the hypernetwork, by the name of the heads."""
+    groups: dict[str, list[str]] = {}
     for client in clients:
-        row, heads = _row_and_heads(server_state, client)
-        groups.setdefault(heads, []).append((client, row))
-    return {key: ([i for i, _ in of], torch.tensor([row for _, row in of])) for key, of in groups.items()}
+        groups.setdefault(_heads_of(server_state, client), []).append(client)
+    return groups
 
 
 def _split_into_blocks(server_state: ServerState, clients: Sequence[str]) -> Iterator[list[str]]:
@@ -304,7 +360,7 @@ def _split_into_blocks(server_state: ServerState, clients: Sequence[str]) -> Ite
     together.
     """
     network = server_state["network"]
-    heads_by_client = {client: _row_and_heads(server_state, client)[1] for client in clients}
+    heads_by_client = {client: _heads_of(server_state, client) for client in clients}
     sizes = {
         key: sum(network[f"heads.{key}.{name}.bias"].numel() for name in generated_tensor_names(network, key))
         for key in set(heads_by_client.values())

@@ -80,10 +80,10 @@ class AsynchronousPlan(RoundPlan):
 
     def validate_reply(self, result: TaskResult) -> ValidatedReply:
         """Returns a client's reply, decoded and checked when it came or now; raises a `ValueError` if it is not valid."""
-        known = self.validated.pop(result.task.client, None)
-        if isinstance(known, ValueError):
-            raise known
-        return super().validate_reply(result) if known is None else known
+        outcome = self.validated.pop(result.task.client, None)
+        if isinstance(outcome, ValueError):
+            raise outcome
+        return super().validate_reply(result) if outcome is None else outcome
 
     def rebase_reply(self, client: str, reply: Message, message: Message) -> tuple[Message, Message]:
         """Returns a client's reply with its change added to the newest state, scaled by its staleness, and the message of

@@ -59,6 +59,10 @@ class ComputedSequence(Sequence[Value], Generic[Value]):
             raise IndexError(place)
         return self._item_at(place % self._length)
 
+    def __iter__(self) -> Iterator[Value]:
+        """Yields the items, in less time than one by one by their places."""
+        return map(self._item_at, range(self._length))
+
     def __len__(self) -> int:
         """Returns the number of items."""
         return self._length

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -25,11 +26,29 @@ class SavedStates(NamedTuple):
     round: int
 
 
-class InitialState(NamedTuple):
-    """Holds the state that clients have until they have one of their own, and the clients that have it."""
+@final
+@dataclass(frozen=True)
+class InitialState:
+    """Holds the state that clients have until they have one of their own, and the clients that have it.
+
+    Attributes:
+        clients: their ids, as keys.
+        state: what they have.
+        known_list: the last list that was found to have these ids, so that a million are compared once, not in each round.
+    """
 
     clients: Mapping[str, None]
     state: PyTree
+    known_list: list[list[str]] = field(default_factory=list, compare=False, repr=False)
+
+    def has_ids(self, value: PyTree) -> bool:
+        """Returns whether a value is a list of the clients' ids, in their order."""
+        if any(value is ids for ids in self.known_list):
+            return True
+        has_ids = isinstance(value, list) and len(value) == len(self.clients) and value == list(self.clients)
+        if has_ids:
+            self.known_list[:] = [value]
+        return has_ids
 
 
 @final
@@ -171,7 +190,7 @@ class ClientStates(Mapping[str, PyTree]):
         changed = as_contiguous(self._changed)
         if initial is not None and self._saved is None:
             check_serializable(initial.state, name)
-            initial = initial._replace(state=as_contiguous(initial.state))
+            initial = replace(initial, state=as_contiguous(initial.state))
         return ClientStates(changed, self._saved, initial)
 
     def mark_saved(self, store: StateStore, part: str, round_number: int) -> None:
@@ -215,12 +234,12 @@ def groups_by_client(state: PyTree) -> dict[str, ClientStates]:
 def lists_of_clients(state: Mapping[str, PyTree], groups: Mapping[str, ClientStates]) -> dict[str, str]:
     """Returns the parts of a server's state that list the clients of a group, in its order, as `{part: group}`: a
     checkpoint need not write a million ids again."""
-    clients_by_group = {name: group.initial.clients for name, group in groups.items() if group.initial is not None}
+    initial_by_group = {name: group.initial for name, group in groups.items() if group.initial is not None}
     return {
         key: name
         for key, value in state.items()
-        for name, clients in clients_by_group.items()
-        if isinstance(value, list) and len(value) == len(clients) and value == list(clients)
+        for name, initial in initial_by_group.items()
+        if initial.has_ids(value)
     }
 
 
@@ -233,9 +252,9 @@ def without_groups(state: PyTree) -> PyTree:
 
 def with_changes_only(state: PyTree) -> PyTree:
     """Returns a server's state in which the groups with an entry for each client hold only the entries that are not
-    saved yet."""
+    saved yet, with None in place of lists of these clients."""
     groups = groups_by_client(state)
-    return state | {name: dict(group.changes) for name, group in groups.items()} if groups else state
+    return without_groups(state) | {name: dict(group.changes) for name, group in groups.items()} if groups else state
 
 
 # -- in the store ------------------------------------------------------------------------------------------------------
