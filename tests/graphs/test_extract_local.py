@@ -1,5 +1,7 @@
 """Which parameters stay with the client, and why; with the paper's kinds of layers, these are more."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -106,6 +108,23 @@ def test_behind_detach_and_no_grad_nothing_is_generated(extracted, cut):
         "(such as argmax) or the plain list of tensors that it is behind",
     )
     assert graph.edges == ((0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_norm": 1.0}, "forward changes it in place, as the max_norm of an embedding does, .*; take it away"),
+        ({"sparse": True}, "its gradients are sparse, .*; give the embedding sparse=False"),
+    ],
+)
+def test_embeddings_that_generated_weights_cannot_replace(extracted, options, reason):
+    tokens = torch.tensor([[0, 1], [2, 0]])
+    net = Net(lambda net, x: net.b(net.words(x).mean(1)), words=nn.Embedding(3, 4, **options), b=line())
+    with torch.no_grad():
+        net.words.weight.mul_(0.1)  # below max_norm: it is written to all the same
+    ((name, text),) = extracted(net, tokens).local_reasons.items()
+    assert name == "words.weight"
+    assert re.fullmatch(reason, text)
 
 
 def without_grad(module, x):

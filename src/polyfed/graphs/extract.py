@@ -167,11 +167,13 @@ class _Reference:
         reached: the parameters that a gradient of the output reaches.
         all_reached: whether `reached` is certain to be complete. It is not if the output is not differentiable, or if an
             autograd function written in Python (checkpointing) may call layers that autograd's graph does not show.
+        changed: the parameters that `forward` changes in place.
     """
 
     output: Any
     reached: frozenset[str]
     all_reached: bool
+    changed: frozenset[str]
 
 
 @torch.no_grad()
@@ -193,16 +195,14 @@ def _run_reference(model: nn.Module, x: Inputs, replaced: bool = False) -> _Refe
     also holds elsewhere (in a list) then does not count.
     """
     root = _copy(model)
-    names = {id(parameter): name for name, parameter in root.model.named_parameters()}
+    parameters: dict[str, Tensor] = dict(root.named_parameters())
+    if replaced:
+        parameters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in parameters.items()}
+    versions = {name: tensor._version for name, tensor in parameters.items()}
     try:
         with temporary_rng_seed(0, first_leaf(x).device):
-            inputs = (tree_map(Tensor.clone, x),)
-            if replaced:
-                copies = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in root.named_parameters()}
-                names = {id(tensor): strip_root(name) for name, tensor in copies.items()}
-                output = call_with_tensors(root, copies, inputs, {})
-            else:
-                output = root(*inputs)
+            inputs = tree_map(Tensor.clone, x)
+            output = call_with_tensors(root, parameters, (inputs,), {}) if replaced else root(inputs)
     except Exception as error:
         raise UserError(
             f"{type(model).__name__} fails on an example of {_describe_inputs(x)}, in "
@@ -211,8 +211,10 @@ def _run_reference(model: nn.Module, x: Inputs, replaced: bool = False) -> _Refe
     leaves = {id(tensor) for tensor in iterate_tensors(output) if tensor.is_leaf}
     functions = autograd_functions(output)
     leaves |= {id(function.variable) for function in functions if hasattr(function, "variable")}
-    reached = frozenset(names[leaf] for leaf in leaves if leaf in names)
-    return _Reference(output, reached, bool(reached) and not any(isinstance(f, BackwardCFunction) for f in functions))
+    reached = frozenset(strip_root(name) for name, tensor in parameters.items() if id(tensor) in leaves)
+    is_complete = bool(reached) and not any(isinstance(f, BackwardCFunction) for f in functions)
+    changed = frozenset(strip_root(n) for n, tensor in parameters.items() if tensor._version != versions[n])
+    return _Reference(output, reached, is_complete, changed)
 
 
 def _describe_inputs(x: Inputs) -> str:
@@ -260,6 +262,17 @@ def _build_graph(
     parameters = dict(model.named_parameters())
     refused = {name: reason for name, p in parameters.items() if (reason := _refusal_reason(p))}
     owned = _parameter_names(flow.nodes)
+    lookups = [part for part in model.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    sparse = {id(part.weight) for part in lookups if part.sparse}
+    refused |= dict.fromkeys(
+        (name for name, p in parameters.items() if id(p) in sparse and name not in refused),
+        "its gradients are sparse, which generated weights cannot have; give the embedding sparse=False",
+    )
+    refused |= dict.fromkeys(
+        reference.changed - refused.keys(),
+        "forward changes it in place, as the max_norm of an embedding does, and generated weights cannot keep that; take "
+        "it away",
+    )
     if reference.all_reached:  # the others are behind no_grad or detach: if generated, they would never be trained
         refused |= dict.fromkeys(
             owned - reference.reached - refused.keys(),

@@ -97,6 +97,20 @@ def test_clipping_bounds_the_step():
     assert norm == pytest.approx(0.01, rel=1e-4)
 
 
+def test_sparse_gradients_are_clipped_as_dense_ones():
+    """torch has no norm of the sparse gradients of an embedding."""
+    data = Examples(torch.tensor([[0, 1], [2, 1]]), torch.tensor([0, 1]))
+    trained = []
+    for sparse in (False, True):
+        model = nn.Sequential(nn.Embedding(4, 3, sparse=sparse), nn.Flatten(), nn.Linear(6, 2))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+        fit(model, data, FedAvg(local_steps=2, batch_size=0, clip_norm=0.1), lr=0.5, seed=0)
+        trained.append(model.state_dict())
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+
+
 def test_label_smoothing_reaches_the_loss():
     options = [FedAvg(local_steps=1, batch_size=0, label_smoothing=s) for s in (0.0, 0.5)]
     plain, smooth = (fit(build_module(net, 0), data(), o, lr=0.1, seed=0).loss for o in options)

@@ -99,6 +99,9 @@ class OneNetworkBackend(TrainingBackend, ABC):
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
         """Scales the gradients down in place, so that their global norm is at most `max_norm`."""
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:  # torch has no norm of these
+                parameter.grad = parameter.grad.to_dense()
         nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
