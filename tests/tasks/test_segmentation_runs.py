@@ -1,5 +1,7 @@
 """Segmentation from clients to the page: the four systems, comparisons that go on, and images only where asked."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -90,3 +92,20 @@ def test_the_page_has_images_only_if_they_are_asked_for(tmp_path, monkeypatch):
     assert page.count("data:image/png") >= 8  # four sites, best and worst (and middle) of 2 test images each
     assert "treat it as their data" in page
     assert "Not shown" not in page
+
+
+@pytest.mark.parametrize("more", [{"folds": 2}, {"seeds": [0]}])
+def test_a_page_made_in_python_has_the_images_of_the_clients_that_it_is_given(tmp_path, more):
+    clients = [replace(client, model=sites()[0][0].model) for client in sites()[0]]
+    words = {"rounds": 1, "tune": "none", "parallel": 1, "quiet": True, "references": False}
+    found = pf.compare(clients, {"fedavg": REGISTRY["fedavg"](**OPTIONS)}, **words, **more, out=tmp_path / "c")
+    assert "data:image/png" not in found.report().read_text(encoding="utf-8")
+    page = found.report(images_of=clients).read_text(encoding="utf-8")
+    assert page.count("data:image/png") >= 2 * len(clients)
+    assert "Not shown" not in page
+    others = [replace(client, test=client.train) for client in clients]
+    run = pf.federate(clients, "local", rounds=1, progress=False, out=tmp_path / "run")
+    assert "data:image/png" in run.report(images_of=clients).read_text(encoding="utf-8")
+    page = pf.load(tmp_path / "run").report(images_of=others).read_text(encoding="utf-8")
+    assert "data:image/png" not in page
+    assert "and those of the run had" in page

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path, write_file_atomically
 from polyfed.core.io.number_format import join_first_and_count_rest
@@ -11,18 +12,20 @@ from polyfed.report.data.run_records import RunRecord
 from polyfed.report.page.page import render_page
 from polyfed.report.page.panels.extras import collect_page_extras
 from polyfed.report.page.panels.method_panels import MethodResult, method_adds_panels
+from polyfed.simulation.checks.clients.client_list import list_clients
 
 PAGE = "report.html"
 _MAX_PANELS = 12  # clients or layers with panels of one kind, of all runs together
 
 
-def write_page_of(folder: Path | None, out: str | Path | None) -> Path:
+def write_page_of(folder: Path | None, out: str | Path | None, images_of: Sequence[Client] | None = None) -> Path:
     """Writes the HTML page of a run or comparison directory, as `polyfed report` does but without printing, and returns
     its path; raises a `UserError` if `folder` is None.
 
     Args:
         folder: of the run or comparison; None if it was kept in memory.
         out: the page; None for `report.html` in `folder`.
+        images_of: clients whose test images of segmentations are on the page; None for no images.
 
     Raises:
         UserError: `folder` is None, or the page cannot be written.
@@ -37,7 +40,9 @@ def write_page_of(folder: Path | None, out: str | Path | None) -> Path:
             'a page is made from a directory, and this was kept in memory; give out="DIR" when you train or compare'
         )
     groups, notes = read_run_groups([folder])
-    return write_page([folder], groups, notes, None if out is None else expand_user_path(out, "out"))
+    path = None if out is None else expand_user_path(out, "out")
+    clients = list_clients(images_of) if images_of is not None else []
+    return write_page([folder], groups, notes, path, show_images=bool(clients), images_of=clients)
 
 
 def write_page(
@@ -48,6 +53,7 @@ def write_page(
     *,
     subgroups: Sequence[str] = (),
     show_images: bool = False,
+    images_of: Sequence[Client] = (),
     on_result: Callable[[RunRecord, MethodResult], None] = lambda run, result: None,
 ) -> Path:
     """Writes the HTML page of groups of comparable runs, and returns its path.
@@ -59,6 +65,7 @@ def write_page(
         out: the page; None for `report.html` in the first folder.
         subgroups: columns of the test examples, such as "sex"; the page has scores by their values.
         show_images: whether to show test images of segmentations, which are the clients' data.
+        images_of: the clients that they are of, where these were made in Python.
         on_result: called with the run and each result that a method's panel is made from.
 
     Raises:
@@ -69,7 +76,13 @@ def write_page(
     max_panels = max(1, _MAX_PANELS // max(1, view_count))
     extras = [
         collect_page_extras(
-            run_group, f"v{k}", max_panels, subgroups=subgroups, show_images=show_images, on_result=on_result
+            run_group,
+            f"v{k}",
+            max_panels,
+            subgroups=subgroups,
+            show_images=show_images,
+            images_of=images_of,
+            on_result=on_result,
         )
         for k, run_group in enumerate(groups)
     ]

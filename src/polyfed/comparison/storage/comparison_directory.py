@@ -19,6 +19,7 @@ from polyfed.comparison.storage.continuation import find_first_difference, find_
 from polyfed.comparison.storage.results_schema import ComparisonDescription, results_error
 from polyfed.comparison.verdicts.summary import comparison_html, plot_comparison
 from polyfed.comparison.verdicts.warning_sentences import describe_omissions
+from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import (
     create_private_folder_if_missing,
@@ -108,17 +109,19 @@ class Comparison:
         """
         return plot_comparison(self.results, self.table(), ax)
 
-    def report(self, out: str | Path | None = None) -> Path:
+    def report(self, out: str | Path | None = None, *, images_of: Sequence[Client] | None = None) -> Path:
         """Writes the comparison's HTML page, as the command `polyfed report` does, and returns its path; raises a
         `UserError` if the comparison was kept in memory.
 
         Args:
             out: the page; None for `report.html` in the comparison's directory.
+            images_of: clients of a segmentation, as they were compared; the page then has test images of each, truth and
+                prediction, which are their data. None for no images.
 
         Raises:
             UserError: the comparison was kept in memory, or the page cannot be written.
         """
-        return write_page_of(self.out, out)
+        return write_page_of(self.out, out, images_of)
 
     @property
     def answers(self) -> Sequence[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from torch import Tensor, nn
 
 from polyfed.algorithms import registry_name
-from polyfed.core.algorithm import Architecture
+from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.capabilities import BringsNetwork, check_network_has_all_weights, wrap_network_if_method_wraps
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
@@ -108,17 +108,19 @@ class Run:
         title = registry_name(self.federation.algorithm)
         return plot_learning_curves(self.history, name, unit_of_column(name, self._units), title, ax)
 
-    def report(self, out: str | Path | None = None) -> Path:
+    def report(self, out: str | Path | None = None, *, images_of: Sequence[Client] | None = None) -> Path:
         """Writes the run's HTML page, as the command `polyfed report` does, and returns its path; raises a `UserError`
         if the run was kept in memory.
 
         Args:
             out: the page; None for `report.html` in the run directory.
+            images_of: clients of a segmentation; the page then has test images of each, truth and prediction, which are
+                their data. None for no images.
 
         Raises:
             UserError: the run was kept in memory, or the page cannot be written.
         """
-        return write_page_of(self.out, out)
+        return write_page_of(self.out, out, images_of)
 
     @property
     def class_names(self) -> tuple[str, ...] | None:

@@ -8,6 +8,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
+from polyfed.core.algorithm import Client
 from polyfed.core.capabilities import BringsNetwork, wrap_network_if_method_wraps
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
@@ -97,11 +98,15 @@ class SavedRun:
         """
         return self.files.table(at)
 
-    def report(self, out: str | Path | None = None) -> Path:
+    def report(self, out: str | Path | None = None, *, images_of: Sequence[Client] | None = None) -> Path:
         """Writes the run's HTML page, as the command `polyfed report` does, and returns its path (by default
         `report.html` in the run directory).
+
+        Args:
+            out: the page; None for the default.
+            images_of: as for `Run.report`.
         """
-        return write_page_of(self.out, out)
+        return write_page_of(self.out, out, images_of)
 
     def model(self, client: str, build: Callable[[], nn.Module] | None = None) -> nn.Module:
         """Returns a client's personal network as stored at the end of the run, in evaluation mode on the CPU; raises a

@@ -1,16 +1,20 @@
 """Reaches the room that writes HTML pages, which imports this one: in this place alone, by name and late."""
 
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from polyfed.core.algorithm import Client
 
-def write_page_of(folder: Path | None, out: str | Path | None) -> Path:
+
+def write_page_of(folder: Path | None, out: str | Path | None, images_of: Sequence[Client] | None = None) -> Path:
     """Writes the HTML page of a run or comparison directory, by `polyfed.report.page_file.write_page_of`, and returns its
     path; raises a `UserError` if `folder` is None.
 
     Args:
         folder: of the run or comparison; None if it was kept in memory.
         out: the page; None for `report.html` in `folder`.
+        images_of: clients whose test images of segmentations are on the page; None for no images.
     """
-    page: Path = import_module("polyfed.report.page_file").write_page_of(folder, out)
+    page: Path = import_module("polyfed.report.page_file").write_page_of(folder, out, images_of)
     return page

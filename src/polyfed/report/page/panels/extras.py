@@ -10,9 +10,11 @@ from typing import Any
 from markupsafe import Markup
 
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, read_description
+from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.task import DEFAULT_TASK, get_task
 from polyfed.data.look.look import look_at_sites
+from polyfed.data.partitioning.folds import build_folds, redraw_clients
 from polyfed.report.audit.audit_file import read_audit
 from polyfed.report.data.predictions import read_group_predictions
 from polyfed.report.data.run_groups import RunGroup
@@ -41,6 +43,7 @@ def collect_page_extras(
     *,
     subgroups: Sequence[str],
     show_images: bool,
+    images_of: Sequence[Client],
     on_result: Callable[[RunRecord, MethodResult], None],
 ) -> PageExtras:
     """Collects what the page shows of a group beside its scores: class counts, predictions, and what the methods add, each
@@ -52,12 +55,13 @@ def collect_page_extras(
         max_panels: number of clients or layers to show at most.
         subgroups: columns of the test examples by whose values the page has scores.
         show_images: whether to show test images of segmentations.
+        images_of: the clients that they are of, where these were made in Python; empty for those of the configuration.
         on_result: called with each result that a method's panel is made from.
 
     Raises:
         UserError: there are subgroups, and no predictions to divide into them.
     """
-    extras = _class_counts_and_panels(run_group, key, max_panels, show_images, on_result)
+    extras = _class_counts_and_panels(run_group, key, max_panels, show_images, images_of, on_result)
     return _add_predictions(extras, run_group, subgroups)
 
 
@@ -66,10 +70,13 @@ def _class_counts_and_panels(
     key: str,
     max_panels: int,
     show_images: bool,
+    images_of: Sequence[Client],
     on_result: Callable[[RunRecord, MethodResult], None],
 ) -> PageExtras:
     runs = [method.runs[0] for method in run_group.methods if method.runs[0].folder is not None]
     participants, reason = load_participants_offline(runs[0]) if runs else (None, "")
+    shown_participants = _participants_of_comparison(runs[0]) if participants is None and runs else participants
+    with_images = _clients_of_first_run(run_group, participants, shown_participants, images_of) if show_images else ()
     method_views: dict[str, dict[str, Markup]] = {}
     for position, method in enumerate(run_group.methods):
         run = method.runs[0]
@@ -83,11 +90,10 @@ def _class_counts_and_panels(
         }
         inputs = PanelInputs(run, participants, panel_key, max_panels, on_result)
         panels |= build_method_panels(inputs)
-        panels |= build_segmentation_panel(inputs, reason) if show_images else {}
+        panels |= build_segmentation_panel(inputs, with_images, reason) if show_images else {}
         for heading, html in panels.items():
             if html:
                 method_views.setdefault(heading, {})[panel_name] = html
-    shown_participants = _participants_of_comparison(runs[0]) if participants is None and runs else participants
     extra_panels = _site_panels(run_group, shown_participants, key)
     if run_group.comparison_results:
         return replace(_comparison_class_counts(run_group, method_views), panels=extra_panels)
@@ -119,6 +125,21 @@ def _participants_of_comparison(run: RunRecord) -> Participants | None:
                 config = {**experiment["config"], "seed": description["seeds"][0]}
                 return load_participants_offline(replace(run, config=config, folder=None))[0]
     return None
+
+
+def _clients_of_first_run(
+    run_group: RunGroup, of_run: Participants | None, of_comparison: Participants | None, images_of: Sequence[Client]
+) -> Sequence[Client]:
+    """Returns the clients with the test examples of each method's first run: those of its configuration, else those of the
+    comparison or of the caller, dealt into folds or splits as the comparison dealt them; empty if they are not at hand."""
+    if of_run is not None and not images_of:
+        return of_run.clients
+    clients = images_of or (of_comparison.clients if of_comparison is not None else ())
+    results = run_group.comparison_results or {}
+    folds = build_folds(results.get("folds"))
+    num_runs = folds.num_runs if folds is not None else results.get("resplit") or 1
+    redrawn = redraw_clients(clients, results.get("resplit"), folds, range(num_runs)) if clients else None
+    return redrawn[0] if redrawn else clients
 
 
 def _site_panels(run_group: RunGroup, participants: Participants | None, key: str) -> dict[str, Markup]:

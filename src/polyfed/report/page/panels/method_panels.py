@@ -1,12 +1,13 @@
 """Builds the panels that some methods add to the page of `polyfed report`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, final
 
 from markupsafe import Markup
 
+from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.report.data.run_records import RunRecord
 from polyfed.report.figures.alignment import RepresentationAlignment
@@ -55,23 +56,31 @@ def build_method_panels(inputs: PanelInputs) -> dict[str, Markup]:
     return panels
 
 
-def build_segmentation_panel(inputs: PanelInputs, reason_missing: str) -> dict[str, Markup]:
+def build_segmentation_panel(
+    inputs: PanelInputs, all_clients: Sequence[Client], reason_missing: str
+) -> dict[str, Markup]:
     """Builds the panel with test images of segmentations, truth and prediction (heading -> HTML); the panel says why it is
     empty.
 
     Only a run whose data are at hand has images: a real site's never leave it.
+
+    Args:
+        inputs: the run.
+        all_clients: its clients, with the test examples of this run; empty if they are not at hand.
+        reason_missing: why they are not.
     """
     from polyfed.report.export.trained_model import read_trained_model
     from polyfed.report.page.predictions.segmentation_images import IMAGES_HEADING, SECTION, html_images_of_clients
 
     try:
-        if inputs.participants is None:
+        if not all_clients:
             raise UserError(reason_missing.rstrip("."))
-        clients = inputs.participants.clients[: inputs.max_panels]
+        clients = all_clients[: inputs.max_panels]
         if SECTION not in clients[0].task.page_sections:
             return {}
-        networks = [read_trained_model(_folder(inputs), client.id).network for client in clients]
-        return {IMAGES_HEADING: html_images_of_clients(clients, networks)}
+        trained = [read_trained_model(_folder(inputs), client.id, client.model) for client in clients]
+        stored_dice = [next((s.value for s in model.scores if s.label == "Dice"), None) for model in trained]
+        return {IMAGES_HEADING: html_images_of_clients(clients, [model.network for model in trained], stored_dice)}
     except (UserError, OSError) as error:
         return {IMAGES_HEADING: html_bullet_list([f"Not shown: {error}"])}
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.report.page.elements import html_paragraph
 from polyfed.tasks.scores.segmentation_scores import dice_per_image, predicted_and_true_masks
@@ -25,17 +26,31 @@ WARNING = "This page holds images of the clients' test examples: treat it as the
 _COLOURS = np.array(
     [(0, 158, 115), (230, 159, 0), (204, 121, 167), (86, 180, 233), (213, 94, 0)]
 )  # of classes, in turn
+_SAME_DICE = 0.01  # largest difference between two computations of one score
 _SIDE = 112  # pixels of an image on the page
 _MOST_SIDE = 256  # pixels of an image in the file
 
 
-def html_best_middle_and_worst_images(client: Client, network: nn.Module) -> Markup:
+def html_best_middle_and_worst_images(client: Client, network: nn.Module, stored_dice: float | None = None) -> Markup:
     """Renders three test images of a client, each beside its true and its predicted masks, with the Dice of each.
 
     A volume is shown by the slice that has most of the true masks.
+
+    Args:
+        client: whose test images they are.
+        network: its trained network.
+        stored_dice: the score that the run has of the same network and images; None if it has none.
+
+    Raises:
+        UserError: the network's score is another, so that these are other images than those of the run.
     """
     outputs = predict(client.task.prediction_network(network), client.test)
     scores = dice_per_image(outputs, client.test.labels.cpu())
+    if stored_dice is not None and not abs(float(np.nanmean(scores)) - stored_dice) < _SAME_DICE:
+        raise UserError(
+            f"the test images of {client.id} have a Dice of {np.nanmean(scores):.3f}, and those of the run had "
+            f"{stored_dice:.3f}; give the clients that were trained"
+        )
     order = np.argsort(-np.nan_to_num(scores, nan=-1.0), kind="stable")
     places = dict.fromkeys((0, (len(order) - 1) // 2, len(order) - 1))
     words = {0: "best", len(order) - 1: "worst"} | ({} if len(order) < 3 else {(len(order) - 1) // 2: "middle"})
@@ -44,7 +59,8 @@ def html_best_middle_and_worst_images(client: Client, network: nn.Module) -> Mar
     positions = [row for _, row in rows]
     predicted, true = predicted_and_true_masks(outputs[positions], client.test.labels.cpu()[positions])
     cells = [
-        Markup('<figure style="display:inline-block;margin:0 1em 1em 0"><img alt="{}" width="{}" src="{}">'
+        Markup('<figure style="display:inline-block;vertical-align:top;width:min(360px,100%);margin:0 1em 1em 0">'
+               '<img alt="{}" width="{}" src="{}">'
                "<figcaption>{}: image, truth, prediction; Dice {:.2f}</figcaption></figure>").format(
             f"{word} of {client.id}", 3 * _SIDE, _png(_triptych(images[k].cpu(), true[k], predicted[k])), word, scores[row]
         )
@@ -54,7 +70,8 @@ def html_best_middle_and_worst_images(client: Client, network: nn.Module) -> Mar
 
 
 def _triptych(image: Tensor, true: NDArray[np.bool_], predicted: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Returns an image, its true and its predicted masks side by side, uint8 (height, 3 × width, 3)."""
+    """Returns an image, its true and its predicted masks side by side, a line between them, uint8 (height, 3 × width + 2,
+    3)."""
     if image.dim() == 4:
         depth = int(true.sum(axis=(0, 2, 3)).argmax())
         image, true, predicted = image[:, depth], true[:, depth], predicted[:, depth]
@@ -63,7 +80,8 @@ def _triptych(image: Tensor, true: NDArray[np.bool_], predicted: NDArray[np.bool
     grey = np.clip((grey - low) / max(high - low, 1e-9), 0, 1)
     step = max(1, -(-max(grey.shape) // _MOST_SIDE))
     panels = [_coloured(grey[::step, ::step], masks[:, ::step, ::step]) for masks in (true[:0], true, predicted)]
-    return np.concatenate(panels, axis=1)
+    line = np.full((len(panels[0]), 1, 3), 255, np.uint8)
+    return np.concatenate([panels[0], line, panels[1], line, panels[2]], axis=1)
 
 
 def _coloured(grey: NDArray[Any], masks: NDArray[np.bool_]) -> NDArray[np.uint8]:
@@ -81,7 +99,9 @@ def _png(pixels: NDArray[np.uint8]) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def html_images_of_clients(clients: Sequence[Client], networks: Sequence[nn.Module]) -> Markup:
+def html_images_of_clients(
+    clients: Sequence[Client], networks: Sequence[nn.Module], stored_dice: Sequence[float | None]
+) -> Markup:
     """Renders the images of several clients, under a warning that they are their data."""
-    parts = [html_best_middle_and_worst_images(c, network) for c, network in zip(clients, networks, strict=True)]
+    parts = [html_best_middle_and_worst_images(*one) for one in zip(clients, networks, stored_dice, strict=True)]
     return html_paragraph(WARNING) + Markup("").join(parts)
