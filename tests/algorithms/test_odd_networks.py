@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 METHODS = few(
     [n for n, m in REGISTRY.items() if m.requires & MODEL_REQUIREMENTS and "adapters" not in m.requires],
-    {"fedavg", "fedavg_kd", "fedproto", "fedrep", "flha_ghn", "knn_per", "pfedla"},
+    {"apfl", "fedavg", "fedavg_kd", "fedproto", "fedrep", "flha_ghn", "knn_per", "pfedla"},
 )
 Y = torch.arange(24) % 3
 
@@ -121,3 +121,24 @@ def test_a_wrapped_network_gives_what_the_network_in_it_gives(name):
     plain, other = (run(name, factory).model("c0").state_dict() for factory in (Plain, wrapped))
     assert plain.keys() == other.keys()
     assert all(torch.equal(plain[key], other[key]) for key in plain)
+
+
+class OneNumber(nn.Module):
+    """Has a parameter of one number and an empty one, and such buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.out = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.scale, self.empty = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.zeros(0, 4))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+    def forward(self, x):
+        return self.out(self.body(x).relu()) * self.scale
+
+
+@pytest.mark.parametrize("engine", ["inprocess", "cohort"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_parameter_of_one_number_and_an_empty_one_are_trained(name, engine):
+    model = run(name, OneNumber, engine=engine).model("c0")
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in model.state_dict().values())

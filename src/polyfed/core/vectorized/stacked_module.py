@@ -253,7 +253,7 @@ def reshape_to_broadcast(per_client_numbers: Tensor, like: Tensor) -> Tensor:
     ...  reshape_to_broadcast(torch.ones(()), torch.zeros(3)).shape)
     (torch.Size([4, 1, 1]), torch.Size([1]))
     """
-    return per_client_numbers.reshape(*per_client_numbers.shape, *(1 for _ in like.shape[per_client_numbers.dim() :]))
+    return per_client_numbers.reshape((*per_client_numbers.shape, *(1 for _ in like.shape[per_client_numbers.dim() :])))
 
 
 def get_network_rng_states(network: nn.Module, device: torch.device) -> list[Tensor]:
