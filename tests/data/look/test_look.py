@@ -138,7 +138,7 @@ def test_messages_find_the_same_without_small_counts(seen, clients):
         for summary in site.numbers.values():
             counts += [*summary.histogram, *summary.statistics.codes.values(), summary.statistics.count]
             assert summary.ends is None, "the smallest and the largest value are of single patients"
-        assert all(count == 0 or count >= MIN_COUNT or count == -1 for count in counts)
+        assert all(count == 0 or count >= MIN_COUNT or count in (-1, -2) for count in counts)
     assert between.sites["south"].numbers["vessels"].is_hidden
     assert between.sites["south"].numbers["vessels"].statistics.total == 0
     assert "fewer than 5 of 90 rows have a value" in kinds(between)["empty", "vessels"].text
@@ -165,7 +165,7 @@ def test_a_site_with_too_few_examples_shows_nothing_between_sites():
 def test_one_hidden_cell_hides_another():
     columns = [LookColumn("x", ("a", "b", "c"))]
     hidden = suppress_small_counts({"categories": torch.tensor([50.0, 2.0, 8.0, 0.0])}, columns)["categories"]
-    assert hidden.tolist() == [50.0, -1.0, -1.0, 0.0]
+    assert hidden.tolist() == [50.0, -1.0, -2.0, 0.0]
     both = suppress_small_counts({"categories": torch.tensor([50.0, 2.0, 3.0, 0.0])}, columns)["categories"]
     assert both.tolist() == [50.0, -1.0, -1.0, 0.0]
 
@@ -173,7 +173,33 @@ def test_one_hidden_cell_hides_another():
 def test_hidden_counts_cannot_be_computed_from_their_sum():
     columns = [LookColumn("x", ("a", "b", "c"))]
     two = suppress_small_counts({"categories": torch.tensor([58.0, 1.0, 1.0, 0.0])}, columns)["categories"]
-    assert two.tolist() == [-1.0, -1.0, -1.0, 0.0], "60 rows less 58 are two categories of one row"
+    assert two.tolist() == [-2.0, -1.0, -1.0, 0.0], "60 rows less 58 are two categories of one row"
+
+
+def test_a_class_that_is_hidden_for_a_rare_one_is_neither_rare_nor_absent():
+    x = np.random.default_rng(0).normal(size=120)
+    rows = {"x": x, "ill": ["yes", *["no"] * 59, *["yes", "no"] * 30], "site": ["a"] * 60 + ["b"] * 60}
+    sites = pf.data.split_table(rows, "ill", "site").build_clients(lambda: torch.nn.Linear(1, 2))
+    between = look_between_sites(sites)
+    assert between.sites["a"].categories["class"] == {"no": -2, "yes": -1, "": 0}
+    assert "no: at least 5, yes: fewer than 5" in str(between)
+    assert "≥5" in str(between)
+    findings = {(f.kind, f.text) for f in between.findings if f.column == "class"}
+    assert ("few", "class has few examples of 'yes' at a (fewer than 5 of 60)") in findings
+    assert not any("'no'" in text for _, text in findings)
+
+
+def test_few_hidden_values_are_not_many_missing_ones():
+    rows = {
+        "x": range(36),
+        "dose": ([0.0] * 14 + [1.5, 2.0, 7.0, 8.0]) * 2,
+        "ill": ["no", "yes"] * 18,
+        "site": ["a"] * 18 + ["b"] * 18,
+    }
+    sites = pf.data.split_table(rows, "ill", "site", test_fraction=0.5).build_clients(lambda: torch.nn.Linear(2, 2))
+    between = look_between_sites(sites)
+    assert between.sites["a"].numbers["dose"].statistics.count == 10
+    assert not [f for f in between.findings if f.column == "dose" and f.kind in ("missing", "empty")]
 
 
 def rare_values(missing, others):

@@ -23,6 +23,8 @@ MIN_COUNT = 5
 """Sets the smallest number of rows whose count or sum leaves a real site."""
 SUPPRESSED = -1.0
 """Stands for a count from 1 to `MIN_COUNT` - 1."""
+NOT_SHOWN = -2.0
+"""Stands for a count of at least `MIN_COUNT` that would tell a smaller one."""
 CODES = (0.0, -1.0, -8.0, -9.0, -88.0, -99.0, -888.0, -999.0, -9999.0, 9.0, 77.0, 88.0, 99.0, 777.0, 888.0, 999.0, 7777.0,
          8888.0, 9999.0, 99999.0)  # fmt: skip
 """Lists the numbers that often stand for "not measured"."""
@@ -141,7 +143,7 @@ def suppress_small_counts(counts: Mapping[str, Tensor], columns: Sequence[LookCo
 
     >>> counts = {"categories": torch.tensor([20.0, 3.0, 9.0, 0.0])}
     >>> suppress_small_counts(counts, [LookColumn("a", ("x", "y", "z"))])["categories"].tolist()
-    [20.0, -1.0, -1.0, 0.0]
+    [20.0, -1.0, -2.0, 0.0]
     """
     safe = dict(counts)
     if "count" in counts:
@@ -180,7 +182,17 @@ def _hide_cells(cells: Tensor) -> Tensor:
         if int(is_hidden.sum()) > 1 and float(cells[is_hidden].sum()) >= MIN_COUNT:
             break
         is_hidden[cell] |= bool(cells[cell] > 0)
-    return torch.where(is_hidden, SUPPRESSED, cells)
+    marks = torch.where(cells < MIN_COUNT, SUPPRESSED, NOT_SHOWN).to(cells)
+    return torch.where(is_hidden, marks, cells)
+
+
+def describe_count(count: float) -> str:
+    """Returns a count as text, or if it is a mark of one that is not shown, its limit.
+
+    >>> [describe_count(count) for count in (12.0, SUPPRESSED, NOT_SHOWN)]
+    ['12', '<5', '≥5']
+    """
+    return f"{count:.0f}" if count >= 0 else f"{'≥' if count == NOT_SHOWN else '<'}{MIN_COUNT}"
 
 
 def add_counts(parts: Sequence[Mapping[str, Tensor]]) -> Counts:

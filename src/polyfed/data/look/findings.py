@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 from polyfed.core.io.number_format import join_first_and_count_rest
-from polyfed.data.look.counts import MIN_COUNT
+from polyfed.data.look.counts import MIN_COUNT, NOT_SHOWN
 from polyfed.data.look.number_statistics import GRADES, NumberStatistics
 from polyfed.data.look.site_columns import IMAGE_SIZE, LookColumn
 from polyfed.data.look.summaries import SiteDataStatistics, SiteSummaries
@@ -97,7 +97,7 @@ class _NumberColumn:
     """Compares one column of numbers between the sites."""
 
     def __init__(self, look: SiteSummaries, column: LookColumn) -> None:
-        self._column, self._name = column, column.name
+        self._column, self._name, self._is_local = column, column.name, look.is_local
         self._is_of_images = any(other.name == IMAGE_SIZE for other in look.columns) and not column.is_target
         self._sites = {name: site.numbers[column.name] for name, site in look.sites.items()}
         self._rows = {name: site.rows for name, site in look.sites.items()}
@@ -107,6 +107,11 @@ class _NumberColumn:
         self._codes = self._hidden_codes()
         self._clean = {name: s.without(self._codes.get(name, ())) for name, s in self._statistics.items()}
         self._clean = {name: s for name, s in self._clean.items() if s.count >= MIN_COUNT}
+
+    def _largest_count(self, site: str) -> float:
+        """Returns how many values a site has at most: between sites, counts are rounded down where few rows have none."""
+        count = max(self._sites[site].statistics.count, 0.0)
+        return count if self._is_local or not count else min(count + MIN_COUNT - 1, self._rows[site])
 
     def find_all(self) -> list[SiteDifferenceFinding]:
         """Returns all findings about this column."""
@@ -154,7 +159,7 @@ class _NumberColumn:
             )  # fmt: skip
 
     def _find_empty(self) -> Iterator[SiteDifferenceFinding]:
-        shares = {name: 1 - max(s.statistics.count, 0.0) / self._rows[name] for name, s in self._sites.items()}
+        shares = {name: 1 - self._largest_count(name) / self._rows[name] for name in self._sites}
         if not shares or min(shares.values()) > 0.5:
             return
         empty, often = dict[str, str](), dict[str, str]()
@@ -256,7 +261,7 @@ def _find_in_categories(look: SiteSummaries, column: LookColumn) -> Iterator[Sit
     """Finds rare and absent classes in a target, and in a feature categories that a site lacks or has alone."""
     name, values = column.name, column.values or ()
     counts = {site: look.sites[site].categories[name] for site in look.sites}
-    rows = {site: sum(max(c, 0.0) for c in by_value.values()) for site, by_value in counts.items()}
+    rows = {site: float(look.sites[site].rows) for site in counts}
     if not column.is_target:
         yield from _find_in_features(name, values, counts, rows)
         return
@@ -268,7 +273,7 @@ def _find_in_categories(look: SiteSummaries, column: LookColumn) -> Iterator[Sit
         if lacking and len(lacking) < len(counts):
             absent.setdefault(lacking, []).append(repr(value))
         for site in counts:
-            if counts[site][value] < FEW and counts[site][value] != 0:
+            if counts[site][value] < FEW and counts[site][value] not in (0, NOT_SHOWN):
                 few.append(f"{value!r} at {site} ({_count_text(counts[site][value])} of {rows[site]:.0f})")
                 few_sites[site] = None
     if len(absent) > 3:
@@ -295,8 +300,12 @@ def _find_in_categories(look: SiteSummaries, column: LookColumn) -> Iterator[Sit
         )  # fmt: skip
     big = [site for site in counts if rows[site] >= 20]
     if len(big) > 1:
-        shares = {v: {site: max(counts[site][v], 0.0) / rows[site] for site in big} for v in values}
-        value, by_site = max(shares.items(), key=lambda item: max(item[1].values()) - min(item[1].values()))
+        shares = {
+            v: {site: max(counts[site][v], 0.0) / rows[site] for site in big if counts[site][v] != NOT_SHOWN}
+            for v in values
+        }
+        shown = {v: by_site for v, by_site in shares.items() if by_site} or {"": {"": 0.0}}
+        value, by_site = max(shown.items(), key=lambda item: max(item[1].values()) - min(item[1].values()))
         low, high = min(by_site, key=lambda site: by_site[site]), max(by_site, key=lambda site: by_site[site])
         if by_site[high] - by_site[low] >= _BALANCE:
             yield SiteDifferenceFinding(
@@ -308,7 +317,8 @@ def _find_in_categories(look: SiteSummaries, column: LookColumn) -> Iterator[Sit
 
 
 def _count_text(count: float) -> str:
-    return f"fewer than {MIN_COUNT}" if count < 0 else f"{count:.0f}"
+    limit = "at least" if count == NOT_SHOWN else "fewer than"
+    return f"{limit} {MIN_COUNT}" if count < 0 else f"{count:.0f}"
 
 
 def _find_in_features(

@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 from torch import Tensor
 
-from polyfed.data.look.counts import MIN_COUNT, Counts, find_numeric_column_positions, number_statistics
+from polyfed.data.look.counts import MIN_COUNT, Counts, describe_count, find_numeric_column_positions, number_statistics
 from polyfed.data.look.number_statistics import NumberStatistics
 from polyfed.data.look.site_columns import LookColumn, SiteColumns
 
@@ -50,7 +50,8 @@ class SiteDataStatistics:
         rows: number of examples that were looked at.
         parts: number of examples by set; empty if it is not known.
         numbers: by column of numbers.
-        categories: by column of categories, how many rows have each; -1 for a count that is not shown. The key "" counts the
+        categories: by column of categories, how many rows have each; -1 for a count below `MIN_COUNT`, and -2 for a larger
+            one that would tell such a count, which are not shown. The key "" counts the
             rows without a value.
         different_tokens: number of different token ids in texts; None if there are none, or it is not known.
     """
@@ -100,7 +101,7 @@ class SiteSummaries:
 
 
 def _shown(count: float) -> int | str:
-    return f"<{MIN_COUNT}" if count < 0 else round(count)
+    return describe_count(count) if count < 0 else round(count)
 
 
 def _number_fields(summary: NumberSummary) -> dict[str, Any]:

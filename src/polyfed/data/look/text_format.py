@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from polyfed.core.io.number_format import capitalize_first, count_with_noun, end_with_period
 from polyfed.core.io.terminal_text import sanitise_for_terminal
-from polyfed.data.look.counts import MIN_COUNT
+from polyfed.data.look.counts import MIN_COUNT, describe_count
 from polyfed.data.look.findings import (
     SiteDifferenceFinding,
     describe_class_counts_of_site,
@@ -88,7 +88,7 @@ def format_findings(findings: Sequence[SiteDifferenceFinding]) -> list[str]:
 
 def _percent(count: float | None, rows: int) -> str:
     if count is None or count < 0:
-        return f"<{MIN_COUNT}"
+        return f"<{MIN_COUNT}" if count is None else describe_count(count)
     return f"{100 * count / rows:.0f} %" if rows else "–"
 
 

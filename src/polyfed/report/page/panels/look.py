@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import write_file_atomically
 from polyfed.core.io.number_format import capitalize_first, count_with_noun, end_with_period, shorten_name
 from polyfed.core.machine.package_versions import package_versions
-from polyfed.data.look.counts import BINS, MIN_COUNT
+from polyfed.data.look.counts import BINS, MIN_COUNT, describe_count
 from polyfed.data.look.findings import describe_class_counts_of_site, find_most_serious_kind_per_site_column
 from polyfed.data.look.look import Look
 from polyfed.data.look.site_columns import LookColumn
@@ -93,26 +93,22 @@ def _numbers_table(look: Look, column: LookColumn, marks: Mapping[tuple[str, str
     else:
         columns = ["site", *column.values, "missing", "mark"]
         rows = [
-            [name, *(_count(site.categories[column.name][value]) for value in (*column.values, "")),
+            [name, *(describe_count(site.categories[column.name][value]) for value in (*column.values, "")),
              marks.get((column.name, name), "")]
             for name, site in look.sites.items()
         ]  # fmt: skip
     return html_table(column.name, columns, rows)
 
 
-def _count(count: float) -> str:
-    return f"<{MIN_COUNT}" if count < 0 else f"{count:.0f}"
-
-
 def _number_cells(summary: NumberSummary) -> list[str]:
     statistics = summary.statistics
     if summary.is_hidden or statistics.count == 0:
-        return [_count(statistics.count), *["–"] * 7]
+        return [describe_count(statistics.count), *["–"] * 7]
     percentiles = ["–"] * 3 if summary.percentiles is None else [f"{value:.4g}" for value in summary.percentiles]
     missing = f"<{MIN_COUNT}" if summary.missing is None else f"{summary.missing:.0f}"
-    zeros = _count(statistics.codes.get(0.0, 0.0))
+    zeros = describe_count(statistics.codes.get(0.0, 0.0))
     return [
-        _count(statistics.count),
+        describe_count(statistics.count),
         missing,
         f"{statistics.mean:.4g}",
         format_short(statistics.sd),
@@ -179,7 +175,9 @@ def _bars(site: SiteDataStatistics, column: LookColumn) -> Sequence[float]:
 
 def _describe(site: SiteDataStatistics, column: LookColumn) -> str:
     if column.values is not None:
-        return ", ".join(f"{value} {_count(site.categories[column.name][value])}" for value in column.values[:8])
+        return ", ".join(
+            f"{value} {describe_count(site.categories[column.name][value])}" for value in column.values[:8]
+        )
     values, missing, mean, sd, *_ = _number_cells(site.numbers[column.name])
     return f"{values} values, {missing} missing, {mean} ± {sd}"
 

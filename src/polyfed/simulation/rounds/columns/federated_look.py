@@ -142,7 +142,8 @@ class FederatedLook(Averaging):
         for name, tensor in reply.tensors.get("counts", {}).items():
             if tensor.is_meta:  # of a masked part, or not read yet
                 continue
-            if name in _COUNTS and bool(((tensor < passes.SUPPRESSED) | (tensor != tensor.floor())).any()):
+            least = passes.NOT_SHOWN if name == "categories" else passes.SUPPRESSED
+            if name in _COUNTS and bool(((tensor < least) | (tensor != tensor.floor())).any()):
                 raise ValueError("a count of rows is negative, or no whole number")
             if name == "squares" and bool((tensor < 0).any()):
                 raise ValueError("a sum of squares is negative")
