@@ -14,6 +14,7 @@ from polyfed.data.partitioning.folds import (
     deal_folds,
     unit_names,
 )
+from polyfed.data.partitioning.resplit import resplit_clients
 from polyfed.testing import small_clients
 
 
@@ -92,6 +93,16 @@ def test_the_rows_of_a_group_are_tested_together_also_at_two_clients():
         trained = {name for client in members for name in client.train.column("patient").tolist()}
         assert not tested & trained
     assert set(unit_names(dealt[0][0].test)) == set(dealt[0][0].test.column("patient").tolist())
+
+
+def test_too_few_groups_for_a_validation_set_are_said_to_be():
+    pool = Examples(torch.zeros(12, 1), torch.arange(12) % 2, group=[f"p{k % 2}" for k in range(12)])
+    sets = [pool.select(torch.arange(*ends)) for ends in ((0, 6), (6, 9), (9, 12))]
+    client = pf.Client("a", None, *sets)
+    with pytest.raises(pf.UserError, match="'a' has one group of column 'group' to train on in a fold"):
+        deal_folds([client], Folds(2))
+    with pytest.raises(pf.UserError, match=r"no group of column 'group' for its val set .* of 2 in all; leave resplit"):
+        resplit_clients([client], 2)
 
 
 def test_what_is_refused():

@@ -209,6 +209,12 @@ def _client_of_fold(client: Client, pool: Examples, is_tested: NDArray[np.bool_]
     if client.val is not None:
         share = len(client.val) / (len(client.val) + len(client.train))
         validation = _draw_validation(client.task.strata(pool.labels)[rows], pool, rows, share, seed)
+        if not len(validation):
+            what = "example" if pool.group is None else f"group of column {pool.group!r}"
+            raise UserError(
+                f"client {client.id!r} has one {what} to train on in a fold, and none for its validation set; leave val "
+                "out, or the client"
+            )
         held_out["val"] = replace(select_rows(pool, validation), augment=None)
         rows = np.setdiff1d(rows, validation)
     return replace(client, train=select_rows(pool, rows), **held_out)  # type: ignore[arg-type]

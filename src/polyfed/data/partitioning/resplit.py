@@ -179,9 +179,10 @@ def _redraw_sets_by_group(
     shares = {str(name): share_by_set[name] for name in ("test", "val") if name in share_by_set}
     sets = split_by_group_and_record_sets(labels, groups, shares, seed, set_of_group)
     if empty := [name for name, rows in sets.items() if not len(rows)]:
+        reason = "since other clients have the same groups" if num_groups >= len(sets) else f"of {num_groups} in all"
         raise UserError(
             f"client {client.id!r} has no group of column {pool.group!r} for its {empty[0]} set when examples are split "
-            "again, since other clients have the same groups; leave resplit out"
+            f"again, {reason}; leave resplit out"
         )
     held_out = {name: replace(select_rows(pool, sets[name]), augment=None) for name in shares}
     return replace(client, train=select_rows(pool, sets["train"]), **held_out)  # type: ignore[arg-type]
