@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,6 +100,10 @@ def test_a_table_goes_out_and_gives_the_same_without_polyfed(table, monkeypatch,
     prepared = load_saved_model("run", "north").prepared
     stored = prepared.encode(read_table("new.csv", missing=["unknown"], decimal=","))
     assert torch.equal(torch.nan_to_num(rows, -7.0), torch.nan_to_num(stored, -7.0))
+    Path("marked.csv").write_text(
+        Path("new.csv").read_text(encoding="utf-8"), encoding="utf-8-sig"
+    )  # as Excel saves it
+    assert inputs.of_csv("marked.csv").tobytes() == rows.numpy().tobytes()
     shares = torch.jit.load(str(folder / "network.ts"))(rows).softmax(1)
     for i, name in enumerate(inputs.NAMES):
         assert shares[:, i].tolist() == pytest.approx(wanted[f"probability of {name}"], abs=1e-6)
