@@ -67,7 +67,7 @@ def test_hooks_get_the_records_of_metrics_jsonl_and_nothing_else(tmp_path):
     run = run_small(tmp_path / "run", rounds=2, callbacks=[watch, other])
     rounds = [(hook, n) for n in (1, 2) for hook in ("round", "aggregated")]
     assert watch.calls == other.calls == [("start", []), *rounds, ("end", None)]
-    assert watch.record is run.history[-1]
+    assert watch.record == run.history[-1]
     assert json.loads(json.dumps(watch.record)) == read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     assert_runs_equal(run, run_small(rounds=2))
     assert run.stopped_by is None
@@ -107,6 +107,19 @@ def test_a_function_sees_each_round_and_stops_the_run_with_false(tmp_path):
     resumed = pf.resume(out, clients=small_clients(), callbacks=[seen.append])
     assert_runs_equal(resumed, run_small(callbacks=[lambda record: 0, lambda record: True]))  # which stop nothing
     assert [record["round"] for record in seen] == [1, 2, 3, 4]
+
+
+def test_a_function_that_changes_its_record_changes_no_run():
+    def change(record):
+        record["clients"].clear()
+        record.clear()
+
+    options = {"rounds": 3, "clients_per_round": 2, "sampler": "power_of_choice", "workers": 0}
+    runs = [pf.federate(small_clients(3), "fedavg", callbacks=given, **options) for given in ([], [change])]
+    assert [sorted(record) for record in runs[1].history] == [sorted(record) for record in runs[0].history]
+    assert [set(record["clients"]) for record in runs[1].history] == [
+        set(record["clients"]) for record in runs[0].history
+    ]
 
 
 def test_a_function_that_fails_is_named_and_costs_no_round(tmp_path):

@@ -1,6 +1,7 @@
 """Calls the user's callbacks, and stops the run if one of them asks for it."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any, final
 
 from polyfed.core.errors import UserError
@@ -48,7 +49,7 @@ class UserCallbackRunner(Callback):
 
     def _call(self, callback: Callback, hook: str, *arguments: Any) -> Any:
         try:
-            return getattr(callback, hook)(*arguments)
+            return getattr(callback, hook)(*deepcopy(arguments))  # a change of a record changes no run
         except Exception as error:
             run = self._run
             remedy = "correct it, and start again"
