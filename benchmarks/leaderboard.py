@@ -190,6 +190,11 @@ def put_rows(content, found, out, only):
         content["methods"][label] = of(found, label, out)
         for kind, one in content["equal"].items():
             one["means"][label] = rounded(at_equal(found["methods"][label], out, kind, one["limit"]))
+    failed = {label: reason for label, reason in found.get("failed", {}).items() if label in only}
+    content["failed"] = {
+        **{label: why for label, why in content.get("failed", {}).items() if label not in only},
+        **failed,
+    }
     edge = [one for one in content["edge"] if one.rpartition(" of ")[2] not in labels]
     content["edge"] = [*edge, *(one for one in found["tuning"]["edge"] if one.rpartition(" of ")[2] in labels)]
     return labels

@@ -7,6 +7,7 @@ validation loss), and the final runs have its rate.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -37,12 +38,17 @@ def last_scores(folder: Path, metric: str, rounds: int) -> tuple[float, float] |
     """Mean validation score and minus the mean validation loss of a run's last three evaluated rounds, over the clients
     that have validation examples; None if the run did not reach its last round.
     """
+    if not (folder / "metrics.jsonl").exists():  # it diverged in its first round
+        return None
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for client in (client for line in lines for client in line["clients"].values()):
+        if client.get("val_loss", 0) is None:  # not finite
+            client["val_loss"] = math.inf
     evaluated = [one["clients"] for one in lines if any(f"val_{metric}" in c for c in one["clients"].values())]
     if not evaluated or lines[-1]["round"] != rounds:
         return None
     means = [
-        [fmean(c[key] for c in clients.values() if key in c) for clients in evaluated[-3:]]
+        [fmean(one[key] for one in clients.values() if key in one) for clients in evaluated[-3:]]
         for key in (f"val_{metric}", "val_loss")
     ]
     return fmean(means[0]), -fmean(means[1])
@@ -78,7 +84,7 @@ def compare_by_score(
     metric = yaml.safe_load((search / "comparison.yaml").read_text(encoding="utf-8"))["metrics"][0]["name"]
     rates = {label: choose_rate(search / "tuning" / label, metric, tried["rounds"]) for label in labels}
     specs = [one if isinstance(one, dict) else {"name": one} for one in json.loads(value_of(words, "--baselines"))]
-    fixed = [{**one, "lr": rates[one["name"]][0]} for one in specs]
+    fixed = [{**one, "lr": rates[one["name"]][0]} for one in specs if one["name"] in rates]  # others failed with every rate
     values = {"--tune": "none", "--baselines": json.dumps(fixed), "--out": str(final)}
     found = compared(replaced(words, {**values, "--algorithm.lr": str(rates["local"][0])}), final)
     edge = [f"lr of {label}" for label, (lr, all_of_it) in rates.items() if lr in (all_of_it[0], all_of_it[-1])]

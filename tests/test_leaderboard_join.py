@@ -146,9 +146,14 @@ def test_the_rate_of_the_committed_rule_is_that_of_the_last_three_scores(leaderb
             0.2: ((0.1, 0.6, 0.6, 0.6), (2.0,) * 4),
             0.6: ((0.1, 0.5, 0.6, 0.7), (1.5,) * 4),  # as good, and of a lower loss
             2.0: ((0.1, 0.5, 0.5, 0.7), (0.5,) * 4),  # best in the last round, and of the lowest loss
+            4.0: ((0.1, 0.6, 0.6, 0.6), (None,) * 4),  # of a loss that is not finite
         },
     )
-    assert choose_rate(tmp_path, "accuracy", 12) == (0.6, [0.02, 0.2, 0.6, 2.0])
+    assert choose_rate(tmp_path, "accuracy", 12) == (0.6, [0.02, 0.2, 0.6, 2.0, 4.0])
+    diverged = tmp_path / "in_round_1"
+    diverged.mkdir()
+    (diverged / "config.yaml").write_text("algorithm: {lr: 6.0}\n", encoding="utf-8")
+    assert choose_rate(tmp_path, "accuracy", 12) == (0.6, [0.02, 0.2, 0.6, 2.0, 4.0, 6.0])
     with pytest.raises(SystemExit, match="no run of the search reached round 30"):
         choose_rate(tmp_path, "accuracy", 30)
 

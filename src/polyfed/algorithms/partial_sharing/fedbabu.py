@@ -35,7 +35,8 @@ class FedBABU(ChosenHeadMethod):
     Args:
         finetune_epochs: epochs of fine-tuning before evaluation (5, authors' code); 0 evaluates (φ, h⁰).
         finetune_part: which part is fine-tuned: "all" (authors' code), "head" or "body" (the paper compares them).
-        finetune_lr: learning rate of fine-tuning; None takes the round's (polyfed's choice).
+        finetune_lr: learning rate of fine-tuning; None takes a tenth of the round's (polyfed's choice: the body has grown to
+            suit a head of small weights, so that at the round's rate the whole network can diverge).
         head_layers: how many of the last parametric layers are the head (1, the classifier: paper). 0 leaves nothing
             frozen: FedAvg with fine-tuning, bit for bit.
         weighted: weighs clients by their number of training examples (True, polyfed's choice: as FedAvg); the authors'
@@ -86,7 +87,7 @@ class FedBABU(ChosenHeadMethod):
         if not self.finetune_epochs:
             return module
         options = replace(self, local_epochs=self.finetune_epochs, local_steps=None)
-        lr = message.scalars["lr"] if self.finetune_lr is None else self.finetune_lr
+        lr = message.scalars["lr"] / 10 if self.finetune_lr is None else self.finetune_lr
         fit_part = partial(fit, module, client, options, lr=lr, seed=seed)
         train_only(module, partial(self._is_finetuned, client_state["head"]), fit_part)
         if self.buffers == "recompute":
