@@ -84,7 +84,9 @@ def compare_by_score(
     metric = yaml.safe_load((search / "comparison.yaml").read_text(encoding="utf-8"))["metrics"][0]["name"]
     rates = {label: choose_rate(search / "tuning" / label, metric, tried["rounds"]) for label in labels}
     specs = [one if isinstance(one, dict) else {"name": one} for one in json.loads(value_of(words, "--baselines"))]
-    fixed = [{**one, "lr": rates[one["name"]][0]} for one in specs if one["name"] in rates]  # others failed with every rate
+    fixed = [
+        {**one, "lr": rates[one["name"]][0]} for one in specs if one["name"] in rates
+    ]  # others failed with every rate
     values = {"--tune": "none", "--baselines": json.dumps(fixed), "--out": str(final)}
     found = compared(replaced(words, {**values, "--algorithm.lr": str(rates["local"][0])}), final)
     edge = [f"lr of {label}" for label, (lr, all_of_it) in rates.items() if lr in (all_of_it[0], all_of_it[-1])]

@@ -143,7 +143,9 @@ def _describe_batch(x: Any) -> str:
         return f"a batch of shape {tuple(x.shape)} ({x.dtype})"
     keys = "positional arguments"
     if isinstance(x, dict):
-        keys = "keyword arguments (for a forward that takes the dict itself, nest it: {NAME: x}, with the argument's name)"
+        keys = (
+            "keyword arguments (for a forward that takes the dict itself, nest it: {NAME: x}, with the argument's name)"
+        )
     return f"a batch of 2 examples ({input_spec_of(x)}), given to forward as {keys}"
 
 
