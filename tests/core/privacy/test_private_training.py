@@ -259,12 +259,14 @@ def test_a_buffer_of_weights_alone_may_change():
 
 
 def test_an_epsilon_that_cannot_be_met_and_units_that_are_not_known_are_refused():
-    with pytest.raises(UserError, match="no noise gives epsilon"):
+    with pytest.raises(UserError, match="client 'client-0': privacy: no noise gives epsilon"):
         pf.federate(clients(), pf.algorithms.FedAvg(privacy=Privacy(target_epsilon=1e-7)), rounds=2, workers=0)
     with pytest.raises(UserError, match="'client-0': privacy with unit 'group' needs to know"):
         pf.federate(
             clients(), pf.algorithms.FedAvg(privacy=Privacy(target_epsilon=3, unit="group")), rounds=2, workers=0
         )
+    with pytest.warns(RuntimeWarning, match="delta=0.1 is not below one over the 20 examples of client 'client-0'"):
+        pf.federate(clients(), pf.algorithms.FedAvg(privacy=Privacy(target_epsilon=3, delta=0.1)), rounds=1, workers=0)
 
 
 @pytest.mark.thorough

@@ -218,6 +218,13 @@ def test_what_cannot_be_audited_is_refused_with_a_sentence(tmp_path):
         pf.audit(run, clients=clients, client="nroth")
     with pytest.raises(pf.UserError, match="the clients are not those of the run"):
         pf.audit(run, clients=noise_clients(n=20))
+    with pytest.raises(pf.UserError, match=r"algorithm must be the method of the run, such as .*, got 'local'"):
+        pf.audit(run, clients=clients, algorithm="local")
+    with pytest.raises(pf.UserError, match="on_run must be a function"):
+        pf.audit(run, clients=clients, on_run=3)
+    (tmp_path / "comparison.yaml").touch()
+    with pytest.raises(pf.UserError, match=r"is a comparison; give one of its runs, such as .*/METHOD/seed-0"):
+        pf.audit(tmp_path)
     with pytest.raises(pf.UserError, match="algorithm is not that of the run"):
         pf.audit(run, clients=clients, algorithm=pf.algorithms.FedAvg())
 

@@ -100,9 +100,17 @@ def audit(
     for name, value, least in (("iterations", iterations, 0), ("restarts", restarts, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UserError(f"{name} of an audit must be a whole number of at least {least}, got {value!r}")
+    if not (algorithm is None or isinstance(algorithm, Algorithm)):
+        raise UserError(
+            f"algorithm must be the method of the run, such as polyfed.algorithms.FedAvg(), or None, got {algorithm!r}"
+        )
+    if not (on_run is None or callable(on_run)):
+        raise UserError(f"on_run must be a function of the number of finished runs, or None, got {on_run!r}")
     path = expand_user_path(folder, "the run directory")
     if not (path / "config.yaml").is_file():
-        raise UserError(f"{path} is not a run directory: it has no config.yaml")
+        is_comparison = (path / "comparison.yaml").is_file()
+        cure = f"is a comparison; give one of its runs, such as {path}/METHOD/seed-0"
+        raise UserError(f"{path} {cure if is_comparison else 'is not a run directory: it has no config.yaml'}")
     config, manifest = read_config(path), read_manifest(path)
     integrity.check_config_unchanged(path, config, manifest)
     settings, method = restore_settings_and_method(config, algorithm)

@@ -76,6 +76,8 @@ def check_run_directory(folder: Path, *, or_comparison: bool = False) -> None:
     """Raises a `UserError` unless a folder is a run directory, or a comparison's where that is taken, too."""
     if or_comparison and (folder / DESCRIPTION).exists():
         return
+    if not or_comparison and (folder / DESCRIPTION).exists():
+        raise UserError(f"{folder} is a comparison; give one of its runs, such as {folder}/METHOD/seed-0")
     if not (folder / "config.yaml").exists():
         more = f" (nor {DESCRIPTION}, of a comparison)" if or_comparison else ""
         raise UserError(f"{folder} is not a run directory: it has no config.yaml{more}")

@@ -34,7 +34,11 @@ def check_and_complete_privacy(
         check_privacy_suits_client(client, algorithm)
     private = algorithm.with_privacy_of_run(rounds)
     for client in clients:
-        epsilon_spent(private, client, 1.0)  # raises an error if no noise gives the ε
+        try:
+            epsilon_spent(private, client, 1.0)
+        except UserError as error:  # no noise gives the ε
+            raise UserError(f"client {client.id!r}: {error}") from error
+    _warn_of_large_delta(clients, private)
     if any(isinstance(client.train.transform, TablePreprocessor) for client in clients):
         warnings.warn(
             "privacy: means and spreads of the tables' columns are computed without noise; epsilon does not cover them",
@@ -42,6 +46,21 @@ def check_and_complete_privacy(
             stacklevel=2,
         )
     return private
+
+
+def _warn_of_large_delta(clients: Sequence[Client], algorithm: LocalTraining) -> None:
+    """Warns if δ is so large that training may publish one of a client's units as it is."""
+    assert algorithm.privacy is not None
+    delta = algorithm.privacy.delta
+    sizes = {client.id: number_of_units(client.train, algorithm.privacy) for client in clients}
+    if exposed := next((i for i, size in sizes.items() if delta * size >= 1), None):
+        kind = "examples" if algorithm.privacy.unit == "example" else "groups"
+        warnings.warn(
+            f"privacy: delta={delta:g} is not below one over the {sizes[exposed]} {kind} of client {exposed!r}, so that "
+            "one of them may come out unprotected; take a smaller delta",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def check_privacy_covers_method(algorithm: LocalTraining, client_ids: Iterable[str]) -> None:
