@@ -134,6 +134,8 @@ class Client:
     ) -> None:
         if not isinstance(id, str) or not id:
             raise UserError(f"a client's id must be a string that is not empty, got {id!r}")
+        if not id.isascii() and any("\ud800" <= character <= "\udfff" for character in id):
+            raise UserError(f"a client's id must be a text of Unicode, and {id!r} has half of a character")
         if model is not None and (isinstance(model, nn.Module) or not callable(model)):
             cure = "write model=lambda: MyNet() instead of model=MyNet()"
             if hasattr(model, "train_dataset"):  # of transformers or the like

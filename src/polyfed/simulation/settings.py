@@ -155,11 +155,11 @@ class Settings:
         regions = self.regions
         if isinstance(regions, Mapping):
             object.__setattr__(self, "regions", FrozenMapping(regions))
-        is_count = is_whole_number(regions, 1)
-        is_mapping = (
-            isinstance(regions, Mapping) and bool(regions) and all(isinstance(r, str) for r in regions.values())
-        )
-        if not (regions is None or is_count or is_mapping):
+        if isinstance(regions, Mapping) and (
+            odd := [i for i, region in regions.items() if not isinstance(region, str)]
+        ):
+            raise UserError(f"regions: the region of client {odd[0]!r} must be a text, got {regions[odd[0]]!r}")
+        if not (regions is None or is_whole_number(regions, 1) or (isinstance(regions, Mapping) and regions)):
             raise UserError(
                 f"regions must be a number from 1, or the region of each client, {{client: region}}, got {regions!r}"
             )

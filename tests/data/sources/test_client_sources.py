@@ -128,6 +128,8 @@ def test_texts_and_lists():
         "column": ({"target": "lable"}, "the table has no column 'lable'; did you mean label"),
         "texts": ({"inputs": ["a", "kind"]}, "client 'amy': column 'kind' is of string, and numbers are needed"),
         "fractions": ({"test_fraction": 0.0}, "test_fraction must be above 0"),
+        "no inputs": ({"inputs": []}, "inputs must name a column at least"),
+        "answer": ({"inputs": ["a", "label"]}, "the target 'label' is among the inputs"),
         "few": ({"least_rows": 500}, "no client has 500 rows or more"),
     }.values(),
 )
@@ -139,6 +141,11 @@ def test_errors(change, error):
 def test_rows_without_client_and_empty_cells():
     with pytest.raises(UserError, match="rows without a client"):
         index_rows([pyarrow.array(["a", None])], "user")
+    for without in (["a", ""], [1.0, float("nan")], pyarrow.array(["a", ""]).dictionary_encode()):
+        with pytest.raises(UserError, match="rows without a client"):
+            index_rows([without if isinstance(without, pyarrow.Array) else pyarrow.array(without)], "user")
+    with pytest.raises(UserError, match=r"column 'user' is of list<.*>, and clients have texts or numbers as names"):
+        index_rows([pyarrow.array([["a"], ["b"]])], "user")
     empty = table().set_column(1, "a", pyarrow.array([None, *map(float, range(ROWS - 1))]))
     user = empty["user"][0].as_py()
     with pytest.raises(UserError, match=f"client '{user}': column 'a' has empty cells"):

@@ -165,6 +165,20 @@ def test_a_resumed_run_draws_the_same_clients(tmp_path, sampler):
 
 
 @dataclass(frozen=True)
+class DrawsNothing(Sampler):
+    value: str | None
+
+    def draw(self, round, ids, history, rng):
+        return self.value
+
+
+@pytest.mark.parametrize("value", [None, "client-0"])
+def test_a_sampler_that_draws_no_list(value):
+    with pytest.raises(UserError, match="sampler DrawsNothing must draw a list of client ids, got"):
+        pf.federate(small_clients(3), "fedavg", rounds=1, clients_per_round=2, workers=0, sampler=DrawsNothing(value))
+
+
+@dataclass(frozen=True)
 class Wrong(Sampler):
     ids: tuple[str, ...]
 

@@ -15,7 +15,7 @@ from polyfed.data import SyntheticClients
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.rounds.start.preparation import check_and_build_federation
 from polyfed.simulation.settings import Settings
-from polyfed.testing import small_clients
+from polyfed.testing import SmallNet, small_clients
 from polyfed.testing.run_equality import assert_runs_equal
 
 OPTIONS = {"rounds": 2, "seed": 3, "clients_per_round": 3, "workers": 0}
@@ -211,6 +211,11 @@ class Ids:
         ([], "the source has no ids"),
         (["a", "a"], "two clients have the id 'a'"),
         ([1, 2], "ids of a source must be texts"),
+        (["a", "\ud800"], r"must be texts of Unicode, and one has '\\ud800', half of a character"),
+        *(
+            (wrong, "the ids of a source must be a sequence of texts, got")
+            for wrong in (None, 3, "ab", {"a"}, {"a": 1}, iter("a"))
+        ),
     ],
 )
 def test_ids(ids, error):
@@ -259,6 +264,57 @@ def test_all_of_many_clients_is_warned_of():
 def assert_stops(source):
     with pytest.raises(ClientError, match="the source cannot make client 'client-00"):
         pf.federate(source, "fedavg", rounds=1, clients_per_round=2, workers=0)
+
+
+@pytest.mark.parametrize(("manifest", "error"), [
+    (lambda: SourceManifest([9, 9, 9]), "client 'client-2' has .* training examples, and the source's manifest says 9"),
+    (SourceManifest([9, 9, 9]), "the source's manifest says 9"),
+    (lambda: 1 / 0, "source.manifest.. failed: ZeroDivisionError: division by zero"),
+    ({"num_examples": 3}, "must return a polyfed.data.SourceManifest, got dict"),
+])  # fmt: skip
+def test_a_manifest_that_is_wrong(manifest, error):
+    source = ListedSource(small_clients(3))
+    source.manifest = manifest
+    with pytest.raises(UserError, match=error):
+        pf.federate(source, "fedavg", **OPTIONS)
+
+
+def test_a_manifest_with_other_networks_than_the_clients_have():
+    source = Faulty("client-1", model=other_network)
+    source.manifest = lambda: SourceManifest(
+        models=[SmallNet, other_network], model_of=[0, 1, 0, 0]
+    )  # from client-3 on
+    words = {**OPTIONS, "clients_per_round": 4}
+    with pytest.raises(ClientError, match=r"'client-[12]' has another network than the source's manifest says"):
+        pf.federate(source, "pfedhn", **words)
+    source.manifest = lambda: SourceManifest(models=[SmallNet, other_network], model_of=[0, 0, 1, 0])
+    assert pf.federate(source, "pfedhn", **words).history[-1]["summary"]
+
+
+def test_a_source_that_makes_another_client_each_time():
+    source, calls = ListedSource(small_clients(3)), []
+
+    def client(id):
+        calls.append(id)
+        train = source.listed[id].train
+        return replace_parts(source.listed[id], train=(train.x + len(calls), train.y))
+
+    source.client = client
+    with pytest.raises(UserError, match="makes client 'client-2' with other data the second time"):
+        pf.federate(source, "fedavg", **OPTIONS)
+    assert calls == ["client-2"] * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (ListedSource, r"or a source with ids and client\(id\), got ListedSource \(the class itself: make one\)"),
+        (type("NoClient", (), {"ids": ["a"]})(), r"got NoClient with no method client\(id\)"),
+    ],
+)
+def test_what_is_almost_a_source(value, error):
+    with pytest.raises(UserError, match=error):
+        pf.federate(value, "fedavg", **OPTIONS)
 
 
 def test_manifest_of_another_length():

@@ -86,7 +86,7 @@ def test_fedscale_files(tmp_path):
         ("uniform:20-1", "got 'uniform:20-1'"),
         ("lognormal:x", "got 'lognormal:x'"),
         ("lognormal:-1", "got 'lognormal:-1'"),
-        ({"east": -3.0}, "speeds: the rate of client 'east' must be a positive number, got -3.0"),
+        ({"east": -3.0}, "speeds: the rate of client 'east' must be a positive number, 1e-09 to 1e.15, got -3.0"),
         ({}, "got {}"),
     ],
 )
@@ -149,6 +149,45 @@ def test_damaged_fedscale_trace(tmp_path, text, sentence):
     (tmp_path / "traces.json").write_text(text)
     with pytest.raises(UserError, match=sentence):
         read_availability(str(tmp_path / "traces.json"), IDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("client,speed\neast,2\nnorth,1\neast,3\n", "line 4: client 'east' has a line before; leave one of them out"),
+        (
+            "client,speed\neast,1,5\n",
+            "line 2 has more cells than the first line has columns; write numbers with a point",
+        ),
+        ("client,speed\neast,0\n", "the rate of client 'east' must be a positive number, 1e-09 to 1e.15, got 0"),
+    ],
+)
+def test_damaged_speeds(tmp_path, text, sentence):
+    (tmp_path / "devices.csv").write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        parse_rates(str(tmp_path / "devices.csv"), "speeds", 0, ["east"])
+
+
+def test_a_file_that_begins_with_a_mark(tmp_path):
+    """As Excel saves CSV files."""
+    (tmp_path / "devices.csv").write_bytes(b"\xef\xbb\xbfclient,speed\r\neast,2\r\n")
+    assert parse_rates(str(tmp_path / "devices.csv"), "speeds", 0, ["east"]).rate_of("east") == 2.0
+
+
+@pytest.mark.parametrize(
+    "value", [1e-307, 1e300, "constant:1e-10", "uniform:1e-20-1", "lognormal:11", "lognormal:1:1e-300"]
+)
+def test_speeds_that_make_no_finite_times_are_refused(value):
+    with pytest.raises(UserError, match=r"rates are from 1e-09 to 1e.15, and σ of lognormal is at most 10"):
+        Settings(speeds=value)
+
+
+def test_periods_that_make_no_finite_times_are_refused():
+    for interval in ([0, 1e300], [0, 1e-12]):
+        with pytest.raises(
+            UserError, match=r"a period is at most 1e.15 s, of which a client is available for at least a"
+        ):
+            read_availability({"east": [interval], "north": [[0, 1e9]]}, ["east", "north"])
 
 
 def test_a_missing_file():

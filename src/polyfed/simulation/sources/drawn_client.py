@@ -1,6 +1,7 @@
 """Checks a client of a source when it is first drawn, as the clients of a list are checked before round 1."""
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, final
 
 from polyfed.core.algorithm import Algorithm, Architecture, Client, DataSpec
@@ -51,6 +52,7 @@ class DrawnClientChecker:
         first: the first client, which has been checked already.
         network: the network of the method, if it brings one for all clients.
         data_spec: the form of the data for which the server has built its state, if the method asks for one.
+        num_examples, architectures: what the server knows of the clients; empty where it knows nothing.
     """
 
     def __init__(
@@ -58,10 +60,13 @@ class DrawnClientChecker:
         source: ClientSource,
         algorithm: Algorithm[Any, Any],
         first: Client,
-        network: Architecture | None = None,
-        data_spec: DataSpec | None = None,
+        network: Architecture | None,
+        data_spec: DataSpec | None,
+        num_examples: Mapping[str, int],
+        architectures: Mapping[str, str],
     ) -> None:
         self._source, self._algorithm, self._network, self._data_spec = source, algorithm, network, data_spec
+        self._num_examples, self._architectures = num_examples, architectures
         self._first_id, self._task, self._classes = first.id, str(first.task), first.train.classes
         self._preprocessing = first.train.transform if isinstance(first.train.transform, TablePreprocessor) else None
         self._shapes: dict[Any, dict[str, tuple[int, ...]]] = {}  # of the outputs, by kind of client and split
@@ -77,7 +82,16 @@ class DrawnClientChecker:
             self._check(client)
             self._checked.add(client.id)
 
+    def check_number_of_examples(self, client: Client) -> None:
+        """Raises a `UserError` if a client has not the number of examples that the source's manifest says."""
+        number = self._num_examples.get(client.id, len(client.train))
+        if number != len(client.train):
+            raise UserError(
+                f"client {client.id!r} has {len(client.train)} training examples, and the source's manifest says {number}"
+            )
+
     def _check(self, client: Client) -> None:
+        self.check_number_of_examples(client)
         if str(client.task) != self._task:
             tasks = sorted({str(client.task), self._task})
             raise UserError(f"clients of one federation must have one task, got {' and '.join(tasks)}")
@@ -91,6 +105,12 @@ class DrawnClientChecker:
         if (limit := client.task.target_warning(client.train.labels, client.test.labels)) is not None:
             warnings.warn(f"client {client.id!r} has {limit}", UserWarning, stacklevel=2)
         shapes = self._check_kind(client)
+        architecture = self._architectures.get(client.id)
+        if architecture and client.model is not None and cached_module_of(client).architecture != architecture:
+            raise UserError(
+                f"client {client.id!r} has another network than the source's manifest says (that of {self._first_id!r}, "
+                "where it says none); name all networks in models, and in model_of which client has which"
+            )
         self._check_examples(client, shapes)
 
     def _check_preprocessing(self, client: Client) -> None:

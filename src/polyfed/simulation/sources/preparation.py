@@ -21,6 +21,7 @@ from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.graphs.contraction import ContractionOptions
 from polyfed.simulation.checks import requirements
+from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.checks.settings.method_settings import check_settings_suit_method
 from polyfed.simulation.checks.settings.scheduling import check_scheduling
 from polyfed.simulation.engines.devices import choose_client_device
@@ -57,6 +58,7 @@ def build_federation_of_source(
     """
     clients = SourceClients(source)
     first = make_client(source, clients.first)
+    _check_makes_the_same_again(source, first)
     _check_suits_source(algorithm, settings, len(clients))
     requirements.check_clients([first])
     task = first.task
@@ -84,10 +86,23 @@ def build_federation_of_source(
     if isinstance(algorithm, BringsNetwork) and registry.data_spec is not None:
         network = algorithm.network_for(registry.data_spec)
         requirements.check_networks_run([first], factory=network)
-    clients.check_with(DrawnClientChecker(source, algorithm, first, network, registry.data_spec))
+    checker = DrawnClientChecker(
+        source, algorithm, first, network, registry.data_spec, registry.num_examples, registry.architectures
+    )
+    checker.check_number_of_examples(first)
+    clients.check_with(checker)
     federation = Federation(clients, algorithm, settings, public, registry, scores, sampler=sampler)
     check_scheduling(federation)
     return federation
+
+
+def _check_makes_the_same_again(source: ClientSource, first: Client) -> None:
+    """Raises a `UserError` if a source makes another client the second time, by a draw without a seed, say."""
+    if data_fingerprint([first], None) != data_fingerprint([make_client(source, first.id)], None):
+        raise UserError(
+            f"the source makes client {first.id!r} with other data the second time, so that neither engines nor a resumed "
+            "run would see the same; draw splits and noise from a seed and the client's id"
+        )
 
 
 def _check_suits_source(algorithm: Algorithm[Any, Any], settings: Settings, num_clients: int) -> None:

@@ -128,13 +128,26 @@ class _NumberAt:
 
 def _list_ids(source: ClientSource) -> list[str]:
     """Returns the ids of a source as a list of Python's strings; raises a `UserError` if one is none."""
-    listed = list(source.ids)
+    ids: Any = source.ids
+    has_order = hasattr(ids, "__len__") and hasattr(ids, "__getitem__") and not isinstance(ids, str | bytes | Mapping)
+    if not has_order:  # an iterator is empty the second time, and a set has another order in another process
+        raise UserError(
+            f"the ids of a source must be a sequence of texts, got {type(ids).__name__}; give a list, or a property that "
+            "returns one"
+        )
+    listed = list(ids)
     if not listed:
         raise UserError("a federation needs at least one client, and the source has no ids")
     if set(map(type, listed)) != {str} or not all(listed):
         if odd := [i for i in listed if not isinstance(i, str) or not i]:
             raise UserError(f"the ids of a source must be texts that are not empty, got {odd[0]!r}")
         listed = [str.__str__(i) for i in listed]  # NumPy's strings, say
+    try:
+        "".join(listed).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the ids of a source must be texts of Unicode, and one has {error.object[error.start]!r}, half of a character"
+        ) from error
     return listed
 
 
@@ -144,8 +157,13 @@ def read_manifest_of_source(source: ClientSource, num_clients: int) -> SourceMan
     Raises:
         UserError: it is no `SourceManifest`, or of another number of clients.
     """
-    method = getattr(source, "manifest", None)
-    manifest = method() if callable(method) else None
+    manifest: Any = getattr(source, "manifest", None)
+    try:
+        manifest = manifest() if callable(manifest) else manifest
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's source raises
+        raise UserError(f"source.manifest() failed: {type(error).__name__}: {error}") from error
     if manifest is None:
         return SourceManifest()
     if not isinstance(manifest, SourceManifest):

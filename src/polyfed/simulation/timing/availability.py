@@ -16,6 +16,8 @@ from polyfed.simulation.timing.device_files import (
     read_json_mapping,
 )
 
+_LONGEST_PERIOD, _SMALLEST_SHARE = 1e15, 1e-9  # beyond them simulated times are no finite numbers
+
 
 @final
 @dataclass(frozen=True)
@@ -52,6 +54,12 @@ class AvailabilityTrace:
                     f"{interval[0]:g} to {interval[1]:g} after {end:g}"
                 )
             end = interval[1]
+        share = sum(end - start for start, end in self.intervals) / self.period
+        if self.period > _LONGEST_PERIOD or share < _SMALLEST_SHARE:
+            raise UserError(
+                f"a period is at most {_LONGEST_PERIOD:g} s, of which a client is available for at least a billionth, got "
+                f"{self.period:g} s and a share of {share:g}"
+            )
 
     def is_available(self, time: float) -> bool:
         """Returns True if the client is available at this time."""
@@ -173,7 +181,10 @@ def _parse_fedscale_trace(entry: Any, place: str) -> AvailabilityTrace:
             f"{place} must have as many times in 'active' as in 'inactive', and a 'finish_time'; numbers of seconds"
         )
     pairs = [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
-    return AvailabilityTrace(_merge(pairs), max(map(float, [period, *ends])))
+    try:
+        return AvailabilityTrace(_merge(pairs), max(map(float, [period, *ends])))
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
 
 
 def _is_time(value: Any) -> bool:

@@ -26,7 +26,7 @@ def load_device_text(path: str, name: str) -> str:
     """
     file = expand_user_path(path, name)
     try:
-        return read_file(file).decode()
+        return read_file(file).decode("utf-8-sig")  # Excel puts a mark before the first line
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{name}: cannot read {str(file)!r}: {getattr(error, 'strerror', None) or error}") from error
 
@@ -45,6 +45,10 @@ def read_csv_rows(text: str, columns: Sequence[str], place: str) -> list[tuple[i
         )
     rows = []
     for row in reader:
+        if row.get(None):
+            raise UserError(
+                f"{place}, line {reader.line_num} has more cells than the first line has columns; write numbers with a point"
+            )
         cells = {str(key).strip(): (value or "").strip() for key, value in row.items() if isinstance(value, str | None)}
         if any(not cells.get(column) for column in columns):
             raise UserError(f"{place}, line {reader.line_num}: {', '.join(columns)} must all be given, got {cells}")
@@ -83,10 +87,13 @@ def read_device_file(path: str, column: str, name: str) -> dict[str, float]:
     """
     text = load_device_text(path, name)
     if not path.endswith(".json"):
-        rows = read_csv_rows(text, ("client", column), f"{name}: {path!r}")
-        return {
-            row["client"]: parse_number(row[column], f"{name}: {path!r}, line {line}", column) for line, row in rows
-        }
+        rates = dict[str, float]()
+        for line, row in read_csv_rows(text, ("client", column), f"{name}: {path!r}"):
+            place = f"{name}: {path!r}, line {line}"
+            if row["client"] in rates:
+                raise UserError(f"{place}: client {row['client']!r} has a line before; leave one of them out")
+            rates[row["client"]] = parse_number(row[column], place, column)
+        return rates
     key = "computation" if column == "speed" else "communication"
     rates = {}
     for client, entry in read_json_mapping(text, path, name).items():
@@ -108,7 +115,8 @@ def read_json_mapping(text: str, path: str, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{name}: {path!r} is no JSON ({error})") from error
     if not isinstance(value, dict) or not value:
-        raise UserError(f"{name}: {path!r} must map clients to entries, got {type(value).__name__}")
+        what = "nothing" if value == {} else type(value).__name__
+        raise UserError(f"{name}: {path!r} must map clients to entries, got {what}")
     return value
 
 

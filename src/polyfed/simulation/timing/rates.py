@@ -10,6 +10,7 @@ from polyfed.core.io.number_checks import is_positive_number
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.simulation.timing.device_files import deal_entries_to_clients, is_device_file, read_device_file
 
+_LOWEST, _HIGHEST, _LARGEST_SIGMA = 1e-9, 1e15, 10.0  # beyond them simulated times are no finite numbers
 _FORMS = "'constant:5', 'uniform:1-20', 'lognormal:1.0', 'lognormal:1.0:200', a CSV or JSON file, or {client: number}"
 
 
@@ -88,17 +89,27 @@ def check_rates(value: Any, name: str) -> None:
     """
     if isinstance(value, Mapping):
         for client, rate in value.items():
-            if not is_positive_number(rate):
-                raise UserError(f"{name}: the rate of client {str(client)!r} must be a positive number, got {rate!r}")
+            if not _is_rate(rate):
+                raise UserError(
+                    f"{name}: the rate of client {str(client)!r} must be a positive number, {_LOWEST:g} to {_HIGHEST:g}, "
+                    f"got {rate!r}"
+                )
         if value:
             return
     elif isinstance(value, str):
         distribution, _, text = value.partition(":")
         if is_device_file(value) or _are_parameters(distribution, text):
             return
-    elif is_positive_number(value):
+    elif _is_rate(value):
         return
-    raise UserError(f"{name} must be a positive number, {_FORMS}, got {value!r}")
+    raise UserError(
+        f"{name} must be a positive number, {_FORMS}, got {value!r}; rates are from {_LOWEST:g} to {_HIGHEST:g}, and σ "
+        f"of lognormal is at most {_LARGEST_SIGMA:g}"
+    )
+
+
+def _is_rate(value: Any) -> bool:
+    return is_positive_number(value) and _LOWEST <= value <= _HIGHEST
 
 
 def _are_parameters(distribution: str, text: str) -> bool:
@@ -106,8 +117,15 @@ def _are_parameters(distribution: str, text: str) -> bool:
         numbers = [float(part) for part in text.split("-" if distribution == "uniform" else ":")]
     except ValueError:
         return False
-    if not all(map(is_positive_number, numbers)):
+    if distribution == "lognormal":
+        return (
+            is_positive_number(numbers[0])
+            and numbers[0] <= _LARGEST_SIGMA
+            and all(map(_is_rate, numbers[1:2]))
+            and (len(numbers) <= 2)
+        )
+    if not all(map(_is_rate, numbers)):
         return False
     if distribution == "uniform":
         return len(numbers) == 2 and numbers[0] <= numbers[1]
-    return (distribution, len(numbers)) in (("constant", 1), ("lognormal", 1), ("lognormal", 2))
+    return distribution == "constant" and len(numbers) == 1

@@ -158,7 +158,7 @@ def test_methods_without_a_sum_are_refused(method, message):
         ({"regions": 0}, r"regions must be a number from 1, or the region of each client, \{client: region\}, got 0"),
         ({"regions": True}, "regions must be a number from 1"),
         ({"regions": {}}, "regions must be a number from 1"),
-        ({"regions": {"client-0": 3}}, "regions must be a number from 1"),
+        ({"regions": {"client-0": 3}}, "regions: the region of client 'client-0' must be a text, got 3"),
         ({"regions": 2, "secure": True}, "secure=True masks replies"),
     ],
 )

@@ -56,6 +56,11 @@ class GroupedClients(ABC):
                 f"{self.test_fraction} and {self.val_fraction}"
             )
 
+        if not self._input_columns:
+            raise UserError("inputs must name a column at least, got none")
+        if self.target in self._input_columns:
+            raise UserError(f"the target {self.target!r} is among the inputs, which would tell the network the answer")
+
     @abstractmethod
     def _column_names(self) -> Sequence[str]:
         """Returns the names of the table's columns."""

@@ -70,11 +70,17 @@ def index_rows(columns: Iterable[Any], name: str) -> RowIndex:
     parts: list[NDArray[np.int32]] = []
     for column in columns:
         encoded = column.combine_chunks() if hasattr(column, "combine_chunks") else column
+        if any(word in str(encoded.type) for word in ("list", "struct", "map")):
+            raise UserError(f"column {name!r} is of {encoded.type}, and clients have texts or numbers as names")
         encoded = encoded.dictionary_encode() if not hasattr(encoded, "dictionary") else encoded
-        if encoded.null_count:
-            raise UserError(f"column {name!r} has rows without a client; fill them, or leave these rows out")
-        codes = [code_by_id.setdefault(str(value), len(code_by_id)) for value in encoded.dictionary.to_pylist()]
+        values = encoded.dictionary.to_pylist()
+        empty_codes = [
+            code for code, value in enumerate(values) if value is None or value == "" or value != value
+        ]  # NaN
         places = encoded.indices.to_numpy(zero_copy_only=False)
+        if encoded.null_count or (empty_codes and bool(np.isin(places, empty_codes).any())):
+            raise UserError(f"column {name!r} has rows without a client; fill them, or leave these rows out")
+        codes = [code_by_id.setdefault(str(value), len(code_by_id)) for value in values]
         parts.append(np.asarray(codes, dtype=np.int32)[places] if len(places) else np.zeros(0, dtype=np.int32))
     if not code_by_id:
         raise UserError(f"column {name!r} has no rows")

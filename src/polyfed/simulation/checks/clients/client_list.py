@@ -39,7 +39,14 @@ def list_clients(clients: Any) -> list[Client]:
             "clients must be a list of polyfed.Client objects, got a mapping; give its values: list(clients.values())"
         )
     if not isinstance(clients, Iterable) or isinstance(clients, str | bytes):
-        raise UserError(f"clients must be a list of polyfed.Client objects, got {type(clients).__name__}")
+        almost = (
+            " (the class itself: make one)" if isinstance(clients, type) else " with no method client(id)"
+            if hasattr(clients, "ids") else ""
+        )  # fmt: skip
+        raise UserError(
+            f"clients must be a list of polyfed.Client objects, or a source with ids and client(id), got "
+            f"{clients.__name__ if isinstance(clients, type) else type(clients).__name__}{almost}"
+        )
     listed = list(clients)
     if not listed:
         raise UserError("a federation needs at least one client, got none")

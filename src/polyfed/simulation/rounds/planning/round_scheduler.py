@@ -1,7 +1,7 @@
 """Defines `RoundScheduler`, which draws the clients of each round, simulates time, and plans asynchronous rounds."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -162,11 +162,13 @@ class RoundScheduler:
         num_examples = self._federation.client_registry.num_examples
         moment = SamplingRound(round_number, size, num_examples, clock, self._times, may_be_empty, state)
         generator = numpy_generator(derive_seed(self._settings.seed, round_number, purpose))
-        drawn_ids = list(self._sampler.draw(moment, ids, history, generator))
+        selection = self._sampler.draw(moment, ids, history, generator)
         if is_uniform:
-            return drawn_ids
-        allowed = set(ids)
-        name = type(self._sampler).__name__
+            return list(selection)
+        allowed, name = set(ids), type(self._sampler).__name__
+        if isinstance(selection, str) or not isinstance(selection, Iterable):
+            raise UserError(f"sampler {name} must draw a list of client ids, got {selection!r}")
+        drawn_ids = list(selection)
         if strangers := [client for client in drawn_ids if client not in allowed]:
             raise UserError(f"sampler {name} drew {strangers[0]!r}, which is not among the clients that it may draw")
         if len(set(drawn_ids)) < len(drawn_ids) or len(drawn_ids) > size or not (drawn_ids or may_be_empty):
