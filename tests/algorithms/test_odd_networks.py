@@ -142,3 +142,28 @@ class OneNumber(nn.Module):
 def test_a_parameter_of_one_number_and_an_empty_one_are_trained(name, engine):
     model = run(name, OneNumber, engine=engine).model("c0")
     assert all(bool(torch.isfinite(tensor).all()) for tensor in model.state_dict().values())
+
+
+class Scales(nn.Module):
+    """Scales its inputs, in place or not; a class attribute decides, so that both networks are drawn alike."""
+
+    in_place = False
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.out = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = x.sub_(0.5).mul_(0.5) if self.in_place else (x - 0.5) * 0.5
+        return self.out(self.body(x).relu())
+
+
+@pytest.mark.parametrize("engine", ["inprocess", "cohort"])
+@pytest.mark.parametrize("name", ["apfl", "ditto", "fedavg", "fedavg_kd", "fedkd", "fedproto", "fml", "moon", "pfedme"])
+def test_a_network_that_scales_its_inputs_in_place_gives_the_same(name, engine, monkeypatch):
+    states = []
+    for in_place in (False, True):
+        monkeypatch.setattr(Scales, "in_place", in_place)
+        states.append(run(name, lambda: Scales(), engine=engine).model("c0").state_dict())
+    for key, tensor in states[0].items():
+        torch.testing.assert_close(states[1][key], tensor, rtol=1e-5, atol=1e-6)

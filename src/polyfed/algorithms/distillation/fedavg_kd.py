@@ -20,7 +20,7 @@ from polyfed.algorithms.distillation.base.shared_network import (
 from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
 from polyfed.core.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
 from polyfed.core.errors import UserError
-from polyfed.core.examples.pytree import call_network, logits_of, tree_map
+from polyfed.core.examples.pytree import call_network_on_copy_if_it_changes_inputs, logits_of, tree_map
 from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model, recompute_norm_statistics_if_needed, tensors_to_send
@@ -241,7 +241,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
                 x = to_preferred_memory_format(
                     teacher, tree_map(Tensor.contiguous, batch.inputs)
                 )  # they have the student's memory format
-                target = logits_of(call_network(teacher, x))
+                target = logits_of(call_network_on_copy_if_it_changes_inputs(teacher, x))
             soft = (
                 softened_kl_divergence(target, batch.outputs, self.temperature, client.task) * 2 * self.temperature**2
             )

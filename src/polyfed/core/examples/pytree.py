@@ -14,9 +14,10 @@ are kept in the order of their keys, so that the order in which they were writte
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
 
@@ -51,6 +52,30 @@ def call_network(network: Callable[..., Any], inputs: Any) -> Any:
         return network(inputs)
     args, named = split_into_call_arguments(inputs)
     return network(*args, **named)
+
+
+def call_network_on_copy_if_it_changes_inputs(network: nn.Module, inputs: Any) -> Any:
+    """Calls a network as `call_network` does, and leaves the inputs as they are even if the network changes its inputs in
+    place, since another network or another step may follow on the same minibatch.
+
+    The first call of a network in training and in evaluation is on copies, and shows whether it does so.
+
+    >>> x = torch.zeros(1)
+    >>> call_network_on_copy_if_it_changes_inputs(nn.Hardtanh(1.0, 2.0, inplace=True), x), x
+    (tensor([1.]), tensor([0.]))
+    """
+    changes_inputs_by_mode, mode = _CHANGES_INPUTS.setdefault(network, {}), network.training
+    if changes_inputs_by_mode.get(mode) is False:
+        return call_network(network, inputs)
+    copies = tree_map(Tensor.clone, inputs)
+    parts = [part for _, part in named_leaves(copies) if not part.is_inference()]  # whose versions torch counts
+    versions = [part._version for part in parts]
+    output = call_network(network, copies)
+    changes_inputs_by_mode[mode] = versions != [part._version for part in parts]
+    return output
+
+
+_CHANGES_INPUTS: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
 
 
 def logits_or_output(output: Any) -> Any:

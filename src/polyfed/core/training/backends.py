@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, split_into_batches
-from polyfed.core.examples.pytree import call_network, logits_of
+from polyfed.core.examples.pytree import call_network_on_copy_if_it_changes_inputs, logits_of
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.optimizers import Optimizer
 from polyfed.core.seeds import derive_seed, torch_generator
@@ -87,7 +87,7 @@ class OneNetworkBackend(TrainingBackend, ABC):
 
     def compute_outputs(self, batch: Minibatch) -> Tensor:
         """Returns the network's logits for a minibatch, shape (batch, ...)."""
-        return logits_of(call_network(self._model, batch.x))
+        return logits_of(call_network_on_copy_if_it_changes_inputs(self._model, batch.x))
 
     def compute_penalty_per_client(
         self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]
@@ -212,7 +212,7 @@ class CohortBackend(TrainingBackend):
     def compute_outputs(self, batch: Minibatch) -> Tensor:
         """Returns the logits of all clients' networks for their minibatches, shape (k·rows, ...)."""
         self._networks.valid_rows = batch.valid_rows
-        return logits_of(self._networks(batch.x))
+        return logits_of(call_network_on_copy_if_it_changes_inputs(self._networks, batch.x))
 
     def compute_penalty_per_client(
         self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]

@@ -6,7 +6,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.examples.pytree import logits_of
+from polyfed.core.examples.pytree import call_network_on_copy_if_it_changes_inputs, logits_of
 from polyfed.core.nn.module_cache import build_module
 
 
@@ -60,7 +60,7 @@ class MatryoshkaPair(nn.Module):
         for network, layer, hook in ((self.shared, shared_last, keep), (self.own, own_last, fuse)):
             handle = layer.register_forward_pre_hook(hook)
             try:
-                own_outputs = logits_of(network(*args, **named))
+                own_outputs = logits_of(call_network_on_copy_if_it_changes_inputs(network, named or args))
             finally:
                 handle.remove()
         self.outputs = shared_last(inputs[1][..., : shared_last.in_features])

@@ -21,7 +21,7 @@ from polyfed.alignment.representations import compute_representations, represent
 from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
 from polyfed.core.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
 from polyfed.core.errors import UserError
-from polyfed.core.examples.pytree import logits_of
+from polyfed.core.examples.pytree import call_network_on_copy_if_it_changes_inputs, logits_of
 from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.nn.buffers import (
     extract_sent_tensors_and_client_state,
@@ -274,7 +274,7 @@ class NetworkPair(nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Tensor:
         """Returns the output of the client's network; in training mode it also runs the shared network."""
-        personal_outputs = logits_of(self.own(*args, **named))
+        personal_outputs = logits_of(call_network_on_copy_if_it_changes_inputs(self.own, named or args))
         if self.training:
             watched_module = None if self.bridge is None else self.shared.get_submodule(self._second)
             hook = None if watched_module is None else watched_module.register_forward_pre_hook(self._bridge_input)
