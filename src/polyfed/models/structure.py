@@ -14,13 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.parametrize import is_parametrized
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.examples.pytree import (
-    Inputs,
-    call_network_on_copy_if_it_changes_inputs,
-    logits_or_output,
-    split_into_call_arguments,
-    tree_map,
-)
+from polyfed.core.examples.pytree import Inputs, call_network, logits_or_output, split_into_call_arguments, tree_map
 from polyfed.core.nn.functional_call import call_with_tensors
 from polyfed.core.nn.tied_weights import first_name_by_name
 
@@ -255,7 +249,7 @@ def compute_batch_representation(
     handle = modules[name].register_forward_pre_hook(keep, with_kwargs=True)
     try:
         with _evaluation_mode(model, batch_statistics):
-            call_network_on_copy_if_it_changes_inputs(model, x)
+            call_network(model, tree_map(Tensor.clone, x))  # it may change its inputs in place
     finally:
         handle.remove()
     if not inputs or inputs[-1] is None:

@@ -304,8 +304,8 @@ def _find_in_categories(look: SiteSummaries, column: LookColumn) -> Iterator[Sit
             v: {site: max(counts[site][v], 0.0) / rows[site] for site in big if counts[site][v] != NOT_SHOWN}
             for v in values
         }
-        shown = {v: by_site for v, by_site in shares.items() if by_site} or {"": {"": 0.0}}
-        value, by_site = max(shown.items(), key=lambda item: max(item[1].values()) - min(item[1].values()))
+        known_shares = {v: by_site for v, by_site in shares.items() if by_site} or {"": {"": 0.0}}
+        value, by_site = max(known_shares.items(), key=lambda item: max(item[1].values()) - min(item[1].values()))
         low, high = min(by_site, key=lambda site: by_site[site]), max(by_site, key=lambda site: by_site[site])
         if by_site[high] - by_site[low] >= _BALANCE:
             yield SiteDifferenceFinding(
