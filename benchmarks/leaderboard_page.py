@@ -73,9 +73,11 @@ one federation again, and `python benchmarks/leaderboard.py page` makes these pa
 # may be of that kind.
 CONCLUSIONS = (
     ("Where two groups contradict one another, FedPAC is better than training alone, {}, and than FedAvg with "
-     "fine-tuning, {}; kNN-Per {}, IFCA {} and fine-tuning FedAvg {} are better than training alone too.",
+     "fine-tuning, {}; kNN-Per {}, IFCA {}, FedBABU {}, GPFL {} and fine-tuning FedAvg {} are better than training "
+     "alone too.",
      (("groups", "fedpac", "local", "better"), ("groups", "fedpac", "fedavg_ft", "better"),
       ("groups", "knn_per", "local", "better"), ("groups", "ifca", "local", "better"),
+      ("groups", "fedbabu", "local", "better"), ("groups", "gpfl", "local", "better"),
       ("groups", "fedavg_ft", "local", "better"))),
     ("One model for all does harm there: FedAvg {} over training alone, FedProx {}, SCAFFOLD {}.",
      (("groups", "fedavg", "local", "worse"), ("groups", "fedprox", "local", "worse"),
@@ -96,15 +98,18 @@ CONCLUSIONS = (
      "with fine-tuning, {}; FedProto {} and FD {} are better than training alone too.",
      (("rotations", "heur_pfedla", "local", "better"), ("rotations", "heur_pfedla", "fedavg_ft", "better"),
       ("rotations", "fedproto", "local", "better"), ("rotations", "fd", "local", "better"))),
-    ("With four architectures FedDF {} and FLHA-GHN {} are better than training alone; FedHeNN {}, FedMD {}, FedProto {} "
-     "and LG-FedAvg {} are not decided.",
-     (("architectures", "feddf", "local", "better"), ("architectures", "flha_ghn", "local", "better"),
+    ("With four architectures FedDF {}, TAKFL {}, FedMRL {} and FLHA-GHN {} are better than training alone; FedHeNN {}, "
+     "FedMD {}, FedProto {} and LG-FedAvg {} are not decided.",
+     (("architectures", "feddf", "local", "better"), ("architectures", "takfl", "local", "better"),
+      ("architectures", "fedmrl", "local", "better"), ("architectures", "flha_ghn", "local", "better"),
       ("architectures", "fedhenn", "local", "not decided"), ("architectures", "fedmd", "local", "not decided"),
       ("architectures", "fedproto", "local", "not decided"), ("architectures", "lg_fedavg", "local", "not decided"))),
     ("Under mild label skew of Fashion-MNIST FedAvg is better than training alone, {}, and FedPAC {} and kNN-Per {} are "
-     "better than FedAvg; pFedLA is better than training alone, {}.",
+     "better than FedAvg; pFedLA {}, GPFL {}, FedRoD {} and FedBABU {} are better than training alone.",
      (("fashion-1", "fedavg", "local", "better"), ("fashion-1", "fedpac", "fedavg", "better"),
-      ("fashion-1", "knn_per", "fedavg", "better"), ("fashion-1", "pfedla", "local", "better"))),
+      ("fashion-1", "knn_per", "fedavg", "better"), ("fashion-1", "pfedla", "local", "better"),
+      ("fashion-1", "gpfl", "local", "better"), ("fashion-1", "fedrod", "local", "better"),
+      ("fashion-1", "fedbabu", "local", "better"))),
     ("Under strong label skew of Fashion-MNIST kNN-Per is better than training alone, {}; FedAvg is worse, {}, and "
      "SCAFFOLD {} and MOON {} too.",
      (("fashion-0.1", "knn_per", "local", "better"), ("fashion-0.1", "fedavg", "local", "worse"),
