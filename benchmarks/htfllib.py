@@ -20,6 +20,7 @@ import importlib
 import io
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -51,6 +52,7 @@ class Pair:
     polyfed: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     sends_before: bool = False  # HtFLlib evaluates after the server's head has been handed out
+    edits: Sequence[tuple[str, str, str]] = ()  # a file of HtFLlib's, a text in it, and what takes its place
 
 
 SETTINGS = {
@@ -66,6 +68,11 @@ SETTINGS = {
         {"server_lr": 0.01, "server_epochs": 1, "evaluate": "global"}, sends_before=True,
     ),
     "fd": Pair("serverfd", "FD", {"lamda": 1.0}, "fd", {"gamma": 1.0}),
+    "fd_softmax": Pair(  # HtFLlib's takes the cross-entropy with raw outputs; here with their softmax, as the paper does
+        "serverfd", "FD", {"lamda": 1.0}, "fd", {"gamma": 1.0},
+        edits=[("flcore/clients/clientfd.py", "output[i, :].detach()", "output[i, :].detach().softmax(0)"),
+               ("flcore/clients/clientfd.py", "copy.deepcopy(output.detach())", "output.detach().softmax(1)")],
+    ),
     "fml": Pair(
         "serverfml", "FML", {"alpha": 0.5, "beta": 0.5}, "fml",
         {"alpha": 0.5, "beta": 0.5, "shared": "htfllib:build_first", "weighted": False},
@@ -146,6 +153,19 @@ def seconds_a_round(stamps: Sequence[float]) -> float:
     return (stamps[-1] - stamps[0]) / (len(stamps) - 1)
 
 
+def edited_copy(system: Path, pair: Pair, folder: Path) -> Path:
+    """HtFLlib's code with a method's edits."""
+    for part in ("flcore", "utils"):
+        shutil.copytree(system / part, folder / "edited" / part)
+    for name, text, instead in pair.edits:
+        file = folder / "edited" / name
+        before = file.read_text(encoding="utf-8")
+        if text not in before:
+            raise SystemExit(f"{name} of {system} has no {text!r}: this script is for HtFLlib at e959261")
+        file.write_text(before.replace(text, instead), encoding="utf-8")
+    return folder / "edited"
+
+
 def run_htfllib(pair: Pair, checkout: Path, folder: Path, rounds: int) -> dict[str, Any]:
     """What HtFLlib's classes give; called in a process of its own."""
     for missing in ("h5py", "torchvision"):
@@ -154,7 +174,7 @@ def run_htfllib(pair: Pair, checkout: Path, folder: Path, rounds: int) -> dict[s
         sys.modules.setdefault(missing, types.ModuleType(missing))
     (folder / "system").mkdir(exist_ok=True)
     os.chdir(folder / "system")
-    sys.path.insert(0, str(checkout / "system"))
+    sys.path.insert(0, str(edited_copy(checkout / "system", pair, folder) if pair.edits else checkout / "system"))
     forms = [
         f"CNN(num_cov={n}, hidden_dims={list(hidden)}, in_features=1, num_classes={CLASSES})" for n, hidden in NETWORKS
     ]
@@ -173,6 +193,9 @@ def run_htfllib(pair: Pair, checkout: Path, folder: Path, rounds: int) -> dict[s
         first = [[*weights[:-2], *first[0][-2:]] for weights in first]
     torch.save([[tensor.detach().clone() for tensor in weights] for weights in first], folder / "first.pt")
     server.save_results, server.evaluate, server.rs_test_acc = (lambda: None), (lambda: None), [0.0]
+    importlib.import_module("sklearn.metrics").roc_auc_score = lambda *_, **__: (
+        0.0
+    )  # not used; it refuses outputs of NaN
     stamps, select = [], server.select_clients  # called once, at the beginning of a round
 
     def select_and_note() -> Any:
@@ -185,7 +208,9 @@ def run_htfllib(pair: Pair, checkout: Path, folder: Path, rounds: int) -> dict[s
         server.send_parameters()
     _, sizes, correct, _ = server.test_metrics()
     shares = [hits / size for hits, size in zip(correct, sizes, strict=True)]
-    return {"clients": shares, "seconds": seconds_a_round(stamps)}
+    trained = [load(one.role, "model", one.save_folder_name) for one in server.clients]
+    diverged = sum(not all(tensor.isfinite().all() for tensor in network.parameters()) for network in trained)
+    return {"clients": shares, "seconds": seconds_a_round(stamps), **({"diverged": diverged} if diverged else {})}
 
 
 def run_polyfed(

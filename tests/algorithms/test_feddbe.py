@@ -102,6 +102,17 @@ def test_the_evaluated_network_adds_the_vector_to_its_representations():
         assert name == "server"
 
 
+def test_training_leaves_the_private_state_that_it_got_as_it_is():
+    clients, method = plain(mixed()), FedDBE(**OPTIONS)
+    federation, state, own, _ = play(method, clients, rounds=2)
+    before, c = own["client-0"]["memory"]["vector"].clone(), clients[0]
+    with exclusive_single_torch_thread_with_grad():
+        message = method.dispatch(state, federation.client_info(c.id, 3))
+        _, after = method.local_update(message, own[c.id], c, 5)
+    assert torch.equal(own[c.id]["memory"]["vector"], before)
+    assert not torch.equal(after["memory"]["vector"], before)
+
+
 def skewed():
     """Clients that have nine of ten examples from one class, of classes that overlap; tested as they are trained."""
     generator = torch_generator(5)

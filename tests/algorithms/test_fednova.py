@@ -113,6 +113,15 @@ def test_a_reply_has_the_mean_step_and_buffers_as_they_are():
                 torch.testing.assert_close(found, draw[name] + (tensor - draw[name]) / weight, rtol=1e-5, atol=1e-6)
 
 
+def test_what_is_evaluated_is_sent_without_the_number_of_steps():
+    federation, state, _, _ = play(FedNova(**OPTIONS), small_clients())
+    sent = {
+        purpose: set(FedNova(**OPTIONS).dispatch(state, federation.client_info("client-0", 2, purpose)).tensors)
+        for purpose in ("local", "personal")
+    }
+    assert sent == {"local": {"model", "steps"}, "personal": {"model"}}
+
+
 def test_it_runs_on_secure_sums():
     plain, secure = (
         pf.federate(linear_clients(), FedNova(lr=0.1, batch_size=8), rounds=2, workers=0, secure=secure).last.state

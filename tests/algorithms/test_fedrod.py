@@ -98,6 +98,8 @@ def test_the_generic_model_does_not_feel_the_personal_head():
     with exclusive_single_torch_thread_with_grad():
         sent = [method.local_update(message, s, c, 5)[0].tensors["model"] for s in (own[c.id], other)]
     assert all(torch.equal(sent[0][name], sent[1][name]) for name in sent[0])
+    for name, tensor in other["personal"].items():  # nor does training change the private state that it got
+        assert torch.equal(tensor, own[c.id]["personal"][name] + 3)
 
 
 def imbalanced():
