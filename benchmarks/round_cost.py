@@ -23,7 +23,7 @@ from workloads import METHOD, PATH, W1, W2, clients_of, cpu_name
 import polyfed as pf
 from polyfed.algorithms.base import robust_sum
 from polyfed.simulation.monitoring import update_norms
-from polyfed.simulation.rounds import reply_validation
+from polyfed.simulation.rounds.replies import reply_validation
 
 TIMED = {
     "monitor: norms and sketches": (reply_validation, "measure_update"),

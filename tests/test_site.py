@@ -231,8 +231,8 @@ def test_the_guide_has_every_rarer_member_and_every_base(blocks):
     mixins = [WrapsNetwork, ValidatesNetworks, TrainsAuxiliaryNetwork, ResolvesAutoFields, BringsNetwork, NewDisclosure]
     bases = [
         kind.__name__
-        for file in sorted((ROOT / "src/polyfed/algorithms/base").glob("*.py"))
-        for kind in vars(import_module(f"polyfed.algorithms.base.{file.stem}")).values()
+        for file in sorted((ROOT / "src/polyfed/algorithms/base").rglob("*.py"))
+        for kind in vars(import_module(".".join(file.relative_to(ROOT / "src").with_suffix("").parts))).values()
         if inspect.isclass(kind) and kind.__module__.endswith(file.stem) and kind.__name__.endswith("Method")
     ]
     assert {"LocalPartMethod", "AveragedHeadMethod"} <= set(bases)

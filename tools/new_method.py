@@ -86,7 +86,7 @@ BASES: Mapping[str, Base] = {
 ''',
     ),
     "AveragedHeadMethod": Base(
-        "base.shared_heads",
+        "base.heads.shared_heads",
         "bodies of any architecture stay at their clients, and the server averages the heads",
         "the average head on the client's body",
         r"\text{client } i{:} &\quad (\varphi_i, h_i) \leftarrow (\varphi_i, h) \text{ after local training on } L_i \\"

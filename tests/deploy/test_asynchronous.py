@@ -11,8 +11,8 @@ from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.deploy.flower.apps import client_app
 from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_record
 from polyfed.deploy.flower.pending_requests import PollingSchedule
-from polyfed.simulation.rounds import reply_validation
 from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.rounds.replies import reply_validation
 from polyfed.simulation.storage.directory import read_metrics
 from polyfed.testing import small_clients, without_durations
 from polyfed.testing.algorithm_contract import _InterruptAfter

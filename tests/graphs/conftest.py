@@ -85,7 +85,7 @@ def extracted():
 @pytest.fixture
 def told():
     """A graph as text: a line a node, with its predecessors; of types without dilation and activation, which
-    test_activations.py has."""
+    recognition/test_activations.py has."""
 
     def short(kind):
         return kind if isinstance(kind, str) else kind.key[: kind.key.index("-d")]

@@ -4,8 +4,6 @@ import copy
 import itertools
 import logging
 import math
-import threading
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -396,37 +394,3 @@ def test_optional_arguments_and_outputs_in_containers(extracted):
 
     graph = extracted(Masked(), X)
     assert (graph.tracer, graph.edges, graph.coverage) == ("torch.fx", ((0, 1),), 1.0)
-
-
-def locked():
-    module = line()
-    module.lock = threading.Lock()
-    return module
-
-
-def compiled():
-    with warnings.catch_warnings(action="ignore"):  # torch.jit is on its way out
-        return torch.jit.trace(line(), X, check_trace=False)  # which imports a lot
-
-
-@pytest.mark.parametrize(
-    ("model", "x", "message"),
-    [
-        (
-            nn.Sequential(line(), line(5)),
-            X,
-            r"fails on an example of shape \(3, 4\) and type torch.float32, in 1 \(Linear\)",
-        ),
-        (nn.Embedding(3, 4), X, "fails on an example"),
-        (nn.Bilinear(4, 4, 2), X, r"Bilinear.forward cannot be called with one tensor \(missing .*input2"),
-        (Net(lambda net: 1), X, "fails on an example"),
-        (nn.LazyLinear(3), X, "LazyLinear leaves 'weight' uninitialised; run one batch"),
-        (nn.Sequential(compiled()), X, "0 is compiled by torch.jit"),
-        (locked(), X, r"Linear cannot be copied, .*_thread.lock.*deepcopy"),
-        (lambda x: x, X, "from a torch.nn.Module and a tensor, got function and Tensor"),
-        (line(), [1.0], "got Linear and list"),
-    ],
-)
-def test_what_is_refused(model, x, message):
-    with pytest.raises(UserError, match=message):
-        extract(model, x)

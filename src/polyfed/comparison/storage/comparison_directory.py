@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import yaml
 
@@ -19,7 +19,6 @@ from polyfed.comparison.storage.continuation import find_first_difference, find_
 from polyfed.comparison.storage.results_schema import ComparisonDescription, results_error
 from polyfed.comparison.verdicts.summary import comparison_html, plot_comparison
 from polyfed.comparison.verdicts.warning_sentences import describe_omissions
-from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import (
     create_private_folder_if_missing,
@@ -43,6 +42,9 @@ from polyfed.simulation.storage.directory import (
 )
 from polyfed.simulation.storage.page_file import write_page_of
 from polyfed.simulation.storage.paths import safe_file_name
+
+if TYPE_CHECKING:
+    from polyfed.core.algorithm import Client
 
 DESCRIPTION, RESULTS = "comparison.yaml", "comparison.json"
 RESULTS_FORMAT = 2  # of the results
@@ -109,7 +111,7 @@ class Comparison:
         """
         return plot_comparison(self.results, self.table(), ax)
 
-    def report(self, out: str | Path | None = None, *, images_of: Sequence[Client] | None = None) -> Path:
+    def report(self, out: str | Path | None = None, *, images_of: "Sequence[Client] | None" = None) -> Path:
         """Writes the comparison's HTML page, as the command `polyfed report` does, and returns its path; raises a
         `UserError` if the comparison was kept in memory.
 

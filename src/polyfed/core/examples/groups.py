@@ -34,7 +34,7 @@ def number_units(examples: Examples) -> NDArray[np.int64]:
 
     >>> import torch
     >>> number_units(Examples(torch.zeros(4, 1), torch.zeros(4), group=["b", None, "a", "b"])).tolist()
-    [3, 0, 2, 3]
+    [2, 0, 1, 2]
     """
     if examples.group is None:
         return np.arange(len(examples))

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from polyfed.core.algorithm import Client
+if TYPE_CHECKING:
+    from polyfed.core.algorithm import Client
 
 
-def write_page_of(folder: Path | None, out: str | Path | None, images_of: Sequence[Client] | None = None) -> Path:
+def write_page_of(folder: Path | None, out: str | Path | None, images_of: "Sequence[Client] | None" = None) -> Path:
     """Writes the HTML page of a run or comparison directory, by `polyfed.report.page_file.write_page_of`, and returns its
     path; raises a `UserError` if `folder` is None.
 

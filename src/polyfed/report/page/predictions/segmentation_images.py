@@ -103,5 +103,7 @@ def html_images_of_clients(
     clients: Sequence[Client], networks: Sequence[nn.Module], stored_dice: Sequence[float | None]
 ) -> Markup:
     """Renders the images of several clients, under a warning that they are their data."""
-    parts = [html_best_middle_and_worst_images(*one) for one in zip(clients, networks, stored_dice, strict=True)]
+    parts = [
+        html_best_middle_and_worst_images(*of_client) for of_client in zip(clients, networks, stored_dice, strict=True)
+    ]
     return html_paragraph(WARNING) + Markup("").join(parts)
