@@ -121,6 +121,7 @@ def compare(argv: list[str]) -> None:
         check_can_hold_comparison(out)
     from polyfed.cli.commands.compare import compare_command
 
+    compare_command.check_fields_have_a_method(words, config["algorithm"]["name"], compare_options.algorithms)
     if note and not compare_options.quiet:
         print(sanitise_for_terminal(note), file=sys.stderr)
     folder = f"compare-{Path(recipe).stem if recipe else config['algorithm']['name']}"

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from polyfed.algorithms import registry_name
+from polyfed.cli.commands.argv import option_name
 from polyfed.cli.commands.compare.compare_options import CompareOptions
 from polyfed.cli.commands.compare.comparison_tables import show_comparison
 from polyfed.cli.commands.terminal import print_line
@@ -31,6 +32,7 @@ from polyfed.comparison.tuning.hyperparameter_search import AUTO, NONE, parse_se
 from polyfed.comparison.tuning.optuna_search import parse_number_or_text
 from polyfed.core.errors import RoundError, UserError, did_you_mean
 from polyfed.core.io.trusted_code import find_trusted_import_path
+from polyfed.core.training.config import TRANSFERABLE_FIELDS
 from polyfed.data.partitioning.folds import Folds, build_folds, check_seeds_suit_resplit_or_folds, redraw_clients
 from polyfed.data.partitioning.partitions import Natural
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
@@ -237,6 +239,21 @@ def _build_plan(
         num_resplits=resplit, folds=folds, with_references=description["references"],
         stop_when_decided=bool(description.get("stop_when_decided")), unasked=frozenset(description.get("unasked", ())),
     )  # fmt: skip
+
+
+def check_fields_have_a_method(words: Sequence[str], main_method: str, algorithms: Sequence[str]) -> None:
+    """Raises a `UserError` if the command line sets a field of `main_method`, which is not among the methods compared;
+    fields of local training hold for all methods.
+    """
+    if not algorithms or main_method in algorithms:
+        return
+    prefix = "--algorithm."
+    names = [option_name(word).removeprefix(prefix) for word in words if option_name(word).startswith(prefix)]
+    if lost := [name for name in names if name.partition(".")[0].replace("-", "_") not in TRANSFERABLE_FIELDS]:
+        raise UserError(
+            f"{prefix}{lost[0]} is of {main_method}, which --algorithms does not name; name the method that it is for with "
+            f"--algorithm {algorithms[0]}, or give fields of several methods with --method-config"
+        )
 
 
 def _methods_by_label(experiment: Experiment, options: CompareOptions) -> dict[str, Method]:
