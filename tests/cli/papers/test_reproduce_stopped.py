@@ -16,7 +16,7 @@ from polyfed.simulation.storage.directory import read_metrics
 # Two cores whatever the machine has, so that runs go side by side.
 TWO_CORES = """
 import sys
-from polyfed.comparison import process_pool
+from polyfed.comparison.execution import process_pool
 process_pool.num_usable_cores = lambda: 2
 from polyfed.cli.main import main
 sys.exit(main(sys.argv[1:]))
