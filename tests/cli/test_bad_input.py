@@ -196,13 +196,6 @@ def test_missing_yaml(refused, here):
     assert "such as --data imagefolder --data.path empty" in refused("run", "empty")
 
 
-def test_a_field_of_a_method_that_is_not_compared_is_refused(refused, here):
-    error = refused(
-        "compare", "heart", "--algorithms", "fedavg,local", "--algorithm", "fedprox", "--algorithm.mu", "0.1"
-    )
-    assert "--algorithm.mu is of fedprox, which --algorithms does not name; name the method" in error
-
-
 @pytest.mark.parametrize("command", ["run", "data", "compare", "look"])
 def test_a_file_of_data_stands_for_the_options_that_name_it(refused, here, command):
     (here / "own.csv").write_text("age,sick,site\n40,1,north\n")

@@ -164,3 +164,9 @@ def test_short_help_is_short_and_the_long_one_has_groups(capsys):
             assert f"\n{title}\n" in long
         assert main([command, "--algorithm", "fedprox", "--help"]) == 0
         assert "--algorithm.mu" in capsys.readouterr().out
+
+
+def test_a_field_of_a_method_that_is_not_compared_is_refused(capsys):
+    words = ["compare", "heart", "--algorithms", "fedavg,local", "--algorithm", "fedprox", "--algorithm.mu", "0.1"]
+    assert main(words) == 2
+    assert "--algorithm.mu is of fedprox, which --algorithms does not name; name the method" in capsys.readouterr().err
