@@ -41,11 +41,12 @@ def test_clients_are_made_on_the_nodes_where_they_run(tmp_path, monkeypatch):
 
     folder = tmp_path / "made"
     folder.mkdir()
-    words = {"rounds": 2, "clients_per_round": 20, "evaluate_clients": 10, "evaluate_every": 2, "quiet": True}
+    words = {"rounds": 2, "clients_per_round": 100, "evaluate_clients": 10, "evaluate_every": 2, "quiet": True}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
         source = NotedSource(str(folder), os.getpid())
         run = pf.federate(source, "fedavg", engine="ray", workers=2, ray_address=cluster.address, **words)
     finally:
