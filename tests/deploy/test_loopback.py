@@ -184,6 +184,7 @@ def _clients_of(project, names):
 def test_asynchronous_rounds_do_not_wait_for_a_slow_site(watched):
     """It takes 15 s for a reply; meanwhile the other site goes on, and the slow reply is then used too."""
     project, _ = watched
+    (project.path / "slow-client-0").write_text("2")  # so that twelve rounds take longer than that
     (project.path / "slow-client-1").write_text("15")
     out = project.path / "runs" / "asynchronous"
     settings = {
