@@ -57,6 +57,16 @@ def test_a_round_and_fine_tuning_in_plain_torch_are_the_same():
     assert set(state["model"]) == set(BODY)
 
 
+def test_fine_tuning_takes_a_tenth_of_the_rounds_rate():
+    clients = plain(mixed())
+    rate = FULL["lr"]
+    networks = [evaluated(FedBABU(**FULL, finetune_lr=lr), clients)[1] for lr in (None, rate / 10, rate)]
+    for c in clients:
+        (_, default), (_, tenth), (_, whole) = (networks_of_lr[c.id] for networks_of_lr in networks)
+        assert all(torch.equal(default[name], tenth[name]) for name in BODY + HEAD)
+        assert not all(torch.equal(default[name], whole[name]) for name in BODY + HEAD)
+
+
 def test_the_head_keeps_its_draw_and_is_never_sent():
     clients, draw = plain(mixed()), initial_state(short, 3)
     _, _, own, replies = play(FedBABU(**OPTIONS, weight_decay=0.1), clients, rounds=3)

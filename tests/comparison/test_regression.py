@@ -1,5 +1,7 @@
 """Comparisons of regression: by what they decide."""
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -31,6 +33,18 @@ def test_the_mean_absolute_error_decides_and_r2_is_beside_it(tmp_path):
     assert not any("R²" in note for note in found["notes"])
     rows = read_metrics(tmp_path / "c" / "fedavg" / "seed-0" / "metrics.jsonl")[-1]["clients"].values()
     assert all({"mae", "r2"} <= row.keys() for row in rows)
+
+
+def test_an_error_of_a_tables_target_is_said_to_be_in_its_standard_deviations():
+    rng = np.random.default_rng(0)
+    rows = pd.DataFrame(
+        {"age": rng.normal(50, 20, 60), "cost": rng.normal(900, 300, 60), "site": ["north", "south"] * 30}
+    )
+    clients = pf.data.split_table(rows, "cost", "site").build_clients(lambda: nn.Linear(1, 1))
+    for metric, label in (("mae", "mean absolute error (SD of the target)"), ("r2", "R²")):
+        results = pf.compare(clients, [], metrics=[metric], **QUICK).results
+        assert results["score_label"] == label
+    assert pf.compare(sites(20), [], **QUICK).results["score_label"] == "mean absolute error"
 
 
 @pytest.mark.parametrize(("test", "told"), [(20, True), (100, False)])

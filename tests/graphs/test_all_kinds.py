@@ -12,6 +12,7 @@ from polyfed.graphs.architecture import TRANSPOSED, unique_types
 from polyfed.graphs.contraction import ContractionOptions
 from polyfed.graphs.tables import keep_tables_local
 from polyfed.models import MODELS, build
+from tests.graphs.made_networks import X, line
 
 
 class Net(nn.Module):
@@ -27,13 +28,8 @@ class Net(nn.Module):
         return self.run(self, x)
 
 
-X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 SEQUENCES = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.tensor([[1, 2, 0], [3, 4, 5]])
-
-
-def line(c_in=4, c_out=4, bias=True):
-    return nn.Linear(c_in, c_out, bias)
 
 
 def test_modules_beyond_the_paper(extracted, told):

@@ -10,27 +10,9 @@ from torch.nn import functional as F
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.graphs import LayerType
 from polyfed.models import build
+from tests.graphs.made_networks import Net, X, line
 
-
-class Net(nn.Module):
-    """A network whose modules and forward a test gives as they come."""
-
-    def __init__(self, forward, **modules):
-        super().__init__()
-        for name, module in modules.items():
-            self.add_module(name, module)
-        self.run = forward
-
-    def forward(self, x):
-        return self.run(self, x)
-
-
-X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-
-
-def line(c_in=4, c_out=4, bias=True):
-    return nn.Linear(c_in, c_out, bias)
 
 
 def test_a_chain(extracted, told):

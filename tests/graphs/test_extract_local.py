@@ -9,28 +9,10 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from polyfed.graphs import LayerType
+from tests.graphs.made_networks import Net, X, line
 
-
-class Net(nn.Module):
-    """A network whose modules and forward a test gives as they come."""
-
-    def __init__(self, forward, **modules):
-        super().__init__()
-        for name, module in modules.items():
-            self.add_module(name, module)
-        self.run = forward
-
-    def forward(self, x):
-        return self.run(self, x)
-
-
-X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.tensor([[1, 2, 0], [3, 4, 5]])
 ELSEWHERE = "uses it outside the layers of the catalogue; set kinds=all"
-
-
-def line(c_in=4, c_out=4, bias=True):
-    return nn.Linear(c_in, c_out, bias)
 
 
 def reasons(graph):

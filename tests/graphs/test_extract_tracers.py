@@ -19,26 +19,7 @@ from polyfed.graphs import extract
 from polyfed.graphs.tracing import export_tracer, fx_tracer
 from polyfed.graphs.tracing.layer_flow import Root, record_layer_flow
 from polyfed.models import MODELS, build
-
-
-class Net(nn.Module):
-    """A network whose modules and forward a test gives as they come."""
-
-    def __init__(self, forward, **modules):
-        super().__init__()
-        for name, module in modules.items():
-            self.add_module(name, module)
-        self.run = forward
-
-    def forward(self, x):
-        return self.run(self, x)
-
-
-X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-
-
-def line(c_in=4, c_out=4):
-    return nn.Linear(c_in, c_out)
+from tests.graphs.made_networks import Net, X, line
 
 
 def both(model, x):

@@ -82,6 +82,7 @@ class ResultInputs:
         paths: run directories, relative to the comparison's.
         fold_tests: the test examples of each fold, if the runs are folds.
         alpha: the error rate of intervals from folds.
+        has_standardised_targets: whether the targets are those of a table, which are scaled.
     """
 
     description: Mapping[str, Any]
@@ -99,6 +100,7 @@ class ResultInputs:
     groups: Callable[[int, str], NDArray[np.int64] | None] = lambda seed, client: None
     fold_tests: FoldTestTargets | None = None
     alpha: float = ALPHA
+    has_standardised_targets: bool = False
 
 
 def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, Any]:
@@ -132,7 +134,9 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
         )
     content: dict[str, Any] = {"format": RESULTS_FORMAT}
     content |= {name: description[name] for name in ("title", "task")}
-    content |= {"score": metric.name, "score_label": metric.label, "score_unit": metric.unit}
+    in_deviations = inputs.has_standardised_targets and metric.name in ("mae", "rmse")
+    label = f"{metric.label} (SD of the target)" if in_deviations else metric.label
+    content |= {"score": metric.name, "score_label": label, "score_unit": metric.unit}
     content |= {"higher_is_better": metric.higher_is_better, "level": CONFIDENCE_LEVEL}
     content |= {"rounds": description["settings"]["rounds"], "seeds": list(description["seeds"])}
     content |= {

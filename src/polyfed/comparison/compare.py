@@ -48,6 +48,7 @@ from polyfed.simulation.asynchronous.rules import FedAsync, FedBuff
 from polyfed.simulation.callbacks.callback import Callback, RecordFunction, validate_callbacks
 from polyfed.simulation.checks.clients.client_list import class_names_of, list_clients
 from polyfed.simulation.checks.clients.data_leakage import limit_leak_warnings
+from polyfed.simulation.checks.clients.table_schemas import table_preprocessors_by_part
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.monitoring.progress_argument import resolve_own_progress
 from polyfed.simulation.sampling.sampler import Sampler
@@ -334,6 +335,9 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
         lambda seed, client: group_numbers(_test_set(plan, seed, client)),
         collect_test_examples_of_folds(plan),
         plan.alpha,
+        has_standardised_targets=any(
+            part.target for part in table_preprocessors_by_part(first_client_set.clients[0].train).values()
+        ),
     )
     plan.display.show_stage("intervals")
     content = build_results(inputs, plan.criteria)

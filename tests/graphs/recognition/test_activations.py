@@ -10,26 +10,9 @@ from polyfed.graphs.architecture import ACTIVATIONS
 from polyfed.graphs.tracing import export_tracer, fx_tracer
 from polyfed.graphs.tracing.layer_flow import Root, record_layer_flow
 from polyfed.models import build
+from tests.graphs.made_networks import Net, X, line
 
-X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-
-
-class Net(nn.Module):
-    """A network whose modules and forward a test gives as they come."""
-
-    def __init__(self, forward, **modules):
-        super().__init__()
-        for name, module in modules.items():
-            self.add_module(name, module)
-        self.run = forward
-
-    def forward(self, x):
-        return self.run(self, x)
-
-
-def line(c_in=4, c_out=4):
-    return nn.Linear(c_in, c_out)
 
 
 def activations(nodes):

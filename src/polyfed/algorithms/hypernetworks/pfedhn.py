@@ -173,7 +173,7 @@ class PFedHN(
             "steps": 0,
             "seed": server.seed,
         }
-        _initial_embeddings(state)
+        _initial_embeddings(state)  # too many for the memory end here, and not in round 1
         return state
 
     @property

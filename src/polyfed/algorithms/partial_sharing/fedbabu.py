@@ -38,7 +38,7 @@ class FedBABU(ChosenHeadMethod):
         finetune_lr: learning rate of fine-tuning; None takes a tenth of the round's (polyfed's choice: the body has grown to
             suit a head of small weights, so that at the round's rate the whole network can diverge).
         head_layers: how many of the last parametric layers are the head (1, the classifier: paper). 0 leaves nothing
-            frozen: FedAvg with fine-tuning, bit for bit.
+            frozen: FedAvg with fine-tuning, bit for bit where `finetune_lr` is the round's.
         weighted: weighs clients by their number of training examples (True, polyfed's choice: as FedAvg); the authors'
             code has the plain mean.
         buffers: buffers of the body; those of the head are never sent ("local", polyfed's choice).
