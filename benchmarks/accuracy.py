@@ -20,8 +20,8 @@ from workloads import METHOD, MODEL, PATH, W1, arrays_of, clients_of
 import polyfed as pf
 from polyfed.core.errors import UserError
 from polyfed.core.nn.module_cache import initial_state
-from polyfed.core.nn.precision import check_precision
 from polyfed.core.seeds import derive_seed, torch_generator
+from polyfed.core.training.precision import check_precision
 
 ROUNDS = 5
 SAME_ORDER = "bare loop, polyfed's order of minibatches"

@@ -25,7 +25,7 @@ from workloads import METHOD, MODEL, PATH, W1, W2, arrays_of, clients_of, cpu_na
 
 import polyfed as pf
 from polyfed.core.nn.module_cache import initial_state
-from polyfed.core.nn.precision import check_precision
+from polyfed.core.training.precision import check_precision
 
 HALVES = "bare loop, half of the clients in each of 2 processes, channels-last"
 

@@ -247,7 +247,7 @@ LONG_METHODS = {
 }
 """Methods that may be longer, each with the reason."""
 METHODS = sorted(
-    file.stem for file in (SOURCE / "algorithms").glob("*/*.py") if "card: ClassVar[" in file.read_text("utf-8")
+    file.stem for file in (SOURCE / "algorithms").rglob("*.py") if "card: ClassVar[" in file.read_text("utf-8")
 )
 
 

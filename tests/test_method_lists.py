@@ -44,8 +44,8 @@ def test_every_method_of_the_registry_declares_itself(lists):
     assert [method.name for method in found] == list(REGISTRY), "run python tools/update_lists.py"
     for method in found:
         kind = REGISTRY[method.name]
-        place = f"src/polyfed/algorithms/{method.family}/{method.module}.py"
-        assert kind.__module__ == f"polyfed.algorithms.{method.family}.{method.module}"
+        place = f"src/polyfed/algorithms/{method.import_path.replace('.', '/')}.py"
+        assert kind.__module__ == f"polyfed.algorithms.{method.import_path}"
         assert kind.card.name == method.name, f"{place}: the card's name is {kind.card.name!r}"
         assert kind.card.evaluated, f"{place}: say in the card which network is evaluated"
         known = kind.__dataclass_fields__
@@ -85,7 +85,7 @@ def test_what_is_said_to_be_missing_is_missing():
 
 def test_a_new_method_is_put_into_every_list(lists):
     """With one method more, written into the texts that are there."""
-    more = [*lists.find_methods(), lists.Declared("zeta", "submodels", "zeta", "Zeta")]
+    more = [*lists.find_methods(), lists.Declared("zeta", "submodels", "submodels.zeta", "Zeta")]
     written = {name: lists.STATIC[name]((ROOT / name).read_text(encoding="utf-8"), more) for name in lists.STATIC}
     registry = written["src/polyfed/algorithms/__init__.py"]
     assert "from polyfed.algorithms.submodels.zeta import Zeta\n" in registry

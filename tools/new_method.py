@@ -216,7 +216,7 @@ def families() -> list[str]:
 
 def class_names() -> set[str]:
     """Returns the names of all classes of `algorithms`."""
-    files = (ROOT / "src/polyfed/algorithms").glob("*/*.py")
+    files = (ROOT / "src/polyfed/algorithms").rglob("*.py")
     trees = (ast.parse(file.read_text(encoding="utf-8")) for file in files)
     return {node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
 

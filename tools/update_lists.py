@@ -32,33 +32,39 @@ class Declared:
 
     Args:
         name: its name in the registry.
-        family: the folder of its file.
-        module: the name of its file, without the ending.
+        family: the folder of `algorithms` in which its file lies.
+        import_path: the path of its module below `polyfed.algorithms`, such as "personalised.mixtures.apfl".
         class_name: the name of its class.
     """
 
     name: str
     family: str
-    module: str
+    import_path: str
     class_name: str
+
+    @property
+    def module(self) -> str:
+        """Returns the name of its file, without the ending."""
+        return self.import_path.rpartition(".")[2]
 
 
 def find_methods(source: Path = SOURCE) -> list[Declared]:
-    """Finds the methods: classes in `algorithms/FAMILY/NAME.py` with a card. They are ordered by family and name. Nothing is
-    imported, since a new method is not in the registry yet.
+    """Finds the methods: classes with a card in the files below `algorithms/FAMILY`. They are ordered by family and name.
+    Nothing is imported, since a new method is not in the registry yet.
 
     Raises:
         SystemExit: two methods have one name, or a card has no name.
     """
     methods: list[Declared] = []
-    for file in sorted(source.glob("*/*.py")):
+    for file in sorted(source.glob("*/**/*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             for part in node.body if isinstance(node, ast.ClassDef) else ():
                 if isinstance(part, ast.AnnAssign) and getattr(part.target, "id", "") == "card":
                     words = {word.arg: word.value for word in getattr(part.value, "keywords", ())}
                     if not isinstance(words.get("name"), ast.Constant):
                         raise SystemExit(f'{file}: the card of {node.name} needs name="..." as a literal')
-                    methods.append(Declared(words["name"].value, file.parent.name, file.stem, node.name))
+                    path = file.relative_to(source).with_suffix("").parts
+                    methods.append(Declared(words["name"].value, path[0], ".".join(path), node.name))
     names = [method.name for method in methods]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise SystemExit(f"two methods are called {twice[0]!r}: give each card a name of its own")
@@ -72,7 +78,7 @@ def registry_module(text: str, methods: Sequence[Declared]) -> str:
     """Returns `algorithms/__init__.py` with the imports, `REGISTRY` and `__all__` of these methods."""
     by_module: dict[str, list[str]] = {}
     for method in methods:
-        by_module.setdefault(f"{method.family}.{method.module}", []).append(method.class_name)
+        by_module.setdefault(method.import_path, []).append(method.class_name)
     imports = "".join(
         f"from polyfed.algorithms.{module} import {', '.join(sorted(by_module[module]))}\n"
         for module in sorted(by_module)

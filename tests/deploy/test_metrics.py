@@ -15,7 +15,7 @@ from polyfed.core.errors import UserError
 from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_record
 from polyfed.deploy.flower.records import parse_flower_record
 from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
-from polyfed.deploy.site.node_config import build_site
+from polyfed.deploy.site.process.node_config import build_site
 from polyfed.simulation.storage.directory import read_config, read_manifest
 from polyfed.simulation.storage.predictions import predictions_parquet
 from polyfed.testing import small_clients, without_durations

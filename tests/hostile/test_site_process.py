@@ -11,7 +11,7 @@ from polyfed.algorithms import FedAvg, PFedLA
 from polyfed.deploy.flower.apps import run_deployment
 from polyfed.deploy.flower.records import parse_flower_record
 from polyfed.deploy.protocol.framing import Frame
-from polyfed.deploy.site.worker import SiteRunner
+from polyfed.deploy.site.process.worker import SiteRunner
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.testing import small_clients
 

@@ -59,7 +59,7 @@ def read_value_or_outline_without_import(module: str, name: str) -> Any:
     """Reads a module's source without importing it, and returns the value of a top-level constant, or an outline
     (fields and docstring) of a class or function.
 
-    >>> read_value_or_outline_without_import("polyfed.core.nn.precision", "Precision")
+    >>> read_value_or_outline_without_import("polyfed.core.training.precision", "Precision")
     typing.Literal['fp32', 'bf16']
     """
     node = _top_level_definitions(module).get(name)

@@ -31,8 +31,7 @@ from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.tuning.client_rounds import freeze_history_after, select_compared_rounds_of_local_runs
 from polyfed.core.algorithm import Client
 from polyfed.core.client_source import ClientSource, is_client_source
-from polyfed.core.data_warnings import collect_data_warnings
-from polyfed.core.errors import RunInterrupt, UserError
+from polyfed.core.errors import RunInterrupt, UserError, collect_data_warnings
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.examples.as_examples import as_examples

@@ -18,7 +18,8 @@ class MethodCard:
     polyfed makes.
 
     `python tools/update_lists.py` makes the registry, the lists in README and `docs/`, and the recipe `leaderboard` from
-    the cards; `polyfed list` and the tests read them. The family is the folder in which the method's file lies.
+    the cards; `polyfed list` and the tests read them. The family is the folder of `algorithms` in which the
+    method's file lies.
 
     Args:
         name: the method's name in the registry, in files and on the command line, such as "fedavg".

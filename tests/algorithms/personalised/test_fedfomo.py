@@ -9,7 +9,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import Local
-from polyfed.algorithms.personalised.fedfomo import FedFomo
+from polyfed.algorithms.personalised.mixtures.fedfomo import FedFomo
 from polyfed.core.algorithm import ClientInfo, Message, ServerContext
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state

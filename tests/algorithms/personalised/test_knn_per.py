@@ -6,7 +6,7 @@ from closed_forms import assert_equal
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, KNNPer
-from polyfed.algorithms.personalised.knn_per import _lam_of_lowest_loss
+from polyfed.algorithms.personalised.mixtures.knn_per import _lam_of_lowest_loss
 from polyfed.core.algorithm import Message
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad

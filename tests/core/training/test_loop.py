@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from polyfed.algorithms import FedAvg, FedProx, Local
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
-from polyfed.core.nn import precision
 from polyfed.core.nn.module_cache import build_module
-from polyfed.core.nn.precision import check_precision
 from polyfed.core.seeds import derive_seed, torch_generator
+from polyfed.core.training import precision
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import fit
+from polyfed.core.training.precision import check_precision
 from polyfed.models import ModelSpec
 
 

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 
-from polyfed.core.data_warnings import collect_data_warnings
+from polyfed.core.errors import collect_data_warnings
 from polyfed.data import split_table
 from polyfed.data.sources.published.heart import read_heart_table
 

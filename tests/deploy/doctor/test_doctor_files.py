@@ -274,7 +274,7 @@ SOUND = {"client-id": "north", "site": "/x/site.py", "state-dir": "/x/state"}
 
 
 def test_the_words_of_a_site_are_those_that_a_site_knows():
-    from polyfed.deploy.site import node_config
+    from polyfed.deploy.site.process import node_config
 
     assert set(NODE_CONFIG_TYPES) == node_config._KEYS | node_config._FLOWER_KEYS
 

@@ -16,7 +16,7 @@ from polyfed.core.errors import UserError
 from polyfed.deploy.privacy.accountant import compute_epsilon, record_message_and_get_epsilon
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
-from polyfed.deploy.site.node_config import build_site
+from polyfed.deploy.site.process.node_config import build_site
 from polyfed.testing import SmallNet, small_clients
 
 NOISY = ReplyProtection(clip_norm=1.0, noise_multiplier=4.0, max_epsilon=4.6)

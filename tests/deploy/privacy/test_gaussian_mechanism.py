@@ -22,7 +22,7 @@ from polyfed.deploy.privacy import gaussian_mechanism
 from polyfed.deploy.privacy.accountant import compute_epsilon
 from polyfed.deploy.privacy.gaussian_mechanism import GaussianNoise, ReplyProtection, clip_and_add_noise
 from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
-from polyfed.deploy.site.node_config import build_site
+from polyfed.deploy.site.process.node_config import build_site
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.testing import SmallNet, example_of, small_clients

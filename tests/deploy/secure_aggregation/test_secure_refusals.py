@@ -10,7 +10,7 @@ from polyfed.algorithms import PFedLA
 from polyfed.core.errors import RoundError, UserError
 from polyfed.deploy.flower.apps import client_app
 from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_record
-from polyfed.deploy.site.node_config import build_site
+from polyfed.deploy.site.process.node_config import build_site
 from polyfed.testing import small_clients
 
 

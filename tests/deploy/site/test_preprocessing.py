@@ -340,7 +340,7 @@ def test_a_site_keeps_to_the_preprocessing_that_it_began_with(tmp_path):
 def test_a_site_whose_owner_does_not_ask_for_it_sends_no_sums(play, nodes):
     (node,) = nodes([client("a", preprocess="site")]).values()
     grid = MemoryGrid({101: node})
-    from polyfed.deploy.site.node_config import build_site
+    from polyfed.deploy.site.process.node_config import build_site
 
     site = build_site(node.config)
     head = {"protocol": 6, "run": "r", "algorithm": {"name": MOMENTS_NAME}, "client": "a"}

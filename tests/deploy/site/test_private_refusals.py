@@ -15,7 +15,7 @@ from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.server.server_config import build_or_restore_server
 from polyfed.deploy.site.admission import build_allowed_algorithm
-from polyfed.deploy.site.node_config import build_site
+from polyfed.deploy.site.process.node_config import build_site
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.testing import small_clients

@@ -18,7 +18,7 @@ from polyfed.deploy.flower.records import build_flower_record, parse_flower_reco
 from polyfed.deploy.flower.supernode import SiteProcess
 from polyfed.deploy.protocol.framing import Frame, receive_frame, send_frame
 from polyfed.deploy.protocol.wire import PROTOCOL
-from polyfed.deploy.site.worker import SiteRunner
+from polyfed.deploy.site.process.worker import SiteRunner
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings

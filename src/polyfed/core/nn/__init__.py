@@ -1,1 +1,1 @@
-"""Handles networks: a cache of modules, buffers, tied weights, optimisers, precision."""
+"""Handles networks: a cache of modules, buffers, tied weights, optimisers."""

@@ -1,3 +1,3 @@
-"""Trains one client, or many clients with the same architecture at once: the training loop, its configuration and its
-losses.
+"""Trains one client, or many clients with the same architecture at once: the training loop, its configuration, its
+precision and its losses.
 """

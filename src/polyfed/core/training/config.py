@@ -18,10 +18,10 @@ from polyfed.core.io.plain_values import convert_numpy_fields_in_place
 from polyfed.core.io.validation import field_types
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.optimizers import check_optimizer
-from polyfed.core.nn.precision import Precision
 from polyfed.core.privacy.options import Privacy
 from polyfed.core.task import Loss
 from polyfed.core.training.losses import ClassWeights, build_loss
+from polyfed.core.training.precision import Precision
 
 Schedule = Literal["constant", "cosine", "exponential"]
 

@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.core.data_warnings import warn_of_data
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.io.number_format import format_row_numbers
 from polyfed.core.task import DEFAULT_TASK, Task, TaskSpec, get_task
 from polyfed.data.formats.files import Table

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.core.data_warnings import warn_of_data
+from polyfed.core.errors import warn_of_data
 from polyfed.data.formats.files import Table
 from polyfed.data.tabular.columns import has_identifier_name
 from polyfed.data.tabular.table_reader import (

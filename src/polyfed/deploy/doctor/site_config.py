@@ -20,7 +20,7 @@ NODE_CONFIG_TYPES: Mapping[str, type | tuple[type, ...]] = {
     "noise-multiplier": (int, float), "delta": (int, float), "max-epsilon": (int, float), "partition-id": int,
     "num-partitions": int,
 }  # fmt: skip
-"""The keys that `polyfed.deploy.site.node_config` knows, and Flower's own, with their types."""
+"""The keys that `polyfed.deploy.site.process.node_config` knows, and Flower's own, with their types."""
 _PAIR = re.compile(r"(\S+?)=('[^']*'|\"[^\"]*\"|\S+)")  # the pattern that Flower uses
 
 

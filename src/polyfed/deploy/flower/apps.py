@@ -19,7 +19,7 @@ from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, Envelope
 from polyfed.deploy.server.look import look_at_data
 from polyfed.deploy.server.preprocessing import compute_common_preprocessing_with_sites
 from polyfed.deploy.server.server_config import build_or_restore_server
-from polyfed.deploy.site.node_config import answer_or_refuse_message, build_site
+from polyfed.deploy.site.process.node_config import answer_or_refuse_message, build_site
 from polyfed.simulation.monitoring.progress import LineProgress, Progress
 from polyfed.simulation.results.run import Run
 

@@ -4,8 +4,9 @@
 
 Flower's own SuperNode starts a process for each message, which imports Flower, torch and polyfed and loads the site's data,
 and installs the app that the server sent. This one connects to the SuperLink with Flower's client of the fleet interface,
-and passes messages to the site's process (`polyfed.deploy.site.worker`) over a pair of sockets. It neither requests nor
-executes the app, and listens on no port. If the site's process dies, the server is notified at once, and another is started.
+and passes messages to the site's process (`polyfed.deploy.site.process.worker`) over a pair of sockets. It neither requests
+nor executes the app, and listens on no port. If the site's process dies, the server is notified at once, and another
+is started.
 
 This uses parts of Flower that are not public. They are checked at the start (`import_private_flower_functions`). If they
 differ, or on Windows, or with options that only Flower's SuperNode has, or with POLYFED_SITE_PROCESS=off in the

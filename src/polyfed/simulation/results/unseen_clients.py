@@ -27,13 +27,13 @@ from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.contiguous import contiguous_message
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.module_cache import build_module, cached_module, fill_module, initial_state
-from polyfed.core.nn.precision import check_precision
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
 from polyfed.core.state_dict import StateDict
 from polyfed.core.task import DEFAULT_TASK, Task, TaskSpec
 from polyfed.core.training.client_loss import training_loss_without_penalties
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import fit
+from polyfed.core.training.precision import check_precision
 from polyfed.data.partitioning.allocation import draw_stratified_rows
 from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.engines.base import move_clients_to_device

@@ -15,8 +15,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import metric_path_or_name, resolve_metrics
 from polyfed.core.examples.examples import Examples
 from polyfed.core.nn.module_cache import cached_module
-from polyfed.core.nn.precision import check_precision
 from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.precision import check_precision
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.graphs.contraction import ContractionOptions

@@ -15,8 +15,7 @@ from polyfed.cli.commands.compare.answer_lines import print_next_commands
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.capabilities import describe_evaluated_network
-from polyfed.core.data_warnings import collect_data_warnings
-from polyfed.core.errors import ClientError, RoundError, UserError
+from polyfed.core.errors import ClientError, RoundError, UserError, collect_data_warnings
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.io.atomic_files import create_private_folder_if_missing

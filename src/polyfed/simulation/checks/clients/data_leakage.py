@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.algorithm import Client
-from polyfed.core.data_warnings import warn_of_data
+from polyfed.core.errors import warn_of_data
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.groups import group_id_of_each_row, is_alone
 from polyfed.core.examples.pytree import named_leaves

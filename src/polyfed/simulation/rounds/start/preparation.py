@@ -13,8 +13,8 @@ from polyfed.core.evaluation.metrics import metric_path_or_name, resolve_metrics
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full
-from polyfed.core.nn.precision import check_precision
 from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.precision import check_precision
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.clients.client_list import list_clients

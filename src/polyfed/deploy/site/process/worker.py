@@ -29,7 +29,7 @@ from polyfed.core.algorithm import Client
 from polyfed.deploy.logs import send_logs_to_stderr
 from polyfed.deploy.protocol.framing import BrokenStreamError, Frame, FrameError, receive_frame, send_frame
 from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, Envelope, PackedEnvelope, pack_envelope, parse_head
-from polyfed.deploy.site.node_config import answer_or_refuse_message, build_site
+from polyfed.deploy.site.process.node_config import answer_or_refuse_message, build_site
 from polyfed.deploy.site.site import Site
 
 _FRESH_SECONDS = 300.0  # the largest age of a run's data when the run begins

@@ -1,0 +1,1 @@
+"""Builds a site from its configuration, and runs its long-lived process."""
