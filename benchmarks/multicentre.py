@@ -2,24 +2,26 @@
 
     python benchmarks/multicentre.py list
     python benchmarks/multicentre.py run [--only heart,brca] [--data FOLDER] [--work DIR]     all without --only
+    python benchmarks/multicentre.py join [--only heart,brca] [--data FOLDER] [--work DIR]    rows of new methods
     python benchmarks/multicentre.py page                                docs/multicentre.md, from the results
 
 A federation is one call of `pf.compare` with `folds=5`: every example of a site is tested once per repeat, learning rates of
 all methods are searched on validation examples, and simple models of each site alone are compared too. Runs are in --work
 (runs/multicentre); what is finished is not repeated, and what was stopped goes on. Results are in
 benchmarks/results/multicentre, one file a federation. `multicentre_sites.py` builds the federations, and docs/multicentre.md
-says where their data are from.
+says where their data are from. `join` compares the methods of `NEWCOMERS` with `local` on the same sites, folds and seeds,
+and puts their rows under `joined` into the results that are there. Their gains are over the `local` of that comparison; the
+answers stay those of the first one.
 """
 
 import argparse
 import json
 import os
-import time
 from pathlib import Path
 
 import multicentre_page
 import torch
-from multicentre_sites import FEDERATIONS
+from multicentre_sites import FEDERATIONS, newcomers
 
 import polyfed as pf
 
@@ -75,35 +77,52 @@ def condensed(found, federation):
     }  # fmt: skip
 
 
-def run(name, data, work):
+def compare(name, federation, methods, out):
+    """Runs the comparison in `out`; returns its results and the minutes of a core of all calls there together."""
     torch.set_num_threads(1)
-    federation = FEDERATIONS[name](data)
-    out, began = work / name, sum(os.times()[:4])
-    load, start = os.getloadavg()[0], time.time()
-    found = pf.compare(
-        federation.clients, federation.methods, folds=FOLDS, parallel=1, engine="inprocess", quiet=True, out=out,
-        title=name, **federation.settings,
+    began = sum(os.times()[:4])
+    results = pf.compare(
+        federation.clients, methods, folds=FOLDS, parallel=1, engine="inprocess", quiet=True, out=out, title=name,
+        **federation.settings,
     ).results  # fmt: skip
     minutes = (sum(os.times()[:4]) - began) / 60
-    spent = out / "minutes.json"  # of all calls that came to an end, together
+    spent = out / "minutes.json"
     minutes += json.loads(spent.read_text()) if spent.exists() else 0.0
     spent.write_text(json.dumps(minutes))
-    content = {
-        "federation": name,
-        "minutes": round(minutes, 1),
-        "load": round(load, 1),
-        **condensed(found, federation),
-    }
+    print(f"{name}: {minutes:.1f} minutes of a core", flush=True)
+    return results, minutes
+
+
+def save(name, content):
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(
         json.dumps(rounded(content), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
     )
-    print(f"{name}: {minutes:.1f} minutes of a core, {(time.time() - start) / 60:.1f} in all", flush=True)
+
+
+def run(name, data, work):
+    federation, load = FEDERATIONS[name](data), os.getloadavg()[0]
+    results, minutes = compare(name, federation, federation.methods, work / name)
+    content = condensed(results, federation)
+    save(name, {"federation": name, "minutes": round(minutes, 1), "load": round(load, 1), **content})
+
+
+def join(name, data, work):
+    """Adds the rows of new methods to the committed results of a federation."""
+    content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    federation, load = FEDERATIONS[name](data), os.getloadavg()[0]
+    results, minutes = compare(name, federation, newcomers(federation.methods), work / f"{name}-joined")
+    joined = condensed(results, federation)
+    if joined["sites"] != content["sites"] or joined["rounds"] != content["rounds"]:
+        raise SystemExit(f"{name}: sites or rounds are not those of {RESULTS / name}.json; run it again")
+    same = ("best", "skipped", "failed", "tuning", "convergence", "methods")
+    rows = {key: joined[key] for key in same}
+    save(name, content | {"joined": {"minutes": round(minutes, 1), "load": round(load, 1), **rows}})
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("list", "run", "page"))
+    parser.add_argument("what", choices=("list", "run", "join", "page"))
     parser.add_argument("--only", default=",".join(FEDERATIONS), help="federations, with commas between")
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--work", type=Path, default=Path("runs/multicentre"))
@@ -115,7 +134,10 @@ def main():
     if strange := set(names) - set(FEDERATIONS):
         parser.error(f"no {', '.join(sorted(strange))} there; there are {', '.join(FEDERATIONS)}")
     for name in names:
-        print(name) if asked.what == "list" else run(name, asked.data, asked.work)
+        if asked.what == "list":
+            print(name)
+        else:
+            (run if asked.what == "run" else join)(name, asked.data, asked.work)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,11 @@ How it was measured:
   Cox regression with a ridge penalty, ridge regression, gradient boosting). Better is positive. Intervals hold together in 95 of 100 comparisons. The best
   federated method is chosen by validation examples, among those that had converged; another may have the best mean in a table. Rows "pooled data" are of
   the first fold alone, and not compared.
+- Methods with a **+** joined later, in a comparison of their own with `local` on the same sites, folds and seeds. Their gains are over that `local`, and their
+  intervals hold together with each other. The answers are about the methods without a +.
 - Sites with different networks are federations of their own: `flha_ghn` and `fedhenn` take them, the methods for one architecture do not. Where FedHeNN needs public
   examples, 5 % of the rows (10 % of the images) are no site's there, and a table's scale is that of all sites.
-- The whole had a budget of 90 minutes of one core, decided beforehand, so that networks are small, rounds 15 to 30, and the search is of the learning rate alone. "Not decided" says
+- The first comparisons had a budget of 90 minutes of one core, decided beforehand, so that networks are small, rounds 15 to 30, and the search is of the learning rate alone. "Not decided" says
   nothing against a method at other sizes.
 
 Data: UCI Heart Disease (Janosi, Steinbrunn, Pfisterer, Detrano 1988; CC BY 4.0) ships with polyfed. TCGA-BRCA is read as `owkin/FLamby` publishes it (`brca.csv`,
@@ -88,6 +90,12 @@ def read(folder):
     return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()}
 
 
+def all_methods(found):
+    """Rows of the methods compared first and of those that joined later, but for the `local` of the latter."""
+    joined = found.get("joined", {"methods": {}})["methods"]
+    return {**joined, **found["methods"]}
+
+
 def alone(found):
     """The best that the sites have alone, in the mean: its label and its mean."""
     rivals = {
@@ -128,18 +136,15 @@ def methods_table(found):
         "|---|---|---|---|",
     ]
     sign = -1 if found["higher_is_better"] else 1
-    ranked = sorted(found["methods"].items(), key=lambda pair: sign * pair[1]["mean"])
+    methods = all_methods(found)
+    ranked = sorted(methods.items(), key=lambda pair: sign * pair[1]["mean"])
     simple = sorted(found["references"].items(), key=lambda pair: sign * (pair[1]["mean"] or 0))
     for label, one in [*ranked, *simple]:
         verdicts = [site.get("verdict") for site in one["sites"].values()]
-        sites = (
-            f"{verdicts.count('gains')}, {verdicts.count('loses')}"
-            if label in found["methods"] and label != "local"
-            else ""
-        )
+        sites = f"{verdicts.count('gains')}, {verdicts.count('loses')}" if label in methods and label != "local" else ""
         kind = (
-            f"`{label}`"
-            if label in found["methods"]
+            f"`{label}`{'' if label in found['methods'] else ' +'}"
+            if label in methods
             else f"{label.replace('_', ' ')}, {'pooled data' if label.startswith('pooled') else 'alone'}"
         )
         gain = "" if label == "local" else with_interval(one["gain"], one["gain_interval"], unit, True)
@@ -179,10 +184,11 @@ def sites_table(found):
 def section(name, found):
     title, text = SECTIONS[name]
     repeats = found["fold_repeats"] or 1
+    minutes = found["minutes"] + found.get("joined", {"minutes": 0})["minutes"]
     runs = f"{found['folds']} folds" + (f" × {repeats} repeats" if repeats > 1 else "")
     parts = [
         f"## {title}",
-        f"{text} {runs}, {found['rounds']} rounds, {found['minutes']:g} minutes of a core.",
+        f"{text} {runs}, {found['rounds']} rounds, {minutes:.1f} minutes of a core.",
         methods_table(found),
     ]
     parts += ["\n".join(f"- {sentence}" for sentence in found["verdicts"] if sentence.startswith("mean over"))]
@@ -196,7 +202,10 @@ def section(name, found):
         for why, labels in reasons.items()
     ]
     notes += [f"- Failed: `{label}`: {why}" for label, why in found["failed"].items()]
-    slow = [f"`{label}`" for label, one in found["convergence"].items() if one["converged"] is False]
+    joined = found.get("joined", {"failed": {}, "skipped": {}, "convergence": {}})
+    notes += [f"- Failed: `{label}`: {why}" for label, why in joined["failed"].items()]
+    both = {**joined["convergence"], **found["convergence"]}
+    slow = [f"`{label}`" for label, one in both.items() if one["converged"] is False]
     notes += [f"- Still learning after the last round: {', '.join(slow)}."] if slow else []
     parts += ["\n".join(notes)] if notes else []
     parts += [published.TABLES[name]] if name in published.TABLES else []
@@ -225,7 +234,7 @@ def decided(results):
     """A line for each method whose gain over training alone is decided in the mean of a federation."""
     lines = []
     for name, found in results.items():
-        for label, one in found["methods"].items():
+        for label, one in all_methods(found).items():
             if (
                 label != "local"
                 and one["gain_interval"]
@@ -245,7 +254,7 @@ def missing(results):
 
 def write(folder, docs):
     results = read(folder)
-    minutes = sum(found["minutes"] for found in results.values())
+    minutes = sum(found["minutes"] + found.get("joined", {"minutes": 0})["minutes"] for found in results.values())
     spent = f"These {len(results)} took {minutes:.0f} minutes of a core of a busy machine."
     parts = [
         HEAD.rstrip(),

@@ -50,6 +50,21 @@ def several_networks(training: dict[str, Any], public: Any) -> dict[str, Any]:
     return methods | ({"fedhenn": a.FedHeNN(**training, rad_size=size)} if size else {})
 
 
+NEWCOMERS = {  # methods that joined after the federations had been run, by whether all sites have one architecture
+    True: ("afl", "fedbabu", "feddbe", "fednova", "fedper", "fedrod", "gpfl", "qfedavg"),
+    False: ("fedgen", "fedl2g", "fedmrl", "takfl"),
+}
+
+
+def newcomers(methods: dict[str, Any]) -> dict[str, Any]:
+    """Training alone and the methods that are new beside these, with the training of `local`."""
+    local = methods["local"]
+    training = {key: getattr(local, key) for key in ("lr", "local_epochs", "batch_size")}
+    return {"local": local} | {
+        label: pf.algorithms.get(label)(**training) for label in NEWCOMERS["fedavg" in methods] if label not in methods
+    }
+
+
 def perceptrons(sites: pf.data.ClientTables, hidden: Any = None) -> list[pf.Client]:
     """Clients with one perceptron of these hidden layers; with those of `NETWORKS` in turn if none are given."""
     names = [part.id for part in sites.client_data]

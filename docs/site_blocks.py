@@ -7,9 +7,11 @@ pages, so that they can be read in the repository, and a test finds a page that 
 
 import json
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from tabulate_defaults import SHARED, own_fields, source
 
@@ -18,6 +20,7 @@ from polyfed.core.declared_words import REQUIREMENTS
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
+sys.path.append(str(ROOT / "benchmarks"))  # titles of federations
 BENCHMARKS = "benchmarks.md"
 COMPARED = ("local", "fedavg")  # rows to compare a method with
 MACHINE = ("What grows with", "A deployment over")  # sections about a machine, not about what a method reaches
@@ -95,9 +98,50 @@ def picture(name: str) -> str:
     return ""
 
 
+def tabulate_gains(name: str) -> str:
+    """Returns a table with a method's score and gain over training alone in each federation of the leaderboard and of the
+    real sites; "" if there is none, and for training alone itself."""
+    from leaderboard_titles import FEDERATIONS, REGIMES
+    from multicentre_page import SECTIONS
+
+    pages = [
+        ("leaderboard", "leaderboard/federations.md", {**FEDERATIONS, **REGIMES}),
+        ("multicentre", "multicentre.md", {key: title for key, (title, _) in SECTIONS.items()}),
+    ]
+    rows = []
+    for folder, page, titles in pages:
+        for federation, title in titles.items():
+            file = ROOT / "benchmarks" / "results" / folder / f"{federation}.json"
+            if not file.exists():
+                continue
+            measured = json.loads(file.read_text(encoding="utf-8"))
+            methods = {**measured.get("joined", {}).get("methods", {}), **measured["methods"]}
+            if name not in methods:
+                continue
+            scale, digits = (100, 1) if measured.get("score_unit", measured.get("unit")) == "%" else (1, 3)
+            alone, score = (f"{scale * methods[label]['mean']:.{digits}f}" for label in ("local", name))
+            gain = _gain_over_local(methods[name])
+            texts = [f"{scale * value:+.{digits}f}".replace("-", "−") for value in gain]
+            shown = f"{texts[0]} ({texts[1]} to {texts[2]})" if gain else ""
+            label = measured.get("score_label", measured["score"])
+            rows.append(f"| [{title}](../{page}) | {label} | {alone} | {score} | {shown} |")
+    if not rows or name == "local":
+        return ""
+    head = ["| federation | score | alone | this method | gain (95 %) |", "|---|---|---|---|---|"]
+    return "\n".join(["**Over training alone, in every federation in which it was measured**", "", *head, *rows])
+
+
+def _gain_over_local(row: Mapping[str, Any]) -> list[float]:
+    """Returns a method's gain over training alone and its interval, empty if unknown."""
+    if "against" in row:
+        gain = row["against"].get("local") or {}
+        return [gain[key] for key in ("gain", "low", "high")] if gain else []
+    return [row["gain"], *row["gain_interval"]] if row.get("gain_interval") else []
+
+
 def results(name: str) -> str:
-    """The curve of a method, and the tables of benchmarks/README.md in which it stands: its rows and those of `COMPARED`,
-    below what introduces the table."""
+    """The curve of a method, its gains over training alone, and the tables of benchmarks/README.md in which it stands: its
+    rows and those of `COMPARED`, below what introduces the table."""
     found: list[str] = []
     for title, introduced, header, rows in benchmark_tables():
         owners = _owners(rows)
@@ -115,11 +159,14 @@ def results(name: str) -> str:
         before = [introduced, ""] if introduced else []
         found.append("\n".join([f"**{plain}**{script}", "", *before, header, ruled, *kept]))
     drawn = [drawing] if (drawing := picture(name)) else []
-    if not found and not drawn:
+    gains = [table] if (table := tabulate_gains(name)) else []
+    if not found and not drawn and not gains:
         return "No script in `benchmarks/` has measured it yet."
+    if not found:
+        return "\n\n".join([*drawn, *gains])
     measured = "[Measured](../../benchmarks/README.md)"
     about = f"Rows of the tables in {measured}, which says how each was made and what it does not show."
-    return "\n\n".join([*drawn, about, *found])
+    return "\n\n".join([*drawn, *gains, about, *found])
 
 
 def benchmark_tables() -> Iterator[tuple[str, str, str, list[str]]]:
