@@ -45,7 +45,7 @@ def test_its_clients(clients):
 @pytest.mark.thorough
 def test_networks_are_as_good_as_logistic_regression(clients):
     run = pf.federate(clients, pf.algorithms.Local(lr=0.05, batch_size=16, local_epochs=2), rounds=20, workers=0)
-    (logistic,) = (r.outputs for r in fit_client_references(clients) if r.name == "logistic_regression")
+    (logistic,) = (r.outputs for r in fit_client_references(clients)[0] if r.name == "logistic_regression")
     for client in clients:
         assert auc(predict(run.model(client.id), client.test), client) > 0.95
         assert auc(logistic[client.id], client) > 0.95

@@ -36,6 +36,7 @@ from polyfed.simulation.experiment import build_experiment
 from polyfed.simulation.storage.configuration import restore_settings_and_method
 from polyfed.simulation.storage.directory import describe_changed_files_of_run, read_config, read_manifest, read_metrics
 from polyfed.simulation.storage.predictions import prediction_store as predictions
+from polyfed.simulation.storage.predictions import predictions_parquet
 from polyfed.testing import small_clients
 
 NUMBERS = (0, -1, 3, 2**62, 10**400, 1.5, -0.0, 1e308, math.inf, -math.inf, math.nan)
@@ -222,7 +223,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
         file = predictions._predictions_file(run, "client-000")
         assert file.exists()
         for split in ("test", "val"):
-            for number in predictions.list_predicted_rounds(run, "client-000", split=split):
+            for number in predictions_parquet.list_rounds_in_file(file, split):
                 predictions.read_predictions(run, "client-000", split=split, round=number)
         shown(run)
 

@@ -47,9 +47,7 @@ def test_layers_of_the_gnn_are_equation_2():
     graph = chain(A, B, "add", A, edges=((0, 1), (0, 2), (1, 2), (2, 3)))
     ghn, form = ghn_of(graph, depth=3, latent=5)
     tensors = graph_to_tensors(graph, form.catalogue, CPU)
-    assert tensors.features.argmax(1).tolist() == [
-        form.catalogue.feature_column_index(node.type) for node in graph.nodes
-    ]
+    assert tensors.features.argmax(1).tolist() == [form.catalogue.node_types.index(node.type) for node in graph.nodes]
     h = list(tensors.features)
     for layer in ghn.gnn:
         root, neighbours, bias = layer.lin_root.weight, layer.lin_rel.weight, layer.lin_rel.bias

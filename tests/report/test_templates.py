@@ -19,7 +19,7 @@ EVIL = "</td><script>alert('1')</script>\"&"
 def test_texts_are_escaped_and_markup_is_not():
     chart = Markup("<svg></svg>")
     for html in (
-        html_table(EVIL, [EVIL], [[EVIL, EVIL]], bold=[{1}]),
+        html_table(EVIL, [EVIL], [[EVIL, EVIL]]),
         html_figure(chart, EVIL, html_table(EVIL, [EVIL], [[EVIL, EVIL]])),
         html_figure(EVIL, EVIL, EVIL),
         html_dropdown_panels("k", EVIL, {EVIL: EVIL, "b": chart}),

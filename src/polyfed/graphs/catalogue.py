@@ -26,8 +26,6 @@ class LayerCatalogue:
     >>> catalogue = LayerCatalogue((line, conv, conv))
     >>> [t.kind for t in catalogue.types], len(catalogue.node_types)
     (['conv2d', 'linear'], 5)
-    >>> catalogue.feature_column_index("add"), catalogue.feature_column_index(line)
-    (0, 4)
     """
 
     types: tuple[LayerType, ...]
@@ -46,18 +44,6 @@ class LayerCatalogue:
         the layer types.
         """
         return (*NODE_MARKS, *self.types)
-
-    def feature_column_index(self, kind: NodeMark | LayerType) -> int:
-        """Returns the column of a node type in the one-hot node features X; raises a `UserError` if the catalogue lacks
-        the type.
-
-        Raises:
-            UserError: the type is not in the catalogue.
-        """
-        try:
-            return self.node_types.index(kind)
-        except ValueError:
-            raise UserError(f"{kind} is not in the layer catalogue of {len(self.types)} types") from None
 
     def write_yaml(self, path: str | Path, graph: str = "layers_and_norms") -> None:
         """Writes the catalogue to a YAML file for all sites of a deployment, together with `graph`, the method's field

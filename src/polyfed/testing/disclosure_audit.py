@@ -62,14 +62,12 @@ class IdentityWithCounters(nn.Module):
         return x
 
 
-def audit_network(
-    width: int = 8, depth: int = 1, norm: bool = True, inputs: int = 6, outputs: int = 3, tied: bool = True
-) -> nn.Module:
+def audit_network(width: int = 8, depth: int = 1, norm: bool = True, tied: bool = True) -> nn.Module:
     """Builds a small network with hidden layers of one width, with or without normalisation layers.
 
     `tied` adds two layers that share their weight.
     """
-    sizes, layers = [inputs, *[width] * depth], list[nn.Module]([IdentityWithCounters()])
+    sizes, layers = [6, *[width] * depth], list[nn.Module]([IdentityWithCounters()])
     for k in range(depth):
         norms = [nn.BatchNorm1d(width), nn.LayerNorm(width)] if norm else []
         layers += [nn.Linear(sizes[k], sizes[k + 1]), *norms, nn.ReLU()]
@@ -77,7 +75,7 @@ def audit_network(
         source_layer, tied_layer = nn.Linear(width, width), nn.Linear(width, width)
         tied_layer.weight = source_layer.weight
         layers += [source_layer, nn.ReLU(), tied_layer]
-    return nn.Sequential(*layers, nn.Linear(width, outputs))
+    return nn.Sequential(*layers, nn.Linear(width, 3))
 
 
 def wide_network() -> nn.Module:
@@ -113,19 +111,19 @@ NETWORK_VARIANTS: Mapping[str, Architecture] = {
 }
 
 
-def build_audit_clients(model: Architecture | None = audit_network, image: bool = False) -> list[Client]:
+def build_audit_clients(image: bool = False) -> list[Client]:
     """Builds the four clients of the audit, with 24 random training examples each.
 
     The others have between them every network that the first may change to, so that the change brings no new network into
     the federation.
     """
     generator, clients = torch_generator(11), []
-    models = [model, *NETWORK_VARIANTS.values()] if model is audit_network and not image else [model] * 4
+    models = [None] * 4 if image else [audit_network, *NETWORK_VARIANTS.values()]
     for k, factory in enumerate(models):
         y = torch.arange(30) % 3
         x = torch.randn(30, 36 if image else 6, generator=generator) + y[:, None]
         x = x.view(30, 1, 6, 6) if image else x
-        clients.append(Client(f"site-{k}", None if image else factory, (x[:24], y[:24]), (x[24:], y[24:])))
+        clients.append(Client(f"site-{k}", factory, (x[:24], y[:24]), (x[24:], y[24:])))
     return clients
 
 

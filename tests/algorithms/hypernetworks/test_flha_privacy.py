@@ -38,5 +38,5 @@ def test_one_reply_tells_the_edges_of_a_graph_without_repeated_types():
         used = [c for c in range(own.shape[1]) if own[:, c].any()]
         found = torch.linalg.lstsq(own[:, used], following).solution.round(decimals=1)
         told = {(c, used[k]) for k in range(len(used)) for c in range(own.shape[1]) if found[k, c] > 0.5}
-        types = [catalogue.feature_column_index(node.type) for node in graph.nodes]
+        types = [catalogue.node_types.index(node.type) for node in graph.nodes]
         assert told == {(types[u], types[v]) for u, v in graph.edges}

@@ -9,7 +9,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.comparison.references import simple_models
-from polyfed.comparison.references.reference_models import fit_client_references_with_notes
+from polyfed.comparison.references.reference_models import fit_client_references
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.data.partitioning.resplit import resplit_clients
 from polyfed.tasks.simple_models import linear_models
@@ -39,7 +39,7 @@ def test_simple_models_of_each_dealing_take_part_in_the_answers(tmp_path, words)
     content = pf.compare(clients, ["fedavg"], **QUICK, **words, metrics=["auc"], out=tmp_path / "c").results
     dealt = [clients, clients] if "seeds" in words else resplit_clients(clients, 2)
     for seed, of_seed in zip(("0", "1"), dealt, strict=True):
-        for one in fit_client_references_with_notes(of_seed, seed=0)[0]:
+        for one in fit_client_references(of_seed, seed=0)[0]:
             runs = content["references"][one.name]["runs"][seed]
             assert runs == {c.id: METRICS["auc"](one.outputs[c.id], c.test.labels) for c in of_seed}
     logistic = content["references"]["logistic_regression"]
@@ -78,12 +78,12 @@ def test_images_have_the_constant_alone_and_that_is_said():
 def test_thousands_of_labels_and_rows_are_bounded(monkeypatch):
     y = (torch.rand(30, 300) > 0.5).float()
     many = pf.Client("north", None, (torch.rand(30, 4), y), (torch.rand(5, 4), y[:5]), task="multilabel")
-    found, left_out = fit_client_references_with_notes([many])
+    found, left_out = fit_client_references([many])
     assert [one.name for one in found] == ["majority"]
     assert left_out[0].startswith("There are more than 200 labels")
     monkeypatch.setattr(simple_models, "_EXAMPLES", 25)
     monkeypatch.setattr(simple_models, "_FEW", 25)
-    (_, line, trees), _ = fit_client_references_with_notes(sites(1))
+    (_, line, trees), _ = fit_client_references(sites(1))
     assert line.sentence.endswith("of these at most 25")
     assert trees.sentence.endswith("of these at most 25")
 
@@ -95,7 +95,7 @@ def test_of_more_labels_than_ten_one_penalty_is_chosen(monkeypatch):
     for labels, times in ((3, 3), (12, 1)):
         y = (torch.rand(40, labels) > 0.5).float()
         y[:2] = torch.tensor([[0.0], [1.0]])
-        fit_client_references_with_notes([pf.Client("north", None, (x, y), (x[:5] + 1, y[:5]), task="multilabel")])
+        fit_client_references([pf.Client("north", None, (x, y), (x[:5] + 1, y[:5]), task="multilabel")])
         assert len(chosen) == times
         chosen.clear()
 
@@ -112,7 +112,7 @@ def test_rows_of_one_group_stay_together_where_a_penalty_is_chosen(task):
 
     def sure(group):
         train = pf.Examples(x, y, columns={"patient": who.tolist()}, group=group)
-        (_, line, *_), _ = fit_client_references_with_notes([pf.Client("north", None, train, test, task=task)])
+        (_, line, *_), _ = fit_client_references([pf.Client("north", None, train, test, task=task)])
         return float(line.outputs["north"].std())
 
     assert sure("patient") < 0.7 * sure(None)

@@ -176,7 +176,7 @@ def test_the_graph_of_a_site_cannot_be_read_from_its_messages(tmp_path, secure_g
     LayerCatalogue.from_graphs(map(graph_of_client, clients)).write_yaml(tmp_path / "catalogue.yaml")
     method = FLHAGHN(lr=0.01, graph="layers_and_norms", catalogue=str(tmp_path / "catalogue.yaml"))
     graph, catalogue = graph_of_client(clients[0]), LayerCatalogue.read_yaml(method.catalogue)
-    types = [catalogue.feature_column_index(node.type) for node in graph.nodes]
+    types = [catalogue.node_types.index(node.type) for node in graph.nodes]
     for case in ("plain", "masked", "without masks"):
         secure, consent = case != "plain", {"allow-disclosure": case == "plain"}
         if case == "without masks":

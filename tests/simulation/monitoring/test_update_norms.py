@@ -24,9 +24,9 @@ from polyfed.simulation.monitoring.progress import LineProgress
 from polyfed.simulation.monitoring.update_norms import (
     describe_diverged_losses,
     describe_round_warnings,
+    measure_update,
     norms_by_client,
     outlier_norm_ratios,
-    update_norm,
 )
 from polyfed.testing import small_clients, without_durations
 
@@ -137,11 +137,11 @@ def test_integer_tensors_scalars_and_half_numbers():
     sent = Message(
         {"model": {"w": torch.tensor([6e4], dtype=torch.float16), "n": torch.tensor(10**6)}}, {"train_loss": 9.0}
     )
-    assert update_norm(sent, down) == pytest.approx(1.2e5, rel=1e-3)
-    assert update_norm(Message({"model": {"n": torch.tensor(5)}}), down) is None
+    assert measure_update(sent, down).norm == pytest.approx(1.2e5, rel=1e-3)
+    assert measure_update(Message({"model": {"n": torch.tensor(5)}}), down).norm is None
     # Adapters of a lower rank are the first components of what came down.
     down, sent = torch.ones(3, 2), torch.full((1, 2), 4.0)
-    assert update_norm(Message({"m": {"a": sent}}), Message({"m": {"a": down}})) == pytest.approx(18**0.5)
+    assert measure_update(Message({"m": {"a": sent}}), Message({"m": {"a": down}})).norm == pytest.approx(18**0.5)
 
 
 @pytest.mark.thorough

@@ -17,15 +17,15 @@ from polyfed.comparison.storage.comparison_directory import DESCRIPTION, Compari
 from polyfed.data.partitioning.folds import Folds
 
 
-def error_rates_of_looks(looks: int, alpha: float = ALPHA) -> list[float]:
+def error_rates_of_looks(looks: int) -> list[float]:
     """Returns the error rate for each of several looks at growing results, so that the rates of all looks add up to
-    `alpha`.
+    `ALPHA`.
 
     >>> [round(rate, 3) for rate in error_rates_of_looks(4)]
     [0.0, 0.004, 0.014, 0.022]
     """
     normal = NormalDist()
-    bound = normal.inv_cdf(1 - alpha / 2)
+    bound = normal.inv_cdf(1 - ALPHA / 2)
     spent = [2 * (1 - normal.cdf(bound / math.sqrt(look / looks))) for look in range(1, looks + 1)]
     return [now - before for before, now in zip([0.0, *spent], spent, strict=False)]
 

@@ -12,7 +12,7 @@ import numpy as np
 from polyfed.algorithms import Local
 from polyfed.comparison.execution.process_pool import default_parallel_runs
 from polyfed.comparison.plan import ComparisonPlan, Method, RunSpec, execute_or_load_runs
-from polyfed.comparison.references.reference_models import fit_client_references_with_notes
+from polyfed.comparison.references.reference_models import fit_client_references
 from polyfed.comparison.statistics.cross_validation.fold_differences import FoldDifferences, difference_over_folds
 from polyfed.comparison.statistics.cross_validation.fold_influence import score_folds
 from polyfed.comparison.statistics.power import (
@@ -122,7 +122,7 @@ def _seconds_of_simple_models(plan: ComparisonPlan) -> float:
     if not plan.with_references or not clients:
         return 0.0
     start = time.monotonic()
-    fit_client_references_with_notes(clients[:_PILOT_CLIENTS], seed=plan.seeds[0])
+    fit_client_references(clients[:_PILOT_CLIENTS], seed=plan.seeds[0])
     return (time.monotonic() - start) * len(clients) / len(clients[:_PILOT_CLIENTS])
 
 

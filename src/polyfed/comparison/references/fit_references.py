@@ -19,7 +19,7 @@ from polyfed.algorithms import Local
 from polyfed.comparison.execution.process_pool import default_parallel_runs, run_in_processes
 from polyfed.comparison.plan import ComparisonPlan, Method
 from polyfed.comparison.references.reference_models import (
-    fit_client_references_with_notes,
+    fit_client_references,
     fit_pooled_references,
     train_pooled_reference,
 )
@@ -134,7 +134,7 @@ def _fit_all_seeds(plan: ComparisonPlan, seeds: Sequence[int]) -> dict[int, dict
 
 def _fit_one_seed(clients: Sequence[Client], seed: int) -> dict[str, Any]:
     """Fits the simple models of all clients; returns plain data, which passes between processes as JSON."""
-    models, left_out = fit_client_references_with_notes(clients, seed=seed)
+    models, left_out = fit_client_references(clients, seed=seed)
     packed = {
         model.name: base64.b64encode(serialize_state({c.encode().hex(): o for c, o in model.outputs.items()})).decode()
         for model in models

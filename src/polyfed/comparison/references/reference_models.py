@@ -56,9 +56,10 @@ class ReferenceModel:
                 )
 
 
-def fit_client_references(clients: Sequence[Client], *, seed: int = 0) -> list[ReferenceModel]:
+def fit_client_references(clients: Sequence[Client], *, seed: int = 0) -> tuple[list[ReferenceModel], tuple[str, ...]]:
     """Fits models that need no network on each client's own data: a constant and, if the inputs are rows of numbers,
-    simple models such as ridge regression. Returns one `ReferenceModel` of each kind.
+    simple models such as ridge regression. Returns one `ReferenceModel` of each kind, and sentences about the models that
+    could not be fitted.
 
     Each client has its own, as if it were alone. The constant is the share of each class or label, or the mean, of its
     training examples. Simple models are fitted on its training and validation examples (module `simple_models`): logistic
@@ -76,17 +77,9 @@ def fit_client_references(clients: Sequence[Client], *, seed: int = 0) -> list[R
         UserError: no clients, an id twice, or several tasks.
 
     >>> from polyfed.testing import small_clients
-    >>> [found.name for found in fit_client_references(small_clients())]
+    >>> [reference.name for reference in fit_client_references(small_clients())[0]]
     ['majority', 'logistic_regression', 'gradient_boosting']
     """
-    return fit_client_references_with_notes(clients, seed=seed)[0]
-
-
-def fit_client_references_with_notes(
-    clients: Sequence[Client], *, seed: int = 0
-) -> tuple[list[ReferenceModel], tuple[str, ...]]:
-    """Fits the same models as `fit_client_references`, and returns them together with sentences about the models that
-    could not be fitted."""
     requirements.check_clients(clients)
     if any(c.loss is not None for c in clients):
         return [], (
@@ -127,7 +120,7 @@ def fit_pooled_references(clients: Sequence[Client], *, seed: int = 0) -> list[R
 
 
 def train_pooled_reference(
-    clients: Sequence[Client], method: LocalTraining, *, rounds: int, seed: int, device: str = "auto"
+    clients: Sequence[Client], method: LocalTraining, *, rounds: int, seed: int
 ) -> ReferenceModel | None:
     """Trains one network per architecture on the pooled training examples of all clients, which no real participant
     could do; returns None if the clients' data cannot be pooled.
@@ -141,7 +134,7 @@ def train_pooled_reference(
         clients: of one task.
         method: its local training is taken over. `local_steps`, if set, is multiplied by the number of clients, so that
             each example is seen as often as by `Local`.
-        rounds, seed, device: as for `federate`.
+        rounds, seed: as for `federate`.
 
     Returns:
         None where it is not defined: a client without a network, inputs of different form, several forms of labels, or a
@@ -178,7 +171,7 @@ def train_pooled_reference(
         for kind, c in sorted(client_of_architecture.items())
     ]
     run = federate(
-        pooled_clients, Local(**shared), rounds=rounds, seed=seed, engine="inprocess", workers=0, device=device,
+        pooled_clients, Local(**shared), rounds=rounds, seed=seed, engine="inprocess", workers=0,
         evaluate_every=rounds, progress=SilentProgress(),
     )  # fmt: skip
     models = {kind: run.model(kind) for kind in client_of_architecture}

@@ -253,9 +253,7 @@ def degrees_of_freedom(centred: FloatArray, classes: NDArray[np.int64]) -> float
     return max(min(1 / inverse, contributing - 1), 0.5)
 
 
-def estimate_client_means(
-    components_by_client: Sequence[VarianceComponents], *, num_tests: int = 1, alpha: float = ALPHA
-) -> list[Estimate]:
+def estimate_client_means(components_by_client: Sequence[VarianceComponents], *, num_tests: int = 1) -> list[Estimate]:
     """Estimates each client's mean score or difference over seeds, with confidence intervals that hold simultaneously
     for all clients and `num_tests` methods (Bonferroni).
 
@@ -266,7 +264,6 @@ def estimate_client_means(
     Args:
         components_by_client: components of each client, at least one, with the same number of seeds each.
         num_tests: how many methods have intervals for these clients.
-        alpha: the share of comparisons in which one interval or more may miss the truth.
     """
     seeds, num_claims = len(components_by_client[0].values), len(components_by_client) * num_tests
     common = max(0.0, float(np.mean([site.seed_variance for site in components_by_client])))
@@ -285,7 +282,7 @@ def estimate_client_means(
         return math.sqrt(max(shared, single_claim))
 
     return [
-        estimate_from_half_width(site.mean, float(site.centres.mean()), partial(half_width, site), alpha)
+        estimate_from_half_width(site.mean, float(site.centres.mean()), partial(half_width, site), ALPHA)
         for site in components_by_client
     ]
 

@@ -64,9 +64,7 @@ class SharedError:
     freedom: float = 1.0
 
 
-def fit_random_effects(
-    gains: Sequence[SiteGain], shared: SharedError | None = None, *, alpha: float = ALPHA
-) -> RandomEffects | None:
+def fit_random_effects(gains: Sequence[SiteGain], shared: SharedError | None = None) -> RandomEffects | None:
     """Fits a random-effects model (a mean gain, and a deviation of each site) to the gains of sites; returns None for
     fewer than `MIN_SITES` sites, or variances that are not positive.
 
@@ -76,7 +74,6 @@ def fit_random_effects(
     Args:
         gains: of the sites.
         shared: the error that all sites share; None for none.
-        alpha: error rate of each interval.
 
     >>> fitted = fit_random_effects([SiteGain(gain, 0.001) for gain in (0.1, 0.12, 0.08, 0.1)])
     >>> round(fitted.mean.value, 3), fitted.deviation
@@ -99,8 +96,8 @@ def fit_random_effects(
     def half_width(alpha: float) -> float:
         return t_quantile(alpha, free) * math.sqrt(variance_of_mean(alpha)) if alpha < 1 else 0.0
 
-    sites = [_pool_partially(site, mean, variance_of_mean(alpha), between, variance, alpha) for site in gains]
-    return RandomEffects(estimate_from_half_width(mean, mean, half_width, alpha), math.sqrt(between), tuple(sites))
+    sites = [_pool_partially(site, mean, variance_of_mean(ALPHA), between, variance) for site in gains]
+    return RandomEffects(estimate_from_half_width(mean, mean, half_width, ALPHA), math.sqrt(between), tuple(sites))
 
 
 def _variance_between_sites(gain: FloatArray, variance: FloatArray) -> float:
@@ -111,7 +108,7 @@ def _variance_between_sites(gain: FloatArray, variance: FloatArray) -> float:
 
 
 def _pool_partially(
-    site: SiteGain, mean: float, mean_variance: float, between: float, variances: FloatArray, alpha: float
+    site: SiteGain, mean: float, mean_variance: float, between: float, variances: FloatArray
 ) -> Estimate:
     num_sites = len(variances)
     towards_mean = (num_sites - 3) / (num_sites - 1) * site.variance / (site.variance + between)
@@ -125,4 +122,4 @@ def _pool_partially(
     def half_width(alpha: float) -> float:
         return t_quantile(alpha, num_sites - 1) * math.sqrt(site_variance)
 
-    return estimate_from_half_width(centre, centre, half_width, alpha)
+    return estimate_from_half_width(centre, centre, half_width, ALPHA)

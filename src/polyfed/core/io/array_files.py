@@ -23,23 +23,22 @@ from polyfed.core.machine.memory_limit import total_memory_bytes
 _MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors' own reader
 
 
-def read_safetensors(path: Path, max_bytes: int | None = None) -> dict[str, Tensor]:
+def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Returns `{name: tensor}` from a safetensors file; raises a `ValueError` if it is damaged, and a `UserError` if it
-    is larger than `max_bytes`.
+    is larger than the memory of this machine.
 
     Args:
         path: the file.
-        max_bytes: largest file to read; None for the size of this machine's memory.
 
     Raises:
         FileNotFoundError: there is no such file.
         UserError: it is no regular file, or too large.
         ValueError: it is damaged; the message is half a sentence.
     """
-    with open_file(path, max_bytes) as file:
+    with open_file(path) as file:
         _check_safetensors_header(file)
     try:
-        return safetensors.torch.load(read_file(path, max_bytes))
+        return safetensors.torch.load(read_file(path))
     except (safetensors.SafetensorError, *DAMAGED_FILE_ERRORS) as error:
         raise error if isinstance(error, UserError) else ValueError(str(error)) from error
     except MemoryError as error:
@@ -118,9 +117,9 @@ def read_npz(path: Path, names: Collection[str] | None = None, max_bytes: int | 
             raise UserError(f"there is not enough memory for the arrays in {path}; close other programs") from error
 
 
-def read_npy(path: Path, max_bytes: int | None = None) -> NDArray[Any]:
+def read_npy(path: Path) -> NDArray[Any]:
     """Returns the array in a NumPy file (.npy); raises the errors of `read_npz`."""
-    with open_file(path, max_bytes) as file:
+    with open_file(path) as file:
         try:
             _check_npy_header(file, file.seek(0, 2), "the array")
             file.seek(0)

@@ -109,7 +109,7 @@ def redraw_clients(
     return None if resplit is None else resplit_clients(clients, resplit)
 
 
-def deal_folds(clients: Sequence[Client], folds: Folds, seed: int = 0) -> list[tuple[Client, ...]]:
+def deal_folds(clients: Sequence[Client], folds: Folds) -> list[tuple[Client, ...]]:
     """Returns one tuple of clients for each fold: each client's examples in the fold are its test set, and its other
     examples its training set.
 
@@ -122,7 +122,6 @@ def deal_folds(clients: Sequence[Client], folds: Folds, seed: int = 0) -> list[t
     Args:
         clients: whose examples are dealt; no example may be in two sets or at two clients.
         folds: how many folds and repeats.
-        seed: of every draw.
 
     Returns:
         One tuple of clients per fold, repeat by repeat, in the order of `clients`.
@@ -143,12 +142,12 @@ def deal_folds(clients: Sequence[Client], folds: Folds, seed: int = 0) -> list[t
     for repeat in range(folds.repeats):
         fold_of_group: dict[str, int] = {}
         fold_of_rows = [
-            _deal_rows(client, pool, folds.number, derive_seed(seed, "folds", repeat, client.id), fold_of_group)
+            _deal_rows(client, pool, folds.number, derive_seed(0, "folds", repeat, client.id), fold_of_group)
             for client, pool in zip(clients, pools, strict=True)
         ]
         for k in range(folds.number):
             members = [
-                _client_of_fold(client, pool, fold_of_row == k, derive_seed(seed, "folds", repeat, k, client.id))
+                _client_of_fold(client, pool, fold_of_row == k, derive_seed(0, "folds", repeat, k, client.id))
                 for client, pool, fold_of_row in zip(clients, pools, fold_of_rows, strict=True)
             ]
             dealt.append(refit_client_preprocessing(members))

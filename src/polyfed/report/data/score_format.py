@@ -47,15 +47,6 @@ class ScoreFormat:
         """Returns "highest" if higher scores are better, otherwise "lowest"."""
         return "highest" if self.higher_is_better else "lowest"
 
-    def format_magnitude(self, difference: float) -> str:
-        """Returns the absolute value of a difference of scores as text with its unit.
-
-        >>> score_format_of("accuracy").format_magnitude(-0.051), score_format_of("auc").format_magnitude(0.02)
-        ('5.1 points', '0.020')
-        """
-        text = format_number(abs(difference) + 0.0, self.unit)
-        return text.replace(" %", " points")
-
     def format_signed(self, difference: float) -> str:
         """Returns a difference of scores as text with its sign and unit.
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from polyfed.algorithms import registry_name
 from polyfed.comparison.statistics.score_intervals import mean_score_with_interval
-from polyfed.comparison.storage.comparison_directory import DESCRIPTION
-from polyfed.comparison.storage.comparison_directory import read_description as read_description_of
+from polyfed.comparison.storage.comparison_directory import DESCRIPTION, read_description
 from polyfed.core.algorithm import Algorithm, Architecture
 from polyfed.core.capabilities import BringsNetwork, TrainsAuxiliaryNetwork, WrapsNetwork
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
@@ -322,7 +321,7 @@ def _table_options(folder: Path | None) -> dict[str, Any]:
         return {}
     config, above = read_config(folder), folder.resolve().parents[1:2]
     if "data" not in config and above and (above[0] / DESCRIPTION).exists():  # a comparison keeps it for all its runs
-        config = (read_description_of(above[0]).get("experiment") or {}).get("config") or {}
+        config = (read_description(above[0]).get("experiment") or {}).get("config") or {}
     data = config.get("data")
     if not isinstance(data, dict) or data.get("name") != "table":
         return {}

@@ -3,7 +3,7 @@
 Templates are Jinja2 with autoescape: plain text is escaped, and only `Markup` made by polyfed is taken as HTML.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -55,25 +55,18 @@ def html_figure(chart: Markup, caption: str, numbers: Markup | str = "") -> Mark
     return _render_macro("figure", chart, caption, numbers)
 
 
-def html_table(
-    caption: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    bold: Sequence[Collection[int]] | None = None,
-) -> Markup:
+def html_table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     """Renders a table whose first column names the row; the reader can scroll a wide table sideways.
 
     Args:
         caption: text above the table.
         columns: headings of the columns.
         rows: the cells of each row.
-        bold: for each row the positions of its bold cells; None for no bold cells.
 
     >>> html_table("scores", ["client", "local"], [["a<b", "0.5"]]).count("a&lt;b")
     1
     """
-    return _render_macro("table", caption, columns, rows, bold)
+    return _render_macro("table", caption, columns, rows)
 
 
 def html_dropdown_panels(key: str, label: str, panels: Mapping[str, Markup]) -> Markup:

@@ -19,8 +19,7 @@ from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.declared_words import MODEL_REQUIREMENTS, ONE_CLASS, check_declared_words_are_known
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples, PartwiseTransform
-from polyfed.core.examples.pytree import input_spec_of as form_of_inputs
-from polyfed.core.examples.pytree import named_leaves
+from polyfed.core.examples.pytree import input_spec_of, named_leaves
 from polyfed.core.messages.lora import (
     adapter_averaging_mode,
     architecture_key_without_averaged_lora_ranks,
@@ -107,7 +106,7 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
             )
     if "images" in requirements:
         for client in clients:
-            form = form_of_inputs(_first_input(client))
+            form = input_spec_of(_first_input(client))
             if len(form.shape) != 3:
                 shape_text = form if form.container else f"of shape {form.shape}"
                 raise UserError(f"{name} needs images, inputs of shape (channels, height, width), but those of "
@@ -193,7 +192,7 @@ def client_data_spec(client: Client) -> DataSpec:
     Raises:
         UserError: the network takes several tensors, which a `DataSpec` cannot describe.
     """
-    form = form_of_inputs(_first_input(client))
+    form = input_spec_of(_first_input(client))
     if form.container:
         raise UserError(f"client {client.id!r}: its inputs have several parts ({form}), where inputs of one tensor are "
                         "needed: use another method, or pack them into one tensor")  # fmt: skip
@@ -230,7 +229,7 @@ def common_data_spec(clients: Sequence[Client], name: str = "the method") -> Dat
 
 
 def _describe_inputs(examples: Examples) -> str:
-    return str(form_of_inputs(examples.x))
+    return str(input_spec_of(examples.x))
 
 
 def _check_public(clients: Sequence[Client], public: Examples) -> None:
@@ -259,7 +258,7 @@ def _check_public(clients: Sequence[Client], public: Examples) -> None:
 
 def _are_equal_inputs(a: Any, b: Any) -> bool:
     parts = zip(named_leaves(a), named_leaves(b), strict=False)
-    return form_of_inputs(a) == form_of_inputs(b) and all(
+    return input_spec_of(a) == input_spec_of(b) and all(
         torch.equal(part_a, part_b) for (_, part_a), (_, part_b) in parts
     )
 
@@ -310,7 +309,7 @@ def check_networks_run(
             raise UserError(f"client {client.id!r}: its network has no parameters that can be trained "
                             "(requires_grad); there is nothing to federate")  # fmt: skip
         for name, data in examples_by_split(client).items():
-            key = (cached.architecture, form_of_inputs(data.x), repr(data.transform))
+            key = (cached.architecture, input_spec_of(data.x), repr(data.transform))
             check_tokens_in_vocabulary(cached.module, data, f"client {client.id!r}: {name}")
             if key not in outputs:
                 outputs[key] = output_shape(cached.module, data, f"client {client.id!r}")

@@ -10,7 +10,7 @@ import torch
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
-from polyfed.core.evaluation.metrics import unpicklable_metric_error as unsendable_metric
+from polyfed.core.evaluation.metrics import unpicklable_metric_error
 from polyfed.core.machine.threads import num_usable_cores
 from polyfed.core.messages.compressors import Compressor, parse_compressor
 from polyfed.simulation.engines.base import Engine
@@ -66,7 +66,7 @@ def build_engine(
     sequential = choice.apart if choice is not None and name == "auto" else ()
     if name == "inprocess" or (name != "pool" and in_this_process):
         return _build_local_engine(algorithm, clients, device, metrics, reply_compression, uses_cohorts, sequential)
-    pickle_error = None if can_fork(device) else unpicklable_client_error(clients) or unsendable_metric(metrics)
+    pickle_error = None if can_fork(device) else unpicklable_client_error(clients) or unpicklable_metric_error(metrics)
     if pickle_error and name == "pool":
         raise UserError(f"{pickle_error}; define it at the top level of a module, or use engine='inprocess'")
     if pickle_error:

@@ -32,24 +32,6 @@ _NAMED = 3  # clients in a sentence
 _NOBODY = "no client has a finite"
 
 
-def update_norm(reply: Message, message: Message, differences: Iterable[str] = ()) -> float | None:
-    """Returns the Euclidean norm of a client's update, which is its reply minus the server's message; None for a reply
-    without floating-point tensors.
-
-    Args:
-        reply: of a client, decompressed; adapters may be of a lower rank than those in `message`.
-        message: the message that the client received.
-        differences: groups of the reply that are differences already, so that nothing is subtracted.
-
-    >>> w = torch.tensor([3.0, 0.0])
-    >>> update_norm(Message({"model": {"w": w}}), Message({"model": {"w": torch.tensor([0.0, 4.0])}}))
-    5.0
-    >>> update_norm(Message({"classes": {"sums": w}}), Message()), update_norm(Message(), Message())
-    (3.0, None)
-    """
-    return measure_update(reply, message, differences).norm
-
-
 class MeasuredUpdate(NamedTuple):
     """Holds the norm of a client's update and a sketch of its direction; both are None for a reply without
     floating-point tensors."""
@@ -59,7 +41,20 @@ class MeasuredUpdate(NamedTuple):
 
 
 def measure_update(reply: Message, message: Message, differences: Iterable[str] = ()) -> MeasuredUpdate:
-    """Returns the norm of a client's update, as `update_norm` does, and a sketch of its direction."""
+    """Measures a client's update, which is its reply minus the server's message: its Euclidean norm, and a sketch of its
+    direction; both None for a reply without floating-point tensors.
+
+    Args:
+        reply: of a client, decompressed; adapters may be of a lower rank than those in `message`.
+        message: the message that the client received.
+        differences: groups of the reply that are differences already, so that nothing is subtracted.
+
+    >>> w = torch.tensor([3.0, 0.0])
+    >>> measure_update(Message({"model": {"w": w}}), Message({"model": {"w": torch.tensor([0.0, 4.0])}})).norm
+    5.0
+    >>> measure_update(Message({"classes": {"sums": w}}), Message()).norm, measure_update(Message(), Message()).norm
+    (3.0, None)
+    """
     difference_groups, tensors = frozenset(differences), list[tuple[Tensor, Tensor | None]]()
     for group, tree in reply.tensors.items():
         received = {} if group in difference_groups else message.tensors.get(group, {})

@@ -25,9 +25,8 @@ from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table, 
 from polyfed.models import ModelSpec
 from polyfed.simulation.storage.configuration import build_method, read_section
 from polyfed.simulation.storage.directory import read_config
-from polyfed.simulation.storage.model_signature import PREPROCESSING_SUFFIX as _ENDING
+from polyfed.simulation.storage.model_signature import PREPROCESSING_SUFFIX, read_signature, spec_from_signature
 from polyfed.simulation.storage.model_signature import SIGNATURE_SUFFIX as SIGNATURE
-from polyfed.simulation.storage.model_signature import read_signature, spec_from_signature
 from polyfed.simulation.storage.paths import safe_file_name
 
 _BATCH = 4096
@@ -88,7 +87,9 @@ def load_saved_model(folder: str | Path, client: str | None = None) -> SavedMode
     """
     folder = expand_user_path(folder, "the run directory")
     config, models = read_config(folder), folder / "models"
-    model_names = sorted(path.name.removesuffix(_ENDING) for path in models.glob(f"*{_ENDING}"))
+    model_names = sorted(
+        path.name.removesuffix(PREPROCESSING_SUFFIX) for path in models.glob(f"*{PREPROCESSING_SUFFIX}")
+    )
     if not model_names:
         raise UserError(
             f"{folder} has no model with preprocessing: polyfed predict is for runs of --data table that have ended"
@@ -99,7 +100,7 @@ def load_saved_model(folder: str | Path, client: str | None = None) -> SavedMode
     if name not in model_names:
         raise UserError(f"{folder} has no model of client {client!r}; {did_you_mean(str(client), model_names)}")
     try:
-        prepared = preprocessor_from_json(parse_json(read_file(models / f"{name}{_ENDING}")))
+        prepared = preprocessor_from_json(parse_json(read_file(models / f"{name}{PREPROCESSING_SUFFIX}")))
         weights = read_safetensors(models / f"{name}.safetensors")
     except (OSError, ValueError) as error:
         raise UserError(

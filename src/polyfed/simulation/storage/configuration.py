@@ -8,8 +8,7 @@ from polyfed.algorithms import get, registry_name
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
-from polyfed.core.evaluation.metrics import is_built_in_metric, resolve_metrics
-from polyfed.core.evaluation.metrics import metric_path_or_name as written_metric
+from polyfed.core.evaluation.metrics import is_built_in_metric, metric_path_or_name, resolve_metrics
 from polyfed.core.io.former_fields import rename_former_fields
 from polyfed.core.io.trusted_code import find_trusted_import_path, import_trusted_dataclass
 from polyfed.core.io.validation import build_dataclass, validation_error
@@ -155,7 +154,7 @@ def restore_metrics(settings: Settings, metrics: Any, task: Task | TaskSpec, out
     names = settings.metrics
     if metrics is not None:
         resolved = resolve_metrics(metrics, task)
-        current_names = tuple(map(written_metric, resolved))
+        current_names = tuple(map(metric_path_or_name, resolved))
         if current_names != (names or tuple(metric.name for metric in resolve_metrics(None, task))):
             raise UserError(
                 f"metrics are not those of the run: they were {', '.join(names) or 'not given'} and are now "

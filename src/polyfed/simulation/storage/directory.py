@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Required, TypedDict, final
+from typing import IO, TYPE_CHECKING, Any, TypedDict, final
 
 import yaml
 
@@ -26,10 +26,10 @@ from polyfed.core.io.validation import parse_json, parse_yaml, validation_error
 from polyfed.core.machine.package_versions import package_versions
 from polyfed.simulation.storage.integrity import (
     RunningHash,
+    describe_changed_files,
     hash_settings_that_affect_results,
     read_run_hashes_of_newest_checkpoint,
 )
-from polyfed.simulation.storage.integrity import describe_changed_files as changes_of
 from polyfed.simulation.storage.paths import safe_file_name
 
 if TYPE_CHECKING:
@@ -59,20 +59,6 @@ class Manifest(TypedDict, total=False):
     files: dict[str, str]
     stopped: dict[str, str | int]
     versions: dict[str, str]
-
-
-class RoundRecord(TypedDict, total=False):
-    """Describes a line of `metrics.jsonl`: the cost, losses and scores of a round."""
-
-    round: Required[int]
-    bytes_down_total: Required[int]  # to the end of this round, all clients
-    bytes_up_total: Required[int]
-    seconds_clients: float  # of this round; early versions have none
-    seconds_server: float
-    clients: Required[dict[str, dict[str, Any]]]  # by client: losses, scores, bytes
-    summary: dict[str, dict[str, float | None]]  # by metric: over clients; empty where nothing was evaluated
-    failures: list[Any]
-    warnings: list[str]
 
 
 @final
@@ -320,7 +306,7 @@ def describe_changed_files_of_run(folder: str | Path, *, include_outputs: bool =
         UserError: its configuration cannot be read.
     """
     newest = read_run_hashes_of_newest_checkpoint(Path(folder) / "checkpoint")
-    return changes_of(Path(folder), read_config(folder), read_manifest(folder), newest, include_outputs)
+    return describe_changed_files(Path(folder), read_config(folder), read_manifest(folder), newest, include_outputs)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.storage.predictions import prediction_store as predictions
+from polyfed.simulation.storage.predictions.predictions_parquet import list_rounds_in_file
 from polyfed.testing import small_clients
 from tests.stopped import Stop
 
@@ -25,6 +26,10 @@ OPTIONS = {"rounds": 4, "workers": 0, "seed": 1}
 
 def files(out):
     return {file.name: file.read_bytes() for file in sorted((out / "predictions").iterdir())}
+
+
+def predicted_rounds(out, client):
+    return list_rounds_in_file(predictions._predictions_file(out, client), "test")
 
 
 def regression_clients():
@@ -57,7 +62,7 @@ def test_every_evaluated_number_can_be_computed_again(tmp_path, clients, method,
     run = pf.federate(clients(), method, out=tmp_path / "run", evaluate_every=3, metrics=metrics, **OPTIONS)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for client in clients():
-        assert predictions.list_predicted_rounds(tmp_path / "run", client.id) == [3, 4]
+        assert predicted_rounds(tmp_path / "run", client.id) == [3, 4]
         for number in (3, 4):
             row = lines[number - 1]["clients"][client.id]
             for split, prefix in (("test", ""), ("val", "val_")):
@@ -125,7 +130,7 @@ def test_a_stopped_run_ends_with_the_same_files(tmp_path, monkeypatch, limit):
     monkeypatch.setattr(predictions, "LIMIT_BYTES", limit)
     options = {"rounds": 6, "workers": 0, "seed": 11}
     whole = pf.federate(small_clients(), FedAvg(lr=0.5), out=tmp_path / "whole", **options)
-    known = predictions.list_predicted_rounds(tmp_path / "whole", "client-0")
+    known = predicted_rounds(tmp_path / "whole", "client-0")
     assert whole.best_round == 4
     assert known == ([1, 2, 3, 4, 5, 6] if limit > 1000 else [4, 6])
     for stop in range(1, 6):
@@ -205,8 +210,8 @@ def test_a_client_that_cannot_be_evaluated_has_none_of_that_round(tmp_path):
 
     run = pf.federate(clients, Local(), rounds=2, workers=0, out=tmp_path / "run", metrics=sometimes, on_error="skip")
     assert [f["phase"] for f in run.history[0]["failures"]] == ["evaluate"]
-    assert predictions.list_predicted_rounds(tmp_path / "run", "client-0") == [1, 2]
-    assert predictions.list_predicted_rounds(tmp_path / "run", "client-1") == [2]
+    assert predicted_rounds(tmp_path / "run", "client-0") == [1, 2]
+    assert predicted_rounds(tmp_path / "run", "client-1") == [2]
     with pytest.raises(pf.UserError, match="client 'client-1' after round 1 were kept; give one of 2"):
         run.predictions("client-1", round=1)
 

@@ -53,9 +53,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 _DIRECTORY_OPTIONS = ("budget", "target", "parallel", "quiet", "logger", "tables")  # what may be asked of a directory
 
 
-def run_compare_command(
-    config: Mapping[str, Any], options: CompareOptions, title: str, out: Path, console: Console | None = None
-) -> None:
+def run_compare_command(config: Mapping[str, Any], options: CompareOptions, title: str, out: Path) -> None:
     """Compares several methods on the experiment of a configuration, and prints the results.
 
     Raises:
@@ -88,12 +86,10 @@ def run_compare_command(
         plan = _plan_seeds_or_folds(options, description, methods, folds, title, out)
     plan = replace(plan, criteria=options.result_criteria(), search_space=search, num_trials=options.trials)
     plan = replace(plan, parallel_runs=options.parallel, quiet=options.quiet, forecast_only=options.plan)
-    _run_plan(plan, console, options.logger, tables=options.tables)
+    _run_plan(plan, options.logger, tables=options.tables)
 
 
-def resume_comparison(
-    folder: Path, options: CompareOptions, extra_arguments: Sequence[str] = (), console: Console | None = None
-) -> None:
+def resume_comparison(folder: Path, options: CompareOptions, extra_arguments: Sequence[str] = ()) -> None:
     """Continues the comparison in a directory and prints its results; if it is finished, computes the results again
     from its runs.
 
@@ -113,7 +109,7 @@ def resume_comparison(
         raise UserError(f"{folder} decides what is compared, so {misplaced[0]} cannot be given; with a directory, "
                         "polyfed compare takes --budget, --target, --parallel, --logger, --tables and --quiet")  # fmt: skip
     validate_logger_names(options.logger)
-    _run_plan(read_comparison_plan(folder, options), console, options.logger, tables=options.tables)
+    _run_plan(read_comparison_plan(folder, options), options.logger, tables=options.tables)
 
 
 def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPlan:
@@ -146,21 +142,19 @@ def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPla
     return replace(plan, parallel_runs=options.parallel, quiet=options.quiet)
 
 
-def _run_plan(
-    plan: ComparisonPlan, console: Console | None, logger: Sequence[str] = (), *, tables: bool = False
-) -> None:
-    comparison = run_comparison(plan)
+def _run_plan(plan: ComparisonPlan, logger: Sequence[str], *, tables: bool) -> None:
+    comparison, console = run_comparison(plan), Console()
     if plan.forecast_only:
         for sentence in comparison.verdicts:
-            print_line(console or Console(), sentence)
+            print_line(console, sentence)
         return
-    show_comparison(comparison, console or Console(), tables=tables)
+    show_comparison(comparison, console, tables=tables)
     if logger and comparison.out is not None:
         # imported late: most comparisons do without
         from polyfed.report.export.mlflow_models import log_comparison_to_trackers
 
         log_comparison_to_trackers(comparison.results, comparison.out, logger)
-        print_line(console or Console(), f"tracked with {', '.join(logger)}")
+        print_line(console, f"tracked with {', '.join(logger)}")
     if comparison.failed:
         raise RoundError(
             f"no results of {', '.join(comparison.failed)}, for the reason printed above: give other hyper-parameters "

@@ -99,7 +99,6 @@ def submit_run_and_follow_log(
     allow_disclosure: bool = False,
     changes: Sequence[str] = (),
     connection: str = "fed",
-    console: Console | None = None,
 ) -> None:
     """Submits a training run to the deployed server, prints the run's log on standard error, and prints a table of
     results when it ends.
@@ -144,7 +143,7 @@ def submit_run_and_follow_log(
     records = read_metrics(target / "metrics.jsonl")
     if not records or records[-1]["round"] < planned_rounds:
         raise RoundError(_unfinished_run_message(folder, target, records, planned_rounds, status))
-    (console or Console()).print(_last_round_table(target, records))
+    Console().print(_last_round_table(target, records))
     print(f"{target}")
 
 
@@ -249,16 +248,14 @@ def _last_round_table(out: Path, records: Sequence[Mapping[str, Any]]) -> PlainT
     return table
 
 
-def show_deployment_status(
-    folder: Path, connection: str = "fed", console: Console | None = None, *, as_json: bool = False
-) -> None:
+def show_deployment_status(folder: Path, connection: str = "fed", *, as_json: bool = False) -> None:
     """Prints the connected sites of a deployment, its runs, and the last round of the newest run; or the same as JSON."""
     require_flower()
     status = describe_deployment_status(folder, connection)
     if as_json:
         print_json(status)
         return
-    console = console or Console()
+    console = Console()
     print(f"trial: {'SuperLink on port ' + str(status['trial_port']) if status['trial_port'] else 'none runs'}")
     for key, columns in _STATUS_COLUMNS.items():
         rows: list[dict[str, Any]] | None = status[key]  # type: ignore[literal-required]

@@ -8,7 +8,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    pass
 
 _SHOWN = 10
 
@@ -32,9 +32,7 @@ def predict_command(argv: list[str]) -> None:
     predict_file(expand_user_path(folder), options.client, file, expand_optional_path(options.out, "--out"))
 
 
-def predict_file(
-    folder: Path, client: str | None, file: str, out: Path | None, console: "Console | None" = None
-) -> None:
+def predict_file(folder: Path, client: str | None, file: str, out: Path | None) -> None:
     """Predicts all rows of the table `file` with the trained network in `folder`, and writes the predictions to the CSV
     file `out`.
 
@@ -73,7 +71,7 @@ def predict_file(
         table_options = data if isinstance(data, dict) and data.get("name") == "table" else {}
     table = _read_rows(file, table_options)
     columns = {"row": list(range(1, table.num_rows + 1)), **model.predict(table)}
-    console = console or Console()
+    console = Console()
     if out is not None:
         cells = [
             [escape_spreadsheet_formula(v) if isinstance(v, str) else v for v in column] for column in columns.values()

@@ -26,34 +26,16 @@ class ShownClient(TypedDict, total=False):
     """Training examples of each class or label; None where targets are not counted."""
 
 
-class ShownData(TypedDict):
-    """Describes what `polyfed data --json` prints.
-
-    Attributes:
-        format: grows when a field is taken away or changes its meaning.
-        class_names: of the classes, labels or targets.
-        partition: the fingerprint of who has which examples.
-        clients: sorted by name, unseen ones last.
-    """
-
-    format: int
-    class_names: list[str]
-    partition: str
-    clients: list[ShownClient]
-
-
-def show_class_counts(
-    experiment: Experiment, plot: Path | None, console: Console | None = None, *, as_json: bool = False
-) -> None:
-    """Prints the number of training examples of each client by class or label, as a table or as JSON (`ShownData`), and
-    draws it if `plot` names a picture.
+def show_class_counts(experiment: Experiment, plot: Path | None, *, as_json: bool = False) -> None:
+    """Prints the number of training examples of each client by class or label, as a table or as JSON, and draws
+    it if `plot` names a picture.
 
     For regression it prints their number, and the mean and standard deviation of their targets.
 
     Raises:
         UserError: a picture that cannot be written.
     """
-    console = console or Console()
+    console = Console()
     experiment_data = load_participants(experiment)
     task = experiment_data.pool.task
     names = task.count_names(experiment_data.pool.class_names)

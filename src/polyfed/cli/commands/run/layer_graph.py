@@ -29,7 +29,6 @@ def print_and_draw_layer_graph(
     integer: bool,
     plot: Path | None = None,
     catalogue: Path | None = None,
-    console: Console | None = None,
 ) -> None:
     """Prints the graph of a network's layers, draws it if asked to, and adds its layer types to the catalogue file, if
     one is given.
@@ -40,7 +39,6 @@ def print_and_draw_layer_graph(
         integer: whether its inputs are whole numbers (tokens).
         plot: the picture to write, .png or .svg; None writes none.
         catalogue: the file to write, or to add to if it is there; None writes none.
-        console: where to print; standard output by default.
 
     Raises:
         UserError: the network cannot be built or followed, or a file cannot be read or written.
@@ -56,7 +54,7 @@ def print_and_draw_layer_graph(
         lines.append(f"drawn in {plot}")
     if catalogue is not None:
         lines.append(_extend_catalogue(graph, catalogue, contraction))
-    console = console or Console()
+    console = Console()
     for table in (_nodes_table(graph), _types_table(graph), _local_parameters_table(graph)):
         if table.row_count:
             console.print(table)

@@ -49,7 +49,6 @@ def run_experiment(
     *,
     quiet: bool = False,
     logger: Sequence[str] = (),
-    console: Console | None = None,
 ) -> None:
     """Runs an experiment and its baselines, saves the runs in `out`, logs them to `logger`, and prints a table.
 
@@ -74,8 +73,8 @@ def run_experiment(
             )
         except (ClientError, RoundError) as error:  # the others are worth having
             failed[name] = str(error)
-    print_scores_by_client_and_traffic(runs, experiment_data, out, console or Console())
-    _log_networks_to_mlflow(out, logger, console)
+    print_scores_by_client_and_traffic(runs, experiment_data, out, Console())
+    _log_networks_to_mlflow(out, logger)
     _raise_if_failed(failed)
 
 
@@ -85,7 +84,7 @@ def _raise_if_failed(failed: Mapping[str, str]) -> None:
         raise RoundError("; ".join(f"{name} could not be finished: {reason}" for name, reason in failed.items()))
 
 
-def _log_networks_to_mlflow(out: Path, logger: Sequence[str], console: Console | None) -> None:
+def _log_networks_to_mlflow(out: Path, logger: Sequence[str]) -> None:
     """Logs a run's networks to MLflow, if the run is tracked there; an error in MLflow does not stop the run."""
     if "mlflow" not in logger:
         return
@@ -100,7 +99,7 @@ def _log_networks_to_mlflow(out: Path, logger: Sequence[str], console: Console |
         )
     else:
         if logged:
-            print_line(console or Console(), f"MLflow has {logged} networks of this run, as models with a signature")
+            print_line(Console(), f"MLflow has {logged} networks of this run, as models with a signature")
 
 
 def _check_methods_and_models(experiment: Experiment, experiment_data: Participants) -> None:
@@ -116,7 +115,7 @@ def _check_methods_and_models(experiment: Experiment, experiment_data: Participa
         check_method(experiment_data.clients, method, experiment_data.public)
 
 
-def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None = None) -> None:
+def resume_experiment(out: Path, *, quiet: bool = False) -> None:
     """Continues a stopped run and its baselines, logs to the same trackers, and prints a table of the results.
 
     Raises:
@@ -144,8 +143,8 @@ def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None
                 runs[name] = _run_method(experiment, baseline, experiment_data, folder, progress)
         except (ClientError, RoundError) as error:
             failed[name] = str(error)
-    print_scores_by_client_and_traffic(runs, experiment_data, out, console or Console())
-    _log_networks_to_mlflow(out, logger, console)
+    print_scores_by_client_and_traffic(runs, experiment_data, out, Console())
+    _log_networks_to_mlflow(out, logger)
     _raise_if_failed(failed)
 
 

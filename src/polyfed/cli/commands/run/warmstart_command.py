@@ -83,9 +83,7 @@ class WarmStartOptions:
                 raise UserError(f"{option} is for training after the warm start; give --epochs too, e.g. --epochs 20")
 
 
-def run_warmstart(
-    folder: Path, argv: Sequence[str], warmstart_options: WarmStartOptions, console: Console | None = None
-) -> None:
+def run_warmstart(folder: Path, argv: Sequence[str], warmstart_options: WarmStartOptions) -> None:
     """Generates weights for the networks of unseen clients, writes the weights to files, and prints the networks'
     scores; raises an error before writing if something does not fit.
 
@@ -93,7 +91,6 @@ def run_warmstart(
         folder: run directory of a run of flha_ghn.
         argv: options of `data` and `model`.
         warmstart_options: the other options.
-        console: where to print.
 
     Raises:
         UserError: something does not fit; nothing has been computed or written.
@@ -121,8 +118,8 @@ def run_warmstart(
         save_figure(draw_warm_start_curves(curves), warmstart_options.plot)
     if curves and os.access(folder, os.W_OK):
         _add_curves_to_file(folder / UNSEEN_FOLDER / "curves.json", curves)
-    _show_scores(folder, server, starts, files, console or Console())
-    _show_curves(curves, server, warmstart_options, console or Console())
+    _show_scores(folder, server, starts, files, Console())
+    _show_curves(curves, server, warmstart_options, Console())
 
 
 def _unseen_clients(

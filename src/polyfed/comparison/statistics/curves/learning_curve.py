@@ -57,16 +57,6 @@ def iterate_records_with_costs_so_far(history: Sequence[Mapping[str, Any]]) -> I
         yield RecordWithCosts(record, record["bytes_down_total"] + record["bytes_up_total"], seconds)
 
 
-def mean_metric_by_round(history: Sequence[Mapping[str, Any]], metric_name: str) -> list[tuple[int, float]]:
-    """Returns (round, mean) pairs with the mean over clients of the metric `metric_name`, for each evaluated round that
-    has the metric.
-
-    >>> mean_metric_by_round([{"round": 2, "summary": {"val_loss": {"mean": 0.5}}}, {"round": 3, "summary": {}}], "val_loss")
-    [(2, 0.5)]
-    """
-    return [(r["round"], r["summary"][metric_name]["mean"]) for r in history if metric_name in r["summary"]]
-
-
 def last_point_within_budget(points: Sequence[CurvePoint], cost_name: str, limit: float | None) -> CurvePoint | None:
     """Returns the last point of a learning curve whose cost is at most `limit` bytes or seconds (the last of all if
     `limit` is None); None if no point is within the limit.

@@ -57,7 +57,6 @@ def svg_forest_plot(
     title: str,
     x_label: str,
     unit: NumberUnit = "",
-    signed: bool = False,
 ) -> Markup:
     """Draws a forest plot as SVG, one row per label; leaves out marks whose value is NaN.
 
@@ -66,7 +65,6 @@ def svg_forest_plot(
         key: for ids on the page.
         title, x_label: texts.
         unit: of the values.
-        signed: whether they are differences.
     """
     drawn_rows = [rows[k] for k in _evenly_spaced(len(rows), MAX_ROWS)]
     marks = [mark for row in drawn_rows for mark in row.marks if math.isfinite(mark.value)]
@@ -90,7 +88,7 @@ def svg_forest_plot(
     for tick in choose_axis_ticks(low, high, max_ticks=4):
         if low <= tick <= high:
             parts.append(f'<path class="grid" d="M{px(tick):.1f} {top}V{height - bottom}"/>')
-            parts.append(svg_text(px(tick), height - bottom + 15, format_axis_tick(tick, unit, signed), "middle"))
+            parts.append(svg_text(px(tick), height - bottom + 15, format_axis_tick(tick, unit), "middle"))
     parts.append(svg_text((left + CHART_WIDTH - right) / 2, height - 8, x_label, "middle"))
     for k, row in enumerate(drawn_rows):
         middle = top + (k + 0.5) * step
@@ -100,12 +98,10 @@ def svg_forest_plot(
             parts.append(svg_text(left + 6, middle + 4, "not known", "start"))
         for j, mark in enumerate(finite_marks):
             y = middle + (j - (len(finite_marks) - 1) / 2) * 9
-            parts.append(_svg_mark(row.label, mark, px, y, unit, signed, step / len(finite_marks)))
+            parts.append(_svg_mark(row.label, mark, px, y, unit, step / len(finite_marks)))
             if single:
                 parts.append(
-                    svg_text(
-                        CHART_WIDTH - 2, middle + 4, format_number_without_percent_sign(mark.value, unit, signed), "end"
-                    )
+                    svg_text(CHART_WIDTH - 2, middle + 4, format_number_without_percent_sign(mark.value, unit), "end")
                 )
     description = f"{len(drawn_rows)} rows, each a value with its interval; the values are in the table below."
     return svg_element_with_title(key, title, description, height, parts)
@@ -117,14 +113,13 @@ def _svg_mark(
     px: Callable[[float], float],
     y: float,
     unit: NumberUnit,
-    signed: bool,
     height: float,
 ) -> str:
     spread = ""
     if math.isfinite(mark.low + mark.high):
-        spread = f" ({format_number(mark.low, unit, signed)} to {format_number(mark.high, unit, signed)})"
+        spread = f" ({format_number(mark.low, unit)} to {format_number(mark.high, unit)})"
     name = f"{label}, {mark.label}" if mark.label else label
-    tooltip = escape(f"{name}: {format_number(mark.value, unit, signed)}{spread}")
+    tooltip = escape(f"{name}: {format_number(mark.value, unit)}{spread}")
     kind = mark.style if isinstance(mark.style, str) else f"s{mark.style % COLOUR_COUNT}"
     elements = [f'<g class="mark {kind}" data-t="{tooltip}">',
              f'<path class="hit" d="M0 {y - height / 2:.1f}H{CHART_WIDTH}V{y + height / 2:.1f}H0Z"/>']  # fmt: skip

@@ -202,7 +202,6 @@ def svg_heat_map(
     title: str,
     x_label: str,
     y_label: str,
-    low: float = 0.0,
     high: float | None = None,
     sqrt_colours: bool = False,
     as_counts: bool = False,
@@ -214,7 +213,7 @@ def svg_heat_map(
         rows, columns: names, R and C of them.
         key: for ids on the page.
         title, x_label, y_label: texts.
-        low, high: ends of the scale of colours; None for the largest value.
+        high: end of the scale of colours, which begins at 0; None for the largest value.
         sqrt_colours: colours follow the square root of the share, where few values are much larger than the rest.
         as_counts: the values are counts.
     """
@@ -223,8 +222,8 @@ def svg_heat_map(
     finite_values = values[np.isfinite(values)]
     if not finite_values.size:
         return svg_empty_chart(key, title, "no value is defined")
-    high = max(float(finite_values.max()) if high is None else high, low + 1e-9)
-    share = np.clip((np.nan_to_num(values, nan=low) - low) / (high - low), 0, 1)
+    high = max(float(finite_values.max()) if high is None else high, 1e-9)
+    share = np.clip(np.nan_to_num(values) / high, 0, 1)
     share = np.sqrt(share) if sqrt_colours else share
     palette = np.rint(colormaps["viridis"](np.linspace(0, 1, 256))[:, :3] * 255).astype(np.uint8)
     pixels = palette[np.rint(share * 255).astype(int)]  # (R, C, 3)
@@ -281,7 +280,7 @@ def svg_heat_map(
     parts.append(
         f'<image href="{scale}" x="{left + 60}" y="{base}" width="140" height="9" preserveAspectRatio="none"/>'
     )
-    ends = [f"{end:.0f}" if as_counts else f"{end:.2g}" for end in (low, high)]
+    ends = [f"{end:.0f}" if as_counts else f"{end:.2g}" for end in (0.0, high)]
     parts += [svg_text(left + 55, base + 9, ends[0], "end"), svg_text(left + 205, base + 9, ends[1], "start")]
     description = (
         f"{len(rows)} by {len(columns)}, colours from {ends[0]} to "

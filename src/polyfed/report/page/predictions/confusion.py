@@ -26,9 +26,8 @@ def html_confusion_tables_at_threshold(
     positive_name: str,
     negative_name: str,
     level: float,
-    threshold_index: int = HALF_INDEX,
 ) -> Markup:
-    """Renders, for each method, a table of true and false positives and negatives at a probability threshold, and a
+    """Renders, for each method, a table of true and false positives and negatives at the probability 0.5, and a
     table of the rates computed from them.
 
     Args:
@@ -36,12 +35,11 @@ def html_confusion_tables_at_threshold(
         positive_name: name of the class that is looked for.
         negative_name: name of the other class; empty for "not" and `positive_name`.
         level: confidence level of the intervals.
-        threshold_index: position of the threshold in `THRESHOLDS`.
     """
     negative_label = negative_name or f"not {positive_name}"
     counts = []
     for performance, name in performances:
-        hits, false_alarms = performance["hits"][threshold_index], performance["alarms"][threshold_index]
+        hits, false_alarms = performance["hits"][HALF_INDEX], performance["alarms"][HALF_INDEX]
         negatives = performance["n"] - performance["yes"]
         rows = [
             [
@@ -59,7 +57,7 @@ def html_confusion_tables_at_threshold(
         ]
         counts.append((name, rows))
     rates_by_method = [
-        sensitivity_specificity_and_predictive_values(performance, threshold_index) for performance, _ in performances
+        sensitivity_specificity_and_predictive_values(performance, HALF_INDEX) for performance, _ in performances
     ]
     texts = (
         f"sensitivity: of the actual {positive_name}, predicted so",

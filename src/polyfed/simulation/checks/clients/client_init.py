@@ -7,7 +7,7 @@ from typing import Any
 
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError
-from polyfed.core.examples.pytree import input_spec_of as form_of_inputs
+from polyfed.core.examples.pytree import input_spec_of
 from polyfed.core.messages.lora import architecture_key_without_averaged_lora_ranks
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.module_cache import cached_module
@@ -28,7 +28,7 @@ def check_client_init(clients: Sequence[Client], algorithm: Algorithm[Any, Any])
             if client.model is None
             else architecture_key_without_averaged_lora_ranks(algorithm, cached_module(client.model))
         )
-        if (kind := (network, str(form_of_inputs(client.train.x)))) in checked_kinds:
+        if (kind := (network, str(input_spec_of(client.train.x)))) in checked_kinds:
             continue
         checked_kinds.add(kind)
         try:

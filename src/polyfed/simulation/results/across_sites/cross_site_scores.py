@@ -19,6 +19,7 @@ from polyfed.core.io.validation import parse_json, validation_error
 FILE = "cross_site.json"
 """Names the file of a run directory with the matrix; `cross_site.csv` has the same for a spreadsheet."""
 CSV_FILE = "cross_site.csv"
+_MAX_PRINTED_CLIENTS = 10
 LEVEL = 0.95
 _NAMED = 5
 
@@ -196,10 +197,10 @@ def _describe(scores: CrossSiteScores) -> Iterator[str]:
         yield f"Empty cells: {join_first_and_count_rest(reasons, 3)}."
 
 
-def format_cross_site(scores: CrossSiteScores, max_clients: int = 10) -> str:
+def format_cross_site(scores: CrossSiteScores) -> str:
     """Returns the matrix of the deciding metric as text for a terminal, with confidence intervals and sentences."""
     entry = scores.metrics[0]
-    positions = range(min(len(scores.clients), max_clients))
+    positions = range(min(len(scores.clients), _MAX_PRINTED_CLIENTS))
     names = [scores.clients[k] for k in positions]
     cells = [[_format_cell(row[k], entry["unit"], is_own=k == j) for k in positions] for j, row in
              enumerate(scores.matrix()[: len(positions)])]  # fmt: skip

@@ -87,16 +87,6 @@ def read_predictions(folder: str | Path, client: str, *, split: str = "test", ro
     return Predictions(chosen_round, *predictions_parquet.read_outputs_and_targets(file, split, chosen_round))
 
 
-def list_predicted_rounds(folder: str | Path, client: str, *, split: str = "test") -> list[int]:
-    """Returns, in ascending order, the rounds for which a run directory holds predictions of this client; raises a
-    `UserError` if there are none.
-
-    Raises:
-        UserError: there are none for this client, or the file is damaged.
-    """
-    return predictions_parquet.list_rounds_in_file(_predictions_file(folder, client), split)
-
-
 def missing_predictions_message(client: str, split: str, round: int | None, available: Sequence[int]) -> str:
     """Returns the error message for predictions that were not stored; it lists the rounds that were, if there are any."""
     if not available:
