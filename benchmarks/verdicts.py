@@ -363,10 +363,14 @@ def twins(score, rng):
     data = {str(seed): {c.id: {"train": 60, "test": 40, "classes": None} for c in clients} for seed in SEEDS}
     targets = {c.id: c.test.labels for c in clients}
     material = ResultInputs(
-        description, data, None, {run: one.history for run, one in runs.items()}, METRICS[score],
-        lambda label, seed, client, number: runs[label, seed].predictions(client, round=number).outputs,
-        lambda seed, client: targets[client],
-    )  # fmt: skip
+        description=description,
+        client_sizes=data,
+        class_names=None,
+        histories={run: one.history for run, one in runs.items()},
+        metric=METRICS[score],
+        outputs=lambda label, seed, client, number: runs[label, seed].predictions(client, round=number).outputs,
+        targets=lambda seed, client: targets[client],
+    )
     return build_results(material, ResultCriteria(Budget("steps"))), dict.fromkeys(SITES, 0.0)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust_code
+from polyfed.core.io.trusted_code import add_trusted_names, restore_trusted_names_afterwards, trust_code, trusted_names
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.models import FrozenMapping, ModelSpec, build
 
@@ -140,7 +140,8 @@ def test_a_spec_builds_the_same_network_from_the_same_seed() -> None:
 def test_a_spec_of_a_users_module_works_in_another_process(nets: str) -> None:
     spec = ModelSpec(f"{nets}:both", {"hidden": 2}, (6,), 3)
     spec()
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    words = {"initializer": add_trusted_names, "initargs": (trusted_names(),)}  # as the pool of `federate` does
+    with multiprocessing.get_context("spawn").Pool(1, **words) as pool:
         assert pool.apply(_num_parameters, (spec,)) == 7 * 2 + 3 * 3
 
 

@@ -313,27 +313,27 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
         for run, finished_run in runs.items()
     }
     inputs = ResultInputs(
-        description,
-        data,
-        class_names,
-        histories,
-        plan.metrics[0],
-        lambda label, seed, client, n: runs[label, seed].test_outputs(
+        description=description,
+        client_sizes=data,
+        class_names=class_names,
+        histories=histories,
+        metric=plan.metrics[0],
+        outputs=lambda label, seed, client, n: runs[label, seed].test_outputs(
             client, rounds_by_run.get((label, seed), {}).get(client, n)
         ),
-        lambda seed, client: _test_set(plan, seed, client).labels.cpu(),
-        references.references,
-        references.left_out,
-        lambda name, seed, client: references.outputs[name][seed][client],
-        data_warnings,
-        {
+        targets=lambda seed, client: _test_set(plan, seed, client).labels.cpu(),
+        references=references.references,
+        left_out=references.left_out,
+        reference_outputs=lambda name, seed, client: references.outputs[name][seed][client],
+        data_warnings=data_warnings,
+        paths={
             run: finished_run.folder.relative_to(plan.out).as_posix()
             for run, finished_run in runs.items()
             if finished_run.folder and plan.out
         },
-        lambda seed, client: group_numbers(_test_set(plan, seed, client)),
-        collect_test_examples_of_folds(plan),
-        plan.alpha,
+        groups=lambda seed, client: group_numbers(_test_set(plan, seed, client)),
+        fold_tests=collect_test_examples_of_folds(plan),
+        alpha=plan.alpha,
         has_standardised_targets=any(
             part.target for part in table_preprocessors_by_part(first_client_set.clients[0].train).values()
         ),

@@ -65,10 +65,17 @@ def made(right, *, metric="accuracy", losses=None, validation=None, simple=None,
     references = {m: {"sentence": "", "alone": True, "runs": {str(s): own[m] for s in seeds}, "scores": own[m],
                       "mean": np.mean([*own[m].values()])} for m in own}  # fmt: skip
     material = ResultInputs(
-        description | changes, {str(s): sizes for s in seeds}, None, histories, score,
-        lambda label, seed, client, number: outputs[label, seed, client], lambda seed, client: targets[client],
-        references, (), lambda name, seed, client: fitted[name, client],
-    )  # fmt: skip
+        description=description | changes,
+        client_sizes={str(s): sizes for s in seeds},
+        class_names=None,
+        histories=histories,
+        metric=score,
+        outputs=lambda label, seed, client, number: outputs[label, seed, client],
+        targets=lambda seed, client: targets[client],
+        references=references,
+        left_out=(),
+        reference_outputs=lambda name, seed, client: fitted[name, client],
+    )
     return build_results(material, ResultCriteria())
 
 
@@ -230,7 +237,13 @@ def test_without_predictions_nothing_is_decided_and_that_is_said():
                 "train_loss": None, "best_round": None, "clients": {"north": {"accuracy": 0.5}},
                 "summary": {"accuracy": {"mean": 0.5}}}]  # fmt: skip
     data = {"0": {"north": {"train": 1, "test": 10, "classes": None}}}
-    material = ResultInputs(description, data, None, {(m, 0): history for m in right}, METRICS["accuracy"])
+    material = ResultInputs(
+        description=description,
+        client_sizes=data,
+        class_names=None,
+        histories={(m, 0): history for m in right},
+        metric=METRICS["accuracy"],
+    )
     content = build_results(material, ResultCriteria(Budget("steps")))
     assert content["verdicts"] == [
         "mean over clients: not decided: one seed (10 test examples)",
@@ -266,7 +279,16 @@ def test_a_client_without_a_score_by_one_method_takes_its_mean():
         "methods": {m: {"name": m} for m in right}, "same_clients": True, "settings": {"rounds": 1},
     }  # fmt: skip
     data = {"0": {c: {"train": 1, "test": 10, "classes": None} for c in right["local"]}}
-    content = build_results(ResultInputs(description, data, None, histories, METRICS["accuracy"]), ResultCriteria())
+    content = build_results(
+        ResultInputs(
+            description=description,
+            client_sizes=data,
+            class_names=None,
+            histories=histories,
+            metric=METRICS["accuracy"],
+        ),
+        ResultCriteria(),
+    )
     assert content["methods"]["fed"]["statistics"]["mean"] is None
     assert content["notes"][0] == "fed has no score for east with seed 0, and so no mean to compare with the others"
 

@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 import numpy as np
 import torch
@@ -84,9 +84,28 @@ class Digits(Source):
         return build_pooled_dataset((x[train], y[train]), held_out, _DIGITS, Normalise((0.3045,), (0.3760,)))
 
 
+@dataclass(frozen=True)
+class _MNISTFormat(Source):
+    """Reads a data set that is published in the files of MNIST."""
+
+    path: str | None = None
+    deal_test: bool = False
+    _repo: ClassVar[str]
+    _class_names: ClassVar[tuple[str, ...]]
+    _mean_and_deviation: ClassVar[tuple[float, float]]
+    _where_else: ClassVar[str] = ""
+
+    def load(self) -> PooledDataset:
+        """Reads images and labels from the Hugging Face hub, or from `path` if it is given."""
+        advice = _idx_advice("train", "t10k", self._where_else)
+        data = _load_images(self.path, self._repo, "L", advice, ("train", "t10k"))
+        mean, deviation = self._mean_and_deviation
+        return _build_dataset(data, self._class_names, Normalise((mean,), (deviation,)), self.deal_test)
+
+
 @final
 @dataclass(frozen=True)
-class FashionMNIST(Source):
+class FashionMNIST(_MNISTFormat):
     """Reads 60,000 training and 10,000 test images of clothes in grey, 28×28 pixels (Xiao et al. 2017).
 
     Args:
@@ -94,19 +113,13 @@ class FashionMNIST(Source):
         deal_test: the published test examples go to clients too; there is then no common test set.
     """
 
-    path: str | None = None
-    deal_test: bool = False
-
-    def load(self) -> PooledDataset:
-        """Reads images and labels from the Hugging Face hub, or from `path` if it is given."""
-        advice = _idx_advice("train", "t10k", " (Debian: apt-get install dataset-fashion-mnist)")
-        data = _load_images(self.path, "zalando-datasets/fashion_mnist", "L", advice, ("train", "t10k"))
-        return _build_dataset(data, _FASHION, Normalise((0.2860,), (0.3530,)), self.deal_test)
+    _repo, _class_names, _mean_and_deviation = "zalando-datasets/fashion_mnist", _FASHION, (0.2860, 0.3530)
+    _where_else = " (Debian: apt-get install dataset-fashion-mnist)"
 
 
 @final
 @dataclass(frozen=True)
-class MNIST(Source):
+class MNIST(_MNISTFormat):
     """Reads 60,000 training and 10,000 test images of handwritten digits, 28×28 pixels (LeCun et al. 1998).
 
     Args:
@@ -114,13 +127,7 @@ class MNIST(Source):
         deal_test: the published test examples go to clients too; there is then no common test set.
     """
 
-    path: str | None = None
-    deal_test: bool = False
-
-    def load(self) -> PooledDataset:
-        """Reads images and labels from the Hugging Face hub, or from `path` if it is given."""
-        data = _load_images(self.path, "ylecun/mnist", "L", _idx_advice("train", "t10k"), ("train", "t10k"))
-        return _build_dataset(data, _DIGITS, Normalise((0.1307,), (0.3081,)), self.deal_test)
+    _repo, _class_names, _mean_and_deviation = "ylecun/mnist", _DIGITS, (0.1307, 0.3081)
 
 
 @final
