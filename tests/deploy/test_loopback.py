@@ -20,7 +20,12 @@ import polyfed as pf
 from polyfed.algorithms import FML, PFedLA
 from polyfed.core.errors import RoundError
 from polyfed.deploy.trial import local_trial as trials
-from polyfed.deploy.trial.project import Project, create_project, write_site_key_pair, write_trial_certificates
+from polyfed.deploy.trial.project import (
+    DeploymentProject,
+    create_project,
+    write_site_key_pair,
+    write_trial_certificates,
+)
 from polyfed.simulation.storage.directory import read_manifest, read_metrics
 from polyfed.testing import small_clients, without_durations
 
@@ -152,7 +157,7 @@ def test_a_project_as_it_is_written_learns_and_gives_the_bits_of_a_simulation(tm
             up.send_signal(signal.SIGTERM)
             assert up.wait(60) == 130
     assert not [n for n in range(port, port + 3) if trials._is_port_open(n)], "a process still listens"
-    clients = _clients_of(Project(folder), ["north", "south"])
+    clients = _clients_of(DeploymentProject(folder), ["north", "south"])
     run = pf.federate(clients, FML(lr=0.05, local_epochs=2, batch_size=16), rounds=3, workers=0, secure=True)
     found = read_metrics(folder / "runs" / "run-1" / "metrics.jsonl")
     # Sites disclose these two scores, and a secure sum tells no loss of the training.
@@ -161,7 +166,7 @@ def test_a_project_as_it_is_written_learns_and_gives_the_bits_of_a_simulation(tm
     ]
     assert scores[0] == scores[1]
     assert [record["bytes_up_total"] for record in found] == [record["bytes_up_total"] for record in run.history]
-    same_models(Project(folder), folder / "runs" / "run-1", run)
+    same_models(DeploymentProject(folder), folder / "runs" / "run-1", run)
 
 
 def _clients_of(project, names):

@@ -12,7 +12,7 @@ from polyfed.core.nn.module_cache import cached_module
 from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_record
 from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
 from polyfed.deploy.server.server_config import build_or_restore_server
-from polyfed.deploy.trial.project import Project, create_project
+from polyfed.deploy.trial.project import DeploymentProject, create_project
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.simulation.settings import Settings
@@ -42,7 +42,7 @@ def test_a_new_project_has_a_configuration_that_the_server_takes(tmp_path):
     config = _flatten_configuration(
         create_project(tmp_path / "federation", ["north", "south"]).read_server_configuration()
     )
-    config = Project(tmp_path / "federation").resolve_paths(config)
+    config = DeploymentProject(tmp_path / "federation").resolve_paths(config)
     assert config["file"] == str(tmp_path / "federation" / "server" / "server.py")
     server = build_or_restore_server({**config, "out": str(tmp_path / "run")})  # without anybody's consent
     assert server.settings == Settings(rounds=10, on_error="skip", secure=True)

@@ -22,7 +22,7 @@ _LOG = logging.getLogger("polyfed.supernode")
 _WRITE_SECONDS = 10.0  # between two records of an idle SuperNode
 
 
-class Contact(TypedDict):
+class ContactRecord(TypedDict):
     """Describes the content of `contact-SITE.json`: how a SuperNode stands with the server. Times are in seconds since
     1970.
     """
@@ -58,7 +58,7 @@ class ContactRecorder:
         site, folder = str(node_config.get("client-id", "")), node_config.get("state-dir")
         self._file = Path(str(folder)) / f"contact-{safe_file_name(site)}.json" if folder else None
         self._clock, self._written_at = clock, 0.0
-        self._contact: Contact = {
+        self._contact: ContactRecord = {
             "site": site, "superlink": superlink, "authority": "" if authority is None else str(authority.absolute()),
             "process": os.getpid(), "started": clock(), "reached": None, "busy_since": None,
         }  # fmt: skip
@@ -70,7 +70,7 @@ class ContactRecorder:
         if not 0.0 <= now - self._written_at < _WRITE_SECONDS:
             self._write()
 
-    def record_task(self, begins: bool) -> None:
+    def record_start_or_end_of_task(self, begins: bool) -> None:
         """Records that the site begins, or has ended, a task of the server."""
         self._contact["busy_since"] = self._clock() if begins else None
         self._write()
@@ -91,7 +91,7 @@ class ContactRecorder:
             self._file = None
 
 
-def read_contacts(state_folder: Path) -> list[Contact]:
+def read_contacts(state_folder: Path) -> list[ContactRecord]:
     """Reads the contact files of all sites that share a state folder; leaves out damaged ones."""
     contacts = []
     for file in sorted(state_folder.glob("contact-*.json")):
@@ -99,6 +99,6 @@ def read_contacts(state_folder: Path) -> list[Contact]:
             content = parse_json(read_file(file))
         except (OSError, ValueError):
             continue
-        if not validation_error(content, Contact):
-            contacts.append(cast(Contact, content))
+        if not validation_error(content, ContactRecord):
+            contacts.append(cast(ContactRecord, content))
     return contacts

@@ -152,12 +152,12 @@ class LayerType:
 
     @property
     def has_free_shape(self) -> bool:
-        """Returns whether this is a table of two or more dimensions."""
+        """Returns whether the layer is a bare parameter (a table) with two or more dimensions."""
         return self.kind in ("table", "scale_table")
 
     @property
     def is_lookup(self) -> bool:
-        """Returns whether the layer is a table of which its input chooses rows."""
+        """Returns whether the layer is a table whose rows the input chooses, such as an embedding."""
         return self.kind in ("embedding", "positions")
 
     @property

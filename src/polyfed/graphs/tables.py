@@ -52,8 +52,9 @@ def split_into_tables(
     clash: Set[str],
     parameters: Mapping[str, Tensor],
 ) -> tuple[list[Node], tuple[tuple[int, int], ...]]:
-    """Returns nodes and edges in which every node that uses a parameter of `clash` is a chain of single parameters, each
-    typed by its shape alone, so that layers that use one parameter in different ways share it.
+    """Replaces each node that uses a parameter of `clash` by a chain of nodes with one parameter each, and returns the
+    new nodes and edges. The new nodes are typed by shape alone, so that layers that use one parameter in different ways
+    share it.
 
     A table from which words choose rows remains one, since its rows tell which words occur.
     """
@@ -87,7 +88,7 @@ def split_into_tables(
 
 
 def keep_tables_local(graph: ArchitectureGraph) -> ArchitectureGraph:
-    """Returns a graph in which tables of which the data choose rows (words, categories) stay with the client."""
+    """Returns a graph in which lookup tables, such as embeddings of words or categories, stay with the client."""
     words = {node.type for node in graph.nodes if isinstance(node.type, LayerType) and node.type.kind == "embedding"}
     restricted = graph.restrict_to_types([kind for kind in graph.layer_types if kind not in words])
     new = restricted.local_reasons.keys() - graph.local_reasons.keys()

@@ -260,9 +260,8 @@ def use_factored_heads_if_large(config: GHNConfig) -> GHNConfig:
 
 @lru_cache(maxsize=8)
 def shrink_to_size_of_networks(config: GHNConfig) -> GHNConfig:
-    """Returns the configuration with low-rank ("factored") heads, whose rank and latent entries are reduced until a
-    message is no larger than `LIGHT_FACTOR` times one layer of each type of the catalogue, or than `LIGHT_BYTES`, or the
-    smallest is reached.
+    """Returns the configuration with low-rank ("factored") heads that are small enough for messages: at most
+    `LIGHT_FACTOR` times one layer of each type in the catalogue, or `LIGHT_BYTES`; else with the smallest heads.
 
     The server knows the catalogue, but not the clients' networks: these have each layer type at least once in all.
     `rank` and `latent` of the configuration are the largest values.

@@ -160,8 +160,8 @@ DESCRIPTION_COLUMNS = len(NODE_MARKS) + len(LAYER_KINDS) + len(ACTIVATIONS) + _F
 
 
 def describe_node(kind: LayerType | NodeMark) -> list[float]:
-    """Returns a node's features, the same number for every type: one-hot mark and kind, activations, whether there are a
-    bias, a norm and a shift, and logarithms of input and output channels, kernel positions and groups.
+    """Returns the features of a node as a list of numbers, of the same length for every type. They encode the kind and
+    activations one-hot, then bias, norm and shift, and the logarithms of the sizes.
 
     >>> len(describe_node("add")) == len(describe_node(LayerType("linear", 8, 2))) == DESCRIPTION_COLUMNS
     True

@@ -129,9 +129,7 @@ class Survival(Task):
             )
 
     def target_warning(self, train: Tensor, test: Tensor) -> str | None:
-        """Returns what a client lacks that has no event among its training or test examples, to continue a sentence;
-        None if it has both.
-        """
+        """Returns half a sentence if a client has no event among its training or test examples; None if it has both."""
         missing = []
         if not bool((train[:, 1] > 0.5).any()):
             text = "add nothing to Cox's loss" if self.model == "cox" else "say only that hazards are low"

@@ -12,7 +12,12 @@ import pytest
 from polyfed.cli.main import main
 from polyfed.deploy.doctor.folder_kinds import detect_folder_kinds, read_systemd_unit_if_exists
 from polyfed.deploy.doctor.network import check_port_free, check_tls_server_and_clock, split_host_and_port
-from polyfed.deploy.trial.project import Project, create_project, write_site_key_pair, write_trial_certificates
+from polyfed.deploy.trial.project import (
+    DeploymentProject,
+    create_project,
+    write_site_key_pair,
+    write_trial_certificates,
+)
 
 from ..patients import NODE, UNIT, Authority, free_port, server_files, serving, write
 from .test_doctor_files import said
@@ -337,7 +342,7 @@ def test_the_units_of_a_project_can_be_read(project):
         'client-id="north"'
         in read_systemd_unit_if_exists(project.path / "site" / "supernode.service").options["--node-config"]
     )
-    assert Project(project.path).read_site_names() == ["north", "south"]
+    assert DeploymentProject(project.path).read_site_names() == ["north", "south"]
 
 
 def test_it_answers_without_torch_and_flower(project):

@@ -48,9 +48,9 @@ def test_a_record_says_when_the_server_answered_and_since_when_a_task_runs(tmp_p
         contact.record_answer()
         assert read_contacts(state)[0]["reached"] == reached
     clock.now = NOW + 26
-    contact.record_task(begins=True)
+    contact.record_start_or_end_of_task(begins=True)
     assert read_contacts(state)[0]["busy_since"] == NOW + 26
-    contact.record_task(begins=False)
+    contact.record_start_or_end_of_task(begins=False)
     assert read_contacts(state)[0]["busy_since"] is None
     clock.now = NOW - 5000  # the clock was set back
     contact.record_answer()
@@ -69,7 +69,7 @@ def test_a_record_that_cannot_be_written_is_said_once_and_ends_nothing(tmp_path,
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
         contact = recorder(tmp_path / "file" / "state", clock)
-        contact.record_task(begins=True)
+        contact.record_start_or_end_of_task(begins=True)
     assert len([line for line in caplog.messages if "flower health will know nothing" in line]) == 1
     ContactRecorder({}, "", None).record_answer()  # without a folder
 
@@ -120,7 +120,7 @@ def test_the_folder_of_a_site_leads_to_its_states(tmp_path, clock, capsys):
     write(site, supernode_service=NODE.format(program=sys.executable, address="127.0.0.1:1", folder=site, words=""))
     assert main(["flower", "health", str(site)]) == 1
     assert "polyfed's SuperNode has not run with this state-dir" in capsys.readouterr().out
-    recorder(state, clock).record_task(begins=True)
+    recorder(state, clock).record_start_or_end_of_task(begins=True)
     for folder in (site, state):
         assert main(["flower", "health", str(folder)]) == 1, "it never reached its server"
         assert "has not answered in the" in capsys.readouterr().out
@@ -156,7 +156,7 @@ def test_a_supernode_records_each_poll_and_each_task(tmp_path, clock):
         def record_answer(self):
             seen.append("answer")
 
-        def record_task(self, begins):
+        def record_start_or_end_of_task(self, begins):
             seen.append(begins)
 
     received = iter([None, ("message", "tree"), _EndedError])

@@ -59,7 +59,9 @@ class FedDF(EnsembleDistillationMethod):
     def distil(
         self, architecture: str, tree: StateDict, outputs: Mapping[str, Tensor], server: ServerContext, seed: int
     ) -> StateDict:
-        """Trains the average θ^p on the mean outputs of all clients of the round, of whatever architecture."""
+        """Trains the average θ^p of one architecture on the mean outputs of all clients of the round, whatever their
+        architecture.
+        """
         assert server.architectures is not None
         assert server.public is not None
         student = fill_module(cached_module(server.architectures[architecture]).module, tree)

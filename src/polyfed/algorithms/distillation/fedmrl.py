@@ -97,8 +97,9 @@ class FedMRL(MutualLearningMethod, WrapsNetwork):
         return loss
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: its network, the initial projector, the same for all
-        clients of this architecture, and the form of the pair; raises a `UserError` if the two networks cannot be joined.
+        """Returns the client's private state before round 1: its network, the initial projector and the places of both
+        last layers; raises a `UserError` if the two networks cannot be joined. Clients of one architecture have the
+        same projector.
         """
         client_state = super().client_init(client, seed)
         factory = client_with_shared_network(self._shared_options, client_state, client).factory

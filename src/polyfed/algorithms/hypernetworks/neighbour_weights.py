@@ -69,7 +69,7 @@ class NeighbourOptions(Protocol):
 
     @property
     def normalise(self) -> WeightNormalisation:
-        """Returns how outputs become weights."""
+        """Returns the name of the function that turns outputs into weights."""
 
     @property
     def _num_retained_layers(self) -> int:
@@ -99,8 +99,8 @@ class _Mixture(NamedTuple):
 
 
 def initial_shared_state(server_state: ServerState, options: NeighbourOptions) -> dict[str, Any]:
-    """Returns what the server state holds besides that of pFedLA: the trunk, and the clients that replied last; raises a
-    `UserError` if the parts of all clients will not fit into memory.
+    """Returns the parts of the initial server state that pFedLA does not have: the trunk, and the clients that replied
+    last; raises a `UserError` if the parts of all clients do not fit into memory.
 
     Raises:
         UserError: the parts of all clients will not fit into memory.
@@ -209,9 +209,10 @@ def _step_hypernetworks(
 def analyse_mixtures(
     server_state: ServerState, client_ids: Sequence[str], options: NeighbourOptions
 ) -> Mapping[str, Tensor | Sequence[str] | float]:
-    """Returns, as `{name: value}`, the mean weight that the given clients' own models have in their mixtures, how many
-    rows had no positive score, and, for at most 1,000 clients in all, every weight (0 for those that are no
-    neighbours)."""
+    """Returns, as `{name: value}`, the mean weight of a client's own model in its mixture and the number of rows
+    without a positive score. For at most 1,000 clients it returns every weight too (0 for clients that are no
+    neighbours).
+    """
     own_weight, num_zero_rows, alphas = 0.0, 0, []
     recent_rows = _recent_rows(server_state, options)
     for client in client_ids:

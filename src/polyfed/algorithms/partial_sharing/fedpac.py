@@ -23,7 +23,7 @@ from polyfed.algorithms.partial_sharing.head_mixing import (
 )
 from polyfed.algorithms.prototypes.prototype_method import (
     build_prototype_loss,
-    class_means_spec_like_prototypes,
+    expected_class_means_spec,
     update_prototypes,
 )
 from polyfed.alignment.representations import compute_representations, representation_module_name
@@ -137,7 +137,7 @@ class FedPAC(BodyAndHeadMethod):
         """Returns the shapes and dtypes that a client's reply must have: the body and class means; if the server mixes
         heads, also the head and the statistics h and V.
         """
-        classes = class_means_spec_like_prototypes(server_state["prototypes"], reply)
+        classes = expected_class_means_spec(server_state["prototypes"], reply)
         specs = {**super().reply_spec(server_state, message, reply), **classes}
         if not self.collaborate:
             return specs

@@ -31,8 +31,8 @@ from polyfed.models.structure import find_representation_module
 
 
 @final
-class Condition(NamedTuple):
-    """Holds by what a representation is scaled and shifted, (width,) each (eq. 3)."""
+class ScaleAndShift(NamedTuple):
+    """Holds the vectors that scale and shift a representation, (width,) each (eq. 3)."""
 
     scale: Tensor
     shift: Tensor
@@ -42,7 +42,7 @@ class Condition(NamedTuple):
         return (self.scale * z + self.shift).relu()
 
 
-def condition_of(tensors: StateDict, context: Tensor) -> Condition:
+def condition_of(tensors: StateDict, context: Tensor) -> ScaleAndShift:
     """Returns (1 + γ(c), β(c)) for a context c, (width,): γ and β are a linear layer, ReLU and a layer norm each (eq. 4)."""
     gamma, beta = (
         F.layer_norm(
@@ -51,7 +51,7 @@ def condition_of(tensors: StateDict, context: Tensor) -> Condition:
         ).flatten()
         for part in ("gamma", "beta")
     )  # fmt: skip
-    return Condition(gamma + 1, beta)
+    return ScaleAndShift(gamma + 1, beta)
 
 
 def draw_conditional(outputs: int, width: int, seed: int) -> dict[str, Tensor]:

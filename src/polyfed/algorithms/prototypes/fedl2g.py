@@ -24,7 +24,7 @@ from polyfed.algorithms.prototypes.guiding_vectors import (
     minibatch_of_two_or_more,
     split_study_and_quiz,
 )
-from polyfed.algorithms.prototypes.prototype_method import class_means_spec_like_prototypes
+from polyfed.algorithms.prototypes.prototype_method import expected_class_means_spec
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.capabilities import ValidatesNetworks
@@ -122,7 +122,7 @@ class FedL2G(PersonalNetworkMethod, Averaging, ValidatesNetworks):
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """Returns the shapes and dtypes that a client's reply must have: a gradient for each guiding vector."""
         guides = server_state["guides"]
-        return class_means_spec_like_prototypes({"means": guides["vectors"]} if guides else {}, reply)
+        return expected_class_means_spec({"means": guides["vectors"]} if guides else {}, reply)
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
         """Returns False in round 1, when the server does not know the shape of the guiding vectors yet; True later."""

@@ -72,7 +72,7 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
         """Returns the shapes and dtypes that a client's reply must have: class means, with the number of classes and
         the width of the prototypes.
         """
-        return class_means_spec_like_prototypes(server_state["prototypes"], reply)
+        return expected_class_means_spec(server_state["prototypes"], reply)
 
     def validate_network(self, client: Client) -> None:
         """Raises a `UserError` unless the client's network has a head (last layer) that prototypes can replace; it
@@ -173,7 +173,7 @@ def overwrite_head_with_prototypes(model: nn.Module, head: nn.Linear, prototypes
     return model
 
 
-def class_means_spec_like_prototypes(prototypes: StateDict, reply: Message) -> Mapping[str, StateDictSpec]:
+def expected_class_means_spec(prototypes: StateDict, reply: Message) -> Mapping[str, StateDictSpec]:
     """Returns the shapes and dtypes that the class means in a client's reply must have: those of the prototypes, or any
     if there are no prototypes yet.
     """

@@ -26,8 +26,8 @@ from polyfed.core.training.loop import ForwardPass, fit
 @final
 @dataclass(frozen=True, kw_only=True)
 class DepthFL(Averaging):
-    """Trains one global model, of which each client trains the first layers, as deep as the client can afford, and a
-    classifier after each depth.
+    """Trains one global model with a classifier after each depth. Each client trains the first layers, as many as it
+    can afford, with their classifiers.
 
     Client i of depth d minimises Σ_k ℓ(z_k, y) + w/(d − 1)·Σ_k Σ_{l≠k} KL(softmax(z_l) ‖ softmax(z_k)), where z_k are the
     outputs of its k-th classifier, and the teacher z_l gets no gradient. w grows from nearly 0 to `distill` ("ramp-up"). The

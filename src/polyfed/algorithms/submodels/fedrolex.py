@@ -23,8 +23,8 @@ from polyfed.core.nn.module_cache import cached_module
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedRolex(WidthSubmodelMethod):
-    """Trains one global model, of which each client trains a submodel as wide as it can afford; which units these are
-    changes from round to round, so that all units of the global model are trained evenly.
+    """Trains one global model. Each client trains a submodel as wide as it can afford, of other units in each round, so
+    that all units of the global model are trained evenly.
 
     In round j = 0, 1, ... a client with k of the K units of a layer has the units j, j + 1, ..., j + k − 1 modulo K. The
     client's network gives k, and the widest network K. Each entry of the global model θ becomes the mean over the clients of

@@ -13,8 +13,7 @@ from polyfed.core.nn.buffers import BufferPolicy
 @final
 @dataclass(frozen=True, kw_only=True)
 class HeteroFL(WidthSubmodelMethod):
-    """Trains one global model, of which each client trains a submodel, the leading units of each layer, as wide as the
-    client can afford.
+    """Trains one global model. Each client trains a submodel as wide as it can afford: the first units of each layer.
 
     Client i has the submodel θ[:r·rows, :r·columns] of each tensor of the global model θ. The client's network gives
     the widths. Each entry of θ becomes the mean over the clients of the round that have it, and does not change if none

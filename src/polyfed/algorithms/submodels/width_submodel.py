@@ -33,8 +33,8 @@ _RATIO_PREFIX = "rate of "  # prefix of a layer's name in a message's scalars
 
 @dataclass(frozen=True, kw_only=True)
 class WidthSubmodelMethod(Averaging, ABC):
-    """Trains one global model, of which each client trains a submodel that has fewer units per layer; which units, a method
-    says by `find_window_starts`.
+    """Trains one global model. Each client trains a submodel with fewer units per layer, which the method chooses in
+    `find_window_starts`.
 
     The client's network gives the widths: the networks of all clients have the same layers and differ in width alone, and
     the global model θ is in each dimension as wide as the widest. Each entry of θ becomes the mean over the clients of the

@@ -22,8 +22,8 @@ _INSTALL = {
 
 
 @final
-class Completions(NamedTuple):
-    """Holds what a shell completes.
+class ShellCompletions(NamedTuple):
+    """Holds the words that a shell suggests after each command and option.
 
     Attributes:
         commands: the words after `polyfed`, by command: "" for the commands themselves, "flower" for those of flower,
@@ -58,7 +58,7 @@ def completion_command(argv: list[str]) -> None:
     print(build_completion_script(shell), end="")
 
 
-def collect_completions() -> Completions:
+def collect_completions() -> ShellCompletions:
     """Collects the commands, options and names that a shell completes, from the table of commands and the registries.
 
     >>> completions = collect_completions()
@@ -87,7 +87,7 @@ def collect_completions() -> Completions:
         "--engine": ("auto", "cohort", "inprocess", "pool", "ray"), "--logger": ("mlflow", "tensorboard"),
         "--format": ("onnx", "torchscript", "weights"),
     }  # fmt: skip
-    return Completions(words, options, values)
+    return ShellCompletions(words, options, values)
 
 
 def build_completion_script(shell: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 
 from polyfed.comparison.plan import ComparisonPlan, Failure, FinishedRun, Method, RunSpec, execute_or_load_runs
 from polyfed.comparison.tuning import hyperparameter_search
-from polyfed.comparison.tuning.search_result import ChoiceKey, SearchResult
+from polyfed.comparison.tuning.search_result import HyperparameterOwner, SearchResult
 from polyfed.simulation.settings import Keep
 
 
@@ -39,7 +39,7 @@ def run_final_methods(plan: ComparisonPlan, methods: Mapping[str, Method], descr
     if plan.search_space is not None:
         search_result = hyperparameter_search.run_search(plan, methods, has_same_clients=description["same_clients"])
     failed = {} if search_result is None else search_result.failed_methods
-    rank_by_choice = Counter[ChoiceKey]()  # of what is compared in the ranking of the search
+    rank_by_choice = Counter[HyperparameterOwner]()  # of what is compared in the ranking of the search
     final_methods, runs = dict(methods), dict[tuple[str, int], FinishedRun]()
     while True:
         if search_result is not None:
@@ -54,7 +54,7 @@ def run_final_methods(plan: ComparisonPlan, methods: Mapping[str, Method], descr
         ]  # fmt: skip
         finished_runs, failures = execute_or_load_runs(plan, jobs, plan.callbacks) if jobs else ({}, {})
         runs |= {(job.label, job.seed): finished_run for job, finished_run in finished_runs.items()}
-        to_repeat = set[ChoiceKey]()
+        to_repeat = set[HyperparameterOwner]()
         for job, failure in failures.items():
             next_choice = (
                 None
@@ -78,7 +78,7 @@ def _run_folder(
     plan: ComparisonPlan,
     label: str,
     search_result: SearchResult | None,
-    rank_by_choice: Mapping[ChoiceKey, int],
+    rank_by_choice: Mapping[HyperparameterOwner, int],
     seed: int,
 ) -> Path | None:
     if plan.out is None:

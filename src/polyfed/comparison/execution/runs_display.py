@@ -223,7 +223,7 @@ class RunsBar(RunsDisplay):
         self._live.start()
 
     def render(self) -> "RenderableType":
-        """Returns what the terminal shows now."""
+        """Returns the lines that the terminal shows now."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table

@@ -29,7 +29,7 @@ MAX_EXTENSIONS = 2  # values that a grid is extended by, on either side
 
 
 @final
-class ChoiceKey(NamedTuple):
+class HyperparameterOwner(NamedTuple):
     """Identifies whose hyper-parameters a search chose: those of a method, or those of one client if the search chooses
     for each of the method's clients separately."""
 
@@ -141,8 +141,8 @@ class SearchResult:
         return failures
 
     def find_failed_choice_to_replace(
-        self, label: str, failure: Failure, rank_by_choice: Mapping[ChoiceKey, int]
-    ) -> ChoiceKey | None:
+        self, label: str, failure: Failure, rank_by_choice: Mapping[HyperparameterOwner, int]
+    ) -> HyperparameterOwner | None:
         """Returns the key of the choice of hyper-parameters to replace by the next best one, after a final run failed
         with it; None if no search run is left.
 
@@ -150,21 +150,21 @@ class SearchResult:
         """
         if label in self.ranked_runs_by_label_and_client:
             client = failure.client if isinstance(failure, ClientError) else ""
-            choice = ChoiceKey(label, client)
+            choice = HyperparameterOwner(label, client)
             num_runs = len(self.ranked_runs_by_label_and_client[label].get(client, ()))
         else:
-            choice, num_runs = ChoiceKey(label, None), len(self.ranked_runs_by_label[label])
+            choice, num_runs = HyperparameterOwner(label, None), len(self.ranked_runs_by_label[label])
         return choice if rank_by_choice.get(choice, 0) + 1 < num_runs else None
 
-    def subfolder_of_final_runs(self, label: str, rank_by_choice: Mapping[ChoiceKey, int]) -> str:
+    def subfolder_of_final_runs(self, label: str, rank_by_choice: Mapping[HyperparameterOwner, int]) -> str:
         """Returns the name of the subfolder, below the method's folder, for final runs with these choices of
         hyper-parameters; an empty text for the best choices."""
-        if rank := rank_by_choice.get(ChoiceKey(label, None), 0):
+        if rank := rank_by_choice.get(HyperparameterOwner(label, None), 0):
             return safe_file_name(join_as_name_equals_value(self.ranked_runs_by_label[label][rank].fields))
         later = sum(rank for (name, _), rank in rank_by_choice.items() if name == label)
         return f"choice-{later + 1}" if later else ""
 
-    def set_chosen_fields_in_methods(self, rank_by_choice: Mapping[ChoiceKey, int]) -> TunedMethods:
+    def set_chosen_fields_in_methods(self, rank_by_choice: Mapping[HyperparameterOwner, int]) -> TunedMethods:
         """Returns copies of the methods with their best hyper-parameters, and the entry `tuning` of `comparison.json`,
         which reports the search.
 
@@ -177,7 +177,7 @@ class SearchResult:
         losses: dict[str, list[list[float]]] = {}
         edge = []
         for label, runs in self.runs_by_label.items():
-            order, rank = self.ranked_runs_by_label[label], rank_by_choice.get(ChoiceKey(label, None), 0)
+            order, rank = self.ranked_runs_by_label[label], rank_by_choice.get(HyperparameterOwner(label, None), 0)
             entry: dict[str, Any] = {
                 "chosen": {},
                 "diverged": [search_run.fields for search_run in order[:rank]],
@@ -192,7 +192,7 @@ class SearchResult:
                     f"{name} of {label}" for name in best.fields if _is_at_edge(name, best, runs)]  # fmt: skip
             if label in self.ranked_runs_by_label_and_client:
                 choice_by_client = {
-                    c: order[rank_by_choice.get(ChoiceKey(label, c), 0)]
+                    c: order[rank_by_choice.get(HyperparameterOwner(label, c), 0)]
                     for c, order in self.ranked_runs_by_label_and_client[label].items()
                 }
                 tuned_methods[label] = _with_client_fields(
@@ -212,7 +212,7 @@ class SearchResult:
                         edge.append(f"{name} of {label} at {join_first_and_count_rest(at)}")
                 entry["diverged"] = [
                     {"client": c, **search_run.fields} for c, order in self.ranked_runs_by_label_and_client[label].items()
-                    for search_run, _ in order[: rank_by_choice.get(ChoiceKey(label, c), 0)]
+                    for search_run, _ in order[: rank_by_choice.get(HyperparameterOwner(label, c), 0)]
                 ]  # fmt: skip
             complete_ids = {id(search_run) for search_run in order}
             entry["tried"] = [

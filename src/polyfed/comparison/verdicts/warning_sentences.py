@@ -9,8 +9,8 @@ from polyfed.core.io.number_format import end_with_period, join_with_and
 
 
 def describe_omissions(content: Mapping[str, Any]) -> list[str]:
-    """Returns a sentence for each method that was left out or failed, and for methods of which nobody can say whether they
-    had converged; empty for a forecast, whose own sentences say what is left out.
+    """Returns a sentence for each method that was left out, that failed, or whose convergence could not be judged;
+    empty for a forecast, whose own sentences say what is left out.
 
     Args:
         content: the results of a comparison, the content of `comparison.json`.

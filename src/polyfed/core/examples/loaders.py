@@ -17,7 +17,7 @@ from polyfed.core.errors import UserError
 
 
 class LoaderParts(NamedTuple):
-    """Holds what is taken of a `DataLoader`: its data set, and its collate_fn unless that is torch's own."""
+    """Holds the parts of a `DataLoader` that polyfed uses: its data set, and its collate_fn unless that is torch's own."""
 
     dataset: Any
     collate: Callable[[list[Any]], Any] | None

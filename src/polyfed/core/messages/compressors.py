@@ -45,8 +45,8 @@ class CompressedTensor(NamedTuple):
 
 
 class DecompressedForm(NamedTuple):
-    """Describes the tensor that a compressed entry restores to, and how many numbers, of which type, it takes from the
-    tensor that all entries of a group share.
+    """Describes the tensor that a compressed entry restores to, and how many numbers it takes from the tensor that a
+    group's entries share, and of which type.
     """
 
     tensor: ShapeAndDtype

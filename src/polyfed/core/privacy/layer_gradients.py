@@ -33,7 +33,7 @@ class OuterProducts:
         return (factors[:, None] * self.left).T @ self.right
 
     def select(self, examples: Tensor) -> "OuterProducts":
-        """Returns those of some examples alone."""
+        """Returns the outer products of the given examples only."""
         return OuterProducts(self.left[examples], self.right[examples])
 
 
@@ -55,7 +55,7 @@ class StackedGradients:
         return self.rearrange(torch.tensordot(factors, self.tensors, dims=1))
 
     def select(self, examples: Tensor) -> "StackedGradients":
-        """Returns those of some examples alone."""
+        """Returns the gradients of the given examples only."""
         return StackedGradients(self.tensors[examples], self.rearrange)
 
 

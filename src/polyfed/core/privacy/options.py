@@ -76,7 +76,7 @@ class Privacy:
             raise UserError(f"privacy: unknown option {unknown[0]!r}; {did_you_mean(unknown[0], names)}")
         return cls(**options)
 
-    def steps_of_run(self, sampling_rate: float) -> int:
+    def number_of_steps(self, sampling_rate: float) -> int:
         """Returns the optimiser steps that a client takes in the whole run, if a step takes each unit with this
         probability."""
         return self.run_epochs * math.ceil(1 / sampling_rate) + self.run_steps
@@ -95,12 +95,12 @@ class Privacy:
         if self.noise_multiplier is not None:
             return self.noise_multiplier
         assert self.target_epsilon is not None
-        steps = self.steps_of_run(sampling_rate)
+        steps = self.number_of_steps(sampling_rate)
         return noise_multiplier_for_epsilon(self.target_epsilon, sampling_rate, steps, self.delta)
 
     def epsilon_after(self, sampling_rate: float, share_of_run: float) -> float:
         """Returns ε after a share of the run's optimiser steps, from 0 to 1."""
         from polyfed.core.privacy.sampled_gaussian import epsilon_of_steps  # late: numpy and scipy
 
-        steps = math.ceil(share_of_run * self.steps_of_run(sampling_rate))
+        steps = math.ceil(share_of_run * self.number_of_steps(sampling_rate))
         return epsilon_of_steps(sampling_rate, self.noise_for(sampling_rate), steps, self.delta)

@@ -34,7 +34,9 @@ class PrivateRandomness(ABC):
 
     @abstractmethod
     def draw_sample(self, num_units: int, sampling_rate: float) -> Tensor:
-        """Returns the numbers of the units that a step takes, each with this probability; int64, shape (drawn,)."""
+        """Draws the units (examples or groups) of one step, each with the probability `sampling_rate`; returns their
+        numbers, int64, shape (drawn,).
+        """
 
     @abstractmethod
     def add_noise(self, total: Tensor, deviation: float) -> Tensor:
@@ -49,7 +51,9 @@ class SeededRandomness(PrivateRandomness):
         self._generator = generator
 
     def draw_sample(self, num_units: int, sampling_rate: float) -> Tensor:
-        """Returns the units whose uniform number is below the probability."""
+        """Draws the units (examples or groups) of one step, each with the probability `sampling_rate`; returns their
+        numbers, int64, shape (drawn,).
+        """
         return (torch.rand(num_units, generator=self._generator) < sampling_rate).nonzero().flatten()
 
     def add_noise(self, total: Tensor, deviation: float) -> Tensor:

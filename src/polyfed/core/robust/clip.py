@@ -20,7 +20,7 @@ ROUNDS_REMEMBERED = 5
 @final
 @dataclass(frozen=True)
 class Clip(RobustRule):
-    """Scales an update whose norm is above a bound C down to the bound, and averages as always.
+    """Scales an update down to the bound C if its norm is larger, and averages as without a rule.
 
     U_i ← U_i · min(1, C/‖U_i‖) with U_i = θ_i − θ (Sun, Kairouz, Suresh and McMahan, "Can You Really Backdoor Federated
     Learning?", 2019, section 4, "norm thresholding"). C is a number, or a multiple of the running median of the norms

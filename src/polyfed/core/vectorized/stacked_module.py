@@ -222,8 +222,9 @@ class StackedNetworks(nn.Module):
         return self.loss_sums / self.example_counts
 
     def check_shared_buffers_unchanged(self) -> None:
-        """Raises a `CannotStackError` if the network changed a buffer that no known layer holds, and of which there is only
-        one for all clients: a counter of its own, say, which each client must have to itself."""
+        """Raises a `CannotStackError` if the network changed a buffer of which there is one for all clients, such as a
+        counter in a layer of the user's own. Each client would need its own.
+        """
         for name, buffer in self.module.named_buffers():
             if name in self._shared_buffers and not torch.equal(buffer, self._shared_buffers[name]):
                 raise CannotStackError(f"buffer {name!r} changes in training")

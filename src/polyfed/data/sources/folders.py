@@ -61,7 +61,7 @@ class ImageFolder(Source):
         check_field_types(self, "layout")
 
     def load(self) -> PooledDataset:
-        """Reads the images from the folders; raises a `UserError` if there is no such folder or its layout is another."""
+        """Reads the images from the folders; raises a `UserError` if there is no such folder or it has another layout."""
         advice = "give --data.path with a folder that has one folder of pictures per class"
         if not self.path:
             raise UserError(advice)

@@ -13,7 +13,7 @@ from typing import Literal, final
 
 @final
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """Holds the result of one check of `polyfed flower doctor`: its level ("ok", "note" or "wrong"), the checked part
     of the deployment, and a sentence.
 
@@ -31,20 +31,20 @@ class Finding:
         return f"{self.level:5}  {self.component}: {' '.join(self.text.split())}"
 
 
-Findings = Iterator[Finding]
+Findings = Iterator[DoctorFinding]
 """The findings that a check yields."""
 
 
-def ok_finding(component: str, text: str) -> Finding:
-    """Returns a `Finding` of a check that detected no mistake."""
-    return Finding("ok", component, text)
+def ok_finding(component: str, text: str) -> DoctorFinding:
+    """Returns a `DoctorFinding` of a check that detected no mistake."""
+    return DoctorFinding("ok", component, text)
 
 
-def note_finding(component: str, text: str) -> Finding:
-    """Returns a `Finding` that the user should know about, although it is not a mistake."""
-    return Finding("note", component, text)
+def note_finding(component: str, text: str) -> DoctorFinding:
+    """Returns a `DoctorFinding` that the user should know about, although it is not a mistake."""
+    return DoctorFinding("note", component, text)
 
 
-def problem_finding(component: str, text: str) -> Finding:
-    """Returns a `Finding` of a mistake that the user must correct."""
-    return Finding("wrong", component, text)
+def problem_finding(component: str, text: str) -> DoctorFinding:
+    """Returns a `DoctorFinding` of a mistake that the user must correct."""
+    return DoctorFinding("wrong", component, text)

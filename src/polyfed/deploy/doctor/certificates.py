@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from polyfed.core.io.atomic_files import read_file
-from polyfed.deploy.doctor import Finding, Findings, note_finding, ok_finding, problem_finding
+from polyfed.deploy.doctor import DoctorFinding, Findings, note_finding, ok_finding, problem_finding
 from polyfed.deploy.doctor.machine import check_only_owner_can_access, finding_if_unreadable
 
 EXPIRY_WARNING = datetime.timedelta(days=30)
@@ -89,7 +89,7 @@ def check_server_certificate(
     by an authority that the sites trust, and matches its private key.
 
     Args:
-        component: `Finding.component`.
+        component: `DoctorFinding.component`.
         certificate_file: the certificate, followed by those between it and the authority.
         key_file: file of its private key.
         authority_file: file of the certificates that sites trust.
@@ -201,7 +201,7 @@ def is_host_covered_by_certificate(host: str, dns_names: list[str], ip_addresses
 
 def _check_chain(
     part: str, file: Path, leaf: x509.Certificate, intermediates: list[x509.Certificate], authority: Path
-) -> list[Finding]:
+) -> list[DoctorFinding]:
     try:
         authorities = read_pem_certificates(authority)
     except (OSError, *_PARSE_ERRORS):

@@ -37,7 +37,7 @@ from polyfed.deploy.doctor.network import (
 )
 from polyfed.deploy.doctor.site_config import check_node_config, check_site_file_defines_client, parse_node_config
 from polyfed.deploy.trial.local_trial import read_running_trial, trial_folder_of
-from polyfed.deploy.trial.project import Project
+from polyfed.deploy.trial.project import DeploymentProject
 
 ConfigurationCheck = Callable[[Mapping[str, Any], Path], Findings]
 """Checks a server's configuration without torch; the command passes it, since it knows the methods' fields."""
@@ -67,7 +67,9 @@ def run_folder_checks(
     kinds = detect_folder_kinds(folder)
     if kinds[0] in ("project", "trial"):
         yield from _check_project(
-            Project(folder if kinds[0] == "project" else folder.parent), check_server_configuration, trial_port
+            DeploymentProject(folder if kinds[0] == "project" else folder.parent),
+            check_server_configuration,
+            trial_port,
         )
     if "server" in kinds:
         yield from _check_server_folder(read_systemd_unit_if_exists(folder / SERVER_UNIT), server_address)
@@ -79,7 +81,7 @@ def run_folder_checks(
 # -- a project, and its trial ------------------------------------------------------------------------------------------
 
 
-def _check_project(project: Project, check_configuration: ConfigurationCheck, port: int) -> Findings:
+def _check_project(project: DeploymentProject, check_configuration: ConfigurationCheck, port: int) -> Findings:
     names: list[str] = []
     try:
         words = project.read_server_configuration()

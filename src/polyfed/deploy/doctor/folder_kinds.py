@@ -19,7 +19,7 @@ _START = re.compile(r"^ExecStart=[-@:+!]*(.*)$", re.MULTILINE)
 @final
 @dataclass(frozen=True)
 class SystemdUnit:
-    """Holds what a systemd unit file says: the program that it starts, the program's options, and environment
+    """Holds the content of a systemd unit file: the program that it starts, the program's options, and environment
     variables.
 
     Args:

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from polyfed.core.errors import UserError
-from polyfed.deploy.contact import Contact, read_contacts
-from polyfed.deploy.doctor import Finding, Findings, note_finding, ok_finding, problem_finding
+from polyfed.deploy.contact import ContactRecord, read_contacts
+from polyfed.deploy.doctor import DoctorFinding, Findings, note_finding, ok_finding, problem_finding
 from polyfed.deploy.doctor.folder_kinds import SERVER_UNIT, SITE_UNIT, detect_folder_kinds, read_systemd_unit_if_exists
 from polyfed.deploy.doctor.machine import is_process_alive
 from polyfed.deploy.doctor.network import check_tls_server_and_clock, split_host_and_port
 from polyfed.deploy.doctor.site_config import parse_node_config
 from polyfed.deploy.trial.local_trial import read_running_trial, trial_folder_of
-from polyfed.deploy.trial.project import Project
+from polyfed.deploy.trial.project import DeploymentProject
 
 MAX_SILENT_SECONDS = 60.0
 """The longest time since a server's last answer to a site that waits for a task."""
@@ -38,7 +38,7 @@ def check_health(folder: Path, clock: Callable[[], float] = time.time) -> Findin
         return
     kinds = detect_folder_kinds(folder)
     if kinds[0] in ("project", "trial"):
-        yield from _check_trial(Project(folder if kinds[0] == "project" else folder.parent), clock)
+        yield from _check_trial(DeploymentProject(folder if kinds[0] == "project" else folder.parent), clock)
     if "server" in kinds:
         unit = read_systemd_unit_if_exists(folder / SERVER_UNIT)
         host, port = unit.options.get("--host") or "127.0.0.1", int(unit.options.get("--port") or 8000)
@@ -54,7 +54,7 @@ def check_health(folder: Path, clock: Callable[[], float] = time.time) -> Findin
         yield from _check_state_folder(Path(str(state)).expanduser(), clock)
 
 
-def _check_trial(project: Project, clock: Callable[[], float]) -> Findings:
+def _check_trial(project: DeploymentProject, clock: Callable[[], float]) -> Findings:
     running = read_running_trial(project)
     if running is None:
         yield problem_finding("trial", f"none runs; start it with polyfed flower up {project.path}")
@@ -77,7 +77,7 @@ def _check_state_folder(folder: Path, clock: Callable[[], float]) -> Findings:
         )
 
 
-def judge_contact(contact: Contact, now: float) -> Finding:
+def judge_contact(contact: ContactRecord, now: float) -> DoctorFinding:
     """Returns the finding on a site: whether its SuperNode waits for a task and has heard of the server in the last minute,
     or works at a task while the server can be reached.
 
@@ -109,7 +109,7 @@ def judge_contact(contact: Contact, now: float) -> Finding:
     return ok_finding(site, f"waits for a task; {superlink} answered {silent:.0f} s ago")
 
 
-def _judge_busy_site(contact: Contact, text: str) -> Finding:
+def _judge_busy_site(contact: ContactRecord, text: str) -> DoctorFinding:
     site, superlink = contact["site"] or "site", contact["superlink"]
     if not is_process_alive(contact["process"]):
         return problem_finding(site, f"{text}, but its SuperNode has ended; start it again")

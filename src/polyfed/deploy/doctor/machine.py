@@ -8,7 +8,7 @@ from pathlib import Path
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, check_regular_file, read_file
-from polyfed.deploy.doctor import Finding, Findings, note_finding, ok_finding, problem_finding
+from polyfed.deploy.doctor import DoctorFinding, Findings, note_finding, ok_finding, problem_finding
 
 MIN_FREE_BYTES = 2**30
 """Least free space for a folder with checkpoints or private states."""
@@ -22,7 +22,7 @@ CHECKED_PACKAGES = ("torch", "numpy", "safetensors", "flwr", "cryptography", "to
 """Packages whose versions are compared with polyfed's requirements."""
 
 
-def finding_if_unreadable(component: str, file: Path) -> Finding | None:
+def finding_if_unreadable(component: str, file: Path) -> DoctorFinding | None:
     """Tries to read a file, and returns a finding that says why it cannot be read; None if it can be read."""
     if not file.exists():
         return problem_finding(component, f"{file} does not exist; put it there, or name another file")
@@ -155,7 +155,7 @@ def check_package_versions(component: str, protocol_version: int) -> Findings:
     finding with the most important versions.
 
     Args:
-        component: `Finding.component`.
+        component: `DoctorFinding.component`.
         protocol_version: version of the protocol between server and sites.
     """
     from packaging.requirements import InvalidRequirement, Requirement

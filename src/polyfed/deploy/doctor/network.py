@@ -69,7 +69,7 @@ def check_tls_server_and_clock(
     clock agrees with this machine's.
 
     Args:
-        component: `Finding.component`.
+        component: `DoctorFinding.component`.
         host: name or address of the server.
         port: its port.
         authority_file: file of the trusted certificates.

@@ -111,7 +111,7 @@ def check_file_defines_functions(component: str, file: Path, purpose_by_function
     file.
 
     Args:
-        component: `Finding.component`.
+        component: `DoctorFinding.component`.
         file: the Python file.
         purpose_by_function: the purpose of each required function, for the finding.
     """

@@ -186,9 +186,9 @@ class MessageLoop:
                 schedule.record_empty_poll()
             else:
                 schedule.record_arrival_time()
-                self._contact.record_task(begins=True)
+                self._contact.record_start_or_end_of_task(begins=True)
                 self.answer_message_or_log_error(*received)
-                self._contact.record_task(begins=False)
+                self._contact.record_start_or_end_of_task(begins=False)
                 schedule.start_new_wait()
 
     def answer_message_or_log_error(self, message: Any, object_tree: Any) -> None:

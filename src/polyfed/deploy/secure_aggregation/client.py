@@ -155,8 +155,8 @@ class SecureSumClient:
         return _advertisement_to_json(advert)
 
     def decrypt_shares_and_join_sum(self, sum_id: SumId, encrypted_shares: Mapping[str, Tensor]) -> "SumParticipation":
-        """Decrypts the secret shares from the other sites, and returns an object that can mask this site's reply for
-        the secure sum, once; raises an error if the site has already joined this sum or does not accept the shares.
+        """Decrypts the secret shares of the other sites, and returns an object that can mask one reply of this site for
+        the secure sum.
 
         Args:
             sum_id: the sum.

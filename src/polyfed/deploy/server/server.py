@@ -160,8 +160,9 @@ class DeploymentServer:
         return int(earlier[0]) if len(earlier) == self._most_rounds_back else 0
 
     def describe_stored_state(self, task: ClientTask) -> dict[str, Any]:
-        """Returns what the server stores in place of the private state that a site has after a training task: its round,
-        and in asynchronous runs the rounds of the states before it that the run may go back to."""
+        """Returns the entry that the server stores in place of a site's private state after a training task: the
+        state's round and, in asynchronous runs, the rounds of the earlier states to which the run may go back.
+        """
         if self.settings.asynchronous is None:
             return {"round": task.round}
         before = task.client_state or {}

@@ -70,7 +70,7 @@ class DisclosureGuard:
 
     @property
     def of_units(self) -> PrivateTrainingGuard:
-        """Returns what keeps the budget of each example or patient in runs with `privacy`."""
+        """Returns the guard that keeps the privacy budget of each example or patient in runs with `privacy`."""
         return PrivateTrainingGuard(self.ledger, self.data_set, self.protection)
 
     def check_budget_for_next_message(self) -> None:

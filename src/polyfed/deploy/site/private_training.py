@@ -88,8 +88,8 @@ class PrivateTrainingGuard:
             )
 
     def check_run_if_new(self, client: Client, algorithm: Algorithm[Any, Any], folder: Path) -> None:
-        """Raises a `RefusalError` if a new run with `privacy` cannot keep it at this site, or if the steps that the run
-        plans would exceed the site's budget; else records in the ledger that such a run uses the data set.
+        """Raises a `RefusalError` if a new run cannot keep its `privacy` at this site, or if its planned steps would
+        exceed the site's budget; else records in the ledger that the run uses the data set.
 
         The server gets a sentence without numbers of the data; the site's log has all. A run that goes on has spent a part
         of its plan, so that its steps are checked one training at a time.
@@ -129,7 +129,7 @@ class PrivateTrainingGuard:
             raise RefusalError(
                 "its network, task or number of examples does not suit this privacy; its log says why, and the cure"
             ) from error
-        self._check_steps(PrivateSteps(privacy.unit, rate, noise_multiplier, privacy.steps_of_run(rate)), "this run")
+        self._check_steps(PrivateSteps(privacy.unit, rate, noise_multiplier, privacy.number_of_steps(rate)), "this run")
 
     def _check_steps(self, steps: PrivateSteps, what: str) -> None:
         if steps.number > _MOST_STEPS:

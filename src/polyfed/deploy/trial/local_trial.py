@@ -21,7 +21,12 @@ from typing import IO, Any, TypedDict, cast, final
 from polyfed.core.errors import RoundError, UserError
 from polyfed.core.io.atomic_files import read_file
 from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.deploy.trial.project import Project, make_private_folder, write_site_key_pair, write_trial_certificates
+from polyfed.deploy.trial.project import (
+    DeploymentProject,
+    make_private_folder,
+    write_site_key_pair,
+    write_trial_certificates,
+)
 from polyfed.simulation.storage.directory import write_file_atomically
 
 _SUPERLINK_MODULE, _SUPERNODE_MODULE = "polyfed.deploy.link", "polyfed.deploy.supernode"
@@ -64,7 +69,7 @@ class LocalTrial:
         processes: the SuperLink first, then the SuperNodes in the order of their sites.
     """
 
-    project: Project
+    project: DeploymentProject
     port: int
     sites: tuple[str, ...]
     processes: list[TrialProcess] = field(default_factory=list)
@@ -124,7 +129,7 @@ class LocalTrial:
             signal.signal(number, handler)
 
 
-def trial_folder_of(project: Project) -> Path:
+def trial_folder_of(project: DeploymentProject) -> Path:
     """Returns the path of the folder in which a project's trial (its deployment on one machine) stores its files."""
     return project.path / "trial"
 
@@ -137,7 +142,7 @@ class RunningTrial(TypedDict):
     processes: dict[str, int]
 
 
-def read_running_trial(project: Project) -> RunningTrial | None:
+def read_running_trial(project: DeploymentProject) -> RunningTrial | None:
     """Returns the port, sites and process ids of a project's running trial, from `trial.json`; None if no trial runs or
     the file is damaged.
     """
@@ -150,7 +155,11 @@ def read_running_trial(project: Project) -> RunningTrial | None:
 
 @contextmanager
 def start_trial(
-    project: Project, sites: Sequence[str], port: int = 8000, node_config: str = "", proxy_port: int | None = None
+    project: DeploymentProject,
+    sites: Sequence[str],
+    port: int = 8000,
+    node_config: str = "",
+    proxy_port: int | None = None,
 ) -> Iterator[LocalTrial]:
     """Starts the SuperLink and SuperNodes of a trial for the duration of a `with` block, and stops them at its end.
 

@@ -21,7 +21,7 @@ _CERTIFICATE_DAYS = 365
 
 @final
 @dataclass(frozen=True)
-class Project:
+class DeploymentProject:
     """Holds the path of a project folder that `create_project` wrote, and gives the paths and the configuration in it.
 
     Args:
@@ -107,7 +107,7 @@ def parse_site_names_or_count(text: str) -> list[str]:
     return names
 
 
-def create_project(path: str | Path, sites: Sequence[str]) -> Project:
+def create_project(path: str | Path, sites: Sequence[str]) -> DeploymentProject:
     """Writes a new project folder for a deployment from templates, with certificates and keys for a trial on one
     machine; the README in it explains the files.
 
@@ -145,7 +145,7 @@ def create_project(path: str | Path, sites: Sequence[str]) -> Project:
     write_trial_certificates(certificates)
     for site in sites:
         write_site_key_pair(certificates / f"{site}.key")
-    return Project(folder)
+    return DeploymentProject(folder)
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -208,8 +208,8 @@ def _plan_lookup(weight: Tensor) -> NodePlan | None:
 def plan_recurrent_layers(
     cell: _Cell, tensors: Sequence[Tensor], biased: bool, layers: int, directions: int
 ) -> NodePlan | None:
-    """Returns the nodes of an LSTM, a GRU or an RNN: for each layer and direction one for the matrix of the input, one
-    for that of the hidden state, and one for the projection of an LSTM, if it has one.
+    """Returns the nodes of an LSTM, GRU or RNN. Each layer and direction has one node for the input's matrix, one for
+    the hidden state's, and one for an LSTM's projection, if there is one.
 
     Args:
         cell: kind of the cell.

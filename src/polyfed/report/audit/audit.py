@@ -67,9 +67,8 @@ def audit(
     restarts: int = 2,
     on_run: Callable[[int], object] | None = None,
 ) -> AuditReport:
-    """Measures how well training examples of a run can be told from others by the clients' personal networks
-    (membership inference), how well columns of a table are guessed from them (attribute inference), and what a server
-    reconstructs of images and label counts from the first messages; returns rates with intervals, and the quality of
+    """Attacks a run as its server or another client could: finds out which examples were trained on, guesses columns of
+    tables, and reconstructs images and label counts from messages. Returns rates with intervals, and the quality of the
     reconstructions.
 
     It trains `runs` shadow runs like the run in `folder`, each on a random half of every client's training examples (of its

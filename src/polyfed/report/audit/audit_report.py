@@ -37,7 +37,7 @@ class ClientAudit:
 @final
 @dataclass(frozen=True)
 class AuditReport:
-    """Holds what an audit found; `print` shows it.
+    """Holds the results of an audit; `print` shows them.
 
     Attributes:
         method: name of the audited method.

@@ -15,7 +15,7 @@ from polyfed.simulation.storage.configuration import build_method
 @final
 @dataclass(frozen=True)
 class MethodCost:
-    """Holds what one run of a method costs until the round whose scores count, as means over seeds.
+    """Holds the cost of one run of a method until the round whose scores count, as means over seeds.
 
     Attributes:
         megabytes: sent up and down by all clients together, of 2^20 bytes.
@@ -35,7 +35,7 @@ class MethodCost:
 
 
 def cost_of_method(method: MethodRuns) -> MethodCost:
-    """Returns what one run of a method costs until the round whose scores count."""
+    """Returns the cost of one run of a method until the round whose scores count."""
     costs = [run.cost_until_scored_round for run in method.runs]
     rounds = [run.scored_round for run in method.runs]
     simulated = [run.simulated_seconds for run in method.runs if run.simulated_seconds is not None]

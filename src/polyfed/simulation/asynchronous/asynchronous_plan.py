@@ -10,10 +10,10 @@ from polyfed.core.algorithm import Message
 from polyfed.core.errors import RoundError
 from polyfed.core.messages.message_compression import compress_message
 from polyfed.core.nn.module_cache import cached_module
-from polyfed.simulation.asynchronous.flights import Flight, Flights
 from polyfed.simulation.asynchronous.idle_clients import IdleClients
 from polyfed.simulation.asynchronous.rebase import mix_model, rebase_update
 from polyfed.simulation.asynchronous.rules import AsynchronousRule, FedAsync
+from polyfed.simulation.asynchronous.updates_in_flight import UpdateInFlight, UpdatesInFlight
 from polyfed.simulation.engines.base import ClientTask, TaskResult
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.round_plan import RoundPlan
@@ -45,7 +45,7 @@ class AsynchronousPlan(RoundPlan):
     federation: Federation
     rule: AsynchronousRule
     previous: Checkpoint
-    arrivals: Mapping[str, Flight]
+    arrivals: Mapping[str, UpdateInFlight]
     versions: Mapping[int, Any]
     validated: dict[str, ValidatedReply | ValueError] = field(default_factory=dict)
 
@@ -124,14 +124,14 @@ class PlannedUpdate(NamedTuple):
     """Holds the plan of a server update, and the clients at work after it."""
 
     plan: AsynchronousPlan
-    flights_after: Flights
+    flights_after: UpdatesInFlight
 
 
 def plan_server_update(
     federation: Federation,
     rule: AsynchronousRule,
     previous: Checkpoint,
-    flights: Flights,
+    flights: UpdatesInFlight,
     times: ClientTimes,
     concurrency: int,
     draw: DrawClients,
@@ -149,7 +149,7 @@ def plan_server_update(
         concurrency: how many clients are at work at once.
         draw: draws clients that start.
     """
-    at_work, arrivals = dict(flights.by_client or {}), dict[str, Flight]()
+    at_work, arrivals = dict(flights.by_client or {}), dict[str, UpdateInFlight]()
     clock, draws, all_ids = flights.clock, flights.draws, federation.client_registry.ids
     while len(arrivals) < rule.buffer:
         next_reply = min((flight.finishes for flight in at_work.values()), default=math.inf)
@@ -161,7 +161,7 @@ def plan_server_update(
                 num_bytes = _count_bytes_of_updates(federation, previous, drawn_ids, times)
                 for client in drawn_ids:
                     finishes = times.finish_time(client, clock, num_bytes.get(client, 0))
-                    at_work[client] = Flight(clock, finishes, previous.round)
+                    at_work[client] = UpdateInFlight(clock, finishes, previous.round)
                 draws += 1
         finishes, client = min((flight.finishes, client) for client, flight in at_work.items())
         clock = max(clock, finishes)
@@ -170,7 +170,7 @@ def plan_server_update(
     needed_versions = {flight.version for flight in at_work.values()}
     versions_after = {version: known_versions[version] for version in sorted(needed_versions)}
     plan = AsynchronousPlan(federation, rule, previous, arrivals, known_versions)
-    return PlannedUpdate(plan, Flights(clock, draws, at_work, versions_after))
+    return PlannedUpdate(plan, UpdatesInFlight(clock, draws, at_work, versions_after))
 
 
 def _count_bytes_of_updates(

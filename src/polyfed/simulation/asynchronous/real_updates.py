@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any, final
 
 from polyfed.simulation.asynchronous.asynchronous_plan import AsynchronousPlan, DrawClients
-from polyfed.simulation.asynchronous.flights import Flight
 from polyfed.simulation.asynchronous.idle_clients import IdleClients
 from polyfed.simulation.asynchronous.rules import AsynchronousRule
+from polyfed.simulation.asynchronous.updates_in_flight import UpdateInFlight
 from polyfed.simulation.engines.base import RealTimeEngine, TaskResult
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.replies.reply_validation import ValidatedReply, validate_reply
@@ -37,7 +37,7 @@ class RealUpdates:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._federation, self._rule, self._engine, self._clock = federation, rule, engine, clock
-        self._flights: dict[str, Flight] = {}
+        self._flights: dict[str, UpdateInFlight] = {}
         self._unused_results = deque[TaskResult]()  # that came at once with the last of a buffer
         self._versions: dict[int, Any] = {}
         self.seconds_waited = 0.0
@@ -53,7 +53,7 @@ class RealUpdates:
         began = self._clock()
         self._versions[previous.round] = previous.state
         self._start_idle_clients(previous, concurrency, draw)
-        arrivals, validated = dict[str, Flight](), dict[str, ValidatedReply | ValueError]()
+        arrivals, validated = dict[str, UpdateInFlight](), dict[str, ValidatedReply | ValueError]()
         while sum(isinstance(reply, ValidatedReply) for reply in validated.values()) < self._rule.buffer:
             if not self._unused_results:
                 self._unused_results.extend(self._engine.wait_for_results())
@@ -79,7 +79,7 @@ class RealUpdates:
         now, round_number = self._clock(), previous.round + 1
         for tasks in self._federation.build_task_blocks("local", drawn_ids, round_number, previous):
             self._engine.start(tasks)
-        self._flights |= {client: Flight(now, now, previous.round) for client in drawn_ids}
+        self._flights |= {client: UpdateInFlight(now, now, previous.round) for client in drawn_ids}
 
     def _validate(self, result: TaskResult, version: int, previous: Checkpoint) -> ValidatedReply | ValueError:
         """Returns a client's reply, decoded and checked, or what is wrong with it, which the round reports as a failure."""

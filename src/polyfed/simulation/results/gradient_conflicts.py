@@ -23,9 +23,9 @@ _ROWS = 256
 
 
 @final
-class GradientConflicts(NamedTuple):
-    """Holds a run's client ids in ascending order, the weight α_i of each client's gradient in the same order, and the
-    two sides of Proposition 1 of the FedPNAS paper.
+class ClientStepWeights(NamedTuple):
+    """Holds the ids of a run's clients in ascending order, the weight α_i of each client's gradient in FedPNAS's step,
+    and the two sides of the paper's Proposition 1.
     """
 
     client_ids: tuple[str, ...]
@@ -33,7 +33,7 @@ class GradientConflicts(NamedTuple):
 
 
 @exclusive_single_torch_thread_with_grad()
-def measure_gradient_conflicts(run: Run, *, rows: int = _ROWS, draws: int = 1, seed: int = 0) -> GradientConflicts:
+def measure_gradient_conflicts(run: Run, *, rows: int = _ROWS, draws: int = 1, seed: int = 0) -> ClientStepWeights:
     """Measures, for each client of a FedPNAS run, how much the gradient averaged over all clients agrees with the
     client's gradient; raises a `UserError` for a run of another method.
 
@@ -73,7 +73,7 @@ def measure_gradient_conflicts(run: Run, *, rows: int = _ROWS, draws: int = 1, s
             _ClientGradients(method, run.federation.clients[client], rows, seed).mean_gradients(message, draws)
         )
     stacked = (torch.stack(gradients_of_clients) for gradients_of_clients in zip(*pairs, strict=True))
-    return GradientConflicts(ids, compute_lookahead_step_weights(*stacked))
+    return ClientStepWeights(ids, compute_lookahead_step_weights(*stacked))
 
 
 @final

@@ -36,7 +36,7 @@ def result_of(client, value):
 def test_a_worker_adds_what_the_driver_accepts_and_sends_no_weights():
     worker = WorkerSum(METHOD, 3, None)
     results, facts = zip(
-        *(worker.hold_back(result_of(c, v)) for c, v in (("a", 1.0), ("b", 9.0), ("c", 3.0))), strict=True
+        *(worker.keep_reply_for_sum(result_of(c, v)) for c, v in (("a", 1.0), ("b", 9.0), ("c", 3.0))), strict=True
     )
     assert [set(r.reply.tensors["sum"]) for r in results] == [{"layout"}] * 3
     assert summed_reply_form(results[0].reply).tensors["model"]["w"].tolist() == [0.0] * 4
@@ -44,9 +44,9 @@ def test_a_worker_adds_what_the_driver_accepts_and_sends_no_weights():
     summed = read_summed_reply(facts[0], lambda: None)
     assert summed.nbytes == result_of("a", 1.0).reply.nbytes
     assert summed.measured.norm == 2.0
-    worker.settle({"a": True, "b": False})
-    worker.settle({"c": True})
-    words, layout = parse_sum_message(worker.take())
+    worker.add_accepted_replies({"a": True, "b": False})
+    worker.add_accepted_replies({"c": True})
+    words, layout = parse_sum_message(worker.take_sum())
     mean, weight = mean_from_fixed_point(words, layout)
     assert (mean["model"]["w"].tolist(), weight) == ([2.0] * 4, 4)
 
@@ -54,19 +54,19 @@ def test_a_worker_adds_what_the_driver_accepts_and_sends_no_weights():
 @pytest.mark.parametrize("value", [float("nan"), 1e15])
 def test_a_reply_that_no_sum_can_hold_is_a_failure_of_its_client(value):
     worker = WorkerSum(METHOD, 3, None)
-    result, facts = worker.hold_back(result_of("a", value))
+    result, facts = worker.keep_reply_for_sum(result_of("a", value))
     assert (facts, result.reply, result.failure.client, result.failure.phase) == ({}, None, "a", "reply")
 
 
 def test_a_reply_that_the_engine_has_in_no_sum_ends_the_round():
     worker, total = WorkerSum(METHOD, 2, None), RegionalSum(METHOD, 2)
     for client in ("a", "b"):
-        result, _ = worker.hold_back(result_of(client, 1.0))
+        result, _ = worker.keep_reply_for_sum(result_of(client, 1.0))
         total.add(client, result.reply)
-    worker.settle({"a": True, "b": True})
+    worker.add_accepted_replies({"a": True, "b": True})
     with pytest.raises(pf.RoundError, match="the reply of 'a' is in no sum"):
         total.mean()
-    total.add_partial_sum(PartialSum(("a", "b"), worker.take()))
+    total.add_partial_sum(PartialSum(("a", "b"), worker.take_sum()))
     assert total.mean()["model"]["w"].tolist() == [1.0] * 4
 
 

@@ -138,7 +138,7 @@ class EnsembleDistillationMethod(Averaging, ABC):
 
     @property
     def distillation_options(self) -> LocalTraining:
-        """Returns how a student is trained on public examples: the number of steps and the batch size, by Adam."""
+        """Returns the options with which a student is trained on public examples: steps and batch size of Adam."""
         return LocalTraining(local_steps=self.server_steps, batch_size=self.server_batch_size, optimizer="adam")
 
 

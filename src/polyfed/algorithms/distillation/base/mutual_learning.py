@@ -140,8 +140,8 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         return False
 
     def validate_network(self, client: Client) -> None:
-        """Raises an error unless the shared network accepts the client's data (this is tried by creating the client's
-        private state), and the loss of a minibatch can be a divisor if the method divides by it.
+        """Raises an error if the shared network does not accept the client's data, or if the method divides by a loss
+        that can be zero. To find out, it creates the client's private state.
         """
         self.client_init(client, 0)
         if self._divides_by_loss and client.task.loss_may_vanish:

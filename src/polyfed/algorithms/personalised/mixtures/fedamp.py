@@ -80,7 +80,7 @@ class FedAMP(KeepsServerStateByClient, PersonalNetworkMethod, LocalTraining, Alg
 
     @property
     def groups_by_client(self) -> frozenset[str]:
-        """Returns the group of the server state that has an entry for each client: its newest model."""
+        """Names the group of the server state that has one entry per client: the client's newest model."""
         return frozenset({"models"})
 
     def server_init(self, server: ServerContext) -> ServerState:

@@ -13,7 +13,7 @@ from polyfed.core.declared_words import disclosures_needing_consent
 from polyfed.core.errors import RoundError, UserError, check_extra_installed, did_you_mean
 from polyfed.core.io.number_checks import is_positive_number
 from polyfed.core.io.terminal_text import sanitise_for_terminal
-from polyfed.deploy.doctor import Finding, Findings, note_finding, ok_finding, problem_finding
+from polyfed.deploy.doctor import DoctorFinding, Findings, note_finding, ok_finding, problem_finding
 from polyfed.simulation.settings import Settings
 
 SETTINGS_KEYS = (
@@ -76,7 +76,7 @@ def check_folder_and_print_findings(
 
 
 def check_server_configuration(config: Mapping[str, Any], file: Path) -> Findings:
-    """Yields a `Finding` for each unknown name, wrong type or contradiction in a server's configuration, or one "ok"
+    """Yields a `DoctorFinding` for each unknown name, wrong type or contradiction in a server's configuration, or one "ok"
     finding; does not import the method.
     """
     findings = list(_configuration_findings(config, file))
@@ -94,7 +94,7 @@ def _is_update_bound(value: Any) -> bool:
         return False
 
 
-def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[Finding]:
+def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[DoctorFinding]:
     fields = {
         f.name.replace("_", "-"): f
         for f in dataclasses.fields(read_value_or_outline_without_import("polyfed.deploy.server.server", "Deployment"))
@@ -134,7 +134,9 @@ def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[F
     yield from _method_findings(method, values, file)
 
 
-def _secure_findings(settings: Settings, values: Mapping[str, Any], parties: int, file: Path) -> Iterator[Finding]:
+def _secure_findings(
+    settings: Settings, values: Mapping[str, Any], parties: int, file: Path
+) -> Iterator[DoctorFinding]:
     if not settings.secure:
         return
     threshold = values.get("secure-threshold")
@@ -159,7 +161,7 @@ def _secure_findings(settings: Settings, values: Mapping[str, Any], parties: int
         yield problem_finding("configuration", f"{file}: compress and secure exclude one another; leave one out")
 
 
-def _method_findings(fields: Mapping[str, Any], values: Mapping[str, Any], file: Path) -> Iterator[Finding]:
+def _method_findings(fields: Mapping[str, Any], values: Mapping[str, Any], file: Path) -> Iterator[DoctorFinding]:
     name = fields.get("name")
     if not isinstance(name, str) or name not in ALGORITHMS:
         yield problem_finding(

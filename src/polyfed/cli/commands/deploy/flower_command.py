@@ -21,7 +21,7 @@ from polyfed.core.errors import RoundError, RunInterrupt, UserError, check_extra
 from polyfed.core.io.atomic_files import read_text_file
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.deploy.trial import local_trial as trials
-from polyfed.deploy.trial.project import Project, create_project, parse_site_names_or_count
+from polyfed.deploy.trial.project import DeploymentProject, create_project, parse_site_names_or_count
 from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics
 
 _STATUS_COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -76,7 +76,7 @@ def write_flower_project(folder: Path, sites: str) -> None:
 def run_local_trial(folder: Path, sites: str | None, port: int, node_config: str) -> None:
     """Runs the server and all sites of a deployment on this machine, until Ctrl-C or SIGTERM ends it."""
     require_flower()
-    project = Project(folder.resolve())
+    project = DeploymentProject(folder.resolve())
     names = project.read_site_names() if sites is None else parse_site_names_or_count(sites)
     trials.raise_keyboard_interrupt_on_signals()
     print(f"starting the SuperLink, and SuperNodes of {', '.join(names)}", file=sys.stderr, flush=True)
@@ -114,7 +114,7 @@ def submit_run_and_follow_log(
     require_flower()
     if resume is not None and changes:
         raise UserError(f"--set has no effect on a resumed run; its configuration is {resume}/config.yaml")
-    project = Project(folder.resolve())
+    project = DeploymentProject(folder.resolve())
     running = trials.read_running_trial(project)
     if running is None:
         _check_connection_of_flower(connection, folder)
@@ -222,7 +222,7 @@ def _write_app_configuration(file: Path, config: Mapping[str, Any]) -> None:
     file.write_text(tomli_w.dumps(content), encoding="utf-8")
 
 
-def _next_run_folder(project: Project) -> Path:
+def _next_run_folder(project: DeploymentProject) -> Path:
     """Returns the next free folder for a run."""
     return next(path for n in range(1, 100_000) if not (path := project.path / "runs" / f"run-{n}").exists())
 
@@ -268,12 +268,12 @@ def show_deployment_status(folder: Path, connection: str = "fed", *, as_json: bo
         for row in rows:
             table.add_row(*(str(row.get(column, "")) for column in columns))
         console.print(table)
-    show_newest_run(Project(folder.resolve()).path / "runs", console)
+    show_newest_run(DeploymentProject(folder.resolve()).path / "runs", console)
 
 
 def describe_deployment_status(folder: Path, connection: str = "fed") -> DeploymentStatus:
     """Returns the connected sites of a deployment, its runs, and the last round of the newest run."""
-    project = Project(folder.resolve())
+    project = DeploymentProject(folder.resolve())
     running = trials.read_running_trial(project)
     home = trials.trial_folder_of(project) / "home" if running is not None else None
     status: DeploymentStatus = {

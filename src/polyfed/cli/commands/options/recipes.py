@@ -226,8 +226,8 @@ class ChosenRecipe(NamedTuple):
 
 
 def pop_recipe(argv: list[str], scale: str | None, variant: str | None) -> ChosenRecipe:
-    """Removes the recipe's name from the front of the command line's words (changes the list), and returns the recipe's
-    configuration at a scale and for a variant; raises an error if a scale or variant has no recipe.
+    """Removes the recipe's name from the front of the list of command-line words, and returns the recipe's
+    configuration for a scale and a variant; raises an error if a scale or variant is given without a recipe.
 
     A data file or the name of a data set there is replaced by the options that stand for it.
     """

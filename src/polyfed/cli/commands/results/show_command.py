@@ -57,7 +57,7 @@ class ShownDirectory(TypedDict, total=False):
 
 
 def describe_directory(folder: Path) -> ShownDirectory:
-    """Returns what a directory holds of a run or a comparison.
+    """Returns the content of a directory of a run or a comparison, for `polyfed show`.
 
     Raises:
         UserError: it holds neither, or a file is damaged.

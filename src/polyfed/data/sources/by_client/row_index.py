@@ -113,8 +113,7 @@ def load_index(file: Path, key: str) -> RowIndex | None:
 
 
 def save_index(file: Path, index: RowIndex, key: str) -> None:
-    """Writes an index to a file, from which `load_index` reads it; `key` says of which table it is. A folder that cannot be
-    written is left as it was."""
+    """Writes an index to a file for `load_index`; `key` identifies the table."""
     encoded = [client.encode() for client in index.ids]
     content = BytesIO()
     ids, ends = np.frombuffer(b"".join(encoded), dtype=np.uint8), np.cumsum([len(i) for i in encoded])

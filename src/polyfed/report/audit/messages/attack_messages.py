@@ -56,7 +56,7 @@ def attack_messages(
 
 
 def choose_most_exposed(clients: Sequence[Client]) -> list[str]:
-    """Returns the ids of the up to four clients with the fewest training examples, of which a message shows most."""
+    """Returns the ids of the up to four clients with the fewest training examples, since their messages show most."""
     return [client.id for client in sorted(clients, key=lambda c: (len(c.train), c.id))[:MOST_CLIENTS]]
 
 

@@ -49,7 +49,7 @@ class WeightChange:
 @final
 @dataclass(frozen=True, eq=False)
 class RecordedReply:
-    """Holds what the server sees of a client in a round.
+    """Holds the message to a client and the client's reply as the server sees them, for an attack on both.
 
     Attributes:
         round: 1, or 2 if weights before the training are known only then.

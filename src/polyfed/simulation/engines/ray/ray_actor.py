@@ -56,8 +56,8 @@ class RayActor:
     def take_sum(self, verdicts: dict[str, bool]) -> dict[str, Any]:
         """Returns the sum of the replies that count, as arrays, and begins a new one."""
         assert self._sum is not None
-        self._sum.settle(verdicts)
-        return as_arrays(self._sum.take())
+        self._sum.add_accepted_replies(verdicts)
+        return as_arrays(self._sum.take_sum())
 
     def run(self, call: int, references: list[Any], data: bytes, verdicts: dict[str, bool]) -> bytes:
         """Runs one encoded task and returns its encoded result; `verdicts` says which replies held back here count."""
@@ -67,7 +67,7 @@ class RayActor:
             self._shared_tensors.clear()
             self._sum = self._new_sum()
         if self._sum is not None:
-            self._sum.settle(verdicts)
+            self._sum.add_accepted_replies(verdicts)
         if missing := [reference for reference in references if reference not in self._loaded_references]:
             self._loaded_references.update(missing)
             for group in ray.get(missing):
@@ -77,7 +77,7 @@ class RayActor:
         phase, number, client, seed, run_seed = body["task"]
         task = ClientTask(phase, number, client, Message(body["down"], body["scalars"]), body["own"], seed, run_seed)
         result = next(iter(self._engine_for(client).run([task])))
-        return encode_result_or_failure(*((result,) if self._sum is None else self._sum.hold_back(result)))
+        return encode_result_or_failure(*((result,) if self._sum is None else self._sum.keep_reply_for_sum(result)))
 
     def _engine_for(self, client: str) -> InProcessEngine:
         if self._source_engine is not None:

@@ -41,9 +41,10 @@ class WorkerSum:
         self._waiting: dict[str, Message] = {}
         self._sum = SecureSum(algorithm)  # type: ignore[arg-type]  # a method without a mean has no regions
 
-    def hold_back(self, result: TaskResult) -> tuple[TaskResult, dict[str, Any]]:
-        """Keeps a reply, encoded in fixed point, and returns the result with its layout and scalars alone, and what the
-        driver has to know of it besides; a reply with values that no sum can hold becomes a failure."""
+    def keep_reply_for_sum(self, result: TaskResult) -> tuple[TaskResult, dict[str, Any]]:
+        """Keeps a client's reply in fixed point, and returns the result with only the reply's layout and scalars, and
+        the facts that the driver needs, such as size and norm; a reply that no sum can hold becomes a failure.
+        """
         task, reply = result.task, result.reply
         if result.failure is not None or reply is None or task.phase != "local":
             return result, {}
@@ -65,21 +66,21 @@ class WorkerSum:
         facts = {"nbytes": reply.nbytes, "norm": measured.norm, "sketch": sketch, "forms": forms}
         return replace(result, reply=layout), facts
 
-    def settle(self, accepted_by_client: Mapping[str, bool]) -> None:
+    def add_accepted_replies(self, accepted_by_client: Mapping[str, bool]) -> None:
         """Adds the replies that the driver has accepted, and discards those that it has refused."""
         for client, is_accepted in accepted_by_client.items():
             part = self._waiting.pop(client)
             if is_accepted:
                 self._sum.add(client, part)
 
-    def take(self) -> Message:
+    def take_sum(self) -> Message:
         """Returns the sum of the accepted replies, and begins a new one."""
         total, self._sum = self._sum, SecureSum(self._algorithm)  # type: ignore[arg-type]  # as above
         return total.to_message()
 
 
 def read_summed_reply(facts: Mapping[str, Any], leave_out: Callable[[], None]) -> SummedReply | None:
-    """Returns what a worker has said of a reply that it holds back; None if it holds none back."""
+    """Returns the facts that a worker sent about a reply that it keeps for its sum; None if it keeps none."""
     if not facts:
         return None
     forms = tuple(tuple(form) for form in facts["forms"])

@@ -152,8 +152,8 @@ class FederatedLook(Averaging):
     def server_step(
         self, server_state: dict[str, Any], mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> dict[str, Any]:
-        """Returns the server's next state, with the sum over all sites added, unless the server makes it from single
-        replies.
+        """Returns the server's next state with the sums over all sites added; the state itself if the server keeps the
+        counts of each site.
         """
         if self.by_site:
             return server_state

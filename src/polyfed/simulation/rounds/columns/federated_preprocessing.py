@@ -79,8 +79,8 @@ class Moments(Averaging):
     def local_update(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> tuple[Message, dict[str, Any]]:
-        """Returns a client's reply with, for each column, the number of training rows that have a value, and in round 1
-        the sum of these values, in round 2 of their squared differences from the mean.
+        """Returns a client's reply: for each column the number of training rows with a value and, in round 1, the sum
+        of the values, in round 2 the sum of their squared differences from the mean.
         """
         count, total = count_and_sum_columns_and_targets(
             client.train, message.tensors["known"]["mean"] if message.scalars["done"] else None
@@ -151,8 +151,8 @@ def fit_common_preprocessing(clients: Sequence[Client], *, seed: int = 0, secure
 
 
 def columns_with_few_values(client: Client) -> list[str]:
-    """Returns the names of the numeric columns that have a value in at least one training row of a client, but in fewer
-    than `MIN_ROWS`; or in which fewer rows than that differ from all others, unless all are 0 or 1.
+    """Returns the names of the numeric columns that would reveal single rows of a client: those with a value in fewer
+    than `MIN_ROWS` training rows, or with fewer rows than that whose values differ from all others.
     """
     count, _ = count_and_sum_columns_and_targets(client.train)
     preprocessor = preprocessor_of(client.train)

@@ -9,9 +9,9 @@ from polyfed.core.errors import UserError
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.core.serialization import check_serializable
 from polyfed.simulation.asynchronous.asynchronous_plan import AsynchronousPlan, plan_server_update
-from polyfed.simulation.asynchronous.flights import Flights
 from polyfed.simulation.asynchronous.real_updates import RealUpdates
 from polyfed.simulation.asynchronous.rules import parse_asynchronous
+from polyfed.simulation.asynchronous.updates_in_flight import UpdatesInFlight
 from polyfed.simulation.engines.base import Engine, RealTimeEngine
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.round_plan import RoundPlan, SynchronousPlan
@@ -137,7 +137,7 @@ class RoundScheduler:
         assert self._times is not None
         # The states of versions are large and never changed: they are not copied.
         flights_entry = (previous.schedule or {}).get("flights")
-        flights = Flights() if flights_entry is None else Flights.from_plain_state(flights_entry)
+        flights = UpdatesInFlight() if flights_entry is None else UpdatesInFlight.from_plain_state(flights_entry)
         planned = plan_server_update(self._federation, self._rule, previous, flights, self._times, concurrency, draw)
         self._schedule["flights"] = planned.flights_after.to_plain_state()
         self._schedule["clock"] = planned.flights_after.clock
@@ -179,8 +179,8 @@ class RoundScheduler:
 
 
 def find_concurrency(federation: Federation) -> int:
-    """Returns how many clients of an asynchronous run are at work at once; raises a `UserError` if that are more than there
-    are.
+    """Returns how many clients of an asynchronous run are at work at once; raises a `UserError` if there are not so
+    many clients.
 
     Raises:
         UserError: `concurrency` is more than the number of clients.

@@ -14,8 +14,8 @@ from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 
 @final
 class ValidatedReply(NamedTuple):
-    """Holds a valid reply as the server half of the method takes it, the reply as it travelled, and the measures of its
-    update, which are None for a part of a secure sum: alone it means nothing.
+    """Holds a valid reply as the method's server half takes it, the same reply as it was sent, and the measures of its
+    update (None for one part of a secure sum).
     """
 
     reply: Any

@@ -26,7 +26,7 @@ from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.core.state_dict import PyTree, StateDict, spec_mismatch, state_dict_spec
-from polyfed.simulation.asynchronous.flights import Flights
+from polyfed.simulation.asynchronous.updates_in_flight import UpdatesInFlight
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.simulation.storage.checkpoints.client_states import ClientStates, groups_by_client
@@ -101,7 +101,7 @@ class StateValidator:
         if self._federation.settings.asynchronous is None or checkpoint.round == 0 or has_real_clients:
             return []  # real clients start again from the newest version
         try:
-            flights = Flights.from_plain_state(schedule.get("flights"))
+            flights = UpdatesInFlight.from_plain_state(schedule.get("flights"))
         except UserError as error:
             return str(error)
         at_work, versions = flights.by_client or {}, flights.versions or {}

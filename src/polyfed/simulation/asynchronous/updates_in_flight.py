@@ -1,4 +1,4 @@
-"""Defines `Flights`: the clients at work in an asynchronous run, and when each will have replied."""
+"""Defines `UpdatesInFlight`: the clients at work in an asynchronous run, and when each will have replied."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from polyfed.core.state_dict import PyTree
 
 @final
 @dataclass(frozen=True)
-class Flight:
+class UpdateInFlight:
     """Describes the local update of one client: when it started and ends, in simulated seconds, and from which version.
 
     Attributes:
@@ -26,26 +26,26 @@ class Flight:
     version: int
 
 
-class _FlightEntry(TypedDict):
-    """Describes a `Flight` in a checkpoint."""
+class _UpdateInFlightEntry(TypedDict):
+    """Describes an `UpdateInFlight` in a checkpoint."""
 
     started: float
     finishes: float
     version: int
 
 
-class _FlightsEntry(TypedDict):
-    """Describes `Flights` in a checkpoint."""
+class _UpdatesInFlightEntry(TypedDict):
+    """Describes `UpdatesInFlight` in a checkpoint."""
 
     clock: float
     draws: int
-    clients: dict[str, _FlightEntry]
+    clients: dict[str, _UpdateInFlightEntry]
     versions: dict[str, Any]
 
 
 @final
 @dataclass(frozen=True)
-class Flights:
+class UpdatesInFlight:
     """Holds the clients at work after a server update, and the versions of the server state from which they started.
 
     Attributes:
@@ -57,7 +57,7 @@ class Flights:
 
     clock: float = 0.0
     draws: int = 0
-    by_client: Mapping[str, Flight] | None = None
+    by_client: Mapping[str, UpdateInFlight] | None = None
     versions: Mapping[int, PyTree] | None = None
 
     def to_plain_state(self) -> dict[str, Any]:
@@ -74,15 +74,15 @@ class Flights:
         }
 
     @classmethod
-    def from_plain_state(cls, entry: Any) -> "Flights":
+    def from_plain_state(cls, entry: Any) -> "UpdatesInFlight":
         """Builds the flights from a checkpoint's nested dicts; raises a `UserError` if they are damaged.
 
         Raises:
             UserError: a field is missing or of another type, or the server state of a version is missing.
         """
-        if flaw := validation_error(entry, _FlightsEntry, "the schedule"):
+        if flaw := validation_error(entry, _UpdatesInFlightEntry, "the schedule"):
             raise UserError(f"{flaw}")
-        flights = {client: Flight(**flight) for client, flight in entry["clients"].items()}
+        flights = {client: UpdateInFlight(**flight) for client, flight in entry["clients"].items()}
         versions = {int(version): state for version, state in entry["versions"].items() if version.isdecimal()}
         for client, flight in flights.items():
             if flight.version not in versions or not 0 <= flight.started <= flight.finishes < math.inf:
