@@ -36,8 +36,7 @@ def run(argv: list[str]) -> None:
     parser = CommandParser(
         "polyfed run [RECIPE|config.yaml|DATA] [OPTIONS]",
         "Runs a federation and its baselines, and prints a table. Sources, partitions, networks, methods and metrics "
-        "of "
-        "your own are given as MODULE:NAME (docs/configuration.md).",
+        "of your own are given as MODULE:NAME (docs/configuration.md).",
         "--print-config prints the configuration. --help also shows the options of the choices made: "
         "--algorithm fedprox --algorithm.mu 0.1 --help.",
     )
@@ -47,8 +46,7 @@ def run(argv: list[str]) -> None:
     parser.add_flag("--cross-site", "also score every site's model on every other site's test examples")
     parser.add_option(
         "--logger", "NAME", "tensorboard or mlflow: follow the run there, too (pip install 'polyfed[tracking]'); "
-        "resume "
-        "continues it; MLflow also gets the clients' networks as models with a signature",
+        "resume continues it; MLflow also gets the clients' networks as models with a signature",
     )  # fmt: skip
     options, words = parser.parse_declared_options(argv)
     if has_help_flag(argv):
@@ -134,13 +132,9 @@ def resume(argv: list[str]) -> None:
     parser = CommandParser(
         "polyfed resume DIR [--quiet]",
         "Continues a run that was stopped by Ctrl-C, kill -9 or a failure, with its baselines, or a comparison. The "
-        "result "
-        "is the one of an uninterrupted run.",
+        "result is the one of an uninterrupted run.",
     )
     parser.add_flag("--quiet", "print no progress")
-    if has_help_flag(argv):
-        parser.print_help()
-        return
     options, (directory,) = parser.parse_options_and_words(argv, "one run directory")
     from polyfed.cli.commands.compare.compare_options import CompareOptions, is_comparison_folder
 
@@ -170,17 +164,13 @@ def warmstart(argv: list[str]) -> None:
 
     parser = CommandParser(
         "polyfed warmstart DIR [OPTIONS]",
-        "Generates weights for unseen clients with the hypernetwork of the run in DIR, a run of flha_ghn, then "
-        "trains "
+        "Generates weights for unseen clients with the hypernetwork of the run in DIR, a run of flha_ghn, then trains "
         "the linear head for one epoch. Prints the share of generated weights, and the scores before and after. "
-        "Without "
-        "options it does so for all unseen clients that the run kept (--data.unseen).",
+        "Without options it does so for all unseen clients that the run kept (--data.unseen).",
         "Also: --model NAME, the network, built-in or module:factory, with --model.FIELD VALUE (default: the unseen "
-        "client's "
-        "own); --data NAME, somebody's own data instead of an unseen client's, with --data.FIELD VALUE, which needs "
-        "--model "
-        "and is scored on the source's common test set, or without one (or with --data.test-fraction) on a held-out "
-        "share.",
+        "client's own); --data NAME, somebody's own data instead of an unseen client's, with --data.FIELD VALUE, which "
+        "needs --model and is scored on the source's common test set, or without one (or with --data.test-fraction) on "
+        "a held-out share.",
     )
     parser.add_option("--unseen", "ID", "one of these unseen clients alone")
     parser.add_option("--client", "ID", "instead, a client of the run, which changes its network to --model")
@@ -230,24 +220,20 @@ def report(argv: list[str]) -> None:
     parser = CommandParser(
         "polyfed report DIR... [--out FILE] [--subgroup COLUMN]... [--images]",
         "Prints the last scores of runs, of their baselines and of comparisons (polyfed compare), and what their "
-        "methods "
-        "have learned: operations and cells (fedpnas and its relatives), aggregation weights (pfedla, heur_pfedla), "
-        "alignment of representations (fedhenn, fedhenn_homo).",
+        "methods have learned: operations and cells (fedpnas and its relatives), aggregation weights (pfedla, "
+        "heur_pfedla), alignment of representations (fedhenn, fedhenn_homo).",
     )
     parser.add_option(
         "--out", "FILE", "HTML page with everything; it needs no network (default: report.html in the first DIR)"
     )
     parser.add_option(
         "--subgroup", "COLUMN", "also scores of groups of test examples, by one of their columns, such as sex; "
-        "several: "
-        "sex,age, or the option again", split_names, repeatable=True,
+        "several: sex,age, or the option again", split_names, repeatable=True,
     )  # fmt: skip
     parser.add_flag(
         "--images", "segmentation: also each client's best, middle and worst test image, which are its data"
     )
-    if has_help_flag(argv):
-        parser.print_help()
-        return
+    parser.print_help_and_exit_if_asked(argv)
     options, directories = parser.parse_declared_options(argv)
     if not directories or any(word.startswith("-") for word in directories):
         raise UserError("polyfed report takes run directories, for instance polyfed report runs/a runs/b")
@@ -287,9 +273,7 @@ def reproduce(argv: list[str]) -> None:
         "--out", "DIR", "run directories and reproduce.json, the cells (default: runs/reproduce-PAPER-TABLE-SCALE)"
     )
     parser.add_flag("--quiet", "print no progress")
-    if has_help_flag(argv):
-        parser.print_help()
-        return
+    parser.print_help_and_exit_if_asked(argv)
     options, words = parser.parse_declared_options(argv)
     reproduce_options = reproduce_command.ReproduceOptions(options.scale, options.variant, options.seeds, options.out)
     reproduce_command.reproduce_table_or_list_papers(words, reproduce_options, quiet=options.quiet)
@@ -302,9 +286,7 @@ def list_choices(argv: list[str]) -> None:
         "Lists what there is to choose from: names, with a line each; with an argument, more about one kind.",
     )
     parser.add_flag("--json", "print JSON")
-    if has_help_flag(argv):
-        parser.print_help()
-        return
+    parser.print_help_and_exit_if_asked(argv)
     options, kinds = parser.parse_declared_options(argv)
     from polyfed.cli.commands import list_command
     from polyfed.cli.commands.terminal import print_json
@@ -323,9 +305,6 @@ def show(argv: list[str]) -> None:
         "to go on. Nothing is trained, and clients made in Python are not needed.",
     )
     parser.add_flag("--json", "print JSON (docs/json.md)")
-    if has_help_flag(argv):
-        parser.print_help()
-        return
     options, (directory,) = parser.parse_options_and_words(argv, "one directory of a run or a comparison")
     from polyfed.cli.commands.results import show_command
 

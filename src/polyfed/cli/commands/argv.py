@@ -87,7 +87,7 @@ class CommandParser(argparse.ArgumentParser):
         self, argv: Sequence[str], expected_text: str, word_count: int = 1
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parses the declared options, and returns their values and the other words of the command line; raises an
-        error unless there are exactly `word_count` other words.
+        error unless there are exactly `word_count` other words. With -h or --help it prints the help and exits.
 
         Args:
             argv: the words after the command.
@@ -97,6 +97,7 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             UserError: an unknown option, or another number of words.
         """
+        self.print_help_and_exit_if_asked(argv)
         options, words = self.parse_declared_options(argv)
         if unknown := [word for word in words if word.startswith("-")]:
             name = option_name(unknown[0])
@@ -105,6 +106,12 @@ class CommandParser(argparse.ArgumentParser):
             command = " ".join(itertools.takewhile(str.islower, (self.usage or "").split()))
             raise UserError(f"{command} takes {expected_text}, got {' and '.join(words) or 'none'}")
         return options, words
+
+    def print_help_and_exit_if_asked(self, argv: Sequence[str]) -> None:
+        """Prints the help and exits with status 0 if the command line contains -h or --help."""
+        if has_help_flag(argv):
+            self.print_help()
+            raise SystemExit(0)
 
     def error(self, message: str) -> NoReturn:
         """Raises a `UserError` with argparse's message, rewritten so that the option stands first."""

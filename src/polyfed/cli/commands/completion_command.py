@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import NamedTuple, final
 
 from polyfed.cli.command_table import COMMANDS, CONFIGURED
-from polyfed.cli.commands.argv import CommandParser, has_help_flag, option_name
+from polyfed.cli.commands.argv import CommandParser, option_name
 from polyfed.cli.commands.options.recipes import shipped_recipe_files
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES
 from polyfed.core.errors import UserError, did_you_mean
@@ -49,9 +49,6 @@ def completion_command(argv: list[str]) -> None:
         + "; ".join(f"{shell}: {how}" for shell, how in _INSTALL.items())
         + ".",
     )
-    if has_help_flag(argv):
-        parser.print_help()
-        return
     _, (shell,) = parser.parse_options_and_words(argv, "one of bash, zsh and fish")
     if shell not in SHELLS:
         raise UserError(f"there is no completion for {shell!r}; {did_you_mean(shell, SHELLS)}")

@@ -104,14 +104,12 @@ def build_compare_parser() -> CommandParser:
         "       polyfed compare DIR [--budget BUDGET] [--target SCORE] [--logger NAMES]",
         "Compares methods on the same clients, with several seeds, the same cohorts and the same amount of local "
         "training, and tunes each method alike. Says for each client: join, stay alone, or not decided. With DIR it "
-        "continues a "
-        "comparison that was stopped, or reads a finished one again.",
+        "continues a comparison that was stopped, or reads a finished one again.",
         "All other options are those of polyfed run, except --seed.",
     )
     parser.add_option(
         "--algorithms", "NAMES", "methods, with commas between (default: the recipe's method and its baselines); "
-        "local, "
-        "and for one architecture fedavg and fedavg_ft, always take part", split_names,
+        "local, and for one architecture fedavg and fedavg_ft, always take part", split_names,
     )  # fmt: skip
     parser.add_option(
         "--seeds", "SEEDS", "one run of each method for each seed, or how many: 3 is 0,1,2, and 7, is seed 7 alone "
@@ -121,8 +119,7 @@ def build_compare_parser() -> CommandParser:
     parser.add_flag("--same-data", "the first seed deals the data for all runs; only then are there answers per client")
     parser.add_option(
         "--resplit", "K", "split each client's examples into training and test K times, with one seed each: gives "
-        "answers "
-        "per client, and suits small data better", parse_whole_number,
+        "answers per client, and suits small data better", parse_whole_number,
     )  # fmt: skip
     parser.add_option(
         "--folds", "K", "test every example once: deal each client's examples into K folds, with one seed each. Gives "
@@ -143,10 +140,8 @@ def build_compare_parser() -> CommandParser:
     )
     parser.add_option(
         "--budget", "BUDGET", "best (default): each method at its best round by validation loss; there is no answer "
-        "about a "
-        "method that was still learning. steps: after all rounds. bytes or seconds: each method where it has spent "
-        "what the "
-        "cheapest one spends in total; or an amount, bytes=5e6 or seconds=30",
+        "about a method that was still learning. steps: after all rounds. bytes or seconds: each method where it has "
+        "spent what the cheapest one spends in total; or an amount, bytes=5e6 or seconds=30",
     )  # fmt: skip
     parser.add_option(
         "--target",

@@ -21,9 +21,6 @@ def parse_and_run_flower_command(argv: list[str]) -> None:
             f"polyfed flower takes a command, got {action or 'nothing'!r}; {did_you_mean(action, _PARSERS)}"
         )
     parser = _PARSERS[action]()
-    if has_help_flag(words):
-        parser.print_help()
-        return
     options, (directory,) = parser.parse_options_and_words(words, "one folder")
     folder = expand_user_path(directory, "the project")
     from polyfed.cli.commands.deploy import doctor_command, flower_command, health_command

@@ -2,7 +2,7 @@
 
 import sys
 
-from polyfed.cli.commands.argv import CommandParser, has_help_flag, parse_whole_number
+from polyfed.cli.commands.argv import CommandParser, parse_whole_number
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 
@@ -27,9 +27,6 @@ def audit_command(argv: list[str]) -> None:
     )
     parser.add_option("--restarts", "R", "of the search for images (default: 2)", parse_whole_number)
     parser.add_flag("--json", "print JSON (docs/json.md)")
-    if has_help_flag(argv):
-        parser.print_help()
-        return
     options, (directory,) = parser.parse_options_and_words(argv, "one run directory")
     from polyfed.cli.commands.options.early_checks import check_run_directory
 

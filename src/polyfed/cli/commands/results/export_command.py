@@ -1,6 +1,6 @@
 """Implements `polyfed export`, which writes a trained network to a folder that can be used without polyfed."""
 
-from polyfed.cli.commands.argv import CommandParser, has_help_flag
+from polyfed.cli.commands.argv import CommandParser
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.trusted_code import import_trusted_callable, trust_code
@@ -11,14 +11,10 @@ def export_command(argv: list[str]) -> None:
     parser = CommandParser(
         "polyfed export DIR --client ID --out FOLDER [--format FORMAT] [--model MODULE:FACTORY]",
         "Writes a trained network to a new folder that works without polyfed and without the data: the network with "
-        "its "
-        "preprocessing, its weights, signature.json (names, shapes, types) and README.md, a model card with the "
-        "method, the "
-        "numbers of examples, scores with intervals, what the server learned, and five lines that use it; for a "
-        "table also "
-        "inputs.py, which reads rows (polyfed predict FOLDER FILE does so, too). DIR is a run directory, one of a "
-        "method and "
-        "seed in a comparison, or a site's own folder of a run (in its state-dir).",
+        "its preprocessing, its weights, signature.json (names, shapes, types) and README.md, a model card with the "
+        "method, the numbers of examples, scores with intervals, what the server learned, and five lines that use it; "
+        "for a table also inputs.py, which reads rows (polyfed predict FOLDER FILE does so, too). DIR is a run "
+        "directory, one of a method and seed in a comparison, or a site's own folder of a run (in its state-dir).",
     )
     parser.add_option("--client", "ID", "client whose network it is (needed where the run has several)")
     parser.add_option("--out", "FOLDER", "folder to create")
@@ -34,9 +30,6 @@ def export_command(argv: list[str]) -> None:
     )
     from polyfed.cli.commands.options.early_checks import check_has_models
 
-    if has_help_flag(argv):
-        parser.print_help()
-        return
     options, (run,) = parser.parse_options_and_words(argv, "one run directory")
     if (options.out is None) == (options.to is None):
         raise UserError(f"polyfed export needs {'a' if options.out is None else 'one'} folder to create: --out FOLDER")

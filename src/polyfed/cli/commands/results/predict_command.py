@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyfed.cli.commands.argv import CommandParser, expand_optional_path, has_help_flag
+from polyfed.cli.commands.argv import CommandParser, expand_optional_path
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
 
@@ -25,9 +25,6 @@ def predict_command(argv: list[str]) -> None:
     )
     parser.add_option("--client", "ID", "client whose network it is (needed where the run has several)")
     parser.add_option("--out", "FILE.csv", "write all rows, in their order; without it the first are printed")
-    if has_help_flag(argv):
-        parser.print_help()
-        return
     options, (folder, file) = parser.parse_options_and_words(argv, "a run directory and a CSV or Parquet file", 2)
     predict_file(expand_user_path(folder), options.client, file, expand_optional_path(options.out, "--out"))
 

@@ -6,7 +6,6 @@ from typing import get_args
 from polyfed.cli.commands.argv import (
     CommandParser,
     expand_optional_path,
-    has_help_flag,
     option_name,
     parse_positive_integers,
     parse_yaml_value,
@@ -28,9 +27,7 @@ def data_command(argv: list[str]) -> None:
     parser.add_option("--plot", "FILE", "also draw it in this picture, .png or .svg")
     parser.add_flag("--json", "print JSON")
     recipes.add_scale_and_variant_options(parser)
-    if has_help_flag(argv):
-        parser.print_help()
-        return
+    parser.print_help_and_exit_if_asked(argv)
     options, words = parser.parse_declared_options(argv)
     recipe = recipes.pop_recipe(words, options.scale, options.variant)
     with early_checks.name_file_in_errors(recipe.name, words):
@@ -50,8 +47,7 @@ def graph_command(argv: list[str]) -> None:
     """
     parser = CommandParser(
         "polyfed graph MODEL --input SHAPE [OPTIONS]",
-        "Prints the graph of a network's layers: which of them FLHA-GHN's hypernetwork can generate, and "
-        "which stay "
+        "Prints the graph of a network's layers: which of them FLHA-GHN's hypernetwork can generate, and which stay "
         "with the client. MODEL is one of `polyfed list models`, or your own as module:factory.",
         "--model.NAME VALUE gives any other argument of MODEL.",
     )
@@ -61,18 +57,15 @@ def graph_command(argv: list[str]) -> None:
     parser.add_option("--plot", "FILE", "also draw it in this picture, .png or .svg")
     parser.add_option("--catalogue", "FILE", "layer catalogue to write; an existing one is added to")
     parser.add_option(
-        "--graph", "FORM", "layers: a norm is part of the layer before it; layers_and_norms: it is a node of its "
-        "own; like the "
-        "field graph of flha_ghn, with the same default",
+        "--graph", "FORM", "layers: a norm is part of the layer before it; layers_and_norms: it is a node of its own; "
+        "like the field graph of flha_ghn, with the same default",
     )  # fmt: skip
     parser.add_option(
         "--tables", "WHO", "local: tables of which the data choose rows stay with the client; generated: they are "
         "generated; like the field tables of flha_ghn, with the same default",
     )  # fmt: skip
     parser.add_flag("--no-joins", "no nodes for sums and concatenations, as joins=false of flha_ghn")
-    if has_help_flag(argv):
-        parser.print_help()
-        return
+    parser.print_help_and_exit_if_asked(argv)
     model_options = {name: None for word in argv if (name := word.partition("=")[0]).startswith("--model.")}
     for name in model_options:
         parser.add_argument(name, dest=name)

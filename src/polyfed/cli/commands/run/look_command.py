@@ -4,7 +4,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from polyfed.cli.commands.argv import CommandParser, expand_optional_path, has_help_flag
+from polyfed.cli.commands.argv import CommandParser, expand_optional_path
 from polyfed.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ def look_command(argv: list[str]) -> None:
         "--between-sites", "show what real sites would: by messages, without counts of fewer than five rows"
     )
     recipes.add_scale_and_variant_options(parser)
-    if has_help_flag(argv):
-        parser.print_help()
-        return
+    parser.print_help_and_exit_if_asked(argv)
     options, words = parser.parse_declared_options(argv)
     recipe = recipes.pop_recipe(words, options.scale, options.variant)
     config = configuration_parser.parse_configuration(

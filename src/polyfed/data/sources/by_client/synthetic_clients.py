@@ -61,10 +61,9 @@ class SyntheticClients:
         least, most = self.examples
         if self.n < 1 or self.classes < 2 or not 1 <= least <= most or self.test_examples < 1 or not self.shape:
             raise UserError(
-                "a synthetic source needs n, test_examples >= 1, classes >= 2, a shape and 1 <= examples[0] <= examples[1], "
-                "got "
-                f"n={self.n}, test_examples={self.test_examples}, classes={self.classes}, shape={self.shape}, "
-                f"examples={self.examples}"
+                "a synthetic source needs n, test_examples >= 1, classes >= 2, a shape and 1 <= examples[0] <= "
+                f"examples[1], got n={self.n}, test_examples={self.test_examples}, classes={self.classes}, "
+                f"shape={self.shape}, examples={self.examples}"
             )
 
     @cached_property
