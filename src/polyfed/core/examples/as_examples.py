@@ -1,13 +1,14 @@
 """Converts a user's arrays, data sets or frames to `Examples`, tensors in memory whose values are checked."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.examples.converters import Collate, read_inputs_and_labels
+from polyfed.core.examples.converters import Collate, names_of_frame_columns, read_inputs_and_labels
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform, _length_error
 from polyfed.core.examples.nan_checks import check_examples_finite
 from polyfed.core.examples.pytree import (
@@ -62,6 +63,9 @@ def as_examples(
         if isinstance(source, Examples)
         else _examples_with_channels(name, *read_inputs_and_labels(source, name, labelled, collate))
     )
+    is_pair = isinstance(source, tuple | list) and len(source) == 2
+    if not isinstance(source, Examples) and (names := names_of_frame_columns(source[0] if is_pair else source)):
+        examples = replace(examples, features=names)
     for _, tensor in (*named_leaves(examples.x), ("", examples.y)):
         if error := explain_unreadable_rows(tensor):
             raise UserError(f"{name} are {error}")

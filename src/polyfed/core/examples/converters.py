@@ -297,7 +297,18 @@ def _numbers_of_frame(value: Any, name: str) -> Any:
             f"once for all clients (names, numbers = numpy.unique(values, return_inverse=True)), or leave it out; {_TABLE}"
         )
     numbers = value.to_numpy()
-    return np.array(numbers, np.float64 if numbers.dtype.kind == "O" else None)  # a copy that can be written to
+    # a copy that can be written to; NaN where a nullable type has no value
+    return value.to_numpy(np.float64, copy=True, na_value=np.nan) if numbers.dtype.kind == "O" else np.array(numbers)
+
+
+def names_of_frame_columns(inputs: Any) -> tuple[str, ...] | None:
+    """Returns the names of the columns of inputs that are a pandas frame; for a mapping of frames PART/COLUMN, and None
+    without a frame.
+    """
+    if isinstance(inputs, Mapping):
+        parts = {key: names_of_frame_columns(part) or () for key, part in inputs.items()}
+        return tuple(f"{key}/{name}" for key in sorted(parts, key=str) for name in parts[key]) or None
+    return tuple(map(str, inputs.columns)) if hasattr(inputs, "iloc") and hasattr(inputs, "columns") else None
 
 
 def _convert_labels(value: Any, name: str) -> NumberedLabels:

@@ -109,6 +109,8 @@ class Examples:
         time: when each example was measured: numbers or dates, one per example of the store, or the name of a column.
             None if there is no order. Examples with a time are not split again at random.
         classes: the names of the classes that `y` numbers, where labels were texts; else None.
+        features: the names of the inputs' columns, where they were a pandas frame; else None. Sets of other columns, or of
+            the same in another order, do not fit together.
 
     After construction, `group` and `time` are names of columns ("group" and "time" if arrays were given).
 
@@ -136,6 +138,7 @@ class Examples:
     group: Any = None
     time: Any = None
     classes: tuple[str, ...] | None = None
+    features: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.x, Tensor):

@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.examples.converters import convert_inputs_to_tensors, to_number_tensor
+from polyfed.core.examples.converters import convert_inputs_to_tensors, names_of_frame_columns, to_number_tensor
 from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.core.examples.pytree import Inputs, first_leaf, named_leaves, tree_map
+from polyfed.core.io.number_format import join_first_and_count_rest
+
+_SHOWN = 5  # names in a sentence
 
 
 def convert_inputs_to_examples_like(reference: Examples, x: Any, name: str) -> Examples:
@@ -31,6 +34,10 @@ def convert_inputs_to_examples_like(reference: Examples, x: Any, name: str) -> E
             [3., 4.],
             [5., 6.]])
     """
+    names = names_of_frame_columns(x)
+    if reference.features and names and names != reference.features:
+        raise UserError(f"{name} have other columns than the client's, or in another order; give frame"
+                        f"[{join_first_and_count_rest(list(map(repr, reference.features)), _SHOWN)}]")  # fmt: skip
     inputs: Inputs
     if isinstance(reference.x, Tensor):
         inputs = _convert_part_like(reference.x, reference.transform, x, name)

@@ -181,3 +181,38 @@ def test_tables_read_one_by_one_that_agree_before_round_1_merge_their_classes():
     swapped_ = clients_of(swapped(ROWS), "b", three, preprocess="federated")
     with pytest.raises(UserError, match="its columns are in another order"):
         pf.federate([clients[0], *swapped_], "fedavg", rounds=1, workers=0)
+
+
+def frame_client(name, train, test, loader=lambda frame: frame):
+    import pandas
+
+    frame, y = pandas.DataFrame(ROWS)[["age", "crp"]], torch.arange(30) % 2
+    return pf.Client(name, net, (loader(frame[train][:20]), y[:20]), (loader(frame[test][20:]), y[20:]))
+
+
+AGE_CRP, CRP_AGE = ["age", "crp"], ["crp", "age"]
+
+
+def test_frames_with_columns_in_another_order_are_refused_like_tables():
+    north, south = frame_client("north", AGE_CRP, AGE_CRP), frame_client("south", CRP_AGE, CRP_AGE)
+    sentence = "client 'south' has another table than 'north': its columns are in another order; give frame"
+    with pytest.raises(UserError, match=sentence):
+        pf.federate([north, south], "fedavg", rounds=1, workers=0)
+    with pytest.raises(UserError, match="'odd': its test examples are of another table than its training examples"):
+        pf.federate([frame_client("odd", AGE_CRP, CRP_AGE)], "local", rounds=1, workers=0)
+    with pytest.raises(UserError, match=r"the public examples .* are of another table than client 'north'"):
+        pf.federate([north], "fedmd", rounds=1, workers=0, public=south.train)
+    assert train_pooled_reference([north, south], pf.algorithms.FedAvg(), rounds=1, seed=0) is None
+
+
+def test_frames_are_taken_where_nothing_says_that_columns_differ():
+    north, south = frame_client("north", AGE_CRP, AGE_CRP), frame_client("south", CRP_AGE, CRP_AGE)
+    arrays = frame_client("arrays", CRP_AGE, CRP_AGE, loader=lambda frame: frame.to_numpy())
+    for clients, method in (([north, south], "local"), ([north, arrays], "fedavg")):
+        run = pf.federate(clients, method, rounds=1, workers=0)
+    import pandas
+
+    frame = pandas.DataFrame(ROWS)
+    assert run.predict("north", frame[AGE_CRP]).equal(run.predict("north", frame[AGE_CRP].to_numpy()))
+    with pytest.raises(UserError, match=r"inputs for client 'north' have other columns .*give frame\['age', 'crp'\]"):
+        run.predict("north", frame[CRP_AGE])

@@ -9,6 +9,7 @@ classes must agree.
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 from polyfed.core.algorithm import Algorithm, Client
@@ -65,10 +66,10 @@ class ColumnDefinition(NamedTuple):
 
 
 def column_definitions_by_name(examples: Examples) -> dict[str, ColumnDefinition]:
-    """Returns `{column name: definition}` for the tables from which the examples come; a column of one part of the
-    inputs is named PART/COLUMN.
+    """Returns `{column name: definition}` for the tables or pandas frames from which the examples come; a column of one
+    part of the inputs is named PART/COLUMN.
     """
-    return {
+    return dict.fromkeys(examples.features or (), ColumnDefinition(None, False)) | {
         f"{part}/{column.name}" if part else column.name: ColumnDefinition(column.categories, column.missing)
         for part, table in table_preprocessors_by_part(examples).items()
         for column in table.columns
@@ -84,8 +85,10 @@ def table_class_names(examples: Examples) -> tuple[str, ...]:
 
 def have_same_columns(first: Examples, second: Examples) -> bool:
     """Returns True if two sets of examples come from tables with the same columns and classes in the same order, or if
-    neither comes from a table.
+    neither comes from a table. Names of a frame's columns are compared where both sets have them.
     """
+    if not (first.features and second.features):
+        first, second = replace(first, features=None), replace(second, features=None)
     return _schema_key(first) == _schema_key(second)
 
 
@@ -102,6 +105,9 @@ def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any
         _check_sets_of_client(client)
     tables = {client.id: client.train for client in clients if table_preprocessors_by_part(client.train)}
     if not tables:
+        frames = {client.id: client.train for client in clients if client.train.features}
+        if frames and needs_common_inputs(algorithm.requires, algorithm.discloses):
+            _check_same_schema({i: train.features for i, train in frames.items()}, frames)
         return
     table_by_client = {
         i: table
@@ -141,7 +147,8 @@ def check_public_table(client: Client, public: Examples) -> None:
         subject = "the public examples (public=...) are" if theirs else f"the inputs of client {client.id!r} are"
         raise UserError(f"{subject} rows of a table, and the others are not; {_PUBLIC}")
     client_schema, public_schema = ({"columns": column_definitions_by_name(part)} for part in (client.train, public))
-    if list(client_schema["columns"].items()) != list(public_schema["columns"].items()):
+    both_named = all(schema["columns"] for schema in (client_schema, public_schema))
+    if both_named and list(client_schema["columns"].items()) != list(public_schema["columns"].items()):
         raise UserError(
             f"the public examples (public=...) are of another table than client {client.id!r}: "
             f"{'; '.join(describe_table_differences(client_schema, public_schema))}; {_PUBLIC}"
@@ -219,7 +226,7 @@ def _check_sets_of_client(client: Client) -> None:
     for name, part in (("test", client.test), ("val", client.val), ("global_test", client.global_test)):
         if part is None or have_same_columns(client.train, part):
             continue
-        if not table_preprocessors_by_part(client.train) or not table_preprocessors_by_part(part):
+        if not column_definitions_by_name(client.train) or not column_definitions_by_name(part):
             continue  # prepared by hand: only the form of inputs is checked
         training_schema, set_schema = (
             {"columns": column_definitions_by_name(examples), "classes": table_class_names(examples)}
@@ -227,7 +234,7 @@ def _check_sets_of_client(client: Client) -> None:
         )
         raise UserError(
             f"client {client.id!r}: its {name} examples are of another table than its training examples: "
-            f"{'; '.join(describe_table_differences(training_schema, set_schema))}; {SCHEMA_ADVICE}"
+            f"{'; '.join(describe_table_differences(training_schema, set_schema))}; {_advice(client.train)}"
         )
 
 
@@ -246,8 +253,13 @@ def _check_same_schema(
         )
         sentences = describe_table_differences(reference, deviant)
     raise UserError(
-        f"client {pair.deviating!r} has another table than {pair.typical!r}: {'; '.join(sentences)}; {SCHEMA_ADVICE}"
+        f"client {pair.deviating!r} has another table than {pair.typical!r}: {'; '.join(sentences)}; "
+        f"{_advice(tables[pair.deviating])}"
     )
+
+
+def _advice(examples: Examples) -> str:
+    return "give frame[NAMES] with the same names in one order" if examples.features else SCHEMA_ADVICE
 
 
 def _format_names(names: Sequence[str]) -> str:
