@@ -41,7 +41,7 @@ class FedDBE(Averaging, ValidatesNetworks, WrapsNetwork):
     clients train as in FedAvg, and send their mean representations besides.
 
     Args:
-        kappa: κ ≥ 0, strength of the penalty (50, authors' code). 0 leaves it out.
+        kappa: κ ≥ 0, strength of the penalty (0.5, polyfed's choice; the authors' code has 50). 0 leaves it out.
         mean_momentum: μ from 0 to 1: after each minibatch z̄_i ← (1 − μ)·z̄_i + μ·(mean of the minibatch), starting from 0 (1,
             authors' code). With 0 the penalty has no gradient.
         memory: trains p_i (True, paper); False leaves it at 0, which with κ = 0 is FedAvg, bit for bit.
@@ -66,7 +66,7 @@ class FedDBE(Averaging, ValidatesNetworks, WrapsNetwork):
     discloses: ClassVar[frozenset[str]] = frozenset({"weights", "mean_representation"})
     groups: ClassVar[tuple[str, ...]] = ("model", "consensus")
     clients_keep_trained_weights: ClassVar[bool] = True
-    kappa: float = 50.0
+    kappa: float = 0.5
     mean_momentum: float = 1.0
     memory: bool = True
     weighted: bool = True
