@@ -86,22 +86,10 @@ class _InterruptAfter(Progress):
     def __init__(self, round_number: int) -> None:
         self._round = round_number
 
-    def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Does nothing."""
-
-    def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
-        """Does nothing."""
-
     def finish_round(self, record: Mapping[str, Any]) -> None:
         """Raises a KeyboardInterrupt after the chosen round."""
         if record["round"] == self._round:
             raise KeyboardInterrupt
-
-    def say(self, sentence: str) -> None:
-        """Does nothing."""
-
-    def stop(self) -> None:
-        """Does nothing."""
 
 
 _DECLARATION_OF = {

@@ -6,7 +6,7 @@ Runs in processes of their own count their rounds in shared memory, which the ba
 
 import sys
 import time
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from multiprocessing.sharedctypes import RawArray
@@ -40,9 +40,6 @@ class RoundCounter(Progress):
         """Counts the rounds that were done before the run was resumed."""
         self._counts[self._position] = rounds_done
 
-    def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
-        """Does nothing, since only rounds are counted."""
-
     def finish_round(self, record: Mapping[str, Any]) -> None:
         """Counts the round."""
         self._counts[self._position] = record["round"]
@@ -51,9 +48,6 @@ class RoundCounter(Progress):
         """Passes the sentence to the comparison's display, if the run is in its process."""
         if self._display is not None:
             self._display.say(sentence)
-
-    def stop(self) -> None:
-        """Does nothing: the comparison's display goes on."""
 
 
 class RunsDisplay(ABC):
@@ -151,28 +145,22 @@ class RunsDisplay(ABC):
         finished = (self._num_done - self._num_stored) * self._rounds
         return finished + sum(max(0, self._counts[k]) for k in self._open.copy())
 
-    @abstractmethod
     def show_finished_run(self, name: str, *, failed: bool) -> None:
         """Shows that a run is finished."""
+        return
 
-    @abstractmethod
     def say(self, sentence: str) -> None:
         """Shows a sentence to the user."""
+        return
 
     def close(self) -> None:
-        """Ends the display, with or without an error; by default there is nothing to end."""
+        """Ends the display, with or without an error."""
         return
 
 
 @final
 class SilentRunsDisplay(RunsDisplay):
     """Shows nothing."""
-
-    def show_finished_run(self, name: str, *, failed: bool) -> None:
-        """Does nothing: this display is silent."""
-
-    def say(self, sentence: str) -> None:
-        """Does nothing: this display is silent."""
 
 
 @final

@@ -5,7 +5,7 @@ from typing import Any
 
 from polyfed.comparison.planning.budget import Budget
 from polyfed.core.declared_words import NEEDS_ONE_ARCHITECTURE
-from polyfed.core.io.number_format import end_with_period, join_with_and
+from polyfed.core.io.number_format import capitalize_first, end_with_period, join_with_and
 
 
 def describe_omissions(content: Mapping[str, Any]) -> list[str]:
@@ -55,7 +55,7 @@ def warning_sentences(content: Mapping[str, Any], data_warnings: Sequence[str], 
         data_warnings: texts about the data.
         budget: by which methods are compared.
     """
-    sentences = [f"{text[:1].upper()}{text[1:]}." for text in data_warnings]
+    sentences = [f"{capitalize_first(text)}." for text in data_warnings]
     if content["tuning"] is None:
         sentences.append(
             "The methods were not tuned (tune='none', --tune none): a gain may be that of a learning rate that suits one "

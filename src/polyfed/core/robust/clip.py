@@ -11,6 +11,7 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_checks import is_number
 from polyfed.core.robust.rule import RobustRule
 
 ROUNDS_REMEMBERED = 5
@@ -46,8 +47,7 @@ class Clip(RobustRule):
         if self.max_norm is not None and self.times_median is not None:
             raise UserError("robust='clip' takes max_norm or times_median, not both")
         bound = self.max_norm if self.times_median is None else self.times_median
-        is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
-        if not (is_number and bound is not None and bound > 0):
+        if not (is_number(bound) and bound > 0):
             raise UserError(
                 f"robust='clip:C' limits the norm of an update to C, which must be positive, got {bound!r}; a bound of 0 "
                 "would let no client change anything"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.robust.rule import CombiningRule, check_same_form, like_original, names_of_distances
 from polyfed.core.state_dict import StateDict
 
@@ -39,7 +40,7 @@ class GeometricMedian(CombiningRule):
     is_weighted: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.iterations, bool) or not isinstance(self.iterations, int) or self.iterations < 1:
+        if not is_whole_number(self.iterations, 1):
             raise UserError(
                 f"robust='geometric_median:N' takes a number of iterations N from 1, got {self.iterations!r}"
             )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.robust.rule import CombiningRule, check_same_form, names_of_distances, stack_as_double
 from polyfed.core.state_dict import StateDict, weighted_mean
 
@@ -36,7 +37,7 @@ def krum_scores(tensors_by_client: Mapping[str, StateDict], liars: int) -> dict[
 
 
 def _check_liars(word: str, liars: int) -> None:
-    if isinstance(liars, bool) or not isinstance(liars, int) or liars < 1:
+    if not is_whole_number(liars, 1):
         raise UserError(f"robust='{word}:F' takes the number of lying clients F, a whole number from 1, got {liars!r}")
 
 
@@ -109,7 +110,7 @@ class MultiKrum(CombiningRule):
     def __post_init__(self) -> None:
         _check_liars(self.word, self.liars)
         m = self.chosen
-        if m is not None and (isinstance(m, bool) or not isinstance(m, int) or m < 1):
+        if m is not None and not is_whole_number(m, 1):
             raise UserError(f"robust='multi_krum:F,M' averages M replies, a whole number from 1, got {m!r}")
 
     def __str__(self) -> str:

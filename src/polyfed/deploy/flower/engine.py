@@ -287,9 +287,6 @@ class FlowerEngine(RealTimeEngine):
             node_check_seconds=_NODE_CHECK_SECONDS,
         )
 
-    def close(self) -> None:
-        """Does nothing: the connection belongs to Flower, which closes it."""
-
     def _unpack_answer(self, answer: FlowerMessage) -> PackedEnvelope | str:
         """Returns a site's message, still packed, or a text that says why there is none."""
         max_megabytes = self._server.deployment.max_megabytes

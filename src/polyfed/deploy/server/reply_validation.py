@@ -15,6 +15,7 @@ from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, UserError
 from polyfed.core.evaluation.evaluate import split_metric_column
 from polyfed.core.evaluation.metrics import METRICS, metric_by_name
+from polyfed.core.io.number_checks import is_number
 from polyfed.core.messages.compressors import parse_compressor
 from polyfed.core.messages.lora import reply_at_server_rank, reply_spec_at_server_rank
 from polyfed.core.messages.message_compression import decompressed_specs, select_uncompressed_tensors
@@ -149,11 +150,7 @@ def _parse_scalars(packed: PackedEnvelope, server: DeploymentServer, introductio
     """
     allowed = server.algorithm.scalars_needed | {"train_loss", "num_examples"}
     scalars = {n: v for n, v in packed.scalars.items() if n in allowed}
-    if wrong := [
-        n
-        for n, v in scalars.items()
-        if isinstance(v, bool) or not isinstance(v, int | float) or abs(v) > _MAX_ABSOLUTE_VALUE
-    ]:
+    if wrong := [n for n, v in scalars.items() if not is_number(v) or abs(v) > _MAX_ABSOLUTE_VALUE]:
         value = scalars[wrong[0]]
         description = f"a list of {len(value)}" if isinstance(value, list) else sanitize_line(repr(value))
         raise UserError(f"scalar {wrong[0]!r} is {description}, which is no number up to {_MAX_ABSOLUTE_VALUE:g}")
@@ -233,4 +230,4 @@ def _is_metric_name(name: str, server: DeploymentServer) -> bool:
 
 def _is_finite_number(value: Any) -> bool:
     # The comparison is false for NaN.
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_ABSOLUTE_VALUE
+    return is_number(value) and abs(value) <= _MAX_ABSOLUTE_VALUE

@@ -16,6 +16,7 @@ from polyfed.core.algorithm import Algorithm, Architecture
 from polyfed.core.capabilities import manifest_entry_of_resolved_fields
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
+from polyfed.core.io.number_checks import is_positive_number, is_whole_number
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.task import Task, get_task
 from polyfed.deploy.protocol.handshake import (
@@ -94,9 +95,9 @@ class Deployment:
         object.__setattr__(self, "max_update_norm", parse_max_update_norm(self.max_update_norm))
         for name in ("join_seconds", "round_seconds", "max_megabytes"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            if not is_positive_number(value):
                 raise UserError(f"{name.replace('_', '-')} must be positive, got {value!r}")
-        if (t := self.secure_threshold) is not None and (isinstance(t, bool) or not isinstance(t, int) or t < 2):
+        if (t := self.secure_threshold) is not None and not is_whole_number(t, 2):
             raise UserError(f"secure-threshold must be a whole number from 2, got {t!r}")
 
 
@@ -222,7 +223,7 @@ class DeploymentServer:
             if "num_examples" in needed_scalars and "num_examples" not in introductions[i]:
                 raise UserError(f"site {i!r} does not report its number of examples, which {name} needs")
             number = introductions[i].get("num_examples", 1)
-            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_EXAMPLES:
+            if not is_whole_number(number, 1) or number > MAX_EXAMPLES:
                 raise UserError(f"site {i!r} reports {str(number)[:40]} examples, which is no count")
         architecture_by_site = dict.fromkeys(ids, next(iter(self.models))) if "one_architecture" in needs else {}
         if "architectures" in needs:

@@ -18,6 +18,7 @@ from polyfed.core.evaluation.metrics import is_built_in_metric
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.groups import number_units
 from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.report.audit.attack_rates import attack_auc, true_positive_rate
 from polyfed.report.audit.attributes import (
@@ -94,10 +95,10 @@ def audit(
     Traceback (most recent call last):
     polyfed.core.errors.UserError: an audit needs at least 4 runs, got runs=2
     """
-    if not isinstance(runs, int) or isinstance(runs, bool) or runs < FEWEST_RUNS:
+    if not is_whole_number(runs, FEWEST_RUNS):
         raise UserError(f"an audit needs at least {FEWEST_RUNS} runs, got runs={runs!r}")
     for name, value, least in (("iterations", iterations, 0), ("restarts", restarts, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not is_whole_number(value, least):
             raise UserError(f"{name} of an audit must be a whole number of at least {least}, got {value!r}")
     if not (algorithm is None or isinstance(algorithm, Algorithm)):
         raise UserError(

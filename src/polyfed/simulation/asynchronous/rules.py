@@ -1,12 +1,12 @@
 """Defines `FedBuff` and `FedAsync`: when the server uses replies, and how much each counts."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.number_checks import is_positive_number, is_whole_number
 from polyfed.core.io.plain_values import convert_numpy_fields_in_place
 from polyfed.core.io.validation import build_dataclass
 from polyfed.simulation.asynchronous.staleness import build_staleness_function, check_staleness
@@ -45,11 +45,11 @@ class FedBuff:
 
     def __post_init__(self) -> None:
         convert_numpy_fields_in_place(self)
-        if isinstance(self.buffer, bool) or not isinstance(self.buffer, int) or self.buffer < 1:
+        if not is_whole_number(self.buffer, 1):
             raise UserError(f"FedBuff: buffer must be a whole number of at least 1, got {self.buffer!r}")
         check_concurrency(self.concurrency, "FedBuff")
         check_staleness(self.staleness)
-        if not _is_positive(self.server_lr):
+        if not is_positive_number(self.server_lr):
             raise UserError(f"FedBuff: server_lr must be a positive number, got {self.server_lr!r}")
 
     def scale(self, staleness: int) -> float:
@@ -85,7 +85,7 @@ class FedAsync:
 
     def __post_init__(self) -> None:
         convert_numpy_fields_in_place(self)
-        if not (_is_positive(self.mixing) and self.mixing <= 1):
+        if not (is_positive_number(self.mixing) and self.mixing <= 1):
             raise UserError(f"FedAsync: mixing must be above 0 and at most 1, got {self.mixing!r}")
         check_concurrency(self.concurrency, "FedAsync")
         check_staleness(self.staleness)
@@ -150,12 +150,7 @@ def check_concurrency(value: Any, rule: str) -> None:
     Raises:
         UserError: another value.
     """
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if value is not None and not is_count and not (isinstance(value, float) and 0 < value <= 1):
+    if value is not None and not is_whole_number(value, 1) and not (isinstance(value, float) and 0 < value <= 1):
         raise UserError(
             f"{rule}: concurrency must be a number of clients from 1, or a fraction above 0 and at most 1.0, got {value!r}"
         )
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -150,9 +150,9 @@ class Engine(ABC):
         """Returns the sums of the replies of the last call of `run` that this engine has added up; none by default."""
         return ()
 
-    @abstractmethod
     def close(self) -> None:
-        """Releases the engine's processes and memory; the engine cannot be used afterwards."""
+        """Releases the engine's processes and memory, if it holds any; the engine cannot be used afterwards."""
+        return
 
 
 class RealTimeEngine(Engine):

@@ -173,6 +173,3 @@ class CohortEngine(Engine):
         """Returns the outputs of a client's personal network for these examples, as `InProcessEngine.predict` computes
         them."""
         return self._single_engine.predict(task, examples)
-
-    def close(self) -> None:
-        """Does nothing, since this engine holds no processes or files."""

@@ -170,9 +170,6 @@ class InProcessEngine(Engine):
             reason = f"{type(error).__name__}: {error}"
             raise ClientError(task.round, task.client, "predict", reason, traceback.format_exc()) from error
 
-    def close(self) -> None:
-        """Does nothing, since this engine holds no processes or files."""
-
 
 def _check_finite(algorithm: Algorithm[Any, Any], reply: Any, client_state: PyTree) -> None:
     """Checks that a built-in method has left no NaN or infinite values in a client's private state.

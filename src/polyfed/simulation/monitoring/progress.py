@@ -3,7 +3,7 @@
 import sys
 import time
 import warnings
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO, final
 
@@ -16,28 +16,26 @@ from polyfed.simulation.monitoring.update_norms import norms_by_client
 
 
 class Progress(ABC):
-    """Shows the progress of a run to the user, on standard error; a subclass decides how."""
+    """Shows the progress of a run to the user, on standard error; a subclass overrides the methods for what it shows."""
 
-    @abstractmethod
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
         """Starts the display, when a run begins (`rounds_done` is 0) or resumes after `rounds_done` rounds."""
+        return
 
-    @abstractmethod
     def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
         """Shows how many clients have finished in the current round."""
+        return
 
-    @abstractmethod
     def finish_round(self, record: Mapping[str, Any]) -> None:
         """Shows that a round is complete; `record` is the round's record in `metrics.jsonl`."""
+        return
 
-    @abstractmethod
     def say(self, sentence: str) -> None:
         """Shows a sentence to the user."""
+        return
 
     def warn(self, sentence: str) -> None:
-        """Draws attention to a serious problem, for example by an alert; by default does nothing, since the caller also
-        shows the sentence with `say`.
-        """
+        """Draws attention to a serious problem, for example by an alert; the caller also shows the sentence with `say`."""
         return
 
     def finish_run(self, sentence: str, runs_done: int, total: int) -> None:
@@ -55,9 +53,9 @@ class Progress(ABC):
         """
         return SilentProgress()
 
-    @abstractmethod
     def stop(self) -> None:
         """Ends the display when the run has ended, with or without an error."""
+        return
 
 
 def _mean_score(record: Mapping[str, Any]) -> str:
@@ -98,25 +96,10 @@ class SilentProgress(Progress):
     def __init__(self, *, warns: bool = False) -> None:
         self._warns = warns
 
-    def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Does nothing: this progress display is silent."""
-
-    def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
-        """Does nothing: this progress display is silent."""
-
-    def finish_round(self, record: Mapping[str, Any]) -> None:
-        """Does nothing: this progress display is silent."""
-
-    def say(self, sentence: str) -> None:
-        """Does nothing: this progress display is silent."""
-
     def warn(self, sentence: str) -> None:
         """Emits a Python warning if `warns` is True."""
         if self._warns:
             warnings.warn(sentence, RuntimeWarning, stacklevel=5)
-
-    def stop(self) -> None:
-        """Does nothing: this progress display is silent."""
 
 
 @final
@@ -130,18 +113,9 @@ class FunctionProgress(Progress):
     def __init__(self, function: Callable[[Mapping[str, Any]], Any]) -> None:
         self._function = function
 
-    def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Does nothing: the function gets records only."""
-
-    def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
-        """Does nothing: the function gets records only."""
-
     def finish_round(self, record: Mapping[str, Any]) -> None:
         """Calls the function with the record of the round."""
         self._function(record)
-
-    def say(self, sentence: str) -> None:
-        """Does nothing: the function gets records only."""
 
     def warn(self, sentence: str) -> None:
         """Emits a Python warning, since nothing else shows the problem."""
@@ -150,9 +124,6 @@ class FunctionProgress(Progress):
     def for_another_process(self) -> Progress:
         """Returns this object: the function is called in the process of the run."""
         return self
-
-    def stop(self) -> None:
-        """Does nothing: the function gets records only."""
 
 
 @final
@@ -172,9 +143,6 @@ class LineProgress(Progress):
         """Stores the time at which the run began, from which the remaining time is estimated."""
         self._title, self._rounds, self._done, self._start = title, rounds, rounds_done, time.monotonic()
 
-    def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
-        """Does nothing, since a line for each client would flood the log."""
-
     def finish_round(self, record: Mapping[str, Any]) -> None:
         """Prints a line with the round, mean score, traffic and remaining time."""
         rounds_played = record["round"] - self._done
@@ -193,9 +161,6 @@ class LineProgress(Progress):
     def say(self, sentence: str) -> None:
         """Prints the sentence as a line."""
         print(sanitise_for_terminal(sentence), file=self._stream, flush=True)
-
-    def stop(self) -> None:
-        """Does nothing, since printed lines stay."""
 
 
 @final
