@@ -98,6 +98,16 @@ def test_texts_that_stand_for_no_value_are_known_in_every_form_of_a_table(tmp_pa
             assert bool(pool.train.x[1, 2].isnan()), form
 
 
+def test_a_number_stands_for_no_value_in_one_column_alone(tmp_path):
+    rows = {"chol": [0, 230, "?", 250] * 5, "sex": [0, 1] * 10, "ill": [0, 1, 1, 0] * 5}
+    for form, source in in_every_form(rows, tmp_path).items():
+        x = pf.data.split_table(source, "ill", None, missing="?,chol=0").dataset.train.x
+        assert x[:4, 0].nan_to_num(-1.0).tolist() == [-1, 230, -1, 250], form
+        assert x[:4, 1].tolist() == [0, 1, 0, 1], form
+        with pytest.raises(UserError, match="missing: the table has no column 'chl'; did you mean chol"):
+            pf.data.split_table(source, "ill", None, missing=["?", "chl=0"])
+
+
 def test_a_message_names_the_option_in_every_form(tmp_path):
     for share in (0.1, 0.3, 0.5):
         marked = [f"{i}.5" if i % 10 >= 10 * share else "?" for i in range(60)]

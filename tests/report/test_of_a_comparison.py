@@ -1,12 +1,18 @@
 """The page of results as `polyfed.compare` writes them, not as a test makes them up."""
 
+import io
 import re
+from statistics import fmean
 
 import pytest
+import torch
 from rich.console import Console
+from torch import nn
 
 import polyfed as pf
 from polyfed.cli.commands.results.report_command import show_report
+from polyfed.core.seeds import torch_generator
+from polyfed.report.data.run_groups import read_run_groups
 from polyfed.testing import small_clients
 
 QUICK = {"rounds": 2, "budget": "steps", "parallel": 1, "quiet": True}
@@ -40,3 +46,25 @@ def test_a_comparison_has_a_page(tmp_path, words, metrics):
     has = "no predictions" not in text
     assert has == content["predictions"]
     assert 'id="p0-curves"' in text
+
+
+def test_scores_of_clients_are_those_of_all_folds_together_and_the_worst_has_the_largest_error(tmp_path):
+    x = torch.randn(42, 2, generator=torch_generator(0))
+    y = x[:, :1] + torch.randn(42, 1, generator=torch_generator(1))
+    parts = zip("abc", x.split([10, 13, 19]), y.split([10, 13, 19]), strict=True)  # folds of unequal size
+    clients = [
+        pf.Client(k, lambda: nn.Linear(2, 1), (x[4:], y[4:]), (x[:4], y[:4]), task="regression") for k, x, y in parts
+    ]
+    words = QUICK | {"folds": 3, "tune": "none", "references": False, "metrics": ["rmse"]}
+    found = pf.compare(clients, ["fedavg"], **words, out=tmp_path / "a")
+    (group,), _ = read_run_groups([tmp_path / "a"])
+    for method in group.methods:
+        stored = found.results["methods"][method.label]["statistics"]["clients"]
+        scores = group.mean_score_by_participant(method)
+        assert scores == {name: entry["mean"] for name, entry in stored.items()}
+        assert fmean(scores.values()) == pytest.approx(group.mean_score(method), abs=1e-6)
+        assert all(gain.mean == stored[gain.client]["gain"] for gain in group.gains_over_local(method))
+    console = Console(width=200, file=io.StringIO())
+    show_report([tmp_path / "a"], console)
+    worst = max(scores, key=scores.__getitem__)
+    assert f"{scores[worst]:.3f} ({worst})" in console.file.getvalue()

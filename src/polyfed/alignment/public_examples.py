@@ -12,13 +12,13 @@ from polyfed.core.seeds import derive_seed, torch_generator
 
 def draw_public_rows(seed: int, round_number: int, pool_size: int, num_rows: int) -> Tensor:
     """Draws the positions of the public examples that are used in a round, without replacement: int32, shape
-    (num_rows,).
+    (num_rows,), or (pool_size,) if the pool is smaller.
 
     Args:
         seed: seed of the run.
         round_number: number of the round, counted from 1.
-        pool_size: number of examples in the pool, at least `num_rows`.
-        num_rows: L, the number of rows to draw.
+        pool_size: number of examples in the pool.
+        num_rows: L, the number of rows to draw; all if the pool has fewer.
 
     >>> draw_public_rows(0, 1, pool_size=10, num_rows=10).sort().values.tolist() == list(range(10))
     True

@@ -254,8 +254,8 @@ def test_public_examples_that_do_not_suit_are_refused(kind: Any) -> None:
     method, none = kind(**OPTIONS), torch.zeros(40, dtype=torch.int64)
     with pytest.raises(pf.UserError, match=r"^fedhenn(_homo)? needs public examples .*public=.*--data.public_fraction"):
         federate(method, public=None)
-    with pytest.raises(pf.UserError, match=r"rad_size must be at most the number of public examples, 19, got 20"):
-        federate(method, public=(PUBLIC[0][:19], none[:19]))
+    with pytest.raises(pf.UserError, match=r"compares networks by at least 2 public examples, got 1; give more"):
+        federate(method, public=(PUBLIC[0][:1], none[:1]))
     for x in (random(1, 40, 7), random(1, 40, 6, dtype=torch.float64), random(1, 40, 1, 6)):
         with pytest.raises(
             pf.UserError, match=r"public=.* are torch.float.* of shape .*client 'client-0' are torch.float32"
@@ -265,8 +265,15 @@ def test_public_examples_that_do_not_suit_are_refused(kind: Any) -> None:
         federate(method, image_clients(), public=(IMAGES, none))
     suited = Examples(IMAGES, none, transform=Normalise((0.5,), (0.5,)))
     assert federate(method, image_clients(), public=suited).history[-1]["failures"] == []
-    with pytest.raises(pf.UserError, match=r"rad_size must be at most the number of public examples, 12"):
-        federate(method, image_clients(), public=suited.select(torch.arange(12)))
+
+
+@pytest.mark.filterwarnings("ignore:FedHeNN.*nothing before:RuntimeWarning")
+@BOTH
+def test_all_public_examples_are_used_if_there_are_fewer_than_rad_size(kind: Any) -> None:
+    twelve = PUBLIC[0][:12], torch.zeros(12, dtype=torch.int64)
+    runs = [federate(kind(**OPTIONS | {"rad_size": size}), public=twelve) for size in (5000, 12)]
+    few, exact = (run.model("client-0").state_dict() for run in runs)
+    assert all(torch.equal(few[key], value) for key, value in exact.items())
 
 
 @pytest.mark.parametrize("rad", ["public", "noise"])

@@ -80,6 +80,7 @@ def test_every_trap_is_found_and_nothing_else(seen):
 def test_findings_say_what_was_seen_and_what_it_means(seen):
     findings = kinds(seen)
     assert "chol is 0 at east (60 of 60 values), west (25 of 100 values), never at" in findings["code", "chol"].text
+    assert "empty these cells (missing='chol=0', --data.missing chol=0)" in findings["code", "chol"].meaning
     assert "999" in findings["code", "pulse"].text
     assert "a factor of about 100" in findings["unit", "height"].text
     assert "3 of 90 rows have a value" in findings["empty", "vessels"].text

@@ -46,8 +46,8 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         rad: source of the RAD: "public", unlabelled examples that belong to no client (polyfed's choice; the paper's server
             "generates" the RAD "by random sampling", the authors' code draws it from the clients' training images); or
             "noise", which needs no public data: 2·rad_size random inputs that each client generates from a common seed.
-        rad_size: L, examples in the RAD of a round (5000, paper; the authors' code has 1,000), at most the number of public
-            examples.
+        rad_size: L, examples in the RAD of a round (5000, paper; the authors' code has 1,000); all public examples if there
+            are fewer.
         rad_batch: examples of the RAD that are drawn each time the term is computed (256, polyfed's choice: all 5,000 at
             every minibatch would take too long); 0 takes the whole RAD (paper).
         term: when the term is computed: at every "minibatch" (polyfed's choice), or once per "epoch" at its start (paper,
@@ -115,10 +115,9 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         if self.rad == "noise":
             return {"public": {}, "seed": server.seed, "holders": []}
         public = self._stored_public_tensors(server)
-        if len(first_leaf(public)) < self.rad_size:
+        if len(first_leaf(public)) < 2:
             raise UserError(
-                f"{type(self).__name__}: rad_size must be at most the number of public examples, "
-                f"{len(first_leaf(public))}, got {self.rad_size}; lower rad_size, or give more public examples "
+                f"{type(self).__name__} compares networks by at least 2 public examples, got 1; give more "
                 "(public=..., or --data.public_fraction)"
             )
         return {"public": public, "seed": server.seed, "holders": []}

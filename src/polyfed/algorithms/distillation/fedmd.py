@@ -118,7 +118,7 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
 
     def _public_rows(self, server_state: ServerState, round_number: int) -> torch.Tensor:
         pool_size = len(first_leaf(server_state["public"]))
-        return draw_public_rows(server_state["seed"], round_number, pool_size, min(self.public_size, pool_size))
+        return draw_public_rows(server_state["seed"], round_number, pool_size, self.public_size)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """Returns the shape and dtype that a client's reply must have: outputs (logits) for the requested public

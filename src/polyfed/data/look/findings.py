@@ -155,7 +155,8 @@ class _NumberColumn:
                 "code", self._name, tuple(sites),
                 f"{self._name} is {code:g} at {_list_sites(sites)}{elsewhere}: does {code:g} stand for \"not measured\"?",
                 f"networks would learn it as a value, and a mean and scale over all sites would be spoilt; if {code:g} "
-                "means not measured, empty these cells before",
+                f"means not measured, empty these cells (missing='{self._name}={code:g}', --data.missing "
+                f"{self._name}={code:g})",
             )  # fmt: skip
 
     def _find_empty(self) -> Iterator[SiteDifferenceFinding]:
@@ -214,7 +215,7 @@ class _NumberColumn:
             yield SiteDifferenceFinding(
                 "unit", self._name, tuple(units),
                 f"{self._name} seems to have another {'scale' if self._is_of_images else 'unit'} at "
-                f"{_list_sites(units)}; the others' mean is {reference.mean:.3g}",
+                f"{_list_sites(units)}; the middle site's mean is {reference.mean:.3g}",
                 "another scanner or window, or pixels from 0 to 255 in place of 0 to 1? A common network takes these "
                 "for other subjects; scale all sites' images alike before" if self._is_of_images
                 else "a common network and a common scale take these for other patients; bring all sites to one unit before",
@@ -230,7 +231,7 @@ class _NumberColumn:
             )
             yield SiteDifferenceFinding(
                 "shift", self._name, tuple(shifts),
-                f"{self._name} lies elsewhere at {_list_sites(shifts)}; the others have {reference.mean:.3g} ± "
+                f"{self._name} lies elsewhere at {_list_sites(shifts)}; the middle site has {reference.mean:.3g} ± "
                 f"{reference.sd:.2g}", meaning,
             )  # fmt: skip
 

@@ -186,7 +186,7 @@ def _deal_rows(
         what = "examples" if pool.group is None else f"groups of column {pool.group!r}"
         raise UserError(
             f"client {client.id!r} has {len(units)} {what}, and none for {len(empty)} of {num_folds} folds; give fewer "
-            "folds, or leave the client out"
+            "folds, or leave the client out (--data.partition.order largest --data.clients N keeps the N largest)"
         )
     fold: NDArray[np.int64] = fold_of_unit[unit_of_row]
     return fold

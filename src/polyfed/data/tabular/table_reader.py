@@ -33,21 +33,22 @@ def read_table(
 
     Args:
         source: one of these, or an Arrow table; a file by its path.
-        missing: texts that stand for no value, beside the usual ones (an empty cell, NA, NaN, null); a number among them
-            stands for no value in columns of numbers too.
+        missing: texts that stand for no value, beside the usual ones (an empty cell, NA, NaN, null), and numbers that do
+            so in columns of numbers; "chol=0" is for the column "chol" alone.
         delimiter: between the cells of a CSV file; "auto" infers it from the first line.
         decimal: "." or ",", also of numbers that are texts.
         encoding: of the CSV file.
 
     Raises:
-        UserError: it cannot be read, has no rows, or has a column name twice.
+        UserError: it cannot be read, has no rows, has a column name twice, or lacks one that `missing` names.
 
-    >>> read_table({"age": [50, None], "sex": ["f", "m"]}).column_names
-    ['age', 'sex']
+    >>> read_table({"chol": [0, 233], "sex": [0, 1]}, missing=["chol=0"]).to_pydict()
+    {'chol': [None, 233], 'sex': [0, 1]}
     """
     import pyarrow
 
-    missing = tuple(map(str, missing))
+    by_column = [entry.rpartition("=") for entry in map(str, missing) if entry.find("=") > 0]
+    missing = tuple(entry for entry in map(str, missing) if entry.find("=") <= 0)
     if isinstance(source, str | Path):
         table = _read_table_file(str(source), missing, delimiter, decimal, encoding)
         name = repr(str(source))
@@ -81,6 +82,10 @@ def read_table(
         raise UserError(f"{name} has two columns {twice[0]!r}; rename one")
     if not table.num_rows:
         raise UserError(f"{name} has no rows; {PATH_ADVICE}")
+    check_columns_exist(table, [column_name for column_name, _, _ in by_column], "missing")
+    for column_name, _, sign in by_column:
+        cleaned = _blank_missing_values(table.select([column_name]), (sign,), ".").column(0)
+        table = table.set_column(names.index(column_name), column_name, cleaned)
     return table
 
 
@@ -101,10 +106,7 @@ def _mixed_columns_as_texts(frame: Any, missing: Sequence[str]) -> Any:
 
 
 def _as_texts(cells: Sequence[Any], missing: Sequence[str]) -> list[str | None] | None:
-    """Converts the cells of a column to strings, if they are numbers and a few strings that may denote missing values.
-
-    Returns None for other cells.
-    """
+    """Converts a column's cells to strings if they are numbers and a few strings that may mean no value; else None."""
     present = [cell for cell in cells if not _is_absent(cell)]
     if not all(isinstance(cell, str | int | float | np.number) for cell in present):
         return None
@@ -138,10 +140,8 @@ def _arrow_array(values: Any, missing: Sequence[str]) -> Any:
 
 
 def _blank_missing_values(table: Table, missing: Sequence[str], decimal: str) -> Table:
-    """Removes cells that hold one of the strings for missing values, or the number in it, and replaces decimal commas.
-
-    `_read_csv` does so while it reads.
-    """
+    """Removes cells that hold one of the strings for missing values, or the number in it, and replaces decimal commas, as
+    `_read_csv` does while it reads."""
     import pyarrow
     import pyarrow.compute as compute
 
@@ -165,8 +165,8 @@ def _blank_missing_values(table: Table, missing: Sequence[str], decimal: str) ->
         elif amounts and is_numeric_type(column.type) and not pyarrow.types.is_boolean(column.type):
             strange = compute.is_in(column.cast(pyarrow.float64(), safe=False), pyarrow.array(amounts))
             if compute.any(strange).as_py():
-                cleaned_numbers = compute.if_else(strange, pyarrow.scalar(None, column.type), column)
-                table = table.set_column(place, name, cleaned_numbers)
+                cleaned = compute.if_else(strange, pyarrow.scalar(None, column.type), column)
+                table = table.set_column(place, name, cleaned)
     return table
 
 

@@ -141,13 +141,8 @@ class RunGroup:
         if self.comparison_results:
             stored_mean = method.statistics["mean"]
             return math.nan if stored_mean is None else round(stored_mean, DIGITS)
-        return mean_of_defined(
-            [
-                value
-                for run, value in zip(method.runs, method.mean_score_by_run, strict=True)
-                if run in self.runs_of_common_seeds_or_all(method)
-            ]
-        )
+        counted = self.runs_of_common_seeds_or_all(method)
+        return mean_of_defined([mean_of_defined(list(run.score_by_client.values())) for run in counted])
 
     def ranking_key(self, method: MethodRuns) -> float:
         """Returns a sort key for a method: the better its mean score, the higher; minus infinity without one."""
@@ -163,22 +158,28 @@ class RunGroup:
         return max(stated or others, key=self.ranking_key, default=None)
 
     def mean_score_by_participant(self, method: MethodRuns) -> dict[str, float]:
-        """Returns {client's name on the page: mean score of the method over common seeds}; NaN if undefined."""
+        """Returns {client's name on the page: score over all folds, or mean over common seeds}; NaN if undefined."""
+        if fold_scores := self._fold_statistics(method, "mean"):
+            return {client: fold_scores.get(client, math.nan) for client in self.clients}
         values_by_name: dict[str, list[float | None]] = {}
         for run in self.runs_of_common_seeds_or_all(method) if self.same_clients else method.runs:
             for client, value in run.score_by_client.items():
                 values_by_name.setdefault(self.client_name_with_seed(client, run.seed), []).append(value)
         return {name: mean_of_defined(values) for name, values in sorted(values_by_name.items())}
 
+    def _fold_statistics(self, method: MethodRuns, name: str) -> dict[str, float]:
+        """Returns a stored number of each client over all folds together; an empty dict without folds."""
+        clients = method.statistics.get("clients", {}) if self.comparison_results.get("folds") else {}
+        return {client: entry[name] for client, entry in clients.items() if entry.get(name) is not None}
+
     def gains_over_local(self, method: MethodRuns) -> list[ClientGain]:
         """Computes how much better each client scores than when it trains on its own data only with the same seed, as a
-        list with the largest gain first; empty if that was not run.
-
-        Participants that lack one of the scores are left out. Empty without local runs.
+        list with the largest gain first; empty without local runs. Clients that lack one of the scores are left out.
         """
         if self.local_method is None or method is self.local_method:
             return []
         local_scores = {run.seed: run.score_by_client for run in self.local_method.runs}
+        fold_gains = self._fold_statistics(method, "gain")
         gains_by_name: dict[str, list[float]] = {}
         for run in method.runs:
             for client, value in run.score_by_client.items():
@@ -188,7 +189,7 @@ class RunGroup:
                         self.score_format.positive_if_better(value - base)
                     )
         gains = [
-            ClientGain(name, mean_of_defined(values), min(values), max(values))
+            ClientGain(name, fold_gains.get(name, mean_of_defined(values)), min(values), max(values))
             for name, values in gains_by_name.items()
         ]
         return sorted(gains, key=lambda gain: (-gain.mean, gain.client))

@@ -89,7 +89,8 @@ def _methods_table(run_group: RunGroup) -> PlainTable:
         defined_scores = {
             name: value for name, value in run_group.mean_score_by_participant(method).items() if not math.isnan(value)
         }
-        worst = min(defined_scores, key=lambda name: defined_scores[name], default=None)
+        choose = min if run_group.score_format.higher_is_better else max
+        worst = choose(defined_scores, key=lambda name: defined_scores[name], default=None)
         rounds = sorted({run.scored_round for run in method.runs})
         table.add_row(
             method.label,
