@@ -285,7 +285,7 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
     methods = {label: plan.methods[label] for label in description["methods"]}
     if plan.forecast_only:
         return forecast_cost_and_detectable_gain(plan, methods, description)
-    plan.display.expect(*count_final_and_search_runs(plan, methods))
+    plan.display.set_expected_runs(*count_final_and_search_runs(plan, methods))
     if plan.out is not None:
         comparison_directory.write_description(plan.out, description, plan.criteria)
     try:

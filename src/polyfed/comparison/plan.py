@@ -245,7 +245,7 @@ def execute_or_load_runs(
     settings = plan.panel.settings_of_run(plan.settings)
     settings = settings if in_this_process else dataclasses.replace(settings, engine="inprocess", workers=0)
 
-    counts = plan.display.begin(
+    counts = plan.display.announce_runs(
         [f"{job.label}, {plan.describe_seed(job.seed)}" for job in missing], len(finished_runs), settings.rounds,
         of_search=not all(job.keep_predictions for job in run_specs),
     )  # fmt: skip

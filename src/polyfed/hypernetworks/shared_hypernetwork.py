@@ -26,7 +26,7 @@ NO_NEIGHBOUR = -1
 
 @final
 @dataclass(frozen=True)
-class SharedSizes:
+class SharedHypernetworkSizes:
     """Holds the sizes of a shared hypernetwork: the numbers of neighbours per client (k), of the model's layers (L), of
     entries of an embedding (E) and of hidden units (H)."""
 
@@ -41,7 +41,7 @@ class SharedSizes:
         return self.embedding + self.layers * (self.hidden + self.neighbours) + self.neighbours
 
 
-def init_trunk(sizes: SharedSizes, seed: int) -> dict[str, Tensor]:
+def init_trunk(sizes: SharedHypernetworkSizes, seed: int) -> dict[str, Tensor]:
     """Returns the initial trunk, `{name: tensor}`: "trunk.K.weight" (H, E or H) and "trunk.K.bias" (H) for three layers.
 
     Weights are drawn from N(0, 2/inputs) and biases are 0 (He et al. 2015; polyfed's choice): with torch's own start the
@@ -58,7 +58,7 @@ def init_trunk(sizes: SharedSizes, seed: int) -> dict[str, Tensor]:
     return trunk
 
 
-def init_client_part(client: str, sizes: SharedSizes, seed: int) -> dict[str, Tensor]:
+def init_client_part(client: str, sizes: SharedHypernetworkSizes, seed: int) -> dict[str, Tensor]:
     """Returns one client's initial part of the shared hypernetwork; it depends on the client's id and the seed only, so
     that a client that has not taken part needs no stored part.
 
@@ -67,7 +67,7 @@ def init_client_part(client: str, sizes: SharedSizes, seed: int) -> dict[str, Te
         drawn from U(0, 1), as the paper's heads; "neighbours" (k, int64), positions of its neighbours, none yet; "biases"
         (L, k), of the outputs for these neighbours, 0.
 
-    >>> part = init_client_part("north", SharedSizes(neighbours=3, layers=2, embedding=4, hidden=5), seed=0)
+    >>> part = init_client_part("north", SharedHypernetworkSizes(neighbours=3, layers=2, embedding=4, hidden=5), seed=0)
     >>> {name: tuple(tensor.shape) for name, tensor in part.items()}
     {'embedding': (4,), 'rows': (2, 5), 'neighbours': (3,), 'biases': (2, 3)}
     """

@@ -11,7 +11,7 @@ from polyfed.core.algorithm import ClientInfo, Message
 from polyfed.hypernetworks.layer_aggregation import stack_hypernetworks
 from polyfed.hypernetworks.shared_hypernetwork import (
     NO_NEIGHBOUR,
-    SharedSizes,
+    SharedHypernetworkSizes,
     init_client_part,
     init_trunk,
     score_candidates,
@@ -158,7 +158,7 @@ def test_only_the_neighbours_models_are_read():
 
 
 def test_neighbours_are_those_whose_rows_point_where_the_embedding_does():
-    sizes = SharedSizes(neighbours=3, layers=2, embedding=8, hidden=6)
+    sizes = SharedHypernetworkSizes(neighbours=3, layers=2, embedding=8, hidden=6)
     trunk = init_trunk(sizes, 0)
     parts = [init_client_part(f"client-{j}", sizes, 0) for j in range(20)]
     rows = torch.stack([part["rows"] for part in parts])
@@ -173,7 +173,7 @@ def test_neighbours_are_those_whose_rows_point_where_the_embedding_does():
 
 
 def test_a_bad_neighbour_is_replaced_and_a_good_one_keeps_its_bias():
-    sizes = SharedSizes(neighbours=2, layers=1, embedding=4, hidden=4)
+    sizes = SharedHypernetworkSizes(neighbours=2, layers=1, embedding=4, hidden=4)
     parts = {f"c{j}": init_client_part(f"c{j}", sizes, 0) for j in range(4)}
     state = {
         "clients": sorted(parts),
@@ -214,7 +214,7 @@ def test_the_state_grows_with_the_clients_that_replied_only():
         *(i for i in sorted(r for r in replied if "bytes_up" not in run.history[1]["clients"].get(r, {}))),
         *(i for i in sorted(run.history[1]["clients"]) if "bytes_up" in run.history[1]["clients"][i]),
     ]
-    sizes = SharedSizes(2, 3, method.embedding_dim, method.hidden)
+    sizes = SharedHypernetworkSizes(2, 3, method.embedding_dim, method.hidden)
     for part in state["hypernetworks"].values():
         assert sum(tensor.numel() for tensor in part.values()) == sizes.num_entries_per_client
     assert set(run.history[0]["analysis"]) == {"own_weight", "zero_rows"}
@@ -271,7 +271,7 @@ def test_bad_fields(fields, message):
 
 def test_networks_of_one_form_stack():
     """What is put together for a client has the names and shapes of the paper's network with k outputs."""
-    sizes = SharedSizes(neighbours=3, layers=2, embedding=4, hidden=5)
+    sizes = SharedHypernetworkSizes(neighbours=3, layers=2, embedding=4, hidden=5)
     part = with_neighbours(init_client_part("a", sizes, 0), [1, 2])
     assert part["neighbours"].tolist() == [1, 2, NO_NEIGHBOUR]
     network = neighbour_weights.client_hypernetwork(init_trunk(sizes, 0), part, [part["rows"]] * 2)

@@ -6,7 +6,7 @@ import pytest
 import polyfed as pf
 from polyfed.algorithms import HeurPFedLA, PFedLA
 from polyfed.core.errors import UserError
-from polyfed.report.figures.aggregation import AggregationWeights, read_aggregation_weights, round_positions_by_third
+from polyfed.report.figures.aggregation import AggregationWeights, read_aggregation_weights, split_rounds_into_thirds
 from polyfed.testing import small_clients
 
 CLIENTS, LAYERS = ["a", "b", "c"], ["body.0", "head"]
@@ -98,4 +98,4 @@ def test_files_that_do_not_fit(folder):
 )
 def test_few_rounds_have_fewer_periods(rounds, thirds):
     weights = AggregationWeights(np.array(rounds), ("a",), ("fc",), np.ones((len(rounds), 1, 1, 1), np.float32))
-    assert [positions.tolist() for positions in round_positions_by_third(weights)] == thirds
+    assert [positions.tolist() for positions in split_rounds_into_thirds(weights)] == thirds

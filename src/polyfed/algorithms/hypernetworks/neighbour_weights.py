@@ -30,7 +30,7 @@ from polyfed.hypernetworks.layer_aggregation import (
 from polyfed.hypernetworks.retained_layers import retained_layer_mask, set_own_weight_in_retained_layers
 from polyfed.hypernetworks.shared_hypernetwork import (
     NO_NEIGHBOUR,
-    SharedSizes,
+    SharedHypernetworkSizes,
     choose_neighbours,
     client_hypernetwork,
     init_client_part,
@@ -76,11 +76,11 @@ class NeighbourOptions(Protocol):
         """Returns the number of layers that each client keeps to itself (HeurpFedLA)."""
 
 
-def shared_sizes(server_state: ServerState, options: NeighbourOptions) -> SharedSizes:
+def shared_sizes(server_state: ServerState, options: NeighbourOptions) -> SharedHypernetworkSizes:
     """Returns the sizes of the shared hypernetwork; a client has at most as many neighbours as there are clients."""
     assert options.neighbours is not None
     number = min(options.neighbours, len(server_state["clients"]))
-    return SharedSizes(number, len(server_state["layers"]), options.embedding_dim, options.hidden)
+    return SharedHypernetworkSizes(number, len(server_state["layers"]), options.embedding_dim, options.hidden)
 
 
 @final
@@ -182,7 +182,7 @@ def _step_hypernetworks(
     mixtures: Mapping[str, _Mixture],
     products: Mapping[str, Tensor],
     rate: float,
-    sizes: SharedSizes,
+    sizes: SharedHypernetworkSizes,
     normalise: WeightNormalisation,
 ) -> dict[str, dict[str, Tensor]]:
     """Returns each client's hypernetwork after a gradient step, by client; those with as many neighbours take it
@@ -237,13 +237,13 @@ def _position(server_state: ServerState, client: str) -> int:
     return bisect_left(server_state["clients"], client)
 
 
-def _client_part(server_state: ServerState, client: str, sizes: SharedSizes) -> Mapping[str, Tensor]:
+def _client_part(server_state: ServerState, client: str, sizes: SharedHypernetworkSizes) -> Mapping[str, Tensor]:
     """Returns a client's part of the shared hypernetwork; that of a client that has not taken part is drawn again."""
     stored = server_state["hypernetworks"].get(client)
     return init_client_part(client, sizes, server_state["seed"]) if stored is None else stored
 
 
-def _rows_of(server_state: ServerState, positions: Sequence[int], sizes: SharedSizes) -> Tensor:
+def _rows_of(server_state: ServerState, positions: Sequence[int], sizes: SharedHypernetworkSizes) -> Tensor:
     """Returns the rows of some clients, shape (number, L, H)."""
     rows = [_client_part(server_state, server_state["clients"][position], sizes)["rows"] for position in positions]
     return torch.stack(rows) if rows else torch.zeros(0, sizes.layers, sizes.hidden)
@@ -255,7 +255,7 @@ def _recent_rows(server_state: ServerState, options: NeighbourOptions) -> Callab
 
 
 def _with_best_neighbours(
-    server_state: ServerState, client: str, recent_rows: Tensor, sizes: SharedSizes
+    server_state: ServerState, client: str, recent_rows: Tensor, sizes: SharedHypernetworkSizes
 ) -> Mapping[str, Tensor]:
     """Returns a client's part with the neighbours that it has from now on: all clients if k is their number, otherwise
     the best of its present ones and of those that replied last.

@@ -64,11 +64,13 @@ class RunsDisplay(ABC):
         self._counts: MutableSequence[int] = []
         self._stage, self._stage_start, self._num_steps, self._num_steps_done = "", 0.0, 0, 0
 
-    def expect(self, compared_runs: int, search_runs: int) -> None:
+    def set_expected_runs(self, compared_runs: int, search_runs: int) -> None:
         """Announces how many runs the comparison has."""
         self._expected = {"search": search_runs, "compared": compared_runs}
 
-    def begin(self, names: Sequence[str], num_stored: int, rounds: int, *, of_search: bool) -> MutableSequence[int]:
+    def announce_runs(
+        self, names: Sequence[str], num_stored: int, rounds: int, *, of_search: bool
+    ) -> MutableSequence[int]:
         """Announces the next runs by name, and returns the memory in which each counts its finished rounds.
 
         Args:

@@ -94,7 +94,9 @@ class ReplyProtection:
 
     @property
     def keeps_guarantee(self) -> bool:
-        """Returns True if the site sends nothing that noise does not cover: its own, or that of training with `privacy`."""
+        """Returns True if noise covers all that the site sends: the noise of each message, or that of training with
+        `privacy`.
+        """
         return bool(self.noise_multiplier) or self.protects_units
 
 

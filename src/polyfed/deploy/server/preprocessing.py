@@ -18,8 +18,8 @@ from polyfed.deploy.server.server import DeploymentServer
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.columns.federated_preprocessing import (
     Moments,
+    build_column_moments_settings,
     build_moments_method,
-    build_moments_settings,
     run_moments_rounds,
 )
 from polyfed.simulation.rounds.federation import Federation
@@ -80,7 +80,7 @@ def compute_common_preprocessing_with_sites(
     # The threshold was set for the sites of a round; here all sites take part.
     if (deployment.secure_threshold or 0) <= len(introductions) // 2:
         deployment = replace(deployment, secure_threshold=None)
-    settings = build_moments_settings(server.settings.seed, secure)
+    settings = build_column_moments_settings(server.settings.seed, secure)
     moments_server = replace(
         server, algorithm=Moments(), settings=settings, run=f"{server.run}-tables", deployment=deployment
     )

@@ -89,7 +89,7 @@ def _read_weights_file(file: Path) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def round_positions_by_third(aggregation: AggregationWeights) -> list[NDArray[np.int64]]:
+def split_rounds_into_thirds(aggregation: AggregationWeights) -> list[NDArray[np.int64]]:
     """Divides the rounds after round 0 into thirds of training, and returns, for each third, the positions of its
     rounds in `aggregation.rounds`.
 

@@ -28,7 +28,7 @@ from polyfed.simulation.storage.checkpoints.checkpoint import (
     load_newest_checkpoint,
     save_checkpoint_and_remove_older,
 )
-from polyfed.simulation.storage.checkpoints.client_states import ClientStates, InitialState, SavedStates
+from polyfed.simulation.storage.checkpoints.client_states import ClientStates, SavedStatesLocation, SharedInitialState
 from polyfed.simulation.storage.checkpoints.state_store import STORE_FILE, StateStore
 from polyfed.testing import assert_runs_equal, small_clients
 from polyfed.testing.algorithm_contract import _InterruptAfter
@@ -190,7 +190,7 @@ def test_a_round_reads_the_models_that_clients_asked_for_and_writes_those_that_r
 def test_states_change_by_a_new_mapping(tmp_path):
     store = StateStore(tmp_path / STORE_FILE)
     store.write(1, 0, {"": [("b", {"x": 1}), ("d", {"x": 2})]}, [], [])
-    saved = ClientStates(saved=SavedStates(store, "", 1))
+    saved = ClientStates(saved=SavedStatesLocation(store, "", 1))
     states = saved | {"a": {"x": 3}, "b": {"x": 4}}
     assert (list(states), len(states), len(saved)) == (["a", "b", "d"], 3, 2)
     assert [client in states for client in ("a", "b", "c", "d", 7)] == [True, True, False, True, False]
@@ -209,7 +209,7 @@ def test_states_change_by_a_new_mapping(tmp_path):
 def test_clients_without_a_state_of_their_own_share_the_initial_one():
     initial = {"w": torch.ones(2)}
     states = ClientStates.wrap_group(dict.fromkeys(["b", "a"], initial))
-    assert (states.changes, states.initial) == ({}, InitialState({"b": None, "a": None}, initial))
+    assert (states.changes, states.initial) == ({}, SharedInitialState({"b": None, "a": None}, initial))
     changed = states | {"a": {"w": torch.zeros(2)}}
     assert (list(changed), len(changed), changed["b"] is initial, "c" in changed) == (["b", "a"], 2, True, False)
     assert changed["a"]["w"].tolist() == [0.0, 0.0]
@@ -297,17 +297,17 @@ def test_two_runs_of_one_directory_read_side_by_side(tmp_path, reads):
 
 
 def test_states_of_a_round_that_is_not_kept_are_refused_and_never_those_of_another(tmp_path):
-    initial = InitialState(dict.fromkeys("ab"), {"x": 0})
+    initial = SharedInitialState(dict.fromkeys("ab"), {"x": 0})
     with closing(StateStore(tmp_path / STORE_FILE)) as store:
         store.write(1, 0, {"m": [("a", {"x": 1})]}, [], [])
-        first = ClientStates(saved=SavedStates(store, "m", 1), initial=initial)
+        first = ClientStates(saved=SavedStatesLocation(store, "m", 1), initial=initial)
         for number in (2, 3, 4):
             store.write(number, number - 1, {"m": [("a", {"x": number})]}, [], [number - 1])
-        alone = ClientStates(saved=SavedStates(store, "m", 1))
+        alone = ClientStates(saved=SavedStatesLocation(store, "m", 1))
         for use in (lambda: first["a"], lambda: first["b"], lambda: list(alone), lambda: len(alone)):
             with pytest.raises(UserError, match="after round 1 are not stored any more"):
                 use()
-        assert ClientStates(saved=SavedStates(store, "m", 4), initial=initial)["b"] == {"x": 0}
+        assert ClientStates(saved=SavedStatesLocation(store, "m", 4), initial=initial)["b"] == {"x": 0}
 
 
 def test_the_servers_state_is_read_while_the_run_writes(tmp_path):
@@ -377,9 +377,9 @@ def test_a_resume_compares_what_clients_have_of_their_own_and_one_initial_entry(
 
 def test_a_forged_initial_entry_is_refused():
     clients = dict.fromkeys(["a", "b", "c"])
-    initial = {"models": ClientStates(initial=InitialState(clients, {"w": torch.zeros(2)}))}
+    initial = {"models": ClientStates(initial=SharedInitialState(clients, {"w": torch.zeros(2)}))}
     for entry, sentence in (({"w": torch.zeros(3)}, "w"), ({"w": torch.tensor([0.0, torch.nan])}, "NaN")):
-        forged = {"models": ClientStates(initial=InitialState(clients, entry))}
+        forged = {"models": ClientStates(initial=SharedInitialState(clients, entry))}
         before, after = state_validation._without_repeated_entries(initial, forged)
         assert list(after["models"]) == ["a"]
         error = state_validation._state_difference(before, after, [], set(clients)) or nonfinite_state_error(after)

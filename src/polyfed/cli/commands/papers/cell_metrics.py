@@ -139,7 +139,7 @@ def _aggregation_weight(cell: PaperCell, run: RecipeRun) -> float | None:
     whose positions differ by `distance`. None where the run has no such layer or period.
     """
     aggregation_weights, part = aggregation.read_aggregation_weights(run.folder_of(cell.method)), cell.part
-    thirds = aggregation.round_positions_by_third(aggregation_weights)
+    thirds = aggregation.split_rounds_into_thirds(aggregation_weights)
     if part.get("period", 1) > len(thirds):
         return None
     mean = (

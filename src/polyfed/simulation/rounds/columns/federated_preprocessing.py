@@ -145,7 +145,7 @@ def fit_common_preprocessing(clients: Sequence[Client], *, seed: int = 0, secure
     check_sums_hide_single_values(clients, secure=secure)
     client_by_id = {client.id: client for client in sorted(clients, key=lambda client: client.id)}
     template = merge_table_definitions({i: preprocessor_of(client.train) for i, client in client_by_id.items()})
-    federation = Federation(client_by_id, build_moments_method(template), build_moments_settings(seed, secure))
+    federation = Federation(client_by_id, build_moments_method(template), build_column_moments_settings(seed, secure))
     engine = InProcessEngine(federation.algorithm, list(client_by_id.values()), torch.device("cpu"), federation.metrics)
     return run_moments_rounds(federation, engine, template)
 
@@ -196,7 +196,7 @@ def build_moments_method(template: TablePreprocessor) -> Moments:
     return Moments(size=len(template.mean) + (len(template.classes) if template.task.standardises_targets else 0))
 
 
-def build_moments_settings(seed: int, secure: bool) -> Settings:
+def build_column_moments_settings(seed: int, secure: bool) -> Settings:
     """Builds the settings of the two rounds that compute means and variances; every client takes part in both."""
     return Settings(rounds=_ROUNDS, seed=seed, secure=secure)
 

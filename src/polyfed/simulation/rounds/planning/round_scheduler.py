@@ -9,7 +9,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.core.serialization import check_serializable
 from polyfed.simulation.asynchronous.asynchronous_plan import AsynchronousPlan, plan_server_update
-from polyfed.simulation.asynchronous.real_updates import RealUpdates
+from polyfed.simulation.asynchronous.real_time_planner import RealTimePlanner
 from polyfed.simulation.asynchronous.rules import parse_asynchronous
 from polyfed.simulation.asynchronous.updates_in_flight import UpdatesInFlight
 from polyfed.simulation.engines.base import Engine, RealTimeEngine
@@ -42,12 +42,12 @@ class RoundScheduler:
         self._federation, self._settings = federation, settings
         self._sampler: Sampler = federation.sampler or build_sampler(settings.sampler)
         self._rule = parse_asynchronous(settings.asynchronous)
-        self._real_updates: RealUpdates | None = None
+        self._real_time_planner: RealTimePlanner | None = None
         self._times: ClientTimes | None = None
         if not isinstance(engine, RealTimeEngine):
             self._times = build_client_times(settings, federation.algorithm, federation.client_registry)
         elif self._rule is not None:
-            self._real_updates = RealUpdates(federation, self._rule, engine)
+            self._real_time_planner = RealTimePlanner(federation, self._rule, engine)
         self._schedule: dict[str, Any] = {}
 
     @property
@@ -91,9 +91,9 @@ class RoundScheduler:
         record = dict(after.unevaluated_record or {})
         if isinstance(plan, AsynchronousPlan):
             self._describe_arrivals(record, plan)
-            if self._real_updates is not None:
+            if self._real_time_planner is not None:
                 for name in ("seconds", "seconds_clients"):
-                    record[name] = round(record[name] + self._real_updates.seconds_waited, 4)
+                    record[name] = round(record[name] + self._real_time_planner.seconds_waited, 4)
         elif self._times is not None:
             self._wait_for_slowest(record)
         if self._times is not None:
@@ -132,8 +132,8 @@ class RoundScheduler:
             purpose = "cohort" if number == 0 else f"cohort {number}"
             return self._draw(previous.round + 1, ids, size, history, clock, purpose, may_be_empty)
 
-        if self._real_updates is not None:
-            return self._real_updates.plan_update(previous, concurrency, draw)
+        if self._real_time_planner is not None:
+            return self._real_time_planner.plan_update(previous, concurrency, draw)
         assert self._times is not None
         # The states of versions are large and never changed: they are not copied.
         flights_entry = (previous.schedule or {}).get("flights")

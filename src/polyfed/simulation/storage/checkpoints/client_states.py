@@ -18,7 +18,7 @@ from polyfed.simulation.storage.checkpoints.state_rows import PRIVATE_PART
 from polyfed.simulation.storage.checkpoints.state_store import StateStore
 
 
-class SavedStates(NamedTuple):
+class SavedStatesLocation(NamedTuple):
     """Says where the states of a checkpoint are: the store, the part of it, and the round of the checkpoint."""
 
     store: StateStore
@@ -28,7 +28,7 @@ class SavedStates(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class InitialState:
+class SharedInitialState:
     """Holds the state that clients have until they have one of their own, and the clients that have it.
 
     Attributes:
@@ -72,8 +72,8 @@ class ClientStates(Mapping[str, PyTree]):
     def __init__(
         self,
         changed: Mapping[str, PyTree] | None = None,
-        saved: SavedStates | None = None,
-        initial: InitialState | None = None,
+        saved: SavedStatesLocation | None = None,
+        initial: SharedInitialState | None = None,
     ) -> None:
         self._changed, self._saved, self._initial = dict(changed or {}), saved, initial
 
@@ -93,7 +93,7 @@ class ClientStates(Mapping[str, PyTree]):
         is_shared = len(states) > 1 and all(
             state is first or (is_empty and isinstance(state, dict) and not state) for state in states.values()
         )
-        return cls(initial=InitialState(dict.fromkeys(states), first)) if is_shared else cls(states)
+        return cls(initial=SharedInitialState(dict.fromkeys(states), first)) if is_shared else cls(states)
 
     def __getitem__(self, client: str) -> PyTree:
         if client in self._changed:
@@ -141,7 +141,7 @@ class ClientStates(Mapping[str, PyTree]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ClientStates":
         initial = self._initial
-        copied = None if initial is None else InitialState(initial.clients, copy.deepcopy(initial.state, memo))
+        copied = None if initial is None else SharedInitialState(initial.clients, copy.deepcopy(initial.state, memo))
         return ClientStates(copy.deepcopy(self._changed, memo), self._saved, copied)
 
     @property
@@ -169,7 +169,7 @@ class ClientStates(Mapping[str, PyTree]):
         return [] if self._saved is None else self._saved.store.client_ids(self._saved.part, self._saved.round)
 
     @property
-    def initial(self) -> InitialState | None:
+    def initial(self) -> SharedInitialState | None:
         """Returns the state of clients that have no other, or None."""
         return self._initial
 
@@ -195,7 +195,7 @@ class ClientStates(Mapping[str, PyTree]):
 
     def mark_saved(self, store: StateStore, part: str, round_number: int) -> None:
         """Records that a checkpoint has saved all changed states, which are then read from the store."""
-        self._changed, self._saved = {}, SavedStates(store, part, round_number)
+        self._changed, self._saved = {}, SavedStatesLocation(store, part, round_number)
 
 
 # -- the server's state ------------------------------------------------------------------------------------------------
@@ -304,10 +304,10 @@ def load_states(store: StateStore, part: str, round_number: int) -> ClientStates
         saved = store.read(_initial_part(part), "", round_number)
         try:
             clients = json.loads(saved["clients"].numpy().tobytes())
-            initial = InitialState(dict.fromkeys(clients), saved["state"])
+            initial = SharedInitialState(dict.fromkeys(clients), saved["state"])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UserError(f"the list of clients of {part!r} is damaged ({error})") from error
-    return ClientStates(saved=SavedStates(store, part, round_number), initial=initial)
+    return ClientStates(saved=SavedStatesLocation(store, part, round_number), initial=initial)
 
 
 def _initial_part(part: str) -> str:

@@ -46,7 +46,7 @@ class StateRow(NamedTuple):
 
 
 @final
-class RowSum:
+class RowHashSum:
     """Counts rows and adds up their hashes, whatever their order."""
 
     def __init__(self, rows: int = 0, total: int = 0) -> None:
@@ -63,7 +63,7 @@ class RowSum:
 
 
 def insert_state(
-    connection: sqlite3.Connection, key: tuple[str, str, int], state: PyTree, first: int, total: RowSum
+    connection: sqlite3.Connection, key: tuple[str, str, int], state: PyTree, first: int, total: RowHashSum
 ) -> StateRow:
     """Inserts one state in place of the client's last, and updates the sum of hashes; `first` is the id of its first
     piece."""
@@ -114,12 +114,12 @@ def _remove(connection: sqlite3.Connection, condition: str, values: Mapping[str,
     return bool(rows)
 
 
-def sum_of_rows(connection: sqlite3.Connection, round_number: int) -> RowSum:
+def sum_of_rows(connection: sqlite3.Connection, round_number: int) -> RowHashSum:
     """Returns the sum of the hashes of the rows after a round, the last that was written."""
     stored = connection.execute("SELECT rows, hash FROM sums WHERE round = ?", (round_number,)).fetchone()
     if stored is not None:
-        return RowSum(stored[0], int.from_bytes(stored[1]))
-    total = RowSum()
+        return RowHashSum(stored[0], int.from_bytes(stored[1]))
+    total = RowHashSum()
     for (row_hash,) in connection.execute("SELECT hash FROM states WHERE until IS NULL"):
         total.add(row_hash)
     return total

@@ -23,7 +23,7 @@ from polyfed.core.serialization import deserialize_state
 from polyfed.core.state_dict import PyTree, iter_tensors
 from polyfed.simulation.storage.checkpoints.state_rows import (
     VALID_AFTER_ROUND,
-    RowSum,
+    RowHashSum,
     StateRow,
     check_round_is_stored,
     connect_to_store,
@@ -137,7 +137,7 @@ class StateStore:
         Raises:
             UserError: a state is damaged or missing; the message names it, or says which file lacks it.
         """
-        total = RowSum()
+        total = RowHashSum()
         with self._lock, self._reading() as connection:
             query = (
                 f"SELECT part, client, round, hash, first, pieces FROM states WHERE {VALID_AFTER_ROUND} ORDER BY first"

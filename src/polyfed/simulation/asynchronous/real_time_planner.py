@@ -17,7 +17,7 @@ from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 
 
 @final
-class RealUpdates:
+class RealTimePlanner:
     """Starts idle clients from the newest version, and waits until the replies of the next server update have come.
 
     Only valid replies fill the buffer: a client that fails or sends NaN holds nobody up, and cannot end a run whose buffer
