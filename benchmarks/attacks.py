@@ -72,9 +72,10 @@ def forge(attack, own, others):
 
 
 def received(result):
-    """The tensors that a client began with; FedRep's come as the common draw in round 1."""
+    """The tensors that a client began with: FedRep's come as the common draw in round 1, and FML sends none then, so that
+    they count from 0."""
     sent = result.task.message.tensors
-    return sent.get("model") or sent["draw"]
+    return sent.get("model") or sent.get("draw") or {n: 0 * t for n, t in result.reply.tensors["model"].items()}
 
 
 def lying_engine(attack, liars):

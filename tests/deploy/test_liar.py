@@ -2,25 +2,31 @@
 
 import dataclasses
 import io
+import math
 import re
 import statistics
 import sys
 
 import pytest
+import torch
 
 import polyfed as pf
 from polyfed.algorithms import FedAMP, FedAvg, HeteroFL
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.deploy.privacy.gaussian_mechanism import noise_incompatibility_error
+from polyfed.deploy.protocol.errors import RefusalError
+from polyfed.deploy.protocol.wire import Envelope
 from polyfed.deploy.server.server import Deployment
 from polyfed.deploy.server.server_config import build_or_restore_server
 from polyfed.deploy.server.update_bound import bound_updates
 from polyfed.deploy.site import disclosure_guard
+from polyfed.deploy.site.site_task import parse_site_task
 from polyfed.deploy.trial import local_trial as trials
 from polyfed.deploy.trial.project import create_project
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.monitoring.progress import LineProgress
+from polyfed.simulation.monitoring.update_directions import update_bound_sentences
 from polyfed.simulation.storage.checkpoints.checkpoint import load_newest_checkpoint
 from polyfed.simulation.storage.directory import read_config, read_metrics
 from polyfed.testing import small_clients
@@ -52,6 +58,10 @@ def lies(engine, tasks):
 
 def honest_accuracy(run):
     return statistics.fmean(row["accuracy"] for i, row in run.history[-1]["clients"].items() if i != LIAR)
+
+
+def honest_loss(run):
+    return statistics.fmean(row["loss"] for i, row in run.history[-1]["clients"].items() if i != LIAR)
 
 
 def test_a_liar_among_three_sites_is_bounded_and_named(run, tmp_path, monkeypatch):
@@ -91,9 +101,11 @@ def test_the_default_changes_no_bit_where_nobody_lies(run):
 WORDS = {"sites": "a,b,c", "out": "run", "algorithm.name": "local"}
 
 
-@pytest.mark.parametrize("value", [0, -1.0, "none", True, "nan"])
+@pytest.mark.parametrize(
+    "value", [0, -1.0, "none", "abc", "inf", float("inf"), True, "nan", float("nan"), "off-if-secure"]
+)
 def test_a_bound_that_is_none_is_refused(value):
-    with pytest.raises(UserError, match="max-update-norm must be auto, a positive number, off-if-secure, or off, got"):
+    with pytest.raises(UserError, match="max-update-norm must be auto, a positive number, or off, got"):
         build_or_restore_server({**WORDS, "max-update-norm": value})
 
 
@@ -102,15 +114,8 @@ def test_a_bound_that_is_none_is_refused(value):
     [
         (FedAvg(), "auto", False, "clip:3.0x", "limited to 3 times the running median of their norms"),
         (FedAvg(), 2.5, False, "clip:2.5", "limited to a norm of 2.5"),
-        (FedAvg(), 2.5, True, "clip:2.5", "limited to a norm of 2.5"),
-        (FedAvg(), "off-if-secure", False, "clip:3.0x", "limited to 3 times the running median of their norms"),
-        (
-            FedAvg(),
-            "off-if-secure",
-            True,
-            None,
-            "max-update-norm is off-if-secure, .* so one site can outweigh all others",
-        ),
+        (FedAvg(), 2.5, True, "clip:2.5", "each site limits its update to a norm of 2.5"),
+        (FedAvg(), "auto", True, "clip:3.0x", "each site limits its update to 3 times the running median"),
         (FedAvg(), "off", True, None, "max-update-norm is off, so one site can outweigh all others"),
         (FedAvg(), "off", False, None, "max-update-norm is off, so one site can outweigh all others"),
         (FedAvg(robust="median"), "auto", False, "median", "combined by robust = 'median'"),
@@ -131,13 +136,20 @@ def test_a_number_where_no_bound_can_be_is_refused():
         bound_updates(FedAvg(robust="median"), 1.0, secure=False)
 
 
-def test_with_secure_sums_the_bound_is_a_number_or_switched_off_in_words():
-    """The server cannot know a median of what it does not see."""
-    secure = {**WORDS, "algorithm.name": "fedavg", "secure": True}
-    with pytest.raises(
-        UserError, match=r"'auto' is not possible with secure sums.* give a number.* max-update-norm = 'off'"
-    ):
-        build_or_restore_server(secure)
+@pytest.mark.parametrize(("bound", "number"), [("auto", 7), (2.5, 6), ("off", 6)])
+def test_only_runs_that_count_norms_speak_a_protocol_that_older_sites_refuse(tmp_path, bound, number):
+    words = {**WORDS, "algorithm.name": "fml", "secure": True, "max-update-norm": bound, "out": str(tmp_path / "run")}
+    assert build_or_restore_server(words).build_secure_sum_head()["protocol"] == number
+
+
+def test_a_site_of_a_secure_sum_refuses_a_task_without_the_bound(tmp_path):
+    head = {"phase": "local", "round": 1, "seed": 0, "run_seed": 0, "keep": 0, "state": None, "algorithm": {},
+            "secure": True, "part": True}  # fmt: skip
+    for scalars in ({}, {"counted_median": float("nan")}, {"counted_median": -1.0}):
+        with pytest.raises(RefusalError, match="a bound on updates in secure sums needs a positive number"):
+            parse_site_task(
+                Envelope(head, Message({}, scalars)), "a", tmp_path, FedAvg(robust="clip"), clips_updates=False
+            )
 
 
 def test_fewer_sites_than_krum_needs_are_refused_before_anything_starts(tmp_path):
@@ -195,9 +207,36 @@ def test_a_liar_among_three_sites_of_their_own_processes(tmp_path, port):  # noq
     assert "updates are limited to 3 times the running median of their norms (max-update-norm)" in done.stderr
 
 
+SECURE_SITE = SITE.replace("clip_noise_and_compress_reply", "clip_noise_and_mask_reply").replace("- 20 *", "+ 1000 *")
+
+
+@pytest.mark.slow
+def test_a_broken_site_of_a_new_project_with_secure_sums_is_bounded(tmp_path, port):  # noqa: F811
+    """Real SuperNodes, and the words of `polyfed flower init`: the record counts the site that its own log names."""
+    project = create_project(tmp_path / "federation", ["client-0", "client-1", LIAR])
+    project.site_file.write_text(SECURE_SITE)
+    server = project.path / "server" / "server.py"
+    server.write_text("from polyfed.testing import SmallNet as model\n")
+    settings = ['algorithm.name="fedavg"', "algorithm.lr=0.05", "rounds=3", f'file="{server}"']
+    with trials.start_trial(project, project.read_site_names(), port, DISCLOSE) as trial:
+        out = project.path / "runs" / "run-1"
+        done = command("run", str(project.path), "--out", str(out), *(f"--set={s}" for s in settings))
+        assert done.returncode == 0, done.stderr[-3000:]
+        status = command("status", str(project.path)).stdout
+        logs = {name: (trial.folder / f"{name}.log").read_text() for name in project.read_site_names()}
+    records = read_metrics(out / "metrics.jsonl")
+    assert [record["robust"]["within_bound"] for record in records] == [2, 2, 2]
+    assert all(record["robust"]["norm_of_mean"] <= record["robust"]["bound"] for record in records)
+    assert "each site limits its update to 3 times the running median of their norms (max-update-norm)" in done.stderr
+    assert "scaled down to it: 1 of 3" in status
+    scaled = "was scaled down to the bound of"
+    assert {name: log.count(scaled) for name, log in logs.items()} == {"client-0": 0, "client-1": 0, LIAR: 3}
+
+
 def test_a_site_with_noise_refuses_a_bound_in_secure_sums():
     reason = noise_incompatibility_error(FedAvg(weighted=False, robust="clip:1"), secure_sums=True)
-    assert "would limit its noise too: the server knows no single part of a secure sum" in reason
+    assert "would limit its noise too" in reason
+    assert 'max-update-norm = "off"' in reason
     assert noise_incompatibility_error(FedAvg(weighted=False, robust="clip:1"), secure_sums=False) is None
 
 
@@ -239,3 +278,46 @@ def test_a_liar_in_a_secure_sum_moves_the_mean_by_the_bound(secure_grid, secure_
     newest = load_newest_checkpoint(tmp_path / "run/checkpoint")[0].state["model"]
     squares = sum(float((newest[n] - start[n]).square().sum()) for n in start if start[n].is_floating_point())
     assert squares**0.5 == pytest.approx(0.05, rel=1e-3)
+
+
+def test_by_default_sites_of_a_secure_sum_follow_the_median_as_a_simulation_does(secure_grid, secure_play):
+    run = secure_play(secure_grid(small_clients()), rounds=4, **{"max-update-norm": "auto"})
+    simulated = pf.federate(small_clients(), FedAvg(lr=0.05, robust="clip"), rounds=4, seed=3, workers=0, secure=True)
+    assert [record["summary"] for record in run.history] == [record["summary"] for record in simulated.history]
+    assert [record["robust"] for record in run.history] == [record["robust"] for record in simulated.history]
+    assert all(record["robust"]["within_bound"] == 3 for record in run.history)
+
+
+def test_a_broken_site_of_a_secure_sum_is_counted_and_knows_itself(secure_grid, secure_play, monkeypatch, caplog):
+    """Its update is 1000 times too large by mistake. The record says that one of three was scaled; its own log, which."""
+    monkeypatch.setattr(sys.modules[__name__], "TIMES", 1000)
+    monkeypatch.setattr(InProcessEngine, "run", lies)
+    with caplog.at_level("WARNING", "polyfed.site"):
+        run = secure_play(secure_grid(small_clients()), rounds=3, **{"max-update-norm": "auto"})
+    for record in run.history:
+        assert record["robust"]["within_bound"] == 2
+        assert "scaled down to it: 1 of 3" in update_bound_sentences(record)[0]
+    assert math.isfinite(honest_loss(run))
+    assert len([text for text in caplog.messages if "was scaled down to the bound of" in text]) == 3
+
+
+@pytest.mark.parametrize(("lie", "said"), [((-5, 1), "which cannot be"), ((0, 1), None)])
+def test_a_site_that_lies_about_its_counts(secure_grid, secure_play, monkeypatch, lie, said):
+    """Counts that cannot be are reported and change nothing; others move the bound as one site of three may."""
+    encode = disclosure_guard.encode_reply_in_fixed_point
+
+    def encode_with_lie(reply, *more):
+        encoded = encode(reply, *more)
+        if reply.scalars["num_examples"] == liar_examples:
+            encoded.tensors["sum"]["words"][-2:] = torch.tensor(lie)
+        return encoded
+
+    clients = {client.id: client for client in small_clients()}
+    liar_examples = len(clients[LIAR].train)
+    assert [len(client.train) for client in clients.values()].count(liar_examples) == 1
+    monkeypatch.setattr(disclosure_guard, "encode_reply_in_fixed_point", encode_with_lie)
+    run = secure_play(secure_grid(small_clients()), rounds=3, **{"max-update-norm": "auto"})
+    warnings = [text for record in run.history for text in record["warnings"] if "which cannot be" in text]
+    bounds = [record["robust"]["bound"] for record in run.history]
+    assert len(warnings) == (3 if said else 0)
+    assert (len(set(bounds)) == 1) == bool(said)

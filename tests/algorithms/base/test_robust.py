@@ -16,6 +16,7 @@ from polyfed.core.robust.krum import Krum
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.storage.checkpoints.checkpoint import load_newest_checkpoint
 from polyfed.testing import AlgorithmContract, example_of, small_clients
+from tests.stopped import Stop
 
 RULES = ["clip", "clip:0.05", "median", "trimmed_mean:0.34", "krum:1", "multi_krum:1", "geometric_median:3"]
 MEANS = [n for n, m in REGISTRY.items() if issubclass(m, Averaging) and m.aggregate is Averaging.aggregate]
@@ -188,10 +189,42 @@ def test_too_few_replies_end_the_run_with_a_sentence(monkeypatch):
         pf.federate(small_clients(5), FedAvg(robust="krum:1"), rounds=1, workers=0, on_error="skip")
 
 
-@pytest.mark.parametrize("rule", ["clip", "median"])
+@pytest.mark.parametrize("rule", ["krum", "median"])
 def test_secure_sums_refuse_rules_that_need_single_replies(rule):
-    with pytest.raises(UserError, match=r"secure=True hides .* robust='clip:C': then each site limits its own update"):
-        pf.federate(small_clients(3), FedAvg(robust=rule), rounds=1, secure=True, workers=0)
+    with pytest.raises(UserError, match=r"secure=True hides .* 'clip:C': then each site limits its own update"):
+        pf.federate(small_clients(5), FedAvg(robust=rule), rounds=1, secure=True, workers=0)
+
+
+def norms_and_medians(method):
+    """Of each round: the norms of the updates in a run without secure sums, and what a run with them followed."""
+    plain = pf.federate(small_clients(3), method, rounds=5, workers=0)
+    secure = pf.federate(small_clients(3), dataclasses.replace(method, robust="clip"), rounds=5, workers=0, secure=True)
+    norms = [[row["update_norm"] for row in record["clients"].values()] for record in plain.history]
+    return norms, [record["robust"] for record in secure.history], (plain, secure)
+
+
+def test_in_secure_sums_the_bound_follows_the_median_by_counts():
+    norms, reports, (plain, secure) = norms_and_medians(FedAvg(lr=0.05))
+    for of_round, report in zip(norms, reports, strict=True):
+        assert report["bound"] == 3 * report["median"]
+        assert report["updates"] == 3
+        # Nothing was scaled, so that both runs have the same norms.
+        assert report["within_bound"] == 3
+        assert report["within_median"] == sum(norm <= report["median"] for norm in of_round)
+    assert all(min(n) / 2 < r["median"] < 2 * max(n) for n, r in zip(norms[2:], reports[2:], strict=True))
+    assert all("update_norm" not in row for record in secure.history for row in record["clients"].values())
+    for name, tensor in plain.model("client-0").state_dict().items():
+        assert torch.allclose(tensor, secure.model("client-0").state_dict()[name], atol=1e-6)
+
+
+def test_a_resumed_run_follows_the_median_on(tmp_path):
+    method = FedAvg(lr=0.05, robust="clip")
+    whole = pf.federate(small_clients(3), method, rounds=4, workers=0, secure=True)
+
+    with pytest.raises(KeyboardInterrupt):
+        pf.federate(small_clients(3), method, rounds=4, workers=0, secure=True, out=tmp_path / "run", progress=Stop(2))
+    resumed = pf.resume(tmp_path / "run", clients=small_clients(3))
+    assert [record["robust"] for record in resumed.history] == [record["robust"] for record in whole.history]
 
 
 def test_in_a_secure_sum_every_part_keeps_the_bound():

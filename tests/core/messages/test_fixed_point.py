@@ -1,5 +1,6 @@
 """Sums in fixed point: exact against whole numbers of Python, without order, and within their rounding of the real mean."""
 
+import json
 import random
 from fractions import Fraction
 
@@ -15,6 +16,7 @@ from polyfed.core.messages.fixed_point import (
     FRACTION_BITS,
     SumLayout,
     build_sum_message,
+    counts_in_sum,
     mean_from_fixed_point,
     parse_sum_message,
     to_fixed_point,
@@ -144,3 +146,24 @@ def test_a_part_comes_back_from_its_message():
     back, layout = parse_sum_message(build_sum_message(words, SumLayout.from_tensor_groups(tree)))
     assert np.array_equal(words, back)
     assert layout == SumLayout.from_tensor_groups(tree)
+
+
+def test_counts_at_the_end_of_a_sum_are_added_without_weights():
+    tree = {"m": {"w": torch.tensor([0.5, 1.0])}}
+    layout = SumLayout.from_tensor_groups(tree, 2)
+    assert SumLayout.from_byte_tensor(layout.to_byte_tensor()) == layout
+    assert layout != SumLayout.from_tensor_groups(tree)
+    parts = [
+        np.concatenate([to_fixed_point(tree, weight, 2), np.array(counts, np.uint64)])
+        for weight, counts in ((3, [1, 1]), (5, [0, 1]))
+    ]
+    total = parts[0] + parts[1]
+    mean, weight = mean_from_fixed_point(total, layout)
+    assert (mean["m"]["w"].tolist(), weight, counts_in_sum(total, layout)) == ([0.5, 1.0], 8, [1, 2])
+
+
+@pytest.mark.parametrize("counts", [-1, 17, 1.5, True, "2"])
+def test_a_layout_with_another_number_of_counts_is_refused(counts):
+    content = json.dumps({"counts": counts, "tensors": [["m", "w", [2], "float32"]]}).encode()
+    with pytest.raises(UserError, match="the number of counts is none"):
+        SumLayout.from_byte_tensor(torch.frombuffer(bytearray(content), dtype=torch.uint8))

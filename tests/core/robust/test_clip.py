@@ -65,7 +65,7 @@ numbers = st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3)
 def test_the_words_of_a_secure_sum_keep_the_bound(reply, received, weight, max_norm):
     """In exact arithmetic: ‖w/(n·2^32) − m‖ ≤ C + √D·2^-33/n."""
     sent, start = message(*reply), message(*received)
-    words = clip_fixed_point_words(sent.tensors, start, weight, 2, max_norm, frozenset()).view(np.int64)
+    words = clip_fixed_point_words(sent.tensors, start, weight, 2, max_norm, frozenset()).words.view(np.int64)
     assert words[0] == weight
     changes = [Fraction(int(w), weight * 2**32) - Fraction(m) for w, m in zip(words[1:], received, strict=True)]
     assert sum(c * c for c in changes) <= (Fraction(max_norm) + Fraction(math.sqrt(3) * 1.0001) / (weight * 2**33)) ** 2
@@ -74,13 +74,13 @@ def test_the_words_of_a_secure_sum_keep_the_bound(reply, received, weight, max_n
 @given(reply=numbers, received=numbers, weight=st.integers(1, 10**6))
 def test_within_the_bound_the_words_are_those_without(reply, received, weight):
     sent = message(*reply)
-    words = clip_fixed_point_words(sent.tensors, message(*received), weight, 2, math.inf, frozenset())
+    words = clip_fixed_point_words(sent.tensors, message(*received), weight, 2, math.inf, frozenset()).words
     assert np.array_equal(words, to_fixed_point(sent.tensors, weight, 2))
 
 
 def test_the_clipped_words_are_of_the_clipped_update():
     sent, start = message(4.0, 5.0, n=torch.tensor(8)), message(1.0, 1.0, n=torch.tensor(2))
-    words = clip_fixed_point_words(sent.tensors, start, 3, 2, 2.5, frozenset())
+    words = clip_fixed_point_words(sent.tensors, start, 3, 2, 2.5, frozenset()).words
     mean, weight = mean_from_fixed_point(words, SumLayout.from_tensor_groups(sent.tensors))
     assert (mean["model"]["w"].tolist(), mean["model"]["n"].item(), weight) == (
         pytest.approx([2.5, 3.0], abs=1e-5),

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ _DTYPES = {str(t).removeprefix("torch."): t for t in (
 )}  # fmt: skip
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_WORDS, _MAX_BYTES, _MAX_DIMENSIONS = 2**34, 4 * 2**20, 64  # of what is read; a layout's bytes, a tensor's shape
+_MAX_COUNTS = 16
 
 
 class SummedTensor(NamedTuple):
@@ -55,7 +56,8 @@ class MeanAndWeight(NamedTuple):
 class SumLayout:
     """Describes which 64-bit words of a fixed-point sum belong to which tensor (group, name, shape and type).
 
-    Tensors come in the order of groups and names. The first word is the weight.
+    Tensors come in the order of groups and names. The first word is the weight; the last `num_counts` words are whole
+    numbers that no weight multiplies.
 
     Raises:
         UserError: a type that has no place in a sum.
@@ -66,6 +68,7 @@ class SumLayout:
     """
 
     tensors: tuple[SummedTensor, ...]
+    num_counts: int = 0
 
     def __post_init__(self) -> None:
         for group, name, _, dtype in self.tensors:
@@ -75,25 +78,27 @@ class SumLayout:
                 )
 
     @classmethod
-    def from_tensor_groups(cls, groups: TensorGroups) -> "SumLayout":
-        """Builds the layout for the tensors of a message, given as `{group: {name: tensor}}`."""
+    def from_tensor_groups(cls, groups: TensorGroups, num_counts: int = 0) -> "SumLayout":
+        """Builds the layout for the tensors of a message, given as `{group: {name: tensor}}`, and counts after them."""
         return cls(
             tuple(
                 SummedTensor(group, name, tuple(groups[group][name].shape), groups[group][name].dtype)
                 for group in sorted(groups)
                 for name in sorted(groups[group])
-            )
+            ),
+            num_counts,
         )
 
     @property
     def num_words(self) -> int:
         """Returns the number of 64-bit words that tensors of this layout take."""
-        return 1 + sum(prod(shape) for _, _, shape, _ in self.tensors)
+        return 1 + sum(prod(shape) for _, _, shape, _ in self.tensors) + self.num_counts
 
     def to_byte_tensor(self) -> Tensor:
         """Returns the layout as a tensor of bytes (JSON), which a message can contain."""
-        entries = [[group, name, list(shape), _DTYPE_NAMES[dtype]] for group, name, shape, dtype in self.tensors]
-        return torch.frombuffer(bytearray(json.dumps(entries, separators=(",", ":")).encode()), dtype=torch.uint8)
+        entries: Any = [[group, name, list(shape), _DTYPE_NAMES[dtype]] for group, name, shape, dtype in self.tensors]
+        content = {"counts": self.num_counts, "tensors": entries} if self.num_counts else entries
+        return torch.frombuffer(bytearray(json.dumps(content, separators=(",", ":")).encode()), dtype=torch.uint8)
 
     @classmethod
     def from_byte_tensor(cls, data: Tensor) -> "SumLayout":
@@ -105,15 +110,17 @@ class SumLayout:
         try:
             if data.numel() > _MAX_BYTES:  # before it is read: its JSON takes many times its size
                 raise ValueError(f"it has {data.numel()} bytes; at most {_MAX_BYTES} are read")
-            entries = tuple(SummedTensor(g, n, tuple(s), _DTYPES[t]) for g, n, s, t in json.loads(bytes(data.numpy())))
-            if not all(
+            content = json.loads(bytes(data.numpy()))
+            num_counts, content = (content["counts"], content["tensors"]) if isinstance(content, dict) else (0, content)
+            entries = tuple(SummedTensor(g, n, tuple(s), _DTYPES[t]) for g, n, s, t in content)
+            if type(num_counts) is not int or not 0 <= num_counts <= _MAX_COUNTS or not all(
                 isinstance(g, str) and isinstance(n, str) and len(s) <= _MAX_DIMENSIONS
                 # Each by itself: beside a 0, no product tells of a size that no tensor can have.
                 and all(type(size) is int and 0 <= size <= _MAX_WORDS for size in s)
                 for g, n, s, _ in entries
             ):  # fmt: skip
-                raise ValueError("a name or shape is none")
-            layout = cls(entries)
+                raise ValueError("a name, a shape or the number of counts is none")
+            layout = cls(entries, num_counts)
             if layout.num_words > _MAX_WORDS or len({entry[:2] for entry in entries}) < len(entries):
                 raise ValueError("it is too large, or has a name twice")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -207,6 +214,11 @@ def mean_from_fixed_point(words: FixedPointWords, layout: SumLayout) -> MeanAndW
             mean = (high + (part - high * weight >= weight - (part - high * weight)).to(torch.int64)).to(dtype)
         groups.setdefault(group, {})[name] = mean
     return MeanAndWeight(groups, weight)
+
+
+def counts_in_sum(words: FixedPointWords, layout: SumLayout) -> list[int]:
+    """Returns the counts at the end of the words of a sum; empty if its layout has none."""
+    return [int(count) for count in words.view(np.int64)[len(words) - layout.num_counts :]]
 
 
 def build_sum_message(words: FixedPointWords, layout: SumLayout) -> Message:

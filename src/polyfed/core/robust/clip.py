@@ -26,7 +26,8 @@ class Clip(RobustRule):
     U_i ← U_i · min(1, C/‖U_i‖) with U_i = θ_i − θ (Sun, Kairouz, Suresh and McMahan, "Can You Really Backdoor Federated
     Learning?", 2019, section 4, "norm thresholding"). C is a number, or a multiple of the running median of the norms
     (polyfed's choice): the median over the last five rounds of the lower median of each round's norms; in round 1 that of
-    the round itself. Clients keep the weights of the method. A median of 0 limits nothing.
+    the round itself. In secure sums, which hide norms, the median is followed by counts (`CountedMedian`). Clients keep the
+    weights of the method. A median of 0 limits nothing.
 
     Args:
         max_norm: C; None takes the median.
@@ -89,7 +90,8 @@ def update_changes(
 ) -> dict[tuple[str, str], Tensor]:
     """Returns the change in each floating-point tensor of a reply, by group and name.
 
-    A tensor that the server has not sent, or not in this form, counts as a change from zero.
+    A tensor that the server has sent in another group only counts as a change from that; one that it has not sent, or not
+    in this form, as a change from zero.
 
     Args:
         reply, received: a client's reply, and the message that it answers.
@@ -108,9 +110,13 @@ def update_changes(
 
 
 def _tensor_before(received: Message, group: str, name: str, tensor: Tensor) -> Tensor | None:
-    """Returns the received tensor of the same name and shape; None if there is none."""
-    before = received.tensors.get(group, {}).get(name)
-    return before if before is not None and before.shape == tensor.shape else None
+    """Returns the received tensor of the same name and shape, of the same group or else of any, such as the common draw of
+    round 1; None if there is none."""
+    for tree in (received.tensors.get(group, {}), *received.tensors.values()):
+        before = tree.get(name)
+        if before is not None and before.shape == tensor.shape:
+            return before
+    return None
 
 
 def euclidean_norm(changes: Mapping[tuple[str, str], Tensor]) -> float:

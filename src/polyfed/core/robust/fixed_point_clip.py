@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from polyfed.core.algorithm import Message
+from polyfed.core.errors import UserError
 from polyfed.core.messages.fixed_point import FRACTION_BITS, FixedPointWords, SumLayout, TensorGroups, to_fixed_point
 from polyfed.core.robust.clip import clip_update, euclidean_norm, update_changes
 from polyfed.core.state_dict import StateDict
@@ -28,9 +29,17 @@ from polyfed.core.state_dict import StateDict
 _SHRINK = 1.0 - 2.0**-20
 
 
+@final
+class ClippedWords(NamedTuple):
+    """Holds the words of a client's part in a secure sum, and the norm that its update had before it was limited."""
+
+    words: FixedPointWords
+    norm: float
+
+
 def clip_fixed_point_words(
     groups: TensorGroups, received: Message, weight: int, num_parties: int, max_norm: float, differences: frozenset[str]
-) -> FixedPointWords:
+) -> ClippedWords:
     """Returns the words of a client's part in a secure sum, with the norm of its update at most `max_norm`.
 
     A part within the bound has the words of `to_fixed_point`, bit for bit. Whole numbers are not limited.
@@ -43,12 +52,12 @@ def clip_fixed_point_words(
         differences: groups that hold changes already.
 
     Raises:
-        UserError: a value is not finite, or does not fit.
+        UserError: a value is not finite, or does not fit into the sum.
     """
     changes = update_changes(Message(groups), received, groups, differences, torch.float64)
     norm = euclidean_norm(changes)
     if norm <= max_norm or not math.isfinite(norm):  # not finite: `to_fixed_point` says so
-        return to_fixed_point(groups, weight, num_parties)
+        return ClippedWords(to_fixed_point(groups, weight, num_parties), norm)
     start = {
         group: {
             name: tensor.double() - changes[group, name] if (group, name) in changes else tensor
@@ -62,11 +71,15 @@ def clip_fixed_point_words(
     for group, name, shape, _ in SumLayout.from_tensor_groups(groups).tensors:
         size = math.prod(shape)
         if (group, name) in changes:
-            words[offset : offset + size] += (
-                (changes[group, name] * scale).cpu().trunc().flatten().numpy().astype(np.int64)
-            )
+            limited = (changes[group, name] * scale).cpu().trunc().flatten().numpy()
+            if not np.abs(words[offset : offset + size] + limited).max(initial=0.0) < 2.0**63 / num_parties:  # NaN too
+                raise UserError(
+                    f"group {group!r}: the update of {name!r} is too large for a fixed-point sum of {num_parties} sites "
+                    f"with {weight} examples here, even limited to {max_norm:g}; lower the bound on updates"
+                )
+            words[offset : offset + size] += limited.astype(np.int64)
         offset += size
-    return words.view(np.uint64)
+    return ClippedWords(words.view(np.uint64), norm)
 
 
 @final

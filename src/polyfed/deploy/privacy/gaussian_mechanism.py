@@ -112,8 +112,8 @@ def noise_incompatibility_error(algorithm: Algorithm[Any, Any], secure_sums: boo
     name, reason = registry_name(algorithm), _uncovered_disclosure(algorithm, secure_sums)
     if secure_sums and (rule := getattr(algorithm, "robust", None)) is not None:
         return (
-            f"robust={rule!r} would limit its noise too: the server knows no single part of a secure sum; run "
-            "without robust and max-update-norm, since this site limits its update by clip-norm"
+            f"robust={rule!r} would limit its noise too, and count norms that no noise covers; run without robust, and with "
+            'max-update-norm = "off" in the server\'s configuration, since this site limits its update by clip-norm'
         )
     if reason is not None:
         return f"{name} {reason}; methods that can run with noise: {', '.join(_methods_compatible_with_noise(secure_sums))}"

@@ -20,6 +20,7 @@ from polyfed.deploy.protocol.framing import MAX_GROUPS, MAX_SCALARS, SerializedE
 from polyfed.simulation.settings import Settings
 
 PROTOCOL = 6  # changes when a site and a server of different versions could misunderstand each other
+COUNTING_PROTOCOL = 7  # of runs whose secure sums count norms (`polyfed.core.robust.counted_median`), else as PROTOCOL
 DATA_SPEC_REQUIREMENTS = frozenset({"one_data_spec", "one_input_spec"})
 """Entries of `Algorithm.requires` for which sites report their data spec."""
 TensorSpec = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor

@@ -29,13 +29,19 @@ from polyfed.deploy.protocol.handshake import (
     merge_data_specs,
 )
 from polyfed.deploy.protocol.table_summary import describe_table_difference
-from polyfed.deploy.protocol.wire import DATA_SPEC_REQUIREMENTS, PROTOCOL, build_compressor_head_fields
+from polyfed.deploy.protocol.wire import (
+    COUNTING_PROTOCOL,
+    DATA_SPEC_REQUIREMENTS,
+    PROTOCOL,
+    build_compressor_head_fields,
+)
 from polyfed.deploy.server.update_bound import MaxUpdateNorm, parse_max_update_norm
 from polyfed.simulation.engines.base import ClientTask, Engine
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
+from polyfed.simulation.rounds.replies.secure_aggregation import counts_norms
 from polyfed.simulation.rounds.round_loop import run_remaining_rounds
 from polyfed.simulation.rounds.start.resume import rewind_to_newest_checkpoint
 from polyfed.simulation.settings import Settings
@@ -62,8 +68,7 @@ class Deployment:
             evaluates the previous round and trains.
         max_megabytes: the largest reply that the server accepts.
         max_update_norm: the bound on the norm of a site's update, above which it is scaled down: a number; "auto", a
-            multiple of the running median of the norms (`polyfed.deploy.server.update_bound`), which secure sums hide;
-            "off"; or "off-if-secure", which is "off" with secure sums and "auto" without.
+            multiple of the running median of the norms (`polyfed.deploy.server.update_bound`); or "off".
         file: a Python file on the server, with `model()` (the common network, for methods that need one architecture),
             `architectures()` (a list of factories, for methods that need them all) and `public()` (unlabelled examples);
             None if the method needs none of these.
@@ -178,7 +183,13 @@ class DeploymentServer:
     def _common_head(self) -> dict[str, Any]:
         algorithm = describe_method_and_settings(self.algorithm, self.settings)["algorithm"]
         secure = {"secure": True} if self.settings.secure else {}
-        return {"protocol": PROTOCOL, "run": self.run, "algorithm": algorithm, **secure}
+        counts = self.settings.secure and counts_norms(self.algorithm)
+        return {
+            "protocol": COUNTING_PROTOCOL if counts else PROTOCOL,
+            "run": self.run,
+            "algorithm": algorithm,
+            **secure,
+        }
 
     def build_secure_sum_head(self) -> dict[str, Any]:
         """Returns the header of a message that carries only steps of secure aggregation, and no task."""

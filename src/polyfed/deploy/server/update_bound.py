@@ -10,8 +10,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.number_checks import is_positive_number
 from polyfed.simulation.rounds.replies.secure_aggregation import uses_default_mean
 
-MaxUpdateNorm = float | Literal["auto", "off-if-secure", "off"]
-BOUND_WORDS = ("auto", "off-if-secure", "off")
+MaxUpdateNorm = float | Literal["auto", "off"]
+BOUND_WORDS = ("auto", "off")
 TIMES_MEDIAN = 3.0
 """The bound of "auto", in running medians of the norms of updates."""
 
@@ -38,9 +38,8 @@ def parse_max_update_norm(value: Any) -> MaxUpdateNorm:
             value = float(value)
     if value not in BOUND_WORDS and not is_positive_number(value):
         raise UserError(
-            f"max-update-norm must be auto, a positive number, off-if-secure, or off, got {value!r}; auto is "
-            f"{TIMES_MEDIAN:g} times the running median of the norms, off leaves updates without a bound, and off-if-secure "
-            "is off with secure sums and auto without"
+            f"max-update-norm must be auto, a positive number, or off, got {value!r}; auto is {TIMES_MEDIAN:g} times the "
+            "running median of the norms, and off leaves updates without a bound"
         )
     limit: MaxUpdateNorm = value
     return limit
@@ -53,12 +52,11 @@ def bound_updates(algorithm: Algorithm[Any, Any], max_update_norm: MaxUpdateNorm
 
     Args:
         algorithm: the method as configured.
-        max_update_norm: the setting: a norm; "auto", a multiple of the running median of the norms; "off"; or
-            "off-if-secure", which is "off" with secure sums and "auto" without.
-        secure: whether the run uses secure sums, which hide norms, so that only a number or "off" is possible.
+        max_update_norm: the setting: a norm; "auto", a multiple of the running median of the norms; or "off".
+        secure: whether the run uses secure sums, in which each site limits its own update.
 
     Raises:
-        UserError: a number is given, and the method has another rule, or cannot be bounded; "auto" with secure sums.
+        UserError: a number is given, and the method has another rule, or cannot be bounded.
 
     >>> from polyfed.algorithms import FedAMP, FedAvg
     >>> bound_updates(FedAvg(), "auto", secure=False).algorithm.robust
@@ -83,18 +81,6 @@ def bound_updates(algorithm: Algorithm[Any, Any], max_update_norm: MaxUpdateNorm
         reason = f"{name}'s server does more with replies than to take their mean"
     elif algorithm.adapters is not None:
         reason = "adapters of several ranks are combined by algorithm.adapters"
-    elif secure and max_update_norm == "auto":
-        raise UserError(
-            "max-update-norm = 'auto' is not possible with secure sums, which hide the norms of single updates, so that no "
-            "median of them is known; give a number, to which each site limits its own update (such as 3 times the "
-            "update_norm in metrics.jsonl of a simulation of this run), or say that there is no bound, and that one site "
-            "can outweigh all others: max-update-norm = 'off'"
-        )
-    elif secure and not is_number:
-        reason = (
-            "max-update-norm is off-if-secure, and secure sums hide the norms of single updates, so one site can outweigh "
-            "all others; with a number each site limits its own"
-        )
     else:
         bound = f"{float(max_update_norm)!r}" if is_number else f"{TIMES_MEDIAN!r}x"
         bounded = dataclasses.replace(algorithm, robust=f"clip:{bound}")
@@ -103,7 +89,8 @@ def bound_updates(algorithm: Algorithm[Any, Any], max_update_norm: MaxUpdateNorm
             if is_number
             else f"{TIMES_MEDIAN:g} times the running median of their norms"
         )
-        return BoundedMethod(bounded, f"updates are limited to {limit} (max-update-norm)")
+        who = "each site limits its update" if secure else "updates are limited"
+        return BoundedMethod(bounded, f"{who} to {limit} (max-update-norm)")
     if is_number:
         raise UserError(f"max-update-norm = {max_update_norm!r} is not possible: {reason}")
     return BoundedMethod(algorithm, f"updates have no bound: {reason}")

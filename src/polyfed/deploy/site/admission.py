@@ -15,13 +15,27 @@ from polyfed.core.nn.module_cache import architectures_differ_only_in_frozen_val
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, noise_incompatibility_error
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.handshake import check_public_inputs, input_spec_by_part
-from polyfed.deploy.protocol.wire import DATA_SPEC_REQUIREMENTS, find_first_importable_name
+from polyfed.deploy.protocol.wire import (
+    COUNTING_PROTOCOL,
+    DATA_SPEC_REQUIREMENTS,
+    PROTOCOL,
+    find_first_importable_name,
+)
 from polyfed.deploy.site.look import LOOK_NAME, build_look_if_owner_allows
 from polyfed.deploy.site.preprocessing import MOMENTS_NAME
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.clients.client_init import check_client_init
 from polyfed.simulation.rounds.columns.federated_preprocessing import Moments
 from polyfed.simulation.rounds.replies.secure_aggregation import effective_disclosures, supports_secure_sum
+
+
+def check_protocol(head: Mapping[str, Any]) -> None:
+    """Raises a `RefusalError` if the server of a message may mean something else by it than this site."""
+    if (number := head.get("protocol")) not in (PROTOCOL, COUNTING_PROTOCOL):
+        raise RefusalError(
+            f"the server speaks protocol {number!r}, this site {PROTOCOL} and {COUNTING_PROTOCOL}; both need versions of "
+            "polyfed that fit"
+        )
 
 
 def build_allowed_algorithm(

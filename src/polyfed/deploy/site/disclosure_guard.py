@@ -16,6 +16,7 @@ from polyfed.core.algorithm import Algorithm, Message
 from polyfed.core.errors import UserError
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.messages.message_compression import compress_message
+from polyfed.core.robust.clip import euclidean_norm, update_changes
 from polyfed.deploy.privacy.accountant import (
     check_budget_for_next_message,
     read_spent_epsilon,
@@ -24,7 +25,12 @@ from polyfed.deploy.privacy.accountant import (
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, clip_and_add_noise
 from polyfed.deploy.protocol.wire import first_non_finite_tensor
 from polyfed.deploy.site.private_training import PrivateTrainingGuard, private_training_options
-from polyfed.simulation.rounds.replies.secure_aggregation import effective_disclosures, encode_reply_in_fixed_point
+from polyfed.simulation.rounds.replies.secure_aggregation import (
+    effective_disclosures,
+    encode_reply_in_fixed_point,
+    max_norm_of_secure_rule,
+    uses_default_mean,
+)
 
 if TYPE_CHECKING:
     from polyfed.deploy.secure_aggregation.client import SumParticipation
@@ -187,4 +193,22 @@ class DisclosureGuard:
         if wrong := first_non_finite_tensor(body):
             raise UserError(f"{wrong} of its reply has NaN or infinite values, which a sum cannot take")
         encoded = encode_reply_in_fixed_point(body, algorithm, participation.max_sites, received_message)
+        _log_norm_and_bound(body, received_message, algorithm)
         return participation.mask_encoded_reply(encoded)
+
+
+def _log_norm_and_bound(reply: Message, received_message: Message, algorithm: Algorithm[Any, Any]) -> None:
+    """Writes into the site's own log how large its update is, which nobody else can see, if it must keep a bound."""
+    bound = max_norm_of_secure_rule(algorithm, received_message)
+    if bound is None or not uses_default_mean(algorithm):
+        return
+    norm = euclidean_norm(update_changes(reply, received_message, algorithm.groups, algorithm._differences))
+    if norm <= bound:
+        _LOG.info("the update of this site has a norm of %.4g, within the bound of %.4g", norm, bound)
+    else:
+        _LOG.warning(
+            "the update of this site has a norm of %.4g and was scaled down to the bound of %.4g; if this goes on beyond "
+            "the first rounds, compare its data, preprocessing and learning rate with what all agreed on",
+            norm,
+            bound,
+        )

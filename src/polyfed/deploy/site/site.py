@@ -19,12 +19,13 @@ from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.piggyback import EVALUATION_KEY, split_training_and_evaluation
 from polyfed.deploy.protocol.table_summary import COLUMNS, build_table_hashes_for_header
-from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
+from polyfed.deploy.protocol.wire import Envelope
 from polyfed.deploy.site.admission import (
     build_allowed_algorithm,
     build_introduction_fields,
     call_client_factory,
     check_client_and_get_architecture,
+    check_protocol,
 )
 from polyfed.deploy.site.disclosure_guard import DisclosureGuard, check_disclose_suits_protection
 from polyfed.deploy.site.look import LOOK, answer_look, check_earlier_looks_tell_no_few_rows
@@ -110,11 +111,7 @@ class Site:
         return self._refuse_on_error(lambda: self._dispatch(envelope))
 
     def _dispatch(self, envelope: Envelope) -> Envelope:
-        if envelope.head.get("protocol") != PROTOCOL:
-            raise RefusalError(
-                f"the server speaks protocol {envelope.head.get('protocol')!r}, this site {PROTOCOL}; both need "
-                "versions of polyfed that fit"
-            )
+        check_protocol(envelope.head)
         algorithm = build_allowed_algorithm(
             envelope.head, methods=self.methods, secure_only=self.secure, allow_disclosure=self.allow_disclosure,
             protection=self.protection, allow_look=LOOK in self.disclose,
@@ -283,7 +280,7 @@ class Site:
         """
         head, folder = envelope.head, self._run_folder(envelope.head)
         site_task = parse_site_task(
-            envelope, self.name, folder, clips_updates=self.protection.clip_norm is not None, nbytes=nbytes
+            envelope, self.name, folder, algorithm, clips_updates=self.protection.clip_norm is not None, nbytes=nbytes
         )
         hides_reply, secure = self._hides_replies(head), bool(head.get("secure"))
         inputs_hash = hash_task_inputs(head, site_task.task.message) if hides_reply else ""

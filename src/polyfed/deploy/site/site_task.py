@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final, get_args
 
-from polyfed.core.algorithm import Message
+from polyfed.core.algorithm import Algorithm, Message
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import is_built_in_metric, resolve_metrics
@@ -18,6 +18,7 @@ from polyfed.deploy.protocol.wire import Envelope, first_non_finite_tensor, pars
 from polyfed.deploy.site.private_state import read_private_state
 from polyfed.deploy.site.request_log import TaskRequest
 from polyfed.simulation.engines.base import ClientTask, Phase
+from polyfed.simulation.rounds.replies.secure_aggregation import max_norm_of_secure_rule
 
 if TYPE_CHECKING:
     from polyfed.deploy.secure_aggregation.client import SumParticipation
@@ -84,7 +85,13 @@ class StartedTask:
 
 
 def parse_site_task(
-    envelope: Envelope, site: str, folder: Path, *, clips_updates: bool, nbytes: int | None = None
+    envelope: Envelope,
+    site: str,
+    folder: Path,
+    algorithm: Algorithm[Any, Any],
+    *,
+    clips_updates: bool,
+    nbytes: int | None = None,
 ) -> SiteTask:
     """Reads a task from a message, and loads the client's private state for it; raises an error if the task is not
     valid.
@@ -93,11 +100,13 @@ def parse_site_task(
         envelope: an envelope addressed to this site.
         site: the site's name.
         folder: the run's folder at the site.
+        algorithm: the method.
         clips_updates: whether the site clips its updates.
         nbytes: bytes received for this task; None means all of the envelope's tensors.
 
     Raises:
-        RefusalError: the header is not one of a task, or the message has values that are not finite.
+        RefusalError: the header is not one of a task, or the message has values that are not finite, or lacks the bound to
+            which the site must limit its part of a secure sum.
         InvalidSiteStateError: the private state is lost, damaged or not this site's.
         UserError: the message is not compressed as the header says.
     """
@@ -120,9 +129,14 @@ def parse_site_task(
         )
     state = read_private_state(folder, site, head["state"], head["algorithm"])
     task = ClientTask(head["phase"], round_number, site, message, state, seed, run_seed)
-    return SiteTask(
-        head, task, compressed.nbytes if nbytes is None else nbytes, rollback_round, reply_compression, boxes
-    )
+    nbytes = compressed.nbytes if nbytes is None else nbytes
+    site_task = SiteTask(head, task, nbytes, rollback_round, reply_compression, boxes)
+    if site_task.is_in_sum:
+        try:
+            max_norm_of_secure_rule(algorithm, message)
+        except UserError as error:
+            raise RefusalError(str(error)) from error
+    return site_task
 
 
 def check_phase(head: Mapping[str, Any]) -> None:

@@ -20,6 +20,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from polyfed.core.robust.counted_median import BOUND_TOLERANCE, are_counts_possible
+
 COSINE = "update_cosine"
 """The field of the client rows of `metrics.jsonl` with the cosine of a client's update to the mean."""
 LOSS_CHANGE = "train_loss_change"
@@ -137,7 +139,7 @@ def describe_departing_clients(
 
     A sentence that was said of a client in the last ten records is not repeated.
 
-    And one sentence if the mean of a secure sum is beyond the bound that every site keeps.
+    And one sentence if the mean of a secure sum is beyond the bound that every site keeps, or its counts cannot be.
 
     >>> rows = {"a": {"update_norm": 1.0}, "b": {"update_norm": 1.1}, "c": {"update_norm": 0.001}}
     >>> describe_departing_clients({"round": 2, "clients": rows})
@@ -226,14 +228,23 @@ def _rising_losses(
 
 
 def _broken_bound(report: Mapping[str, Any], number: int) -> list[str]:
-    norm, bound = report.get("norm_of_mean"), report.get("bound")
-    if norm is None or bound is None or not norm > bound * 1.001:
-        return []
-    return [
-        f"round {number}: the mean of the secure sum has an update of norm {norm:.4g}, and every site limits its own to "
-        f"{bound:.4g}: one of them does not, and nobody can see which. The mean was scaled to the bound; ask the sites for "
-        "their versions and logs"
-    ]
+    """Returns a sentence for each sign that a site of a secure sum does not do what all others do."""
+    norm, bound, sentences = report.get("norm_of_mean"), report.get("bound"), list[str]()
+    if norm is not None and bound is not None and norm > bound * (1 + BOUND_TOLERANCE):
+        sentences.append(
+            f"round {number}: the mean of the secure sum has an update of norm {norm:.4g}, and every site limits its own to "
+            f"{bound:.4g}: one of them does not, and nobody can see which. The mean was scaled to the bound; ask the sites "
+            "for their versions and logs"
+        )
+    if "within_median" in report:
+        counts, updates = [report["within_median"], report["within_bound"]], report["updates"]
+        if not are_counts_possible(counts, updates):
+            sentences.append(
+                f"round {number}: of {updates} updates, {counts[0]} are said to be up to the median and {counts[1]} up to "
+                "the bound, which cannot be: a site counts wrongly, and nobody can see which. The bound stays as it is; ask "
+                "the sites for their versions and logs"
+            )
+    return sentences
 
 
 def update_bound_sentences(record: Mapping[str, Any]) -> list[str]:
@@ -242,10 +253,14 @@ def update_bound_sentences(record: Mapping[str, Any]) -> list[str]:
 
     >>> update_bound_sentences({"round": 3, "robust": {"rule": "clip:3.0x", "bound": 2.0, "scaled": {"b": 0.01}}})
     ['the bound on updates was 2; scaled down to it: b (times 0.01)']
+    >>> update_bound_sentences({"robust": {"bound": 2.0, "updates": 3, "within_bound": 2}})
+    ["the bound on updates was 2; scaled down to it: 1 of 3; the sites' own logs say whose"]
     """
     report = record.get("robust", {})
     bound, scaled = report.get("bound"), report.get("scaled", {})
     if not isinstance(bound, int | float):
         return []
     listed = ", ".join(f"{client} (times {factor:.2g})" for client, factor in sorted(scaled.items()))
+    if "within_bound" in report and 0 < report["updates"] - report["within_bound"] <= report["updates"]:
+        listed = f"{report['updates'] - report['within_bound']} of {report['updates']}; the sites' own logs say whose"
     return [f"the bound on updates was {bound:.4g}" + (f"; scaled down to it: {listed}" if listed else "")]

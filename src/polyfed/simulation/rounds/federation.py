@@ -17,6 +17,7 @@ from polyfed.core.messages import lora
 from polyfed.core.messages.compressors import Compressor, parse_compressor
 from polyfed.core.messages.contiguous import contiguous_message, message_error
 from polyfed.core.messages.message_compression import BroadcastCompressor, decompress_message
+from polyfed.core.robust.counted_median import CountedMedian
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.core.serialization import check_scalars_finite
 from polyfed.core.state_dict import (
@@ -30,6 +31,7 @@ from polyfed.simulation.engines.base import ClientTask, Engine, Phase
 from polyfed.simulation.monitoring.validation_losses import round_of_lowest_pooled_loss
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.planning.evaluation_sample import has_other_clients_each_round, sample_evaluated_clients
+from polyfed.simulation.rounds.replies.secure_aggregation import announce_counted_median, counts_norms
 from polyfed.simulation.rounds.round_scores import round_of_best_score
 from polyfed.simulation.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings
@@ -259,12 +261,17 @@ class Federation:
         order = sorted(clients)  # what is computed for many at once may differ in its last bits from order to order
         client_infos = [self.client_info(client, round_number, phase) for client in order]
         compressor = self.message_compressor(checkpoint)
+        follows_median = phase == "local" and self.settings.secure and counts_norms(self.algorithm)
+        median = CountedMedian.from_server_state(checkpoint.state) if follows_median else None
         block: list[ClientTask] = []
         tensor_ids: set[int] = set()
         size = 0
         for client_info, message in zip(
             client_infos, self.algorithm.dispatch_all(checkpoint.state, client_infos), strict=True
         ):
+            if follows_median:
+                median = median or CountedMedian.from_first_message(message)
+                message = announce_counted_median(message, median)
             parts = {id(tensor): tensor.nbytes for tensor in iter_tensors(message.tensors)}
             added_bytes = sum(nbytes for key, nbytes in parts.items() if key not in tensor_ids)
             if block and size + added_bytes > max_bytes:

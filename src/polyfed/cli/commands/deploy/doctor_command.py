@@ -113,7 +113,7 @@ def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[D
     if not _is_update_bound(bound := values.get("max-update-norm", "auto")):
         yield problem_finding(
             "configuration",
-            f"{file}: max-update-norm must be auto, a positive number, off-if-secure, or off, got {bound!r}",
+            f"{file}: max-update-norm must be auto, a positive number, or off, got {bound!r}",
         )
     for key in ("allow-disclosure", "resume", "look"):
         if not isinstance(values.get(key, False), bool):
@@ -151,11 +151,6 @@ def _secure_findings(
             "configuration",
             f"{file}: secure-threshold must be above half of the {parties} sites of a round, and at "
             f"most {parties}, got {threshold!r}",
-        )
-    if values.get("max-update-norm", "auto") == "auto":
-        yield problem_finding(
-            "configuration",
-            f"{file}: max-update-norm = auto needs norms of single updates, which secure sums hide; give a number, or off",
         )
     if values.get("compress", "none") != "none":
         yield problem_finding("configuration", f"{file}: compress and secure exclude one another; leave one out")

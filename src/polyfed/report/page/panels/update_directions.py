@@ -96,8 +96,17 @@ def describe_robust_rule(records: Sequence[Mapping[str, Any]]) -> list[str]:
         for client, factor in scaled.items() if isinstance(scaled, Mapping) else ():
             if _is_number(factor):
                 factors.setdefault(str(client), []).append(factor)
+    counted_sentence = []
+    if counted := [r for r in reports.values() if is_number(r.get("within_bound")) and is_number(r.get("updates"))]:
+        num_updates = sum(report["updates"] for report in counted)
+        num_scaled = sum(max(report["updates"] - report["within_bound"], 0) for report in counted)
+        counted_sentence = [
+            f"Of {num_updates} updates in all rounds, {num_scaled} were scaled down to it; secure sums hide whose, and each "
+            "site's own log says so."
+        ]
     return [
         f"Replies are combined by the rule {reports[last].get('rule')}{limit}.",
+        *counted_sentence,
         *(
             f"The update of {client} was scaled down in {count_with_noun(len(values), 'round')}, to {min(values):.2g} of "
             "its norm at least."

@@ -69,7 +69,7 @@ class ReplyAggregator:
         self._sum: ReplySum | None = None
         self.seconds = 0.0  # spent on summing
         if secure and uses_default_mean(algorithm):
-            self._sum = SecureSum(algorithm)
+            self._sum = SecureSum(algorithm, state)
         elif regions is not None and uses_default_mean(algorithm):
             self._sum = RegionalSum(algorithm, regions)
         elif uses_default_mean(algorithm) and algorithm.reply_spec_is_known(state):

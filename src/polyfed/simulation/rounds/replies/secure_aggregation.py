@@ -20,12 +20,20 @@ from polyfed.core.messages.fixed_point import (
     FixedPointWords,
     SumLayout,
     build_sum_message,
+    counts_in_sum,
     mean_from_fixed_point,
     parse_sum_message,
     to_fixed_point,
 )
 from polyfed.core.messages.lora import adapter_averaging_mode
 from polyfed.core.robust.clip import Clip
+from polyfed.core.robust.counted_median import (
+    BOUND_TOLERANCE,
+    COUNTED_MEDIAN,
+    NUM_COUNTS,
+    CountedMedian,
+    read_announced_median,
+)
 from polyfed.core.robust.fixed_point_clip import clip_fixed_point_words, limit_mean_update
 from polyfed.core.robust.parse import parse_robust_rule
 from polyfed.core.state_dict import StateDict, spec_mismatch
@@ -97,25 +105,47 @@ def check_secure_rule(algorithm: Algorithm[Any, Any]) -> None:
     """Raises a `UserError` if a method's robust rule needs single replies, which secure sums hide.
 
     Raises:
-        UserError: the rule compares replies, or its bound follows the norms of single updates.
+        UserError: the rule compares replies.
     """
     rule = parse_robust_rule(getattr(algorithm, "robust", None))
-    cure = "give a number, robust='clip:C': then each site limits its own update before it masks it"
-    if isinstance(rule, Clip) and rule.times_median is not None:
-        raise UserError(
-            f"secure=True hides the norms of single updates, and robust='{rule}' limits them to a multiple of their "
-            f"median; {cure}"
-        )
     if rule is not None and not isinstance(rule, Clip):
         raise UserError(
-            f"secure=True hides single replies, and robust='{rule}' compares them; {cure}, or leave one of them out"
+            f"secure=True hides single replies, and robust='{rule}' compares them; give robust='clip' or 'clip:C': then "
+            "each site limits its own update before it masks it; or leave one of them out"
         )
 
 
-def max_norm_of_secure_rule(algorithm: Algorithm[Any, Any]) -> float | None:
-    """Returns the bound on the norm of an update that a method's sites keep in a secure sum; None without one."""
+def counts_norms(algorithm: Algorithm[Any, Any]) -> bool:
+    """Returns whether the parts of a method's secure sums have counts, from which the bound on updates follows the median
+    of their norms (`polyfed.core.robust.counted_median`).
+
+    >>> from polyfed.algorithms import FedAvg
+    >>> counts_norms(FedAvg(robust="clip:3x")), counts_norms(FedAvg(robust="clip:5"))
+    (True, False)
+    """
     rule = parse_robust_rule(getattr(algorithm, "robust", None))
-    return rule.max_norm if isinstance(rule, Clip) else None
+    return isinstance(rule, Clip) and rule.times_median is not None
+
+
+def announce_counted_median(message: Message, median: CountedMedian) -> Message:
+    """Returns a message to a client with the median norm that its bound follows."""
+    return Message(message.tensors, {**message.scalars, COUNTED_MEDIAN: median.median})
+
+
+def max_norm_of_secure_rule(algorithm: Algorithm[Any, Any], message: Message) -> float | None:
+    """Returns the bound on the norm of an update that a client keeps in a secure sum; None without one.
+
+    Args:
+        algorithm: the method.
+        message: the server's message to the client.
+
+    Raises:
+        UserError: the bound follows a median, and the message has none.
+    """
+    rule = parse_robust_rule(getattr(algorithm, "robust", None))
+    if not isinstance(rule, Clip):
+        return None
+    return rule.max_norm if rule.times_median is None else rule.times_median * read_announced_median(message)
 
 
 def encode_reply_in_fixed_point(
@@ -129,27 +159,22 @@ def encode_reply_in_fixed_point(
             weights.
         algorithm: the method.
         cohort_size: the number of clients in a round.
-        received: the message that the reply answers, from which a bound on the update (`robust="clip:C"`) counts.
+        received: the message that the reply answers, from which a bound on the update (`robust="clip"`) counts.
 
     Raises:
-        UserError: a value is too large for fixed point.
+        UserError: a value is too large for fixed point, or the message lacks the median that the bound follows.
     """
     assert uses_default_mean(algorithm)
     weight: Any = reply.scalars["num_examples"] if algorithm.weighted else 1  # whole: the encoding checks it
     groups = {group: reply.tensors[group] for group in algorithm.groups if group in reply.tensors}
-    max_norm = max_norm_of_secure_rule(algorithm)
+    received = received or Message()
+    max_norm = max_norm_of_secure_rule(algorithm, received)
     if max_norm is None:
-        words = to_fixed_point(groups, weight, cohort_size)
-    else:
-        words = clip_fixed_point_words(
-            groups,
-            received or Message(),
-            weight,
-            cohort_size,
-            max_norm,
-            algorithm._differences,
-        )
-    return build_sum_message(words, SumLayout.from_tensor_groups(groups))
+        return build_sum_message(to_fixed_point(groups, weight, cohort_size), SumLayout.from_tensor_groups(groups))
+    words, norm = clip_fixed_point_words(groups, received, weight, cohort_size, max_norm, algorithm._differences)
+    counts = [norm <= read_announced_median(received), norm <= max_norm] if counts_norms(algorithm) else []
+    words = np.concatenate([words, np.array(counts, dtype=np.uint64)])
+    return build_sum_message(words, SumLayout.from_tensor_groups(groups, len(counts)))
 
 
 def find_secure_reply_error(
@@ -167,7 +192,10 @@ def find_secure_reply_error(
     try:
         if not isinstance(part, Message):
             raise UserError(f"the reply is a {type(part).__name__}, not a Message")
-        groups = parse_sum_message(part)[1].meta_tensors()
+        layout = parse_sum_message(part)[1]
+        if layout.num_counts != (expected := NUM_COUNTS if counts_norms(algorithm) else 0):
+            raise UserError(f"a part of this secure sum has {expected} counts, and the reply {layout.num_counts}")
+        groups = layout.meta_tensors()
         specs = algorithm.reply_spec(server_state, message, Message(groups))
     except ValueError as flaw:
         return str(flaw)
@@ -183,14 +211,16 @@ class SecureSum(ReplySum):
 
     Args:
         method: the method that the replies belong to.
+        server_state: the state before the round, with the median that a bound follows; None before round 1.
     """
 
-    def __init__(self, method: Averaging) -> None:
+    def __init__(self, method: Averaging, server_state: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         self._method, self._ids = method, list[str]()
         self._layout: SumLayout | None = None
         self._total: FixedPointWords = np.zeros(0, dtype=np.uint64)
-        self._max_norm = max_norm_of_secure_rule(method)
+        self._is_bounded = isinstance(parse_robust_rule(method.robust), Clip)
+        self._median = CountedMedian.from_server_state(server_state or {})
         self._messages: list[Message] = []
         self._norm: float | None = None
 
@@ -201,12 +231,36 @@ class SecureSum(ReplySum):
 
     @property
     def report(self) -> Mapping[str, Any]:
-        """Returns the bound on updates that each site keeps, and the norm of the update of their mean; empty without a
-        bound.
+        """Returns the bound on updates that each site keeps, the norm of the update of their mean and, if the bound follows
+        a median, that median, and how many updates were within it and within the bound; empty without a bound.
         """
-        if self._max_norm is None:
+        if not (self._is_bounded and self._messages):
             return {}
-        return {"rule": str(self._method.robust), "bound": self._max_norm, "norm_of_mean": self._norm}
+        bound = max_norm_of_secure_rule(self._method, self._messages[0])
+        report = {"rule": str(self._method.robust), "bound": bound, "norm_of_mean": self._norm}
+        if not counts_norms(self._method):
+            return report
+        within_median, within_bound = self._counts
+        counts = {"updates": len(self._ids), "within_median": within_median, "within_bound": within_bound}
+        return {**report, "median": read_announced_median(self._messages[0]), **counts}
+
+    @property
+    def server_state_entries(self) -> Mapping[str, Any]:
+        """Returns the median norm that the bound of the next round follows, if it follows one."""
+        if not (counts_norms(self._method) and self._messages):
+            return {}
+        announced = read_announced_median(self._messages[0])
+        norm, bound = self._norm, max_norm_of_secure_rule(self._method, self._messages[0])
+        if norm is not None and bound is not None and norm > bound * (1 + BOUND_TOLERANCE):
+            norm = 0.0  # a site does not keep to the bound, so that the mean supports no higher one
+        median = (self._median or CountedMedian(announced)).follow(self._counts, len(self._ids), norm)
+        return {COUNTED_MEDIAN: median.to_plain_list()}
+
+    @property
+    def _counts(self) -> list[int]:
+        """Returns how many updates were up to the median, and up to the bound, as their sites say."""
+        assert self._layout is not None
+        return counts_in_sum(self._total, self._layout)
 
     @property
     def client_ids(self) -> Sequence[str]:
@@ -226,7 +280,7 @@ class SecureSum(ReplySum):
 
     def note_message(self, message: Message | None) -> None:
         """Notes a message that a reply of the sum answers, from which a bound on the mean's update counts."""
-        if self._max_norm is not None and message is not None:
+        if self._is_bounded and message is not None:
             self._messages.append(message)
 
     def add_sum(self, other: "SecureSum") -> None:
@@ -262,8 +316,10 @@ class SecureSum(ReplySum):
         """
         assert self._layout is not None
         mean, _ = mean_from_fixed_point(self._total, self._layout)
-        if self._max_norm is not None and self._received_the_same():
-            limited = limit_mean_update(mean, self._messages[0], self._max_norm, self._method._differences)
+        if self._is_bounded and self._received_the_same():
+            bound = max_norm_of_secure_rule(self._method, self._messages[0])
+            assert bound is not None
+            limited = limit_mean_update(mean, self._messages[0], bound, self._method._differences)
             mean, self._norm = dict(limited.mean), limited.norm  # type: ignore[arg-type]
         return {group: mean.get(group, {}) for group in self._method.groups}
 
