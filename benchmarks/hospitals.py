@@ -29,7 +29,7 @@ def example():
 def repeated(module, number):
     """One repetition, as it goes into the results."""
     start = time.perf_counter()
-    content = module.compared(number).results
+    content = module.compare_methods(number).results
     methods = {
         label: {
             "lr": one["fields"]["lr"],

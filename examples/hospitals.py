@@ -74,7 +74,7 @@ METHODS = {
 }
 
 
-def compared(number=0):
+def compare_methods(number=0):
     """The comparison: each hospital's patients are dealt five times to training and test, and AUC decides."""
     metrics, seeds = ["auc", "accuracy", "brier"], range(5 * number, 5 * number + 5)
     clients = hospitals(seed=number)
@@ -82,5 +82,5 @@ def compared(number=0):
 
 
 if __name__ == "__main__":
-    found = compared()
-    print(*found.results["warnings"], *found.verdicts, sep="\n")
+    comparison = compare_methods()
+    print(*comparison.results["warnings"], *comparison.answers, sep="\n")

@@ -45,8 +45,8 @@ def tokenised(texts):
     """A dict of tensors, as the tokenizers of transformers give it: its keys are the names of forward's arguments."""
     if "--hub" in sys.argv:
         tokenizer = transformers.AutoTokenizer.from_pretrained(HUB["north"])
-        found = tokenizer(texts, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt")
-        return {name: found[name] for name in ("input_ids", "attention_mask")}
+        tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt")
+        return {name: tokens[name] for name in ("input_ids", "attention_mask")}
     ids = torch.zeros(len(texts), LENGTH, dtype=torch.int64)
     for row, text in zip(ids, texts, strict=True):
         known = [WORDS.index(word) for word in ["[CLS]", *text.split()]]

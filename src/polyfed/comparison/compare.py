@@ -163,8 +163,8 @@ def compare(
         ClientError, RoundError: every method that federates failed, the first as this error says.
 
     >>> from polyfed.testing import small_clients
-    >>> found = compare(small_clients(2), ["fedprox"], rounds=1, seeds=[0], tune="none", references=False, quiet=True)
-    >>> [row["method"] for row in found.table()]
+    >>> comparison = compare(small_clients(2), ["fedprox"], rounds=1, seeds=[0], tune="none", references=False, quiet=True)
+    >>> [row["method"] for row in comparison.table()]
     ['local', 'fedavg', 'fedavg_ft', 'fedprox']
     """
     if algorithms is not None and methods is not None:

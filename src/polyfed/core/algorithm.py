@@ -13,23 +13,23 @@ the shared number half-way to its own mean, and keeps to itself how often it was
 ... class HalfWay(Algorithm[dict, dict]):
 ...     rate: float = 0.5
 ...     def server_init(self, server): return {"model": {"number": torch.zeros(())}}
-...     def dispatch(self, state, who): return Message({"model": state["model"]})
+...     def dispatch(self, server_state, client_info): return Message({"model": server_state["model"]})
 ...     def client_init(self, client, seed): return {"asked": 0}
-...     def local_update(self, down, own, client, seed):
-...         number = down.tensors["model"]["number"]
+...     def local_update(self, message, client_state, client, seed):
+...         number = message.tensors["model"]["number"]
 ...         number = number + self.rate * (client.train.x.mean() - number)
-...         return Message({"model": {"number": number}}), {"asked": own["asked"] + 1}
-...     def aggregate(self, state, replies, server):
+...         return Message({"model": {"number": number}}), {"asked": client_state["asked"] + 1}
+...     def aggregate(self, server_state, replies, server):
 ...         return {"model": weighted_mean({i: reply.tensors["model"] for i, reply in replies.items()})}
-...     def personal_model(self, down, own, client, seed): return torch.nn.Identity()
+...     def personal_model(self, message, client_state, client, seed): return torch.nn.Identity()
 >>> def client(name, value):
 ...     data = torch.full((4, 1), value), torch.zeros(4, dtype=torch.int64)
 ...     return Client(name, model=None, train=data, test=data)
 >>> method, clients = HalfWay(), [client("north", 2.0), client("south", 4.0)]
 >>> state = method.server_init(None)
 >>> for _ in range(2):
-...     downs = {c.id: method.dispatch(state, ClientInfo(c.id)) for c in clients}
-...     replies = {c.id: method.local_update(downs[c.id], {"asked": 0}, c, seed=0)[0] for c in clients}
+...     messages = {c.id: method.dispatch(state, ClientInfo(c.id)) for c in clients}
+...     replies = {c.id: method.local_update(messages[c.id], {"asked": 0}, c, seed=0)[0] for c in clients}
 ...     state = method.aggregate(state, replies, None)
 >>> state["model"]["number"]
 tensor(2.2500)

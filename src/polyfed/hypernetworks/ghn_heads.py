@@ -41,7 +41,7 @@ class TypeHead(nn.Module):
     Shapes: (n, d) to {"weight": n tensors of the weight's shape, "bias": n of (c_out,)}; "scale" and "shift" as "bias".
 
     >>> head = TypeHead(LayerType("linear", 3, 2), inputs=5, hidden=4)
-    >>> {role: [tuple(one.shape) for one in made] for role, made in head(torch.ones(2, 5)).items()}
+    >>> {role: [tuple(tensor.shape) for tensor in tensors] for role, tensors in head(torch.ones(2, 5)).items()}
     {'weight': [(2, 3), (2, 3)], 'bias': [(2,), (2,)]}
     """
 

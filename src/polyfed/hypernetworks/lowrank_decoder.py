@@ -53,8 +53,8 @@ class LowRankDecoder(nn.Module):
         own_start: convolutions and linear layers, too, start with the deviation of the client's own network.
 
     >>> decoder = LowRankDecoder(5, hidden=4, rank=2, sizes=(8, 8, 9))
-    >>> made = decoder(LayerType("conv2d", 2, 3, (3, 3), (1, 1)), torch.ones(2, 5))
-    >>> {role: [tuple(one.shape) for one in each] for role, each in made.items()}
+    >>> tensors_by_role = decoder(LayerType("conv2d", 2, 3, (3, 3), (1, 1)), torch.ones(2, 5))
+    >>> {role: [tuple(tensor.shape) for tensor in tensors] for role, tensors in tensors_by_role.items()}
     {'weight': [(3, 2, 3, 3), (3, 2, 3, 3)], 'bias': [(3,), (3,)]}
     """
 

@@ -49,9 +49,9 @@ def compute_lookahead_step_weights(local_gradients: Tensor, lookahead_gradients:
     Raises:
         UserError: the arguments are not matrices of one shape.
 
-    >>> own, federated = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 0.0], [-4.0, 0.0]])
-    >>> found = compute_lookahead_step_weights(own, federated)
-    >>> found.alpha.tolist(), found.cosine.tolist(), found.federated_cosine.tolist()
+    >>> local, federated = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 0.0], [-4.0, 0.0]])
+    >>> weights = compute_lookahead_step_weights(local, federated)
+    >>> weights.alpha.tolist(), weights.cosine.tolist(), weights.federated_cosine.tolist()
     ([6.0, 0.0], [1.0, 0.0], [0.0, 0.0])
     """
     if local_gradients.dim() != 2 or local_gradients.shape != lookahead_gradients.shape or not len(local_gradients):

@@ -46,8 +46,8 @@ def head_mixing_statistics(features: Tensor, labels: Tensor, num_classes: int) -
     They are h_c = p_c·μ_c, (C, d), the mean representation of each class times its share of the examples, and the
     variance V = (1/n)·[Σ_c p_c·E(‖f‖² | c) − Σ_c p_c²·‖μ_c‖²].
 
-    >>> found = head_mixing_statistics(torch.tensor([[1.0], [3.0]]), torch.tensor([0, 0]), 2)
-    >>> found["h"].flatten().tolist(), found["v"].item()
+    >>> statistics = head_mixing_statistics(torch.tensor([[1.0], [3.0]]), torch.tensor([0, 0]), 2)
+    >>> statistics["h"].flatten().tolist(), statistics["v"].item()
     ([2.0, 0.0], 0.5)
     """
     f, y = features.to(torch.float64), labels.cpu()

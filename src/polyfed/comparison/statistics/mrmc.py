@@ -367,8 +367,8 @@ def estimate_gain_over_best_rival(gains_over_each_rival: Sequence[GainOverRival]
     Args:
         gains_over_each_rival: the gain over each rival; at least one.
 
-    >>> one, other = Estimate(0.3, 0.1, 0.5, 0.01), Estimate(0.2, -0.1, 0.4, 0.3)
-    >>> estimate_gain_over_best_rival([GainOverRival(one, one), GainOverRival(other, other)])
+    >>> large, unclear = Estimate(0.3, 0.1, 0.5, 0.01), Estimate(0.2, -0.1, 0.4, 0.3)
+    >>> estimate_gain_over_best_rival([GainOverRival(large, large), GainOverRival(unclear, unclear)])
     Estimate(value=0.2, low=-0.1, high=0.4, p=0.3)
     """
     above = max(single.p if single.value > 0 else 1.0 for single, _ in gains_over_each_rival)

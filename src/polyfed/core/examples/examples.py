@@ -56,8 +56,8 @@ class PartwiseTransform:
     `polyfed.core.examples.pytree`.
 
     >>> halved = PartwiseTransform({"image": Normalise((0.5,), (0.5,))})
-    >>> found = halved({"image": torch.tensor([[[[255]]]], dtype=torch.uint8), "age": torch.tensor([[60.0]])})
-    >>> found["image"].item(), found["age"].item()
+    >>> batch = halved({"image": torch.tensor([[[[255]]]], dtype=torch.uint8), "age": torch.tensor([[60.0]])})
+    >>> batch["image"].item(), batch["age"].item()
     (1.0, 60.0)
     """
 

@@ -44,12 +44,12 @@ def compress_message(message: Message, reference: Message, compressor: Compresso
         seed: of all that is drawn; each tensor has a stream of its own.
 
     >>> from polyfed.core.messages.compressors import TopK
-    >>> down = Message({"model": {"w": torch.zeros(10, 10), "n": torch.tensor(3)}})
+    >>> received = Message({"model": {"w": torch.zeros(10, 10), "n": torch.tensor(3)}})
     >>> up = Message({"model": {"w": torch.arange(100.0).reshape(10, 10), "n": torch.tensor(4)}}, {"num_examples": 20})
-    >>> sent = compress_message(up, down, TopK(0.02), seed=0)
-    >>> dict(sent.tensors["model"])
+    >>> compressed = compress_message(up, received, TopK(0.02), seed=0)
+    >>> dict(compressed.tensors["model"])
     {'w:topk': tensor([98, 99], dtype=torch.uint8), 'n:': tensor(4), ':values': tensor([98., 99.])}
-    >>> decompress_message(sent, down, TopK(0.02)).tensors["model"]["w"].sum()
+    >>> decompress_message(compressed, received, TopK(0.02)).tensors["model"]["w"].sum()
     tensor(197.)
     """
     tensors = {

@@ -113,8 +113,8 @@ def fit(
     >>> line = nn.Linear(1, 1)
     >>> with torch.no_grad(): _ = line.weight.fill_(0.0), line.bias.fill_(0.0)
     >>> data = Examples(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]]))
-    >>> found = fit(line, data, Local(batch_size=0, local_steps=500), lr=0.1, seed=0, task="regression")
-    >>> found.loss < 0.01, found.steps
+    >>> trained = fit(line, data, Local(batch_size=0, local_steps=500), lr=0.1, seed=0, task="regression")
+    >>> trained.loss < 0.01, trained.steps
     (True, 500)
     """
     task = examples.task if isinstance(examples, Client) else get_task(task)

@@ -61,10 +61,10 @@ class StackedNetworks(nn.Module):
     Raises:
         CannotStackError: buffers that no layer here knows differ between the clients.
 
-    >>> one, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    >>> with StackedNetworks(one, [dict(n.named_parameters()) for n in (one, other)]) as both:
-    ...     found = both(torch.ones(4, 2))
-    >>> bool(torch.allclose(found[2:], other(torch.ones(2, 2))))
+    >>> first, second = nn.Linear(2, 1), nn.Linear(2, 1)
+    >>> with StackedNetworks(first, [dict(n.named_parameters()) for n in (first, second)]) as both:
+    ...     outputs = both(torch.ones(4, 2))
+    >>> bool(torch.allclose(outputs[2:], second(torch.ones(2, 2))))
     True
     """
 

@@ -28,8 +28,8 @@ class Look:
         findings: what differs between the sites, the most serious first.
 
     >>> from polyfed.testing import small_clients
-    >>> seen = look_at_sites(small_clients(2))
-    >>> list(seen.sites), seen.columns[-1].name, seen.sites["client-0"].numbers["x0"].missing
+    >>> look = look_at_sites(small_clients(2))
+    >>> list(look.sites), look.columns[-1].name, look.sites["client-0"].numbers["x0"].missing
     (['client-0', 'client-1'], 'class', 0.0)
     """
 

@@ -48,7 +48,7 @@ def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> li
 
     >>> from polyfed.testing import small_clients
     >>> dealt = resplit_clients(small_clients(2), splits=3)
-    >>> [(len(one.train), len(one.val), len(one.test)) for one in dealt[2]]
+    >>> [(len(client.train), len(client.val), len(client.test)) for client in dealt[2]]
     [(20, 3, 6), (26, 3, 6)]
     """
     if not is_whole_number(splits, 2):

@@ -76,9 +76,9 @@ def merge_table_definitions(tables: Mapping[str, TablePreprocessor]) -> TablePre
     Raises:
         UserError: a site has other columns, or in another order, another task or other targets.
 
-    >>> one, two = (TablePreprocessor((Column("sex", ("f", "m")),), (), ()),
+    >>> first, second = (TablePreprocessor((Column("sex", ("f", "m")),), (), ()),
     ...             TablePreprocessor((Column("sex", ("f", "x")),), (), ()))
-    >>> merge_table_definitions({"north": one, "south": two}).columns
+    >>> merge_table_definitions({"north": first, "south": second}).columns
     (Column(name='sex', categories=('f', 'm', 'x'), missing=False),)
     """
     first_site, first_table = next(iter(tables.items()))
@@ -124,8 +124,8 @@ def recode_examples(examples: Sequence[Examples], common: TablePreprocessor) -> 
     Raises:
         UserError: the common table is not that of these examples, or lacks one of their categories or classes.
 
-    >>> own = TablePreprocessor((Column("sex", ("f", "x")),), (), (), classes=("no", "yes"))
-    >>> rows = Examples(torch.tensor([[0.0], [1.0]]), torch.tensor([1, 0]), transform=own)
+    >>> site_preprocessor = TablePreprocessor((Column("sex", ("f", "x")),), (), (), classes=("no", "yes"))
+    >>> rows = Examples(torch.tensor([[0.0], [1.0]]), torch.tensor([1, 0]), transform=site_preprocessor)
     >>> (both,) = recode_examples([rows],
     ...     TablePreprocessor((Column("sex", ("f", "m", "x")),), (), (), classes=("no", "perhaps", "yes")))
     >>> both.x.tolist(), both.y.tolist()

@@ -67,9 +67,9 @@ def merge_schemas(*sources: str | Path | Mapping[str, Any], to: str | Path | Non
     Raises:
         UserError: none, a column of numbers in one and of categories in another, different tasks, or no common column.
 
-    >>> one = table_schema(TablePreprocessor((Column("sex", ("f", "m")), Column("age")), (0.0,), (1.0,)))
-    >>> two = table_schema(TablePreprocessor((Column("sex", ("f", "x")), Column("bmi")), (0.0,), (1.0,)))
-    >>> merge_schemas(one, two)["columns"]
+    >>> first = table_schema(TablePreprocessor((Column("sex", ("f", "m")), Column("age")), (0.0,), (1.0,)))
+    >>> second = table_schema(TablePreprocessor((Column("sex", ("f", "x")), Column("bmi")), (0.0,), (1.0,)))
+    >>> merge_schemas(first, second)["columns"]
     [{'name': 'sex', 'categories': ['f', 'm', 'x'], 'missing': False}]
     """
     schemas = [read_schema(source) for source in sources]

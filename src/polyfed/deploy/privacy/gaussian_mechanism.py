@@ -170,8 +170,8 @@ def clip_and_add_noise(
         UserError: the change is not finite; or, with noise, the reply has a complex tensor, or an integer tensor that the
             server did not send, which noise does not cover.
 
-    >>> down, up = Message({"model": {"w": torch.zeros(2)}}), Message({"model": {"w": torch.tensor([3.0, 4.0])}})
-    >>> clip_and_add_noise(up, down, ReplyProtection(clip_norm=1.0)).tensors["model"]["w"]
+    >>> message, reply = Message({"model": {"w": torch.zeros(2)}}), Message({"model": {"w": torch.tensor([3.0, 4.0])}})
+    >>> clip_and_add_noise(reply, message, ReplyProtection(clip_norm=1.0)).tensors["model"]["w"]
     tensor([0.6000, 0.8000])
     """
     if protection.clip_norm is None:

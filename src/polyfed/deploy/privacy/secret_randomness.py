@@ -17,8 +17,8 @@ class SecretRandomness(PrivateRandomness):
     Args:
         key: 32 secret bytes; None takes them from the operating system.
 
-    >>> drawn = SecretRandomness(bytes(32)).draw_sample(1000, 0.3)
-    >>> 250 < len(drawn) < 350
+    >>> sample = SecretRandomness(bytes(32)).draw_sample(1000, 0.3)
+    >>> 250 < len(sample) < 350
     True
     """
 

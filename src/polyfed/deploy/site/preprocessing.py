@@ -155,8 +155,8 @@ def parse_common_preprocessing(preprocessor: TablePreprocessor, description: Any
         UserError: the description is not a preprocessing of a table.
 
     >>> from polyfed.data.tabular.preprocessing import Column
-    >>> own = TablePreprocessor((Column("age"),), (61.0,), (1.0,), (), "federated", ("no", "yes"))
-    >>> parse_common_preprocessing(own,
+    >>> preprocessor = TablePreprocessor((Column("age"),), (61.0,), (1.0,), (), "federated", ("no", "yes"))
+    >>> parse_common_preprocessing(preprocessor,
     ...     {"columns": None, "classes": None, "mean": [50.0], "spread": [9.0], "target": []}).mean
     (50.0,)
     """

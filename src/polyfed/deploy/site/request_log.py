@@ -166,10 +166,10 @@ def hash_task_inputs(head: Mapping[str, Any], body: Message) -> str:
         head: the header.
         body: the payload.
 
-    >>> down, other = Message({"model": {"w": torch.zeros(2)}}), Message({"model": {"w": torch.zeros(1, 2)}})
-    >>> hash_task_inputs({"round": 1}, down) == hash_task_inputs({"round": 1, "keep": 3}, down)
+    >>> message, other = Message({"model": {"w": torch.zeros(2)}}), Message({"model": {"w": torch.zeros(1, 2)}})
+    >>> hash_task_inputs({"round": 1}, message) == hash_task_inputs({"round": 1, "keep": 3}, message)
     True
-    >>> hash_task_inputs({"round": 1}, down) == hash_task_inputs({"round": 1}, other)
+    >>> hash_task_inputs({"round": 1}, message) == hash_task_inputs({"round": 1}, other)
     False
     """
     digest = hashlib.sha256()

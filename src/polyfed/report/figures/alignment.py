@@ -45,8 +45,8 @@ class RepresentationAlignment:
         cka_before: float64, (N, N), of the initial networks; 1 for clients of one architecture, which share initial weights.
         cka_after: float64, (N, N), of the personal networks after the last round.
 
-    >>> found = RepresentationAlignment(("a", "b"), np.array([[1, 0.25], [0.25, 1]]), np.array([[1, 0.75], [0.75, 1]]))
-    >>> found.mean_cka_of_initial_networks, found.mean_cka_of_trained_networks
+    >>> alignment = RepresentationAlignment(("a", "b"), np.array([[1, 0.25], [0.25, 1]]), np.array([[1, 0.75], [0.75, 1]]))
+    >>> alignment.mean_cka_of_initial_networks, alignment.mean_cka_of_trained_networks
     (0.25, 0.75)
     """
 
@@ -95,8 +95,8 @@ def measure_alignment(
 
     >>> from polyfed.simulation.federate import federate
     >>> from polyfed.testing import small_clients
-    >>> found = measure_alignment(federate(small_clients(), "local", rounds=1, workers=0))
-    >>> found.clients, round(found.mean_cka_of_initial_networks, 6), found.mean_cka_of_trained_networks < 1
+    >>> alignment = measure_alignment(federate(small_clients(), "local", rounds=1, workers=0))
+    >>> alignment.clients, round(alignment.mean_cka_of_initial_networks, 6), alignment.mean_cka_of_trained_networks < 1
     (('client-0', 'client-1', 'client-2'), 1.0, True)
     """
     if not 2 <= rows <= _MOST:

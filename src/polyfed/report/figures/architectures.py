@@ -119,8 +119,9 @@ def read_search_result(run: Run | str | Path) -> ArchitectureSearchResult:
     >>> from polyfed.algorithms import FedPNAS
     >>> train, test = ((torch.full((4, 1, 8, 8), value), torch.tensor([0, 1, 0, 1])) for value in (0.0, 1.0))
     >>> method = FedPNAS(channels=4, base_cells=1, base_nodes=1, personal_nodes=1, operations=("skip", "avg_pool_3"))
-    >>> found = read_search_result(federate([Client("north", None, train, test)], method, rounds=1, workers=0))
-    >>> found.cell_titles, found.cells_of("north")[0].candidates, found.cells_of("north")[0].probabilities.shape
+    >>> search_result = read_search_result(federate([Client("north", None, train, test)], method, rounds=1, workers=0))
+    >>> cell = search_result.cells_of("north")[0]
+    >>> search_result.cell_titles, cell.candidates, cell.probabilities.shape
     (('base cell 1', 'personal cell 1'), ('skip', 'avg_pool_3'), (2, 2))
     """
     if isinstance(run, Run):

@@ -92,8 +92,8 @@ def cosines_to_mean(sketches: Mapping[str, UpdateSketch]) -> dict[str, float]:
 
     Empty for fewer than two clients, and for updates of zero.
 
-    >>> one, other = (sketch_update([torch.tensor(v)]) for v in ([1.0, 0.0], [0.0, 1.0]))
-    >>> cosines_to_mean({"a": one, "b": other, "c": one})
+    >>> first, second = (sketch_update([torch.tensor(v)]) for v in ([1.0, 0.0], [0.0, 1.0]))
+    >>> cosines_to_mean({"a": first, "b": second, "c": first})
     {'a': 0.8944, 'b': 0.4472, 'c': 0.8944}
     """
     ids_by_form: dict[object, list[str]] = {}

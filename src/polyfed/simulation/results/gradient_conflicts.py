@@ -54,8 +54,8 @@ def measure_gradient_conflicts(run: Run, *, rows: int = _ROWS, draws: int = 1, s
     >>> train, test = ((torch.full((4, 1, 8, 8), value), torch.tensor([0, 1, 0, 1])) for value in (0.0, 1.0))
     >>> method = FedPNAS(channels=4, base_cells=1, base_nodes=1, personal_nodes=1, operations=("skip", "avg_pool_3"))
     >>> run = federate([Client(name, None, train, test) for name in ("north", "south")], method, rounds=1, workers=0)
-    >>> clients, found = measure_gradient_conflicts(run)
-    >>> clients, bool(found.cosine_gap.max() < 1e-6)  # equal clients do not conflict
+    >>> clients, weights = measure_gradient_conflicts(run)
+    >>> clients, bool(weights.cosine_gap.max() < 1e-6)  # equal clients do not conflict
     (('north', 'south'), True)
     """
     method = run.federation.algorithm

@@ -102,8 +102,8 @@ def class_means_as_examples(replies: Mapping[str, Message]) -> Examples:
     Raises:
         UserError: the class means of two clients differ in shape.
 
-    >>> one = Message({"classes": {"sums": torch.tensor([[0.0], [3.0]]), "weights": torch.tensor([0.0, 1.0])}})
-    >>> class_means_as_examples({"a": one}).y
+    >>> reply = Message({"classes": {"sums": torch.tensor([[0.0], [3.0]]), "weights": torch.tensor([0.0, 1.0])}})
+    >>> class_means_as_examples({"a": reply}).y
     tensor([1])
     """
     trees = {i: replies[i].tensors["classes"] for i in sorted(replies)}

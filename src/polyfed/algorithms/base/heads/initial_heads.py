@@ -33,8 +33,8 @@ def draw_common_head(factory: Architecture, modules: Sequence[str], seeds: Seque
         seeds: seed of each of these layers.
 
     >>> deep = lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    >>> one, other = draw_common_head(lambda: nn.Linear(4, 2), [""], [5]), draw_common_head(deep, ["1"], [5])
-    >>> torch.equal(one["weight"], other["1.weight"])
+    >>> shallow_head, deep_head = draw_common_head(lambda: nn.Linear(4, 2), [""], [5]), draw_common_head(deep, ["1"], [5])
+    >>> torch.equal(shallow_head["weight"], deep_head["1.weight"])
     True
     """
     module, drawn_names = build_module(factory, 0), _cached_drawn_names(factory)

@@ -41,8 +41,8 @@ def watch_last_layer(
     Yields a list, which holds the flattened representation of the last batch, (batch, width), before it is transformed.
 
     >>> layer = nn.Linear(2, 2)
-    >>> with watch_last_layer(layer, "", lambda z: z + 1) as seen: shifted = layer(torch.zeros(1, 2))
-    >>> seen[-1], torch.equal(shifted, layer(torch.ones(1, 2)))
+    >>> with watch_last_layer(layer, "", lambda z: z + 1) as inputs_of_last: shifted = layer(torch.zeros(1, 2))
+    >>> inputs_of_last[-1], torch.equal(shifted, layer(torch.ones(1, 2)))
     (tensor([[0., 0.]]), True)
     """
     representations: list[Tensor] = []

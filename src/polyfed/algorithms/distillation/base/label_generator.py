@@ -51,8 +51,8 @@ def draw_generator_inputs(shares: Tensor, noise_dim: int, number: int, random: t
     """Draws classes by their shares, and for each of them an input of the generator: normal noise, and the class as
     one-hot.
 
-    >>> drawn = draw_generator_inputs(torch.tensor([0.0, 1.0]), 3, 2, torch.Generator())
-    >>> drawn.labels, drawn.inputs[:, 3:]
+    >>> inputs = draw_generator_inputs(torch.tensor([0.0, 1.0]), 3, 2, torch.Generator())
+    >>> inputs.labels, inputs.inputs[:, 3:]
     (tensor([1, 1]), tensor([[0., 1.],
             [0., 1.]]))
     """

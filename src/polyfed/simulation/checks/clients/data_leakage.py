@@ -79,10 +79,10 @@ def warn_of_test_leakage(clients: Sequence[Client]) -> None:
 
     >>> import warnings
     >>> x, y = torch.randn(40, 2), torch.arange(40) % 2
-    >>> with warnings.catch_warnings(record=True) as told:
+    >>> with warnings.catch_warnings(record=True) as issued:
     ...     warnings.simplefilter("always")
     ...     warn_of_test_leakage([Client("north", None, (x, y), (x[:10], y[:10]))])
-    >>> str(told[0].message).partition(";")[0]
+    >>> str(issued[0].message).partition(";")[0]
     "test examples that are also training examples of the same client: 10 of 10 of 'north'"
     """
     warned = _WARNED.get()
@@ -129,11 +129,11 @@ def limit_leak_warnings() -> Iterator[None]:
 
     >>> import warnings
     >>> x, y = torch.randn(40, 2), torch.arange(40) % 2
-    >>> with warnings.catch_warnings(record=True) as told, limit_leak_warnings():
+    >>> with warnings.catch_warnings(record=True) as issued, limit_leak_warnings():
     ...     warnings.simplefilter("always")
     ...     for _ in range(3):
     ...         warn_of_test_leakage([Client("north", None, (x, y), (x[:10], y[:10]))])
-    >>> len(told)
+    >>> len(issued)
     1
     """
     before = _WARNED.set([])
