@@ -4,7 +4,7 @@
 - benchmarks/README.md, which lies outside docs/, becomes the page benchmarks.md with its pictures.
 - Links that lead from a document to a file of the repository become links to pages, or plain text where there is no page.
 - Blocks of LaTeX (```math) are set by KaTeX, whose files are part of the site (docs/katex); other pages do not load it.
-- The search shows guides before reference, and reference before the pages of measurements.
+- The search shows guides before reference, and reference before the pages of measurements (`site_search.py`).
 - The link to the repository is the one of pyproject.toml, if it has one.
 """
 
@@ -24,21 +24,7 @@ if str(DOCS) not in sys.path:
     sys.path.insert(0, str(DOCS))
 
 from site_blocks import BENCHMARKS, LINK, ROOT, four_spaces, outside_code, set_equations, without_marks  # noqa: E402
-
-SEARCH_BOOST = {  # by the beginning of a page's address, the first that fits; 1 elsewhere
-    "api/": 0.2,
-    "results": 0.2,
-    "leaderboard": 0.2,
-    "papers.md": 0.3,
-    BENCHMARKS: 0.2,
-    "defaults.md": 0.3,
-    "methods/": 0.6,
-    "methods.md": 2.0,
-    "configuration.md": 1.5,
-    "glossary.md": 1.5,
-    "index.md": 2.0,
-}
-GUIDE_BOOST = 4.0  # tutorial and how-to
+from site_search import WORDS, weigh_page  # noqa: E402
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -62,7 +48,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Takes out the marks of a page, turns its links, prepares its equations, and weighs it for the search."""
     uri = page.file.src_uri
-    page.meta.setdefault("search", {})["boost"] = search_boost(uri, page)
+    page.meta.setdefault("search", {})["boost"] = weigh_page(uri, page.ancestors[-1].title if page.ancestors else "")
+    page.meta["tags"] = WORDS.get(uri, "").split()
     if uri == "index.md":
         page.meta["hide"] = ["navigation", "toc"]
     base = "benchmarks" if uri == BENCHMARKS else posixpath.dirname(posixpath.join("docs", uri))
@@ -71,14 +58,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         outside_code(without_marks(markdown), lambda text: LINK.sub(lambda link: _turned(link, base, uri, known), text))
     )
     return set_equations(text, posixpath.relpath("katex", posixpath.dirname(uri) or "."))
-
-
-def search_boost(uri: str, page: Page) -> float:
-    """Returns the weight of a page in the search: above 1 for guides, below 1 for results and what is made from code."""
-    section = page.ancestors[-1].title if page.ancestors else ""
-    if section in ("Tutorial", "How-to"):
-        return GUIDE_BOOST
-    return next((boost for start, boost in SEARCH_BOOST.items() if uri.startswith(start)), 1.0)
 
 
 def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, nav: Any) -> dict[str, Any]:

@@ -69,6 +69,14 @@ def test_a_column_that_did_not_vary_in_training_is_told_of_when_it_varies_later(
     assert (table / "later.csv").read_text() == (table / "answers.csv").read_text()
 
 
+def test_a_client_is_named_in_a_refusal_as_it_must_be_given(table, capsys):
+    assert main([*BY_SITE, "--algorithm", "local", "--rounds", "1", "--out", "r"]) == 0
+    assert main(["predict", "r", "patients.csv"]) == 2
+    named = capsys.readouterr().err.strip().partition("one of ")[2].split(", ")
+    assert named == ["St. Mary", "north", "south"]
+    assert main(["predict", "r", "patients.csv", "--client", named[0]]) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -157,7 +157,7 @@ def test_budget_of_bytes_compares_at_the_last_round_within_it(tmp_path):
 def test_another_comparison_in_the_same_directory_is_refused(tmp_path):
     words = QUICK | {"seeds": [0]}
     pf.compare(small_clients(2), ["fedprox"], **words, out=tmp_path / "a")
-    with pytest.raises(pf.UserError, match=r"settings.rounds was 2 and is now 3; choose another --out"):
+    with pytest.raises(pf.UserError, match=r"settings.rounds was 2 and is now 3; choose another out="):
         pf.compare(small_clients(2), ["fedprox"], **(words | {"rounds": 3}), out=tmp_path / "a")
     with pytest.raises(pf.UserError, match=r"methods.fedprox.mu was"):
         pf.compare(small_clients(2), [FedProx(mu=9.0)], **words, out=tmp_path / "a")

@@ -10,6 +10,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg
+from polyfed.comparison.plan import execute_or_load_runs
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.data.partitioning.folds import Folds, deal_folds
 from polyfed.simulation.storage.predictions.prediction_store import read_predictions
@@ -178,6 +179,22 @@ def test_a_plan_says_runs_minutes_and_gains_and_writes_nothing(tmp_path):
     designs = pf.compare(clients, ["fedavg"], **words, resplit=3, plan_only=True).results["plan"]["designs"]
     assert list(designs) == ["resplit=3", "resplit=6", "folds=3"]
     assert designs["folds=3"]["mean"] < next(iter(designs.values()))["mean"], "each example is tested once"
+
+
+def test_a_plan_s_pilot_writes_files_as_the_comparison_does_and_removes_them(tmp_path, monkeypatch):
+    folders = []
+
+    def execute(plan, run_specs, callbacks=()):
+        folders.extend(job.folder for job in run_specs)
+        done = execute_or_load_runs(plan, run_specs, callbacks)
+        assert all((folder / "manifest.json").is_file() for folder in folders)
+        return done
+
+    monkeypatch.setattr("polyfed.comparison.planning.forecast.execute_or_load_runs", execute)
+    pf.compare(sites(3, 60), ["fedavg"], **QUICK, folds=3, plan_only=True, out=tmp_path / "new" / "out")
+    assert len(set(folders)) == 4
+    assert {folder.parent.parent for folder in folders} == {tmp_path}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_plan_leaves_out_clients_with_too_few_test_examples_to_judge():

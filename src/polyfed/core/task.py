@@ -246,17 +246,22 @@ class Task(ABC):
 
     def training_loss(self, targets: Tensor, class_weights: Any = None, label_smoothing: float = 0.0) -> Loss:
         """Returns the function (outputs, targets) -> loss that training minimises; raises a `UserError` if
-        `class_weights` are given and the task has no classes.
+        `class_weights` or `label_smoothing` are given and the task has no classes.
 
         Args:
             targets: of the client's training examples, which class_weights="balanced" counts.
-            class_weights, label_smoothing: as in `LocalTraining`; a task without classes ignores label smoothing.
+            class_weights, label_smoothing: as in `LocalTraining`.
 
         Raises:
-            UserError: weights of classes, and the task has none.
+            UserError: weights of classes, or label smoothing, and the task has no classes.
         """
         if class_weights is not None:
             raise UserError(f"class_weights={class_weights!r}: the task is {self}, which has no classes; leave it out")
+        if label_smoothing:
+            raise UserError(
+                f"label_smoothing={label_smoothing!r} is of the cross-entropy of classes, and the task is {self}; leave it "
+                "out"
+            )
         return self.loss
 
     def trim_minibatch(self, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:

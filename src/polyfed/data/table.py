@@ -11,9 +11,8 @@ from polyfed.data.clients import ClientData, make_clients
 from polyfed.data.partitioning.partitions import IID, Natural
 from polyfed.data.partitioning.split import Split, SplitOrder
 from polyfed.data.pooled_dataset import PooledDataset
-from polyfed.data.sources.table_file import TableFile, parse_column_names
+from polyfed.data.sources.table_file import TableFile
 from polyfed.data.tabular.schema import table_schema
-from polyfed.data.tabular.table_reader import read_table
 
 
 @final
@@ -152,8 +151,7 @@ def split_table(
     if unknown := [option for option in options if option not in option_names]:
         raise UserError(f"table has no option {unknown[0]!r}; {did_you_mean(unknown[0], option_names)}")
     source = TableFile(target=target if isinstance(target, str) else list(target), site=site, **options)
-    reading = {option: getattr(source, option) for option in ("delimiter", "decimal", "encoding")}
-    pool = source.build_dataset(read_table(rows, missing=parse_column_names(source.missing), **reading))
+    pool = source.build_dataset(source.read(rows))
     config = Split(test_fraction=test_fraction, val_fraction=val_fraction, public_fraction=public_fraction, split=split)
     return divide_by_site(pool, site, config, seed, name)
 

@@ -91,9 +91,12 @@ class Multilabel(Task):
     def training_loss(self, targets: Tensor, class_weights: Any = None, label_smoothing: float = 0.0) -> Loss:
         """Returns the function (outputs, targets) -> mean binary cross-entropy, with weights of positive examples if
         they are given.
+
+        Raises:
+            UserError: label smoothing, which is of the cross-entropy of classes.
         """
-        if class_weights is None:
-            return self.loss
+        if class_weights is None or label_smoothing:
+            return super().training_loss(targets, None, label_smoothing)
 
         def weighted_loss(outputs: Tensor, labels: Tensor) -> Tensor:
             weights = _resolve_positive_weights(class_weights, targets, outputs.shape[1])

@@ -88,12 +88,12 @@ def _read(data):
     [
         ({"note": [f"came by foot {i}" for i in range(80)]}, {}, "'note' has 80 different texts .*--data.drop note"),
         ({"day": ["2020-01-02"] * 80}, {}, "'day' holds dates or times: .*--data.drop day"),
-        ({"day": ["2.1.2020", "13.12.2021"] * 40}, {}, "'day' holds dates, such as '2.1.2020'"),
+        ({"day": ["2.1.2020", "13.12.2021"] * 40}, {}, "'day' holds dates: leave it out"),
         ({"lab": ["1.5"] * 78 + ["?", "?"]}, {}, r"'lab' holds numbers, and '\?' in rows 79 and 80: .*--data.missing \?"),
-        ({"lab": ["1,500", "12,700.5"] * 40}, {}, "a comma before three digits, such as '1,500': if it separates"),
-        ({"lab": ["1,5", "2,7"] * 40}, {}, "'lab' has numbers with a comma, such as '1,5': give decimal=','"),
+        ({"lab": ["1,500", "12,700.5"] * 40}, {}, "a comma before three digits in rows 1, .*: if it separates"),
+        ({"lab": ["1,5", "2,7"] * 40}, {}, "'lab' has numbers with a comma in rows 1, 2, .*: give decimal=','"),
         ({"lab": [None] * 80}, {}, "'lab' has no value in any row; leave it out: drop='lab', --data.drop lab"),
-        ({"lab": ["999", "1,000"] * 40}, {}, "before three digits, such as '1,000': if it separates thousands, take it out"),
+        ({"lab": ["999", "1,000"] * 40}, {}, "before three digits in rows 2, .*: if it separates thousands, take it out"),
         ({"lab": [1.0, np.inf] * 40}, {}, "'lab' has an infinite value in rows 2, 4, 6, 8, 10 and 35 more"),
         ({"hospital": ["north"] * 77 + [None, "south", " "]}, {}, "site: column 'hospital' has no value in rows 78 and 80"),
         ({"ill": ["yes", None] + ["no"] * 78}, {}, "target: column 'ill' has no value in row 2"),
@@ -117,16 +117,38 @@ def test_what_cannot_be_used_is_refused_with_its_column_and_rows(tmp_path, chang
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b\n1,2\n3\n", "cannot be read as CSV .*Expected 2 columns, got 1"),
+        (
+            "a,b\n1,2\n73591\n",
+            r"cannot be read as CSV \(CSV parse error: Expected 2 columns, got 1\); cells",
+        ),  # and not the row
         ("a,b\n", "has no rows"),
         ("a,a,h\n1,2,x\n", "has two columns 'a'; rename one"),
         ("", "cannot be read as CSV"),
         ("PK\0\0", "is no CSV file: it holds bytes that are no text"),
+        ("PK\3\4 a spreadsheet", "is no CSV file: .* save the sheet as CSV"),
+        ("a,b,\n1,2,3\n", "column 3 has values and no name; give it one in the first line"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
         TableFile(write(tmp_path, text), "b", "h").load()
+
+
+def test_a_file_is_read_as_a_spreadsheet_writes_it(tmp_path):
+    """Byte order mark, semicolons, decimal commas, quoted names with spaces, a separator at line ends, empty rows below."""
+    text = '\ufeff"age";"h ";y;\r\n' + "61,5; north;no;\r\n50,25;south;yes;\r\n" * 4 + ";;;\r\n;;;\r\n\r\n"
+    pool = TableFile(write(tmp_path, text), "y", "h", decimal=",").load()
+    assert pool.preprocessor.feature_names == ("age",)
+    assert pool.columns["h"].tolist() == ["north", "south"] * 4
+    assert pool.train.x[:2, 0].tolist() == [61.5, 50.25]
+
+
+def test_names_of_sites_and_groups_that_look_like_numbers_stay_apart(tmp_path):
+    text = "age,ward,patient,y\n" + "61.5,010,007,no\n50,10,7,yes\n55,3.0,7.0,no\n" * 4
+    source = TableFile(write(tmp_path, text), "y", "ward", group="patient")
+    pool = source.load()
+    assert pool.columns["ward"].tolist() == ["010", "10", "3"] * 4
+    assert pool.columns["patient"].tolist() == ["007", "7", "7"] * 4
 
 
 def test_the_encoding_of_a_file_can_be_given(tmp_path):
@@ -139,6 +161,8 @@ def test_the_encoding_of_a_file_can_be_given(tmp_path):
     with pytest.raises(
         UserError, match=r"column 'h' of .* has texts that are not in utf-8; give --data.encoding latin-1"
     ):
+        TableFile(path, "y", None).load()
+    with pytest.raises(UserError, match=r"cannot be read as CSV .*invalid UTF8 data\); give --data.encoding latin-1"):
         TableFile(path, "y", "h").load()
     path = write(tmp_path, text, encoding="utf-16")
     with pytest.raises(UserError, match=r"--data\.encoding utf-16"):

@@ -109,7 +109,7 @@ def test_a_client_without_an_entry():
             {"east": [[5, 5]]},
             r"availability of client 'east' must be a list of \[start, end\] in seconds from 0, got \[5, 5\]",
         ),
-        ({"east": []}, "got None"),
+        ({"east": []}, r"at least one, got \[\]; leave a client that never takes part out"),
         ({"east": [[-1, 5]]}, r"got \[-1, 5\]"),
         ("always", "availability must be a CSV or JSON file, or .*, got 'always'"),
     ],

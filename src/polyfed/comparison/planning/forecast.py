@@ -3,8 +3,12 @@ short runs: two methods with two seeds each."""
 
 import dataclasses
 import math
+import os
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +42,7 @@ def forecast_cost_and_detectable_gain(
     plan: ComparisonPlan, methods: Mapping[str, Method], description: Mapping[str, Any]
 ) -> Comparison:
     """Forecasts a comparison from a short pilot: the number of runs, their duration in minutes, and the smallest gain
-    that can be decided. Returns a `Comparison` without methods, and writes no file.
+    that can be decided. Returns a `Comparison` without methods, and leaves no file.
 
     The pilot trains `local` and the first method that federates with two seeds on the data of the first run, without a
     search.
@@ -54,10 +58,11 @@ def forecast_cost_and_detectable_gain(
     skipped = description["skipped"]
     label = next((label for label, method in methods.items() if not isinstance(method, Local)))
     local = next((label for label, method in methods.items() if isinstance(method, Local)))
-    start = time.monotonic()
-    pilot, judged = _run_pilot(plan, methods, (label, local))
-    parallel = _num_parallel(plan)
-    seconds = (time.monotonic() - start) * min(parallel, _PILOT_RUNS) / _PILOT_RUNS
+    with _open_pilot_folder(plan) as folder:
+        start = time.monotonic()
+        pilot, judged = _run_pilot(plan, methods, (label, local), folder)
+        parallel = _num_parallel(plan)
+        seconds = (time.monotonic() - start) * min(parallel, _PILOT_RUNS) / _PILOT_RUNS
     num_runs, num_tried = count_final_and_search_runs(plan, methods)
     design, metric = _describe_design(plan, judged), plan.metrics[0]
     forecast: dict[str, Any] = {"runs": num_runs, "search_runs": num_tried, "seconds_per_run": seconds}
@@ -78,10 +83,28 @@ def forecast_cost_and_detectable_gain(
     )
 
 
+@contextmanager
+def _open_pilot_folder(plan: ComparisonPlan) -> Iterator[Path | None]:
+    """Yields a temporary folder beside the comparison's directory, whose files a run takes time to write; None if the
+    comparison has no directory."""
+    if plan.out is None:
+        yield None
+        return
+    beside = next(parent for parent in plan.out.absolute().parents if parent.is_dir())
+    with tempfile.TemporaryDirectory(dir=beside if os.access(beside, os.W_OK) else None, prefix=".pilot-") as folder:
+        yield Path(folder)
+
+
 def _run_pilot(
-    plan: ComparisonPlan, methods: Mapping[str, Method], labels: tuple[str, str]
+    plan: ComparisonPlan, methods: Mapping[str, Method], labels: tuple[str, str], folder: Path | None
 ) -> tuple[PilotVariances | None, list[int]]:
     """Trains the pilot's runs, as many at a time as the comparison does, and estimates variances from them.
+
+    Args:
+        plan: of the comparison.
+        methods: label -> method.
+        labels: of the two methods that are trained.
+        folder: where the runs write checkpoints and predictions, as those of the comparison do; None keeps all in memory.
 
     Returns:
         The variances, None where the methods have no score, or never differ; and the positions of the clients that they
@@ -91,9 +114,13 @@ def _run_pilot(
     seeds = (plan.seeds[0], max(plan.seeds) + 1)
     fingerprint = data_fingerprint(first.clients, first.public)
     jobs = {
-        (label, seed): RunSpec(label, methods[label], seed, None, fingerprint) for label in labels for seed in seeds
+        (label, seed): RunSpec(
+            label, methods[label], seed, None if folder is None else folder / f"{label}-{seed}", fingerprint
+        )
+        for label in labels
+        for seed in seeds
     }
-    pilot = dataclasses.replace(plan, out=None, build_client_set=lambda seed: first, callbacks=())
+    pilot = dataclasses.replace(plan, out=folder, build_client_set=lambda seed: first, callbacks=())
     finished, failed = execute_or_load_runs(pilot, list(jobs.values()))
     if failed:
         raise next(iter(failed.values()))

@@ -244,7 +244,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"{folder} is not the directory of a comparison: it has no {DESCRIPTION}")
     content = read_config(path)
     if wrong := validation_error(content, ComparisonDescription):
-        raise UserError(f"{path} is damaged: {wrong}; give the whole command again with another --out")
+        raise UserError(f"{path} is damaged: {wrong}; give the whole command again with another out=... (--out)")
     return content
 
 
@@ -267,18 +267,19 @@ def write_description(folder: Path, description: Mapping[str, Any], criteria: Re
         if not folder.exists():
             create_private_folder_if_missing(folder, parents=True)
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
+        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another out=... (--out)") from error
     if (folder / DESCRIPTION).exists():
         before = read_description(folder)
         if content.get("choices") != before.get("choices"):
             raise UserError(
                 f"{folder} was begun by an earlier version of polyfed, which chose learning rates and rounds by the mean "
                 "validation score, and for all clients of local alike. Its results can still be shown (polyfed report "
-                f"{folder}); to compare anew, give the whole command again with another --out"
+                f"{folder}); to compare anew, give the whole command again with another out=... (--out)"
             )
         if differs := find_invalidating_change(before, content):
             raise UserError(
-                f"{folder} holds a comparison of something else: {differs}; choose another --out, or ask for what it holds"
+                f"{folder} holds a comparison of something else: {differs}; choose another out=... (--out), or "
+                "ask for what it holds"
             )
     check_can_hold_comparison(folder)
     content["reading"] = {"budget": str(criteria.budget), "target": criteria.target}
@@ -292,10 +293,10 @@ def check_can_hold_comparison(folder: Path) -> None:
         UserError: it does, or is a file.
     """
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; choose another --out")
+        raise UserError(f"{folder} is a file; choose another out=... (--out)")
     is_comparison = (folder / DESCRIPTION).exists()
     if not is_comparison and folder.exists() and any(not e.name.startswith(".partial-") for e in folder.iterdir()):
-        raise UserError(f"{folder} is not empty and holds no comparison; choose another --out")
+        raise UserError(f"{folder} is not empty and holds no comparison; choose another out=... (--out)")
 
 
 def load_history_if_finished(
@@ -324,7 +325,7 @@ def load_history_if_finished(
         {**stored_run, "clients": stored_fingerprint}, {**expected_run, "clients": data_fingerprint}
     ):
         raise UserError(
-            f"{folder} does not hold the run that belongs there: {differs}; remove it, or choose another --out"
+            f"{folder} does not hold the run that belongs there: {differs}; remove it, or choose another out=... (--out)"
         )
     if changed := describe_changed_files_of_run(folder, include_outputs=False):
         raise UserError(f"{changed[0]}. A comparison reads finished runs: make this one again by removing {folder}")

@@ -72,8 +72,8 @@ class Parquet(Source):
     def load(self) -> PooledDataset:
         """Reads the data set from the Parquet files; raises a `UserError` if they cannot be read."""
         if not self.path:
-            raise UserError("give --data.path with a Parquet file or a folder of them")
-        path = resolve_existing_path(self.path, "give --data.path with a Parquet file or a folder of them")
+            raise UserError("give path=... (--data.path) with a Parquet file or a folder of them")
+        path = resolve_existing_path(self.path, "give path=... (--data.path) with a Parquet file or a folder of them")
         if "train" not in find_parquet_files_by_split(path):
             raise UserError(f"{self.path!r} holds no Parquet file of training data (train-*.parquet)")
         if self.lazy:
@@ -150,7 +150,7 @@ class Npz(Source):
 
     def load(self) -> PooledDataset:
         """Reads the data set from the archive; raises a `UserError` if it cannot be read or lacks an array."""
-        advice = "give --data.path with an .npz file that holds x_train and y_train"
+        advice = "give path=... (--data.path) with an .npz file that holds x_train and y_train"
         if not self.path:
             raise UserError(advice)
         try:

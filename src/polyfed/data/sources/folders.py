@@ -62,7 +62,7 @@ class ImageFolder(Source):
 
     def load(self) -> PooledDataset:
         """Reads the images from the folders; raises a `UserError` if there is no such folder or it has another layout."""
-        advice = "give --data.path with a folder that has one folder of pictures per class"
+        advice = "give path=... (--data.path) with a folder that has one folder of pictures per class"
         if not self.path:
             raise UserError(advice)
         root = resolve_existing_path(self.path, advice)
@@ -173,7 +173,7 @@ class ImageTable(Source):
 
     def load(self) -> PooledDataset:
         """Reads the table and the images that it lists; raises a `UserError` if a column or an image is missing."""
-        advice = "give --data.path with a CSV or Parquet file that lists pictures, a row each"
+        advice = "give path=... (--data.path) with a CSV or Parquet file that lists pictures, a row each"
         if not self.path:
             raise UserError(advice)
         table = read_table(self.path)

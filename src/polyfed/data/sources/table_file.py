@@ -114,14 +114,25 @@ class TableFile(Source):
         """Reads the data set from the file; raises a `UserError` if the file or a column cannot be used."""
         if not self.path:
             raise UserError(PATH_ADVICE)
-        table = read_table(
-            self.path,
+        return self.build_dataset(self.read(self.path))
+
+    def read(self, rows: Any) -> Table:
+        """Reads a table with these options: the names of sites and groups in a CSV file stay as they are written.
+
+        Args:
+            rows: a file by its path, or what else `read_table` takes.
+
+        Raises:
+            UserError: it is unreadable or empty.
+        """
+        return read_table(
+            rows,
             missing=parse_column_names(self.missing),
             delimiter=self.delimiter,
             decimal=self.decimal,
             encoding=self.encoding,
+            text_columns=[name for name in (self.site, self.group) if name is not None],
         )
-        return self.build_dataset(table)
 
     def build_dataset(self, table: Table, *, warn: bool = True) -> PooledDataset:
         """Builds the data set from a table that has already been read; raises a `UserError` if a column does not exist

@@ -91,16 +91,16 @@ def _reason_not_categorical(column: NDArray[Any], name: str) -> str:
     present = [str(column[row]) for row in rows]
     cure = f"leave it out (drop={name!r}, --data.drop {name}), or make numbers of it before"
     if all(_DATE.fullmatch(value) for value in present[:100]):
-        return f"column {name!r} holds dates, such as {present[0]!r}: {cure}, such as an age or days since admission"
+        return f"column {name!r} holds dates: {cure}, such as an age or days since admission"
     odd = [row for row, value in zip(rows, present, strict=True) if not is_numeric_text(value)]
     if odd and all(THOUSANDS_COMMA.fullmatch(str(column[row])) for row in odd):
         return (
-            f"column {name!r} has numbers with a comma before three digits, such as {str(column[odd[0]])!r}: if it "
-            "separates thousands, take it out of the file; if it begins a fraction, give decimal=',' (--data.decimal ,)"
+            f"column {name!r} has numbers with a comma before three digits in {format_row_numbers(np.array(odd))}: if "
+            "it separates thousands, take it out of the file; if it begins a fraction, give decimal=',' (--data.decimal ,)"
         )
     if odd and all(DECIMAL_COMMA.fullmatch(str(column[row])) for row in odd):
         return (
-            f"column {name!r} has numbers with a comma, such as {str(column[odd[0]])!r}: give decimal=',' "
+            f"column {name!r} has numbers with a comma in {format_row_numbers(np.array(odd))}: give decimal=',' "
             "(--data.decimal ,)"
         )
     different, words = len(set(present)), sorted({str(column[row]) for row in odd})

@@ -2,8 +2,6 @@
 and rows.
 """
 
-import codecs
-import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,19 +12,24 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.times import times_as_numbers
-from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, open_file
 from polyfed.core.io.number_format import format_row_numbers
 from polyfed.data.formats.files import Table, read_parquet_splits, resolve_existing_path
+from polyfed.data.tabular.csv_reader import CSVFormat, one_line, read_csv
 
-PATH_ADVICE = "give --data.path with a CSV or Parquet file that has one row per example"
-_DELIMITERS = (",", ";", "\t", "|")
+PATH_ADVICE = "give path=... (--data.path) with a CSV or Parquet file that has one row per example"
 MAX_MISSING_WORDS = 3  # different words among numbers that may all stand for no value
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 THOUSANDS_COMMA = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?")
 
 
 def read_table(
-    source: Any, *, missing: Sequence[str] = (), delimiter: str = "auto", decimal: str = ".", encoding: str = "utf-8"
+    source: Any,
+    *,
+    missing: Sequence[str] = (),
+    delimiter: str = "auto",
+    decimal: str = ".",
+    encoding: str = "utf-8",
+    text_columns: Sequence[str] = (),
 ) -> Table:
     """Reads a CSV or Parquet file, a pandas frame, a mapping of columns, or a list of rows as a `pyarrow.Table`; raises
     a `UserError` if it is unreadable or empty.
@@ -38,6 +41,7 @@ def read_table(
         delimiter: between the cells of a CSV file; "auto" infers it from the first line.
         decimal: "." or ",", also of numbers that are texts.
         encoding: of the CSV file.
+        text_columns: columns of the CSV file that hold names, not numbers: "010" and "10" differ.
 
     Raises:
         UserError: it cannot be read, has no rows, has a column name twice, or lacks one that `missing` names.
@@ -50,7 +54,8 @@ def read_table(
     by_column = [entry.rpartition("=") for entry in map(str, missing) if entry.find("=") > 0]
     missing = tuple(entry for entry in map(str, missing) if entry.find("=") <= 0)
     if isinstance(source, str | Path):
-        table = _read_table_file(str(source), missing, delimiter, decimal, encoding)
+        form = CSVFormat(missing, delimiter, decimal, encoding, tuple(text_columns))
+        table = _read_table_file(str(source), form)
         name = repr(str(source))
     else:
         name = f"the {type(source).__name__}"
@@ -73,7 +78,7 @@ def read_table(
                 )
         except (pyarrow.ArrowException, TypeError, ValueError) as error:
             raise UserError(
-                f"{name} cannot be read as a table ({_one_line(error)}); each column needs values of one kind, and "
+                f"{name} cannot be read as a table ({one_line(error)}); each column needs values of one kind, and "
                 "texts that mean no value are given as missing=[...] (--data.missing)"
             ) from error
         table = _blank_missing_values(table, missing, decimal)
@@ -170,61 +175,14 @@ def _blank_missing_values(table: Table, missing: Sequence[str], decimal: str) ->
     return table
 
 
-def _read_table_file(path: str, missing: Sequence[str], delimiter: str, decimal: str, encoding: str) -> Table:
+def _read_table_file(path: str, form: CSVFormat) -> Table:
     file = resolve_existing_path(path, PATH_ADVICE)
     if file.is_dir() or file.suffix.lower() in (".parquet", ".pq"):
         tables = read_parquet_splits(file)
         if "train" not in tables:
             raise UserError(f"{path!r} holds no Parquet file; {PATH_ADVICE}")
-        return _blank_missing_values(tables["train"], missing, decimal)
-    return _read_csv(file, missing, delimiter, decimal, encoding)
-
-
-def _read_csv(file: Path, missing: Sequence[str], delimiter: str, decimal: str, encoding: str) -> Table:
-    import pyarrow
-    import pyarrow.csv
-
-    try:
-        with open_file(file) as stream, io.TextIOWrapper(stream, encoding) as text:
-            first = text.readline(MAX_TEXT_BYTES)
-    except (OSError, UnicodeDecodeError, LookupError) as error:
-        raise UserError(
-            f"{str(file)!r} cannot be read as text in {encoding} ({_one_line(error)}); {_advise_encoding(file)}"
-        ) from error
-    if "\0" in first:
-        raise UserError(f"{str(file)!r} is no CSV file: it holds bytes that are no text; save the sheet as CSV")
-    separator = delimiter if delimiter != "auto" else max(_DELIMITERS, key=first.count)
-    convert = pyarrow.csv.ConvertOptions(
-        null_values=[*pyarrow.csv.ConvertOptions().null_values, *missing],
-        strings_can_be_null=True,
-        decimal_point=decimal,
-    )
-    # One block: Arrow infers the types of columns from the first block, and a text in a later one would be an error.
-    reading = pyarrow.csv.ReadOptions(block_size=min(2**31 - 1, max(2**20, 2 * file.stat().st_size)), encoding=encoding)
-    parsing = pyarrow.csv.ParseOptions(delimiter=separator, newlines_in_values=True)
-    try:
-        table = pyarrow.csv.read_csv(file, read_options=reading, parse_options=parsing, convert_options=convert)
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        cure = (
-            _advise_encoding(file)
-            if "UTF8" in str(error) or "codec" in str(error)
-            else f"cells are separated by {separator!r}, rows by line"
-        )
-        raise UserError(f"{str(file)!r} cannot be read as CSV ({_one_line(error)}); {cure}") from error
-    if unreadable := [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]:
-        raise UserError(
-            f"column {unreadable[0]!r} of {str(file)!r} has texts that are not in {encoding}; {_advise_encoding(file)}"
-        )
-    return table
-
-
-def _advise_encoding(file: Path) -> str:
-    try:
-        with open_file(file) as stream:
-            is_utf16 = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    except (OSError, UserError):
-        is_utf16 = False
-    return f"give --data.encoding {'utf-16' if is_utf16 else 'latin-1'}, or save the file as UTF-8"
+        return _blank_missing_values(tables["train"], form.missing, form.decimal)
+    return read_csv(file, form)
 
 
 def check_columns_exist(table: Table, names: Sequence[str], role: str) -> None:
@@ -389,7 +347,3 @@ def is_numeric_text(value: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -92,13 +92,15 @@ def load_saved_model(folder: str | Path, client: str | None = None) -> SavedMode
     )
     if not model_names:
         raise UserError(
-            f"{folder} has no model with preprocessing: polyfed predict is for runs of --data table that have ended"
+            f"{folder} has no model with preprocessing: polyfed predict is for runs on a table (a CSV or Parquet file, or "
+            "heart) that have ended; in Python, run.predict takes other inputs"
         )
+    clients = [_client_of_model(models, name) for name in model_names]
     name = (model_names[0] if len(model_names) == 1 else "") if client is None else safe_file_name(client)
     if not name:
-        raise UserError(f"{folder} has models of several clients; give --client with one of {', '.join(model_names)}")
+        raise UserError(f"{folder} has models of several clients; give --client with one of {', '.join(clients)}")
     if name not in model_names:
-        raise UserError(f"{folder} has no model of client {client!r}; {did_you_mean(str(client), model_names)}")
+        raise UserError(f"{folder} has no model of client {client!r}; {did_you_mean(str(client), clients)}")
     try:
         prepared = preprocessor_from_json(parse_json(read_file(models / f"{name}{PREPROCESSING_SUFFIX}")))
         weights = read_safetensors(models / f"{name}.safetensors")
@@ -123,6 +125,12 @@ def load_saved_model(folder: str | Path, client: str | None = None) -> SavedMode
             owner,
         )
     return SavedModel(_build_from_config(config, owner, prepared, weights, folder, method), prepared, owner)
+
+
+def _client_of_model(models: Path, name: str) -> str:
+    """Returns the id of the client whose files have this name; ids with capital letters or spaces have other names."""
+    signature = models / f"{name}{SIGNATURE}"
+    return str(read_signature(signature)["client"]) if signature.is_file() else name
 
 
 def _fill_for_evaluation(network: nn.Module, weights: StateDict, folder: str | Path) -> nn.Module:

@@ -347,16 +347,16 @@ def check_can_become_run_directory(folder: Path) -> None:
     """
     try:
         if folder.exists() and not folder.is_dir():
-            raise UserError(f"the run directory {folder} is a file; choose another --out")
+            raise UserError(f"the run directory {folder} is a file; choose another out=... (--out)")
         if folder.exists() and not all(_is_left_by_a_start(entry.name) for entry in folder.iterdir()):
             hint = f"continue it with `polyfed resume {folder}` or " if (folder / "config.yaml").exists() else ""
-            raise UserError(f"the run directory {folder} is not empty; {hint}choose another --out")
+            raise UserError(f"the run directory {folder} is not empty; {hint}choose another out=... (--out)")
     except OSError as error:
         raise _unwritable_error(folder, error) from error
 
 
 def _unwritable_error(folder: Path, error: OSError) -> UserError:
-    return UserError(f"cannot write to the run directory {folder}: {error.strerror}; choose another --out")
+    return UserError(f"cannot write to the run directory {folder}: {error.strerror}; choose another out=... (--out)")
 
 
 def _is_left_by_a_start(name: str) -> bool:

@@ -113,7 +113,7 @@ def check_config_unchanged(folder: Path, config: Mapping[str, Any], manifest: Ma
     if not manifest:
         raise UserError(
             f"{folder / 'manifest.json'} is missing or damaged, so that nothing says which run this is; put back a copy of "
-            "it, or start another run with another --out"
+            "it, or start another run with another out=... (--out)"
         )
     if sentence := _config_change(folder, config, manifest):
         raise UserError(sentence)

@@ -140,8 +140,12 @@ def check_availability(value: Any) -> None:
 
 
 def _check_intervals(intervals: Any, client: str) -> None:
-    pairs: list[Any] = list(intervals) if isinstance(intervals, list | tuple) and intervals else [None]
-    for pair in pairs:
+    if not isinstance(intervals, list | tuple) or not intervals:
+        raise UserError(
+            f"availability of client {client!r} must be a list of [start, end] in seconds from 0, at least one, got "
+            f"{intervals!r}; leave a client that never takes part out of the federation"
+        )
+    for pair in intervals:
         is_pair = isinstance(pair, list | tuple) and len(pair) == 2
         if not (is_pair and all(map(_is_time, pair)) and pair[0] < pair[1]):
             raise UserError(

@@ -38,7 +38,7 @@ def check_settings(config: Mapping[str, Any], words: Sequence[str] = ()) -> None
     """
     data = config.get("data")
     if isinstance(data, Mapping) and data.get("name") == "table" and not data.get("path"):
-        raise UserError("give --data.path with a CSV or Parquet file that has one row per example")
+        raise UserError("give path=... (--data.path) with a CSV or Parquet file that has one row per example")
     names = [field.name for field in fields(Settings)]
     values = {name: config[name] for name in names if name in config and not name.startswith("compress")}
     try:

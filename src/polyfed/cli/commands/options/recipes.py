@@ -21,6 +21,7 @@ RECIPE_FOLDER = Path(__file__).parents[2] / "recipes"
 _LISTING = "polyfed list recipes"
 SCALES = ("paper", "cpu", "smoke")
 _SOURCES_BY_SUFFIX = dict.fromkeys((".csv", ".tsv", ".parquet", ".pq"), "table") | {".npz": "npz"}
+_SPREADSHEETS = (".xlsx", ".xls", ".xlsm", ".ods", ".numbers")
 _DEFAULT_SCALE = "cpu"
 _CHOICES = ("data", "partition", "model", "algorithm")  # sections of which a bare text is the `name`
 
@@ -254,10 +255,18 @@ def pop_recipe(argv: list[str], scale: str | None, variant: str | None) -> Chose
 def _data_options(word: str) -> list[str]:
     """Returns the options that stand for a data file or for the name of a data set that is no recipe; else nothing.
 
+    Raises:
+        UserError: a spreadsheet.
+
     >>> _data_options("heart.csv")
     ['--data', 'table', '--data.path', 'heart.csv']
     """
-    if source := _SOURCES_BY_SUFFIX.get(Path(word).suffix.lower()):
+    suffix = Path(word).suffix.lower()
+    if suffix in _SPREADSHEETS:
+        raise UserError(
+            f"{word} is a spreadsheet; save its sheet as CSV (in Excel: Save As, CSV UTF-8), and give that file"
+        )
+    if source := _SOURCES_BY_SUFFIX.get(suffix):
         return ["--data", source, "--data.path", word]
     from polyfed.cli import static_registry
 

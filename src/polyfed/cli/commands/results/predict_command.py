@@ -19,9 +19,10 @@ def predict_command(argv: list[str]) -> None:
     """
     parser = CommandParser(
         "polyfed predict DIR FILE [--client ID] [--out FILE.csv]",
-        "Predicts new rows with the network of a client. DIR is a run directory of a run on a table (polyfed run --data "
-        "table), or a folder of polyfed export. FILE is a CSV or Parquet file with the columns of the run, as raw as they "
-        "were there; the network's preprocessing is applied. The data of the run are not needed.",
+        "Predicts new rows with the network of a client. DIR is the directory of a run on a table (a CSV or Parquet file, "
+        "or heart), or a folder of polyfed export. FILE is a CSV or Parquet file with the columns of the run, as raw as "
+        "they were there; the network's preprocessing is applied. The data of the run are not needed. For images, texts and "
+        "other inputs: run.predict(client, inputs) in Python.",
     )
     parser.add_option("--client", "ID", "client whose network it is (needed where the run has several)")
     parser.add_option("--out", "FILE.csv", "write all rows, in their order; without it the first are printed")
@@ -94,17 +95,10 @@ def predict_file(folder: Path, client: str | None, file: str, out: Path | None) 
 def _read_rows(file: str, table_options: dict[str, Any]) -> Any:
     """Reads a file with the options of the run's own table."""
     from polyfed.core.io.validation import build_dataclass
-    from polyfed.data.sources.table_file import TableFile, parse_column_names
-    from polyfed.data.tabular.table_reader import read_table
+    from polyfed.data.sources.table_file import TableFile
 
     option_names = {"missing", "delimiter", "decimal", "encoding"}
     source = build_dataclass(
         TableFile, {name: value for name, value in table_options.items() if name in option_names}, "data"
     )
-    return read_table(
-        file,
-        missing=parse_column_names(source.missing),
-        delimiter=source.delimiter,
-        decimal=source.decimal,
-        encoding=source.encoding,
-    )
+    return source.read(file)

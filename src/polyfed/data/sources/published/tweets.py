@@ -24,8 +24,8 @@ from polyfed.data.formats.text import Vocabulary, build_vocabulary, load_vocabul
 from polyfed.data.pooled_dataset import PooledDataset, Source, build_pooled_dataset, move_test_set_to_train
 
 _ADVICE = (
-    "give --data.path with the folder of training.1600000.processed.noemoticon.csv (the published file) or of Parquet "
-    "files train-*.parquet and test-*.parquet"
+    "give path=... (--data.path) with the folder of training.1600000.processed.noemoticon.csv (the published file) or of "
+    "Parquet files train-*.parquet and test-*.parquet"
 )
 _FIELDS = ("sentiment", "id", "date", "query", "user", "text")
 

@@ -42,7 +42,9 @@ _EMNIST = {
     "digits": _DIGITS,
     "mnist": _DIGITS,
 }
-_CIFAR_ADVICE = "give --data.path with the folder of the hub's Parquet files (train-*.parquet, test-*.parquet)"
+_CIFAR_ADVICE = (
+    "give path=... (--data.path) with the folder of the hub's Parquet files (train-*.parquet, test-*.parquet)"
+)
 
 
 @final
@@ -293,6 +295,6 @@ def _build_dataset(data: _ImageSplits, names: tuple[str, ...], normalise: Normal
 
 def _idx_advice(train: str, test: str, more: str = "") -> str:
     return (
-        f"give --data.path with the folder of {train}-images-idx3-ubyte.gz, {train}-labels-idx1-ubyte.gz, "
+        f"give path=... (--data.path) with the folder of {train}-images-idx3-ubyte.gz, {train}-labels-idx1-ubyte.gz, "
         f"{test}-images-idx3-ubyte.gz and {test}-labels-idx1-ubyte.gz{more}, or of the hub's Parquet files"
     )

@@ -40,7 +40,7 @@ FINDINGS = (
     "Pleural_Thickening",
     "Hernia",
 )
-_ADVICE = "give --data.path with the folder of Data_Entry_2017.csv and the images, as the NIH publishes them"
+_ADVICE = "give path=... (--data.path) with the folder of Data_Entry_2017.csv and the images, as the NIH publishes them"
 
 
 @final

@@ -1,0 +1,47 @@
+"""How the site's search ranks pages: a weight for each page, and words that people type for it.
+
+Material's search counts a word in a title a thousand times one in the text, and a page's `tags` a thousand times a title.
+No page shows its tags (site.css hides them in the list of results).
+"""
+
+WEIGHTS = {  # by the beginning of a page's address, the first that fits; 1 elsewhere
+    "api/": 0.2,
+    "results": 0.2,
+    "leaderboard": 0.2,
+    "papers.md": 0.3,
+    "benchmarks.md": 0.2,
+    "defaults.md": 0.3,
+    "methods/": 0.6,
+    "methods.md": 2.0,
+    "configuration.md": 1.5,
+    "glossary.md": 1.5,
+    "index.md": 2.0,
+}
+GUIDE_WEIGHT = 4.0  # tutorial and how-to
+
+WORDS = {
+    "add_a_method.md": "custom method algorithm implement",
+    "asynchronous.md": "straggler stragglers fedbuff fedasync",
+    "choose.md": "method best recommend recommended",
+    "compare.md": "learning rate tune tuning hyperparameter hyperparameters search",
+    "data.md": "data image images text imagefolder dataset datasets numpy dataloader dirichlet non iid partition skew",
+    "export.md": "save serve serving onnx predict prediction inference production download",
+    "faq.md": "custom decided resume checkpoint crash interrupted windows macos error optimizer optimiser loss",
+    "index.md": "federate federated install pip conda requirements licence license cite citation bibtex personalized",
+    "intervals.md": "cross validation fold folds test confidence significance significant p-value power bootstrap",
+    "metrics.md": "metric metrics auc auroc accuracy f1 sensitivity specificity calibration",
+    "networks.md": "custom own model models network networks architecture architectures heterogeneous torchvision timm",
+    "methods.md": "batch epochs momentum scheduler",
+    "pretrained.md": "hugging face huggingface transformers bert finetune fine peft",
+    "privacy.md": "differential privacy dp epsilon",
+    "scaling.md": "bytes bandwidth communication traffic cost",
+    "tabular.md": "csv excel xlsx spreadsheet parquet pandas dataframe missing own patients imbalance",
+    "tasks.md": "regression forecast forecasting time series segmentation survival multilabel",
+}
+
+
+def weigh_page(address: str, section: str) -> float:
+    """Returns the weight of a page in the search: above 1 for guides, below 1 for results and what is made from code."""
+    if section in ("Tutorial", "How-to"):
+        return GUIDE_WEIGHT
+    return next((weight for start, weight in WEIGHTS.items() if address.startswith(start)), 1.0)

@@ -1,0 +1,127 @@
+"""Reads CSV files as Arrow tables; error messages name columns and rows, and no cell."""
+
+import codecs
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from polyfed.core.errors import UserError
+from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, open_file
+from polyfed.data.formats.files import Table
+
+_DELIMITERS = (",", ";", "\t", "|")
+_ENDS_WITH_ZEROS = r"^([+-]?\d+)\.0+$"  # a whole number as pandas writes it in a column with empty cells
+
+
+@final
+@dataclass(frozen=True)
+class CSVFormat:
+    """Describes how a CSV file is written.
+
+    Args:
+        missing: texts that stand for no value, beside the usual ones.
+        delimiter: between cells; "auto" infers it from the first line.
+        decimal: "." or ",".
+        encoding: of the file.
+        text_columns: columns whose cells stay texts, so that "010" and "10" differ.
+    """
+
+    missing: tuple[str, ...] = ()
+    delimiter: str = "auto"
+    decimal: str = "."
+    encoding: str = "utf-8"
+    text_columns: tuple[str, ...] = ()
+
+
+def read_csv(file: Path, form: CSVFormat) -> Table:
+    """Reads a CSV file, without spaces around column names, and without empty rows at its end, as spreadsheets write them.
+
+    Args:
+        file: its path.
+        form: how it is written.
+
+    Raises:
+        UserError: it is no text in this encoding, its rows have different numbers of cells, or a column has no name.
+    """
+    import pyarrow
+    import pyarrow.compute as compute
+    import pyarrow.csv
+
+    try:
+        with open_file(file) as stream, io.TextIOWrapper(stream, form.encoding) as text:
+            first = text.readline(MAX_TEXT_BYTES)
+    except (OSError, UnicodeDecodeError, LookupError) as error:
+        raise UserError(
+            f"{str(file)!r} cannot be read as text in {form.encoding} ({one_line(error)}); {_advise_encoding(file)}"
+        ) from error
+    if "\0" in first or first.startswith("PK\x03\x04"):
+        raise UserError(f"{str(file)!r} is no CSV file: it holds bytes that are no text; save the sheet as CSV")
+    separator = form.delimiter if form.delimiter != "auto" else max(_DELIMITERS, key=first.count)
+    # One block: Arrow infers the types of columns from the first block, and a text in a later one would be an error.
+    block_size = min(2**31 - 1, max(2**20, 2 * file.stat().st_size))
+    default_words = pyarrow.csv.ConvertOptions().null_values
+    try:
+        table = pyarrow.csv.read_csv(
+            file,
+            read_options=pyarrow.csv.ReadOptions(block_size=block_size, encoding=form.encoding),
+            parse_options=pyarrow.csv.ParseOptions(delimiter=separator, newlines_in_values=True),
+            convert_options=pyarrow.csv.ConvertOptions(
+                null_values=[*default_words, *form.missing],
+                strings_can_be_null=True,
+                decimal_point=form.decimal,
+                column_types=dict.fromkeys(form.text_columns, pyarrow.string()),
+            ),
+        )
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        is_encoding = "UTF8" in str(error) or "codec" in str(error)
+        cure = _advise_encoding(file) if is_encoding else f"cells are separated by {separator!r}, rows by line"
+        what = re.sub(r"(Expected \d+ columns, got \d+).*", r"\1", one_line(error))  # a row follows, with its cells
+        raise UserError(f"{str(file)!r} cannot be read as CSV ({what}); {cure}") from error
+    table = _without_unnamed_empty_columns(table, file)
+    if unreadable := [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]:
+        raise UserError(
+            f"column {unreadable[0]!r} of {str(file)!r} has texts that are not in {form.encoding}; "
+            f"{_advise_encoding(file)}"
+        )
+    for name in set(form.text_columns) & set(table.column_names):
+        if pyarrow.types.is_string(table.column(name).type):  # not if the file has spaces around the name
+            trimmed = compute.utf8_trim_whitespace(table.column(name))
+            names = compute.replace_substring_regex(trimmed, _ENDS_WITH_ZEROS, r"\1")
+            table = table.set_column(table.column_names.index(name), name, names)
+    return _without_empty_rows_at_the_end(table)
+
+
+def _without_unnamed_empty_columns(table: Table, file: Path) -> Table:
+    names = [name.strip() for name in table.column_names]
+    for position in reversed(range(len(names))):
+        if names[position]:
+            continue
+        if table.column(position).null_count < table.num_rows:
+            raise UserError(
+                f"{str(file)!r}: column {position + 1} has values and no name; give it one in the first line"
+            )
+        table = table.remove_column(position)
+    return table.rename_columns([name for name in names if name])
+
+
+def _without_empty_rows_at_the_end(table: Table) -> Table:
+    rows = table.num_rows
+    while rows and all(not column[rows - 1].is_valid for column in table.columns):
+        rows -= 1
+    return table.slice(0, rows)
+
+
+def _advise_encoding(file: Path) -> str:
+    try:
+        with open_file(file) as stream:
+            is_utf16 = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    except (OSError, UserError):
+        is_utf16 = False
+    return f"give --data.encoding {'utf-16' if is_utf16 else 'latin-1'}, or save the file as UTF-8"
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the text of an error without line breaks, at most 200 characters."""
+    return " ".join(str(error).split())[:200]
