@@ -2,6 +2,7 @@
 as FedPNAS does, but not trained for adaptation to clients.
 """
 
+from abc import ABC
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -13,9 +14,30 @@ from polyfed.core.training.loop import fit
 from polyfed.nas.supernet import SamplerContext, SamplingUnit
 
 
+@dataclass(frozen=True, kw_only=True)
+class AveragedSupernetMethod(SupernetMethod, ABC):
+    """Trains a supernet at every client without adaptation to it, and averages the weights and probabilities (FedAvg)."""
+
+    finetune_epochs: int = 0
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """Trains the supernet on the client's examples, with architectures drawn at random, one for each minibatch or
+        example; returns a reply with the trained supernet, and the new private state.
+
+        These are steps on L_k(W, Π), with architectures drawn by eq. 2, and lead to θ^k.
+        """
+        net = self.load_supernet(message, client_state, client)
+        fit_result = fit(
+            net.module, client, self, lr=message.scalars["lr"], seed=seed, lr_factor=self.sampler_lr_factor
+        )
+        return self.build_reply_and_client_state(net, client, fit_result.loss)
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedDSNAS(SupernetMethod):
+class FedDSNAS(AveragedSupernetMethod):
     """Searches one architecture for all clients: the server averages over the clients the weights of a supernet, which
     contains all candidate operations, and the operations' probabilities (FedAvg).
 
@@ -43,26 +65,11 @@ class FedDSNAS(SupernetMethod):
     )
 
     sampler_lr: float | None = 0.2
-    finetune_epochs: int = 0
-
-    def local_update(
-        self, message: Message, client_state: ClientState, client: Client, seed: int
-    ) -> tuple[Message, ClientState]:
-        """Trains the supernet on the client's examples, with one random architecture per minibatch; returns a reply
-        with the trained supernet, and the new private state.
-
-        These are steps on L_k(W, Π), with architectures drawn by eq. 2, and lead to θ^k.
-        """
-        net = self.load_supernet(message, client_state, client)
-        fit_result = fit(
-            net.module, client, self, lr=message.scalars["lr"], seed=seed, lr_factor=self.sampler_lr_factor
-        )
-        return self.build_reply_and_client_state(net, client, fit_result.loss)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class CAFedDSNAS(SupernetMethod):
+class CAFedDSNAS(AveragedSupernetMethod):
     """Searches architectures as FedDSNAS does, but chooses the operations of the network separately for each example
     (context-aware samplers, section 3.3).
 
@@ -89,21 +96,6 @@ class CAFedDSNAS(SupernetMethod):
     context: ClassVar[SamplerContext] = "aware"
     per: SamplingUnit = "example"
     sampler_lr: float | None = 0.05
-    finetune_epochs: int = 0
 
     def _sampling_unit(self) -> SamplingUnit:
         return self.per
-
-    def local_update(
-        self, message: Message, client_state: ClientState, client: Client, seed: int
-    ) -> tuple[Message, ClientState]:
-        """Trains the supernet on the client's examples, with a random architecture for each example; returns a reply
-        with the trained supernet, and the new private state.
-
-        These are steps on L_k(W, Π), with architectures drawn by eq. 2, and lead to θ^k.
-        """
-        net = self.load_supernet(message, client_state, client)
-        fit_result = fit(
-            net.module, client, self, lr=message.scalars["lr"], seed=seed, lr_factor=self.sampler_lr_factor
-        )
-        return self.build_reply_and_client_state(net, client, fit_result.loss)
