@@ -171,6 +171,13 @@ def test_a_minibatch_of_one_example_has_it_twice():
     assert minibatch_of_two_or_more(examples, torch.tensor([2, 0]))[1].tolist() == [2, 0]
 
 
+def test_a_client_with_two_examples_trains_a_network_with_batch_norm_on_one_of_them_twice():
+    two = [pf.Client(c.id, c.model, c.train.head(2), c.test, c.val) for c in pf.testing.small_clients(2)]
+    run = pf.federate(two, FedL2G(lr=0.1), rounds=1, workers=0)
+    assert not torch.equal(run.model("client-0").head.weight, two[0].model().head.weight)
+    assert all(torch.isfinite(tensor).all() for tensor in run.model("client-0").state_dict().values())
+
+
 class WithIdleLayer(nn.Module):
     """Has a trained layer that takes no part in the output."""
 

@@ -246,6 +246,23 @@ def test_robust_rules_compare_rebased_replies():
     assert pf.federate(clients, FedAvg(robust="median"), **given).history[-1]["robust"]["rule"] == "median"
 
 
+@pytest.mark.parametrize(
+    ("robust", "rule", "flaw"),
+    [
+        ("median", "fedasync", "of fewer than 3 replies it leaves none out, and a server update has 1"),
+        (
+            "geometric_median",
+            pf.FedBuff(buffer=2),
+            "of fewer than 3 replies it leaves none out, and a server update has 2",
+        ),
+        ("krum", pf.FedBuff(buffer=4), "needs at least 2f \\+ 3 = 5 clients a round"),
+    ],
+)
+def test_robust_rules_that_a_buffer_has_too_few_replies_for_are_refused_before_round_1(robust, rule, flaw):
+    with pytest.raises(UserError, match=f"{flaw}.*a round is one buffer of replies"):
+        pf.federate(equal_clients(6), FedAvg(robust=robust), rounds=2, speeds=5.0, asynchronous=rule, **GIVEN)
+
+
 def test_privacy_counts_each_server_update():
     method = FedAvg(privacy=pf.Privacy(noise_multiplier=1.0), local_epochs=1)
     run = pf.federate(

@@ -23,6 +23,7 @@ from polyfed.algorithms.prototypes.guiding_vectors import (
     guided_loss,
     minibatch_of_two_or_more,
     split_study_and_quiz,
+    two_or_more,
 )
 from polyfed.algorithms.prototypes.prototype_method import expected_class_means_spec
 from polyfed.alignment.representations import compute_representations, representation_module_name
@@ -189,7 +190,8 @@ class FedL2G(PersonalNetworkMethod, Averaging, ValidatesNetworks):
 
         scalars: dict[str, float] = {"num_examples": len(study)}
         if message.scalars["trains"]:
-            fit_result = fit(model, replace(client, train=study), self, lr=lr, seed=seed, loss=loss, representation=name,
+            two = study.select(two_or_more(torch.arange(len(study), device=client.train.device)))
+            fit_result = fit(model, replace(client, train=two), self, lr=lr, seed=seed, loss=loss, representation=name,
                              reported_loss="task")  # fmt: skip
             scalars = reply_scalars(replace(client, train=study), fit_result.loss)
         trained = copy_trained_weights_and_buffers(model)

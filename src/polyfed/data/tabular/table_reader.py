@@ -17,6 +17,7 @@ from polyfed.data.formats.files import Table, read_parquet_splits, resolve_exist
 from polyfed.data.tabular.csv_reader import CSVFormat, one_line, read_csv
 
 PATH_ADVICE = "give path=... (--data.path) with a CSV or Parquet file that has one row per example"
+_LARGEST = float(np.finfo(np.float32).max)
 MAX_MISSING_WORDS = 3  # different words among numbers that may all stand for no value
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 THOUSANDS_COMMA = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?")
@@ -254,14 +255,15 @@ def is_numeric_column(table: Table, name: str) -> bool:
 
 
 def column_as_numbers(table: Table, name: str) -> NDArray[np.float64]:
-    """Returns a table's column as numbers, with NaN for missing values; raises a `UserError` for an infinite value.
+    """Returns a table's column as numbers, with NaN for missing values; raises a `UserError` for an infinite value, or
+    one beyond the 32-bit numbers of networks.
 
     Args:
         table: that has the column.
         name: of a column of numbers, or of texts that are numbers.
 
     Raises:
-        UserError: an infinite value.
+        UserError: an infinite value, or one beyond 32-bit numbers.
     """
     import pyarrow
 
@@ -274,9 +276,10 @@ def column_as_numbers(table: Table, name: str) -> NDArray[np.float64]:
         column.cast(pyarrow.float64(), safe=False) if not pyarrow.types.is_boolean(column.type) else column.cast("int8")
     )
     content = np.asarray(as_floats.to_numpy(zero_copy_only=False), dtype=np.float64)
-    if len(wrong := np.flatnonzero(np.isinf(content))):
+    if len(wrong := np.flatnonzero(np.abs(content) > _LARGEST)):
         raise UserError(
-            f"column {name!r} has an infinite value in {format_row_numbers(wrong)}; correct it, or leave the cell empty"
+            f"column {name!r} has an infinite value, or one beyond {_LARGEST:.0e}, in {format_row_numbers(wrong)}; "
+            "correct it, or leave the cell empty"
         )
     return content
 

@@ -193,7 +193,7 @@ def _check_and_build_server(
             )
     if settings.secure:
         check_secure_support(algorithm, parties)
-    check_robust_rule(algorithm, parties)
+    check_robust_rule(algorithm, settings, parties)
     if isinstance(algorithm, LocalTraining) and algorithm.privacy is not None:
         check_privacy_covers_method(algorithm, deployment.sites)
         algorithm = algorithm.with_privacy_of_run(settings.rounds)

@@ -17,6 +17,7 @@ from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import expand_user_path, read_file
+from polyfed.core.io.number_format import format_row_numbers
 from polyfed.core.io.validation import parse_json
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import build_module, fill_module
@@ -70,7 +71,15 @@ def convert_outputs_to_columns(outputs: Tensor, prepared: TablePreprocessor) -> 
     row}`.
 
     The task decides which; regression outputs are in the unit of the table already.
+
+    Raises:
+        UserError: outputs are NaN or infinite.
     """
+    if len(wrong := (~torch.isfinite(outputs.flatten(1)).all(1)).nonzero().flatten()):
+        raise UserError(
+            f"the network's outputs are NaN or infinite for {format_row_numbers(wrong.numpy())}: the values are far from "
+            "those that it was trained on; correct them, or leave these rows out"
+        )
     return prepared.task.prediction_columns(outputs, prepared.classes)
 
 

@@ -27,6 +27,28 @@ METHODS = few(
 Y = torch.arange(24) % 3
 
 
+class Detached(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+def not_a_number():
+    layer = nn.Linear(6, 3)
+    nn.init.constant_(layer.bias, float("nan"))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("factory", "sentence"),
+    [
+        (lambda: Detached(6, 3), "its network's output has no gradient, so that nothing can be trained; take detach"),
+        (not_a_number, "the parameter 'bias' of its network is NaN or infinite before any training"),
+    ],
+)
+def test_networks_from_which_nothing_can_be_learnt_are_refused_before_round_1(factory, sentence):
+    assert f"client 'c0': {sentence}" in outcome("fedavg", factory)
+
+
 def inputs(seed, number=24):
     return torch.randn(number, 6, generator=torch_generator(seed))
 

@@ -29,8 +29,8 @@ def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[i
         client_name: the client, for error messages.
 
     Raises:
-        UserError: the network fails, in evaluation or in training; its output is no tensor with a row for each example;
-            or it creates layers or tensors as it runs.
+        UserError: a parameter is NaN or infinite; the network fails, in evaluation or in training; its output is no tensor
+            with a row for each example, or has no gradient; or it creates layers or tensors as it runs.
     """
     report_unused_training_code(module, client_name)
     x = data.batch(torch.zeros(2, dtype=torch.int64))[0]
@@ -57,12 +57,20 @@ def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[i
                 f"{client_name}: its network adds or removes the tensor {min(changed_names)!r} as it runs; build all layers "
                 "and buffers in __init__, and let forward choose among them"
             )
+        if training and not output.requires_grad:
+            raise UserError(
+                f"{client_name}: its network's output has no gradient, so that nothing can be trained; take detach(), "
+                "torch.no_grad() and conversions to numpy out of forward, and let the output depend on trained parameters"
+            )
         shapes.append(tuple(output.shape[1:]))
     if shapes[0] != shapes[1]:
         raise UserError(
             f"{client_name}: its network's output is {('batch', *shapes[0])} in evaluation and {('batch', *shapes[1])} in "
             "training; return one form in both"
         )
+    if name := next((name for name, p in module.named_parameters() if not torch.isfinite(p).all()), None):
+        raise UserError(f"{client_name}: the parameter {name!r} of its network is NaN or infinite before any training; "
+                        "initialise it with finite numbers")  # fmt: skip
     return shapes[0]
 
 
@@ -111,8 +119,8 @@ def name_of_buffer_from_examples(module: nn.Module, data: Examples) -> str | Non
 
 
 def _forward(module: nn.Module, x: Any, training: bool) -> Any:
-    """Runs the network without gradients, but not in inference mode, and without changing the caller's random state."""
-    with torch.no_grad(), temporary_rng_seed(0):
+    """Runs the network, with gradients in training alone, and without changing the caller's random state."""
+    with torch.set_grad_enabled(training), temporary_rng_seed(0):
         return call_network(module.train(training), x)
 
 

@@ -7,6 +7,8 @@ from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
 from polyfed.core.robust.parse import parse_robust_rule
+from polyfed.core.robust.rule import CombiningRule
+from polyfed.simulation.asynchronous.rules import parse_asynchronous
 from polyfed.simulation.engines.devices import check_engine_installed
 from polyfed.simulation.rounds.planning.evaluation_sample import check_evaluation_sample
 from polyfed.simulation.rounds.replies.regional_sums import check_regions
@@ -31,16 +33,26 @@ def check_settings_suit_method(algorithm: Algorithm[Any, Any], settings: Setting
         check_secure_support(algorithm, cohort_size)
     if settings.regions is not None:
         check_regions(algorithm, settings.regions, client_ids)
-    check_robust_rule(algorithm, cohort_size)
+    check_robust_rule(algorithm, settings, cohort_size)
     check_engine_installed(settings.engine)
 
 
-def check_robust_rule(algorithm: Algorithm[Any, Any], cohort_size: int) -> None:
-    """Raises a `UserError` if a round has too few clients for the method's robust rule.
+def check_robust_rule(algorithm: Algorithm[Any, Any], settings: Settings, cohort_size: int) -> None:
+    """Raises a `UserError` if a server update has too few replies for the method's robust rule: those of a round's clients,
+    or of a buffer in asynchronous rounds.
 
     Raises:
         UserError: the rule cannot combine so few replies, or protects nothing with them.
     """
-    rule = parse_robust_rule(getattr(algorithm, "robust", None))
-    if rule is not None and (flaw := rule.cohort_error(cohort_size)):
-        raise UserError(f"{registry_name(algorithm)}: robust='{rule}' is not possible: {flaw}")
+    if (rule := parse_robust_rule(getattr(algorithm, "robust", None))) is None:
+        return
+    asynchronous = parse_asynchronous(settings.asynchronous)
+    num_replies = cohort_size if asynchronous is None else asynchronous.buffer
+    flaw = rule.cohort_error(num_replies)
+    if flaw is None and asynchronous is not None and num_replies < 3 and isinstance(rule, CombiningRule):
+        flaw = f"of fewer than 3 replies it leaves none out, and a server update has {num_replies}"
+    if flaw is not None:
+        buffer = (
+            "" if asynchronous is None else f" (asynchronous={asynchronous.rule}: a round is one buffer of replies)"
+        )
+        raise UserError(f"{registry_name(algorithm)}: robust='{rule}' is not possible: {flaw}{buffer}")
