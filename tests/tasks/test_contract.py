@@ -22,14 +22,24 @@ GOOD = {
 }
 """Task -> targets of four examples, and the shape of a network's outputs for them."""
 BAD = {
-    "classification": [(torch.tensor([0, -1, 1, 0]), "count from 0"), (torch.tensor([0.5, 1, 2, 3]), "fractions")],
+    "classification": [
+        (torch.tensor([0, -1, 1, 0]), "count from 0"),
+        (torch.tensor([0.5, 1, 2, 3]), "fractions"),
+        (torch.zeros(4, 2, 2, dtype=torch.int64), "give task='segmentation' if they are the class of each pixel"),
+    ],
     "multilabel": [(torch.tensor([[0, 1], [1, 2], [0, 0], [1, 0]]), "other values than 0 and 1")],
     "regression": [(torch.tensor([1.0, math.nan, 2.0, 3.0]), "row 1 is nan")],
     "survival": [
-        (torch.tensor([[3.0, 1], [2.0, 2], [5.0, 1], [2.0, 1]]), "row 1 has event 2, and an event is 1"),
-        (torch.tensor([[3.0, 1], [2.0, 0], [-5.0, 1], [2.0, 1]]), "row 2 has time -5, and a time is at least 0"),
+        (
+            torch.tensor([[3.0, 1], [2.0, 2], [5.0, 1], [2.0, 1]]),
+            r"row 1 \(the first is 0\) has event 2, and an event is 1",
+        ),
+        (
+            torch.tensor([[3.0, 1], [2.0, 0], [-5.0, 1], [2.0, 1]]),
+            r"row 2 \(the first is 0\) has time -5, and a time is at least 0",
+        ),
         (torch.tensor([[3.0, 1], [2.0, 0], [math.nan, 1], [2.0, 1]]), "row 2, column 0 is nan"),
-        (torch.tensor([[1.0, 30], [0, 20], [1, 10], [1, 5]]), "row 0 has event 30.*swap the two columns"),
+        (torch.tensor([[1.0, 30], [0, 20], [1, 10], [1, 5]]), r"row 0 .* has event 30.*swap the two columns"),
         (torch.tensor([3.0, 2.0, 5.0, 2.0]), "the time and the event"),
     ],
     "tokens": [

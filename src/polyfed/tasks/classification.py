@@ -223,11 +223,7 @@ def class_labels_error(labels: Tensor) -> str:
     are_integers = not labels.is_floating_point() or bool((labels == labels.floor()).all())
     conversion = ".long()" if labels.is_floating_point() else ""
     if labels.dim() > 2:
-        return (
-            f"{description}, one for each of several places, as in segmentation, which is no task of polyfed; labels "
-            "of 0 and 1 are trained with task='multilabel', both labels and the network's output flattened to shape "
-            "(n, labels)"
-        )
+        return f"{description}; give task='segmentation' if they are the class of each pixel, and else one class an example"
     if not are_integers:
         return f"{description}, with fractions; give task='regression' if they are amounts"
     if labels.dim() == 1:
@@ -237,7 +233,10 @@ def class_labels_error(labels: Tensor) -> str:
     if bool(((labels == 0) | (labels == 1)).all()):
         one_hot = bool((labels.sum(1) == 1).all())
         return f"{description}; give labels.argmax(1)" if one_hot else f"{description}; give task='multilabel'"
-    return f"{description}; give one class an example, or task='regression' if they are amounts"
+    return (
+        f"{description}; give one class an example, task='regression' if they are amounts, 'tokens' if they are the class "
+        "of each token, or 'survival' if they are times and events"
+    )
 
 
 def softened_divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:

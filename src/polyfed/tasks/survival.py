@@ -108,11 +108,14 @@ class Survival(Task):
                 else "give 1 for the event (in a table, positive=... or --data.positive says which value is the event)"
             )
             raise UserError(
-                f"{name} targets: row {row} has event {float(event[row]):g}, and an event is 1, or 0 for censored; {cure}"
+                f"{name} targets: row {row} (the first is 0) has event {float(event[row]):g}, and an event is 1, or 0 for "
+                f"censored; {cure}"
             )
         if bool((time < 0).any()):
             row = int((time < 0).nonzero()[0, 0])
-            raise UserError(f"{name} targets: row {row} has time {float(time[row]):g}, and a time is at least 0")
+            raise UserError(
+                f"{name} targets: row {row} (the first is 0) has time {float(time[row]):g}, and a time is at least 0"
+            )
 
     def num_outputs(self, targets: Tensor, names: Sequence[str] = ()) -> int:
         """Returns 1 for Cox's model, or the number of intervals for hazards."""

@@ -117,7 +117,8 @@ def _reason_not_categorical(column: NDArray[Any], name: str) -> str:
     if many:
         return (
             f"column {name!r} has {different} different texts in {len(present)} rows: that is free text or an "
-            f"identifier; {cure}, or take it as categories (categorical={name!r}, --data.categorical {name})"
+            f"identifier; {cure}, take it as categories (categorical={name!r}, --data.categorical {name}), or, if its "
+            f"rows belong together, give group={name!r} (--data.group {name})"
         )
     return ""
 
