@@ -93,14 +93,14 @@ def did_you_mean(name: str, choices: Iterable[str], listing: str = "") -> str:
     return f"{hint or ''}{'C' if hint else 'c'}hoices: {', '.join(choices)}"
 
 
-def warn_of_data(text: str, *, stacklevel: int = 2) -> None:
+def warn_of_data(text: str) -> None:
     """Issues `text` as a `UserWarning` about the data, and appends it to the list of an enclosing
     `collect_data_warnings` block, if there is one.
     """
     collected = _COLLECTED.get()
     if collected is not None and text not in collected:
         collected.append(text)
-    warnings.warn(text, UserWarning, stacklevel=stacklevel + 1)
+    warnings.warn(text, UserWarning, stacklevel=3)
 
 
 @contextmanager

@@ -76,30 +76,23 @@ def compute_metrics(
     return {name: _finite_or_none(value) for name, value in {**values, "loss": value}.items()}
 
 
-def evaluate(
-    model: nn.Module, examples: Examples, task: Task | str, metrics: Sequence[Metric] = (), loss: Loss | None = None
-) -> MetricValues:
-    """Runs a network on examples, and returns `{metric's name: value}` and the mean loss under "loss"; a value that is
-    undefined or not finite is None.
-
-    Without `metrics` the task's default is computed.
+def evaluate(model: nn.Module, examples: Examples, task: Task | str, loss: Loss | None = None) -> MetricValues:
+    """Runs a network on examples, and returns the task's default metric by its name and the mean loss under "loss"; a
+    value that is undefined or not finite is None.
 
     >>> even = Examples(torch.eye(2), torch.tensor([0, 1]))
     >>> evaluate(nn.Identity(), even, "classification")
     {'accuracy': 1.0, 'loss': 0.313...}
     """
     network = get_task(task).prediction_network(model)
-    return compute_metrics(predict(network, examples), examples.labels.cpu(), task, metrics, loss)
+    return compute_metrics(predict(network, examples), examples.labels.cpu(), task, loss=loss)
 
 
-def evaluate_client(
-    model: nn.Module, client: Client, prefix: str = "", metrics: Sequence[Metric] = (), loss: Loss | None = None
-) -> MetricValues:
-    """Returns `{name: value}` for a network's metrics and loss on a client's test, validation and global test examples.
-
-    The names are "accuracy" (test), "val_accuracy", "global_accuracy", ..., each after `prefix`.
+def evaluate_client(model: nn.Module, client: Client, loss: Loss | None = None) -> MetricValues:
+    """Returns `{name: value}` for the task's default metric and the loss of a network on a client's test, validation and
+    global test examples. The names are "accuracy" (test), "val_accuracy", "global_accuracy", ....
     """
-    return evaluate_client_with_outputs(model, client, metrics, prefix, loss)[0]
+    return evaluate_client_with_outputs(model, client, loss=loss)[0]
 
 
 def evaluate_client_with_outputs(
@@ -111,7 +104,9 @@ def evaluate_client_with_outputs(
     The outputs have the keys "test" and, if there is such a set, "val"; each is float32 on the CPU, shape (n, ...).
 
     Args:
-        model, client, metrics, prefix: as in `evaluate_client`.
+        model, client: as in `evaluate_client`.
+        metrics: in the order of the result; empty for the task's default metric.
+        prefix: stands before each name.
         loss: the loss that training minimises, for outputs and targets on the CPU; None for the task's.
     """
     row: MetricValues = {}

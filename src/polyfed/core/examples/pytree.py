@@ -271,17 +271,17 @@ def input_spec_of(inputs: Any) -> InputSpec:
     return InputSpec(container="tuple", parts=tuple((str(i), input_spec_of(part)) for i, part in enumerate(inputs)))
 
 
-def flatten_inputs(inputs: Any, prefix: str = "x") -> dict[str, Tensor]:
+def flatten_inputs(inputs: Any) -> dict[str, Tensor]:
     """Returns `{name: tensor}` for the tensors of nested inputs, so that they can be sent or saved; `unflatten_inputs`
     is the inverse.
 
     >>> list(flatten_inputs(torch.zeros(1))), list(flatten_inputs({"a": torch.zeros(1), "b": (torch.zeros(1),)}))
     (['x'], ['x/a', 'x/b/0'])
     """
-    return dict(named_leaves(inputs, prefix))
+    return dict(named_leaves(inputs, "x"))
 
 
-def unflatten_inputs(tensors: Mapping[str, Tensor], input_spec: InputSpec, prefix: str = "x") -> Any:
+def unflatten_inputs(tensors: Mapping[str, Tensor], input_spec: InputSpec) -> Any:
     """Rebuilds nested inputs from the result of `flatten_inputs`, in the structure of `input_spec`; raises a
     `UserError` for other names, but does not check shapes.
 
@@ -291,9 +291,7 @@ def unflatten_inputs(tensors: Mapping[str, Tensor], input_spec: InputSpec, prefi
     >>> unflatten_inputs({"x/0": torch.zeros(1), "x/1": torch.ones(1)}, input_spec_of((torch.zeros(1), torch.zeros(1))))
     (tensor([0.]), tensor([1.]))
     """
-    part_names = [
-        part for part, _ in named_leaves(input_spec.build_inputs(lambda shape, dtype: torch.empty(0)), prefix)
-    ]
+    part_names = [part for part, _ in named_leaves(input_spec.build_inputs(lambda shape, dtype: torch.empty(0)), "x")]
     if sorted(part_names) != sorted(tensors):
         raise UserError(f"these are inputs of the parts {sorted(tensors)}, expected {sorted(part_names)}")
     remaining_names = iter(part_names)

@@ -125,7 +125,7 @@ def load_model_for_eval(
     )
 
 
-def recompute_norm_statistics(module: nn.Module, examples: Examples, batch_size: int = 128) -> None:
+def recompute_norm_statistics(module: nn.Module, examples: Examples) -> None:
     """Sets the running mean and variance of each normalisation layer to the mean and variance of the layer's inputs
     over all examples.
 
@@ -143,7 +143,7 @@ def recompute_norm_statistics(module: nn.Module, examples: Examples, batch_size:
     rows = torch.randperm(len(examples), generator=torch_generator(0)).to(examples.device)
     try:
         with torch.no_grad():
-            for batch in split_into_batches(rows, batch_size, at_least_two=True):
+            for batch in split_into_batches(rows, 128, at_least_two=True):
                 call_network(module, to_preferred_memory_format(module, examples.batch(batch)[0]))
     finally:
         module.eval()

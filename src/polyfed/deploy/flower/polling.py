@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import final
 
+_LONGEST_SECONDS = 3.0  # between two polls
+_SHARE_OF_PASSED_TIME = 0.05  # that a further wait takes
 _EARLY_SHARE, _HISTORY_LENGTH = 0.75, 3  # first poll after this share of the shortest of so many durations
 
 
@@ -19,8 +21,6 @@ class PollingSchedule:
 
     Args:
         shortest_seconds: the shortest wait between two polls, in seconds.
-        longest_seconds: the longest wait between two polls, in seconds.
-        share_of_passed_time: the share of the time passed that a wait takes.
         clock: returns the time in seconds.
 
     >>> now = iter([0.0, 0.0, 0.0, 0.0, 10.0, 10.0, 10.0, 10.0]).__next__
@@ -34,16 +34,9 @@ class PollingSchedule:
     def __init__(
         self,
         shortest_seconds: float = 0.2,
-        longest_seconds: float = 3.0,
-        share_of_passed_time: float = 0.05,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._shortest, self._longest, self._share, self._clock = (
-            shortest_seconds,
-            longest_seconds,
-            share_of_passed_time,
-            clock,
-        )
+        self._shortest, self._clock = shortest_seconds, clock
         self._durations: deque[float] = deque(maxlen=_HISTORY_LENGTH)
         self.start_new_wait()
 
@@ -59,7 +52,8 @@ class PollingSchedule:
         passed = now - self._since
         self._misses += 1
         self._next_poll = now + max(
-            self._expected_idle_seconds(passed), min(self._longest, max(self._shortest, self._share * passed))
+            self._expected_idle_seconds(passed),
+            min(_LONGEST_SECONDS, max(self._shortest, _SHARE_OF_PASSED_TIME * passed)),
         )
 
     def record_arrival_time(self) -> None:
@@ -76,4 +70,4 @@ class PollingSchedule:
         """
         if len(self._durations) < _HISTORY_LENGTH:
             return 0.0
-        return max(0.0, min(self._longest, _EARLY_SHARE * min(self._durations) - passed))
+        return max(0.0, min(_LONGEST_SECONDS, _EARLY_SHARE * min(self._durations) - passed))

@@ -169,13 +169,12 @@ def save_control_token_for_flwr(superlink_address: str, token: str) -> None:
         store.set(key % superlink_address, value.encode())
 
 
-def register_site_keys(key_file_by_site: Mapping[str, str], connection: str = "fed") -> None:
+def register_site_keys(key_file_by_site: Mapping[str, str]) -> None:
     """Registers the sites' public keys at the SuperLink in one process, which is faster than the command `flwr
     supernode register` for each site.
 
     Args:
         key_file_by_site: site -> file of its public key; keys that are registered already are left.
-        connection: name of the SuperLink in Flower's configuration.
 
     Raises:
         UserError: a key could not be registered.
@@ -185,7 +184,7 @@ def register_site_keys(key_file_by_site: Mapping[str, str], connection: str = "f
         output = io.StringIO()
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                app(["supernode", "register", key, connection, "--name", name], standalone_mode=False)
+                app(["supernode", "register", key, "fed", "--name", name], standalone_mode=False)
         except (Exception, SystemExit) as error:  # click's, or Flower's own way out
             error_text = f"{output.getvalue()} {getattr(error, 'message', error)}"
             if isinstance(error, SystemExit) and not error.code:

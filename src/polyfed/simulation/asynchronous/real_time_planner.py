@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -26,17 +26,10 @@ class RealTimePlanner:
     Args:
         federation, rule: of the run.
         engine: reaches the clients.
-        clock: returns seconds.
     """
 
-    def __init__(
-        self,
-        federation: Federation,
-        rule: AsynchronousRule,
-        engine: RealTimeEngine,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._federation, self._rule, self._engine, self._clock = federation, rule, engine, clock
+    def __init__(self, federation: Federation, rule: AsynchronousRule, engine: RealTimeEngine) -> None:
+        self._federation, self._rule, self._engine = federation, rule, engine
         self._flights: dict[str, UpdateInFlight] = {}
         self._unused_results = deque[TaskResult]()  # that came at once with the last of a buffer
         self._versions: dict[int, Any] = {}
@@ -50,7 +43,7 @@ class RealTimePlanner:
             concurrency: how many clients are at work at once.
             draw: draws clients that start.
         """
-        began = self._clock()
+        began = time.monotonic()
         self._versions[previous.round] = previous.state
         self._start_idle_clients(previous, concurrency, draw)
         arrivals, validated = dict[str, UpdateInFlight](), dict[str, ValidatedReply | ValueError]()
@@ -61,13 +54,13 @@ class RealTimePlanner:
                 break
             result = self._unused_results.popleft()
             flight = self._flights.pop(result.task.client)
-            arrivals[result.task.client] = replace(flight, finishes=self._clock())
+            arrivals[result.task.client] = replace(flight, finishes=time.monotonic())
             if result.failure is None:
                 validated[result.task.client] = self._validate(result, flight.version, previous)
         plan = AsynchronousPlan(self._federation, self._rule, previous, arrivals, dict(self._versions), validated)
         needed_versions = {flight.version for flight in self._flights.values()}
         self._versions = {version: self._versions[version] for version in needed_versions}
-        self.seconds_waited = self._clock() - began
+        self.seconds_waited = time.monotonic() - began
         return plan
 
     def _start_idle_clients(self, previous: Checkpoint, concurrency: int, draw: DrawClients) -> None:
@@ -76,7 +69,7 @@ class RealTimePlanner:
         if number <= 0:
             return
         drawn_ids = sorted(draw(idle_ids, number, 0.0, 0, bool(self._flights)))
-        now, round_number = self._clock(), previous.round + 1
+        now, round_number = time.monotonic(), previous.round + 1
         for tasks in self._federation.build_task_blocks("local", drawn_ids, round_number, previous):
             self._engine.start(tasks)
         self._flights |= {client: UpdateInFlight(now, now, previous.round) for client in drawn_ids}

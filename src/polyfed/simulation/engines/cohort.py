@@ -7,7 +7,7 @@ more than one. Each client gets the result that it would get alone, up to roundi
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, final
@@ -33,7 +33,6 @@ from polyfed.core.vectorized.deferred_calls import (
     ReplayedCallResults,
     deferring_calls,
 )
-from polyfed.core.vectorized.stacked_module import CannotStackError
 from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.sources.source_clients import SourceClients
@@ -60,7 +59,6 @@ class CohortEngine(Engine):
 
     Args:
         algorithm, clients, device, metrics, compression: as for `InProcessEngine`.
-        on_fallback: called once for each reason why clients are computed one by one.
         sequential: architectures whose clients are computed one by one.
     """
 
@@ -73,11 +71,9 @@ class CohortEngine(Engine):
         device: torch.device,
         metrics: Sequence[Metric] = (),
         compression: Compressor | None = None,
-        on_fallback: Callable[[str], None] | None = None,
         sequential: Sequence[str] = (),
     ) -> None:
         self._single_engine = InProcessEngine(algorithm, clients, device, metrics, compression)
-        self._on_fallback, self._reasons = on_fallback, set[str]()
         self._source = clients if isinstance(clients, SourceClients) else None
         self._sequential_ids = {
             client.id
@@ -149,12 +145,10 @@ class CohortEngine(Engine):
         started = time.perf_counter()
         outputs: Sequence[FitCallResult | list[torch.Tensor]] = ()
         if len(members) >= MIN_COHORT_SIZE:
-            try:
+            with suppress(
+                Exception
+            ):  # cannot be stacked, or fails at one client, which shows when each is computed alone
                 outputs = compute()
-            except CannotStackError as reason:
-                self._report_fallback(f"clients are computed one by one: {reason}")
-            except Exception as error:  # of one client, which shows when each is computed alone
-                self._report_fallback(f"clients are computed one by one: {type(error).__name__}: {error}")
         share_of_seconds = (time.perf_counter() - started) / len(members)
         for place, pending in enumerate(members):
             pending.seconds += share_of_seconds
@@ -162,12 +156,6 @@ class CohortEngine(Engine):
                 pending.deferred_run.results.append(outputs[place])
             else:
                 pending.deferred_run.runs_alone = True
-
-    def _report_fallback(self, reason: str) -> None:
-        """Reports why clients are computed one by one, once for each reason."""
-        if self._on_fallback is not None and reason not in self._reasons:
-            self._reasons.add(reason)
-            self._on_fallback(reason)
 
     def predict(self, task: ClientTask, examples: Any) -> torch.Tensor:
         """Returns the outputs of a client's personal network for these examples, as `InProcessEngine.predict` computes
