@@ -1,5 +1,6 @@
 """Differentially private training: the accountant, clipped gradients against plain autograd, runs, and what is refused."""
 
+import copy
 import math
 import warnings
 
@@ -14,10 +15,12 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.privacy import Privacy
 from polyfed.core.privacy.private_gradients import (
+    LayerOutputs,
     sum_clipped_gradients_of_examples,
     sum_clipped_gradients_of_groups,
 )
 from polyfed.core.privacy.sampled_gaussian import epsilon_of_steps, noise_multiplier_for_epsilon
+from polyfed.core.training import private_backend
 from polyfed.core.training.loop import fit
 from polyfed.models.lora import add_lora
 from polyfed.testing import example_of, small_clients
@@ -118,6 +121,25 @@ def test_clipped_gradients_are_those_of_autograd_one_by_one(network):
         sum_clipped_gradients_of_groups(model, x, y, alone, nn.functional.cross_entropy, 0.5), expected, strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_steps_of_a_training_share_the_shapes_of_the_layers_outputs(monkeypatch):
+    """With the same bits as if each step found them anew."""
+    calls, of = [], LayerOutputs.of.__func__
+    monkeypatch.setattr(LayerOutputs, "of", classmethod(lambda cls, *more: calls.append(1) or of(cls, *more)))
+    options = pf.algorithms.FedAvg(batch_size=8, local_steps=5, privacy=Privacy(noise_multiplier=1.0, run_steps=5))
+    (client,) = clients(1)
+    torch.manual_seed(0)
+    first = plain()
+    second = copy.deepcopy(first)
+    fit(first, client, options, lr=0.1, seed=0)
+    assert len(calls) == 1
+    summed = private_backend.sum_clipped_gradients_of_examples
+    monkeypatch.setattr(private_backend, "sum_clipped_gradients_of_examples", lambda *more: summed(*more[:-1]))
+    fit(second, client, options, lr=0.1, seed=0)
+    assert len(calls) > 2
+    for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_one_unit_moves_the_sum_by_at_most_the_norm():

@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,34 @@ _GRADIENT_NUMBERS = 2**25
 """Most numbers that the gradients of the examples computed together may have: 128 MB."""
 
 
+@final
+@dataclass(frozen=True)
+class LayerOutputs:
+    """Holds the layers of a network whose gradients are computed from their inputs, and zeros of the shape of what each puts
+    out for one example, for each call.
+
+    They depend on the shape of the inputs alone, so that the steps of a training share them.
+    """
+
+    layers: Mapping[str, Layer]
+    zeros: Mapping[str, Sequence[Tensor]]
+
+    @classmethod
+    def of(cls, model: nn.Module, x: Any) -> "LayerOutputs":
+        """Runs the network on the first example of a batch, and returns the layers that it calls; none if it uses their
+        weights in other ways."""
+        layers = supported_layers(model)
+        zeros = _zeros_for_outputs(model, layers, tree_map(lambda part: part[:1], x))
+        return cls({name: layers[name] for name in zeros}, zeros)
+
+
 def sum_clipped_gradients_of_examples(
-    model: nn.Module, x: Any, y: Tensor, criterion: Callable[[Tensor, Tensor], Tensor], max_norm: float
+    model: nn.Module,
+    x: Any,
+    y: Tensor,
+    criterion: Callable[[Tensor, Tensor], Tensor],
+    max_norm: float,
+    outputs: LayerOutputs | None = None,
 ) -> list[Tensor]:
     """Returns Σ_i g_i·min(1, C/‖g_i‖) over the examples of a batch, one tensor for each trained parameter.
 
@@ -38,13 +65,13 @@ def sum_clipped_gradients_of_examples(
         x, y: the batch.
         criterion: the mean loss of outputs and targets.
         max_norm: C.
+        outputs: `LayerOutputs.of(model, x)`, if it is known from a batch whose examples have the same shape.
 
     Raises:
         RuntimeError, NotImplementedError, ValueError: a layer has no rule for many examples at once.
     """
-    layers = supported_layers(model)
-    additions = _zeros_for_outputs(model, layers, tree_map(lambda part: part[:1], x))
-    layers = {name: layers[name] for name in additions}
+    outputs = outputs or LayerOutputs.of(model, x)
+    layers, additions = outputs.layers, outputs.zeros
     taps = TappedLayers(layers)
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     in_layers = {_join(name, role) for name, layer in layers.items() for role in layer._parameters}
@@ -62,7 +89,7 @@ def sum_clipped_gradients_of_examples(
     numbers += sum(numbers_for_each_example(layers[name], parts) for name, parts in additions.items())
     size = max(1, _GRADIENT_NUMBERS // max(1, numbers))
     gradients_of = vmap(grad(loss_of_one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
-    totals = {name: torch.zeros_like(tensor) for name, tensor in trained.items()}
+    totals: dict[str, Tensor] = {}
     for first in range(0, len(y), size):
         rows = slice(first, first + size)
         inputs = tree_map(lambda part, rows=rows: part[rows], x)
@@ -77,8 +104,9 @@ def sum_clipped_gradients_of_examples(
         if not bool((finite := factors > 0).all()):
             gradients, factors = {name: g.select(finite) for name, g in gradients.items()}, factors[finite]
         for name, of_examples in gradients.items():
-            totals[name].add_(of_examples.weighted_sum(factors))
-    return list(totals.values())
+            part = of_examples.weighted_sum(factors)
+            totals[name] = totals[name].add_(part) if name in totals else part
+    return [totals[name] for name in trained]
 
 
 def _zeros_for_outputs(model: nn.Module, layers: Mapping[str, Layer], x: Any) -> dict[str, list[Tensor]]:

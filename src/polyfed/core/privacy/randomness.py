@@ -58,7 +58,7 @@ class SeededRandomness(PrivateRandomness):
 
     def add_noise(self, total: Tensor, deviation: float) -> Tensor:
         """Returns `total` plus noise of torch's generator."""
-        return total + deviation * torch.randn(total.shape, generator=self._generator).to(total)
+        return torch.randn(total.shape, generator=self._generator).to(total).mul_(deviation).add_(total)
 
 
 RandomnessSource = Callable[[PrivateSteps], PrivateRandomness]

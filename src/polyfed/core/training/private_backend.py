@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.groups import number_units
+from polyfed.core.examples.pytree import named_leaves
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.optimizers import Optimizer
 from polyfed.core.privacy.options import Privacy
 from polyfed.core.privacy.private_gradients import (
+    LayerOutputs,
     sum_clipped_gradients_of_examples,
     sum_clipped_gradients_of_groups,
 )
@@ -65,6 +67,7 @@ class PrivateBackend(OneNetworkBackend):
         self._rows_of_units = None if options.privacy.unit == "example" else _rows_by_group(examples)
         self._drawn: list[Tensor] = []
         self._computes_at_once = True
+        self._outputs_by_shape: dict[tuple[torch.Size, ...], LayerOutputs] = {}
 
     def criterion(self, task: Task) -> Loss:
         """Returns the client's loss function (outputs, targets) -> mean loss, if it has one; else that of the task."""
@@ -95,7 +98,7 @@ class PrivateBackend(OneNetworkBackend):
         sums = self._sum_clipped_gradients(batch, criterion) if self._drawn else [torch.zeros_like(p) for p in trained]
         scale = self._noise_multiplier * self._privacy.max_grad_norm
         for parameter, total in zip(trained, sums, strict=True):
-            parameter.grad = self._randomness.add_noise(total, scale) / self._expected_units
+            parameter.grad = self._randomness.add_noise(total, scale).div_(self._expected_units)
         if penalty is not None:
             torch.autograd.backward(penalty())
         return torch.zeros((), device=self.device)
@@ -103,8 +106,12 @@ class PrivateBackend(OneNetworkBackend):
     def _sum_clipped_gradients(self, batch: Minibatch, criterion: Loss) -> list[Tensor]:
         max_norm = self._privacy.max_grad_norm
         if self._rows_of_units is None and self._computes_at_once:
+            shape = tuple(part.shape[1:] for _, part in named_leaves(batch.x, "x"))
             try:
-                return sum_clipped_gradients_of_examples(self._model, batch.x, batch.y, criterion, max_norm)
+                if shape not in self._outputs_by_shape:
+                    self._outputs_by_shape[shape] = LayerOutputs.of(self._model, batch.x)
+                outputs = self._outputs_by_shape[shape]
+                return sum_clipped_gradients_of_examples(self._model, batch.x, batch.y, criterion, max_norm, outputs)
             except (RuntimeError, NotImplementedError, ValueError):  # no rule for a layer; other errors return below
                 self._computes_at_once = False
         places = torch.split(torch.arange(len(batch.y), device=self.device), [len(rows) for rows in self._drawn])
