@@ -16,7 +16,6 @@ from polyfed.simulation.settings import EXECUTION_FIELDS
 from polyfed.simulation.storage.directory import read_manifest
 
 _SEEDS_OF_COMPARE = (0, 1, 2, 3, 4)  # by default
-_ADDED = ("baselines", "seed")  # which `polyfed compare` takes by other options
 
 
 @final

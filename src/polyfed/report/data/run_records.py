@@ -283,7 +283,7 @@ def read_checked_round_records(path: Path, score_names: Sequence[str] = ()) -> l
 
 
 def _round_error(record: Any, score_names: Set[str]) -> str | None:
-    """Returns a text that says why `record` is not a valid `RoundRecord`; None if it is valid."""
+    """Returns a text that says why `record` is not a valid record of a round; None if it is valid."""
     if not isinstance(record, Mapping):
         return "it is no round"
     number = record.get("round")

@@ -310,8 +310,8 @@ def describe_changed_files_of_run(folder: str | Path, *, include_outputs: bool =
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the records of a run's rounds (see `RoundRecord`) from `metrics.jsonl`, up to the first damaged line;
-    returns an empty list if the file is missing.
+    """Reads the records of a run's rounds from `metrics.jsonl`, up to the first damaged line; returns an empty list if
+    the file is missing.
 
     Raises:
         UserError: the file cannot be read.
