@@ -23,7 +23,8 @@ How it was measured:
 - `pf.compare(..., folds=5)`: every example of a site is [tested once](intervals.md) in each repeat of the folds. All methods share folds, seeds, first
   weights, local epochs and batches; the learning rate of each is searched in the same way, `local`'s for each site.
 - An answer is about the best federated method against **the best that a site has alone**: its own network, or a simple model without one (logistic regression,
-  Cox regression with a ridge penalty, ridge regression, gradient boosting). Better is positive. Intervals hold together in 95 of 100 comparisons. The best
+  Cox regression with a ridge penalty, ridge regression, gradient boosting). Better is positive. Intervals hold together in 95 of 100 comparisons. There is no
+  answer over or with a method whose validation loss still fell in the last rounds ("still learning"), whatever its interval. The best
   federated method is chosen by validation examples, among those that had converged; another may have the best mean in a table. Rows "pooled data" are of
   the first fold alone, and not compared.
 - Methods with a **+** joined later, in a comparison of their own with `local` on the same sites, folds and seeds. Their gains are over that `local`, and their
@@ -49,7 +50,8 @@ SECTIONS = {
     "brca-networks": ("TCGA-BRCA, six regions, four networks", "The four networks above in turn, as Cox networks."),
     "parkinson": ("Parkinson, 42 patients",
                   "About 140 recordings of each patient; **the six clinics are made**, of seven patients. `motor_UPDRS` in "
-                  "standard deviations. Rows of a patient stay together and count as one: intervals are over patients."),
+                  "standard deviations. Rows of a patient stay together and count as one: intervals are over patients. "
+                  "Seven patients say little of a clinic: some intervals are wider than any error."),
     "parkinson-networks": ("Parkinson, four networks", "The same clinics, with the four networks above in turn."),
     "exam": ("65 schools of London", "`normexam` of pupils, in standard deviations, from four columns; 8 hidden units."),
     "exam-networks": ("65 schools of London, four networks", "The same schools, with the four networks above in turn."),
@@ -109,8 +111,23 @@ def alone(found):
     )
 
 
+def still_learning(found, *labels):
+    """Words that methods had not converged, so that there is no answer over or with them; "" if they had."""
+    slow = [f"`{label}`" for label in labels if found["convergence"].get(label, {}).get("converged") is False]
+    return f"; {' and '.join(slow)} still learning" if slow else ""
+
+
 def overview(results):
-    titles = ("federation", "sites", "examples", "decides", "best alone", "best federated", "gain (95 %)", "answer")
+    titles = (
+        "federation",
+        "sites",
+        "examples",
+        "decides",
+        "best alone",
+        "federated, chosen by validation",
+        "gain (95 %)",
+        "answer",
+    )
     lines = [f"| {' | '.join(titles)} |", "|---|---|---|---|---|---|---|---|"]
     for name, found in results.items():
         mean, unit, (label, best) = found["mean_answer"], found["score_unit"], alone(found)
@@ -119,7 +136,8 @@ def overview(results):
         lines.append(
             f"| [{title}](#{slug(title)}) | {len(found['sites'])} | {examples:,} | {found['score_label']} "
             f"| `{label}` {number(best, unit)} | `{method}` {number(found['methods'][method]['mean'], unit)} "
-            f"| {with_interval(mean['gain'], mean['interval'], unit, True)} | {ANSWERS[mean['answer']]} |"
+            f"| {with_interval(mean['gain'], mean['interval'], unit, True)} | {ANSWERS[mean['answer']]}"
+            f"{still_learning(found, 'local')} |"
         )
     return "\n".join(lines)
 
@@ -194,6 +212,13 @@ def section(name, found):
     parts += ["\n".join(f"- {sentence}" for sentence in found["verdicts"] if sentence.startswith("mean over"))]
     parts += [sites_table(found)]
     notes = [f"- Left out: {what}: {why}." for what, why in found["without"].items()]
+    scores = [one["sites"] for one in found["methods"].values()]
+    unscored = [site for site in found["sites"] if all(of.get(site, {}).get("mean") is None for of in scores)]
+    if unscored:
+        notes.append(
+            f"- Without a {found['score_label']} over the folds, for want of events or examples of a class: "
+            f"{', '.join(unscored)}. Means are over the other {len(found['sites']) - len(unscored)} sites."
+        )
     reasons = {}
     for label, why in found["skipped"].items():
         reasons.setdefault(why.partition(" ")[2].partition(", but")[0], []).append(f"`{label}`")
@@ -241,10 +266,13 @@ def decided(results):
                 and not one["gain_interval"][0] <= 0 <= one["gain_interval"][1]
             ):
                 gain = with_interval(one["gain"], one["gain_interval"], found["score_unit"], True)
-                lines.append(f"- {SECTIONS[name][0]}: `{label}` {gain} of {found['score_label']}")
+                slow = still_learning(found, "local", label)
+                lines.append(
+                    f"- {SECTIONS[name][0]}: `{label}` {gain} of {found['score_label']}{slow and slow + ': no answer'}"
+                )
     if not lines:
         return "No method's gain over `local` is decided in the mean of any federation."
-    return "\n".join(["Decided in the mean, over `local` alone (a network of the same form):", "", *lines])
+    return "\n".join(["In the mean, intervals without 0 over `local` alone (a network of the same form):", "", *lines])
 
 
 def missing(results):

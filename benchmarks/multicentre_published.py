@@ -35,7 +35,9 @@ C-index on FLamby's fixed split, mean ± standard deviation over five training s
 
 With one event (Canada) a C-index is the rank of one patient among the others, and each region is a sixth of the mean. arXiv 2606.23871 (22 June 2026) compares on the same data
 set, and says that federated learning "consistently outperforms local training", and that FedAvg and FedProx are "stronger and more stable than FedAdam". In FLamby's table FedAdam is
-ahead of both, and each region's own model is ahead of FedAvg in the West and in Europe. FLamby's spreads are over training seeds, not over patients. Polyfed's intervals above decide
-neither claim: with all 1,088 patients tested, the gains of FedAvg, FedProx and FedAdam (`fedopt`) over training alone may be on either side of 0."""  # noqa: E501
+ahead of both, and each region's own model is ahead of FedAvg in the West and in Europe. FLamby's table rests on one split
+with 32 test events in all, and its spreads are over training seeds, not over patients: other patients could reverse its order. Polyfed's intervals above, with all 1,088 patients
+tested, do not decide the first claim: the gains of FedAvg, FedProx and FedAdam (`fedopt`) over training alone may be on either side of 0. They say nothing of the second, since
+methods are compared with training alone and not with one another."""  # noqa: E501
 TABLES = {"heart-flamby": HEART, "brca": BRCA}
 """Federation -> a table in Markdown, below polyfed's own."""

@@ -184,7 +184,7 @@ def test_pandas_frames_and_series():
         (torch.ones(10, 2, dtype=torch.int32), r"got torch.int32 of shape \(10, 2\); give task='multilabel'"),
         (
             torch.ones(10, 4, 4, dtype=torch.int64),
-            r"got torch.int64 of shape \(10, 4, 4\), .*segmentation.*task='multilabel'",
+            r"got torch.int64 of shape \(10, 4, 4\); give task='segmentation'",
         ),
         (torch.arange(10.0), r"got torch.float32 of shape \(10,\); give labels.long\(\), or task='regression'"),
         (torch.arange(10.0)[:, None], r"give labels.squeeze\(1\).long\(\)"),
