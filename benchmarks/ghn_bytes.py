@@ -3,10 +3,10 @@
     python benchmarks/ghn_bytes.py --out benchmarks/results/ghn_bytes.json
 
 For each federation: kB (2^10 bytes) of the largest network's state as FedAvg sends it, one way to one client, and how many
-times as much FLHA-GHN sends with its default heads (in brackets rank and latent entries that these chose), with the smallest
-light heads that there are (rank 1, 8 latent entries), and with `head: lowrank`. "Heads in use" counts, of the default's
-message, the GNN and those heads alone that a client's network uses, for the client that has most: as much would be sent if
-each client got no others. Numbers are those of the messages, with the names of their tensors.
+times as much FLHA-GHN sends with its default heads (in brackets the rank, latent entries and hidden units that these chose),
+with the largest of those (`factored`), the smallest, and with `head: lowrank` and `mlp`. "Heads in use" counts, of the
+default's message, the GNN and those heads alone that a client's network uses, for the client that has most: as much would be
+sent if each client got no others. Numbers are those of the messages, with the names of their tensors.
 """
 
 import argparse
@@ -47,6 +47,7 @@ FEDERATIONS: dict[str, tuple[dict[str, Callable[[], nn.Module]], tuple[int, ...]
     # networks, shape of an input, largest token (0 where inputs are not tokens)
     "recipe quickstart (with flha_ghn)": (of_recipe("quickstart", HEART, 2), HEART, 0),
     "recipe heart (with flha_ghn)": (of_recipe("heart", HEART, 2), HEART, 0),
+    "one MLP of 4,000 weights": ({"mlp": ModelSpec("mlp", {"hidden": [64, 32]}, HEART, 2)}, HEART, 0),
     "recipe digits": (of_recipe("digits", DIGITS, 10), DIGITS, 0),
     "recipe blobs": (of_recipe("blobs", (1, 32, 32), 2), (1, 32, 32), 0),
     "recipe tagging (with flha_ghn)": (of_recipe("tagging", (12,), 5), (12,), 2),
@@ -102,7 +103,8 @@ def measure(networks: dict[str, Callable[[], nn.Module]], shape: tuple[int, ...]
     row: dict[str, object] = {"networks": len(networks), "largest_network": largest}
     forms = {
         "light": FLHAGHN(),
-        "smallest": FLHAGHN(rank=1, latent=8),
+        "factored": FLHAGHN(head="factored"),
+        "smallest": FLHAGHN(rank=2, latent=8, hidden=4),
         "lowrank": FLHAGHN(head="lowrank"),
         "mlp": FLHAGHN(head="mlp"),
     }
@@ -116,7 +118,12 @@ def measure(networks: dict[str, Callable[[], nn.Module]], shape: tuple[int, ...]
         row[name] = size_of(message)
         if name == "light":
             config = method._config_of_message(message.tensors["ghn"])
-            row |= {"types": len(catalogue.types), "rank": config.rank, "latent": config.latent}
+            row |= {
+                "types": len(catalogue.types),
+                "rank": config.rank,
+                "latent": config.latent,
+                "hidden": config.hidden,
+            }
             row["shared_types"] = sum(
                 sum(kind in graph.layer_types for graph in graphs) > 1 for kind in catalogue.types
             )
@@ -130,18 +137,20 @@ def main() -> None:
     options = parser.parse_args()
     results = {}
     columns = (
-        "federation, networks, layer types (shared), largest network kB, default, heads in use, smallest, lowrank, mlp"
+        "federation, networks, layer types (shared), largest network kB, default, heads in use, factored, smallest, "
     )
+    columns += "lowrank, mlp"
     print(f"| {columns.replace(', ', ' | ')} |")
-    print("|---" * 9 + "|")
+    print("|---" * 10 + "|")
     for name, (networks, shape, tokens) in FEDERATIONS.items():
         row = results[name] = measure(networks, shape, tokens)
         ratios = {
-            form: row[form] / row["largest_network"] for form in ("light", "in_use", "smallest", "lowrank", "mlp")
+            form: row[form] / row["largest_network"]
+            for form in ("light", "in_use", "factored", "smallest", "lowrank", "mlp")
         }
         row["ratios"] = {form: round(ratio, 2) for form, ratio in ratios.items()}
         shown = [f"{ratio:.1f}" for ratio in ratios.values()]
-        shown[0] += f" ({row['rank']}, {row['latent']})"
+        shown[0] += f" ({row['rank']}, {row['latent']}, {row['hidden']})"
         size = f"{row['networks']} | {row['types']} ({row['shared_types']}) | {row['largest_network'] / 2**10:.0f}"
         print(f"| {name} | {size} | {' | '.join(shown)} |", flush=True)
     if options.out:

@@ -1,16 +1,22 @@
 """FLHA-GHN's heads: the paper's, factored, light and low-rank ones against each other, on the same clients.
 
-    python benchmarks/heads.py --path /usr/share/datasets/fashion-mnist --out benchmarks/results/heads.json
+    python benchmarks/heads.py --path /usr/share/datasets/fashion-mnist --out benchmarks/results/heads.json \\
+        --federations digits,small --heads mlp,factored,factored-16,lowrank
+    python benchmarks/heads.py --path /usr/share/datasets/fashion-mnist --out benchmarks/results/light_heads.json \\
+        --federations quickstart,heart,small --heads factored,light
+    python benchmarks/heads.py --path /usr/share/datasets/fashion-mnist --out benchmarks/results/light_forms.json \\
+        --federations small --forms 32-51-16,32-16-16,8-16-16,4-16-16,8-8-16,4-16-8
 
-Two federations: the recipe `digits` (eight clients, four networks with up to 17 layers; the paper's heads and light ones
-alone), and six clients of 200 training, 50 validation and 250 test images of Fashion-MNIST with four convolutional networks,
-in three widths. Each head has its own
-rate by the validation accuracy of three seeds: 0.01, 0.03 and 0.1, then twice those 1.8 times around the best.
-Then ten seeds.
+Federations: the recipes `digits` (eight clients, four networks with up to 17 layers), `quickstart` and `heart` (four
+hospitals, MLPs of 2 to 12 KiB), and six clients of 200 training, 50 validation and 250 test images of Fashion-MNIST with
+four convolutional networks, in three widths. Each head has its own rate by the validation accuracy of three seeds: 0.01,
+0.03 and 0.1, then twice those 1.8 times around the best. Where the file of results has these accuracies, they are not
+measured again. Then ten seeds. With `--forms`, factored heads of these ranks, latent entries and hidden units, at one rate,
+three seeds.
 
-Printed: accuracy of the last round, mean over clients ± standard deviation over seeds; the difference from the paper's heads
-with its interval of 95 %, for new seeds and new test examples (`polyfed.comparison.statistics.mrmc`); MB (2^20 bytes) each
-way of one client and round; processor seconds of a run, on one thread.
+Printed: accuracy of the last round, mean over clients ± standard deviation over seeds; the difference from the first head
+with its interval of 95 %, for new seeds and new test examples (`polyfed.comparison.statistics.mrmc`); KiB each way of one
+client and round; processor seconds of a run, on one thread.
 """
 
 import argparse
@@ -39,11 +45,13 @@ SIZES = {
 }  # channels of the first layer, width of the hidden ones
 HEADS: dict[str, dict[str, Any]] = {
     "mlp": {"head": "mlp"},
+    "factored": {"head": "factored"},
+    "factored-16": {"head": "factored", "rank": 16},
     "light": {"head": "light"},
-    "factored, rank 16": {"head": "factored", "rank": 16},
     "lowrank": {"head": "lowrank"},
 }
 RATES, BETWEEN = (0.01, 0.03, 0.1), 0.1**0.25  # coarse rates; then those on either side of the best
+FORM_RATE = 0.03
 CLIENTS, TRAIN, VAL, TEST = 6, 200, 50, 250
 TUNING_SEEDS, SEEDS, ROUNDS = (0, 1, 2), tuple(range(10)), 20
 
@@ -57,10 +65,18 @@ def network(channels, hidden, *, deep, wide):
     return nn.Sequential(*layers, nn.Linear(hidden, 10))
 
 
-def digits():
-    """The clients of the recipe `digits`, with validation examples for the choice of the rate."""
-    config = recipes.load_recipe_configuration("digits")
-    config["data"] |= {"val_fraction": 0.1, "public_fraction": 0.0}
+BATCHES = {
+    "digits": {"batch_size": 16, "local_epochs": 2}, "quickstart": {"batch_size": 16}, "heart": {"batch_size": 16},
+}  # fmt: skip
+
+
+def of_recipe(name):
+    """The clients of a shipped recipe, with validation examples for the choice of the rate."""
+    config = recipes.load_recipe_configuration(name)
+    if name == "digits":
+        config["data"] |= {"val_fraction": 0.1, "public_fraction": 0.0}
+    else:
+        config["data"]["partition"] = {"name": "natural", "column": "hospital"}
     return load_participants(build_experiment({**config, "algorithm": {"name": "flha_ghn"}, "baselines": []})).clients
 
 
@@ -76,9 +92,8 @@ def clients(path, size):
     return found
 
 
-def trained(members, head, lr, seed):
+def trained(members, head, lr, seed, batches):
     start = time.process_time()
-    batches = {"batch_size": 16, "local_epochs": 2} if len(members[0].train) < TRAIN else {"batch_size": 50}
     method = FLHAGHN(**HEADS[head], lr=lr, schedule="cosine", **batches)
     run = pf.federate(
         members, method, rounds=ROUNDS, seed=seed, evaluate_every=ROUNDS, workers=0, progress=SilentProgress()
@@ -89,12 +104,12 @@ def trained(members, head, lr, seed):
     record = {
         "lr": lr, "seed": seed, "accuracy": mean["accuracy"], "val_accuracy": mean["val_accuracy"],
         "generated_accuracy": mean["generated_accuracy"], "seconds": round(seconds, 1),
-        "mb": last["bytes_down_total"] / len(members) / ROUNDS / 2**20,
+        "kib": last["bytes_down_total"] / len(members) / ROUNDS / 2**10,
     }  # fmt: skip
     return record, outputs
 
 
-def tune_and_run(members, head, show):
+def tune_and_run(members, head, batches, known, show):
     """The runs of the tuning, and of the chosen rate by seed, with the outputs of the latter."""
     runs = {}
 
@@ -102,21 +117,36 @@ def tune_and_run(members, head, show):
         scores = []
         for seed in TUNING_SEEDS:
             if (lr, seed) not in runs:
-                runs[lr, seed] = attempt(members, head, lr, seed)
+                runs[lr, seed] = attempt(members, head, lr, seed, batches)
             scores.append(runs[lr, seed][0]["val_accuracy"])
         return statistics.mean(scores)
 
-    rates = {lr: validation(lr) for lr in RATES}
-    for _ in range(2):  # a second time, where the best is then at an edge
+    rates = {float(lr): score for lr, score in known.items()} or {lr: validation(lr) for lr in RATES}
+    for _ in range(0 if known else 2):  # a second time, where the best is then at an edge
         best = max(rates, key=rates.__getitem__)
         rates |= {
             lr: validation(lr) for lr in (round(best * BETWEEN, 4), round(best / BETWEEN, 4)) if not near(lr, rates)
         }
     rate = max(rates, key=rates.__getitem__)
     show(f"  {head}: validation " + ", ".join(f"{lr:g} {score:.3f}" for lr, score in sorted(rates.items())))
-    final = [runs.get((rate, seed)) or attempt(members, head, rate, seed) for seed in SEEDS]
+    final = [runs.get((rate, seed)) or attempt(members, head, rate, seed, batches) for seed in SEEDS]
     show(f"  {head}, lr {rate}: " + " ".join(f"{run['accuracy']:.3f}" for run, _ in final))
     return rates, [run for run, _ in final], [outputs for _, outputs in final]
+
+
+def compare_forms(members, forms, batches):
+    """Means over the seeds of the tuning, by form."""
+    means = {}
+    for form in forms:
+        HEADS[form] = {
+            "head": "factored",
+            **dict(zip(("rank", "latent", "hidden"), map(int, form.split("-")), strict=True)),
+        }
+        runs = [attempt(members, form, FORM_RATE, seed, batches)[0] for seed in TUNING_SEEDS]
+        keys = ("accuracy", "val_accuracy", "kib")
+        means[form] = {key: round(statistics.mean(run[key] for run in runs), 3) for key in keys}
+        print(form, means[form], flush=True)
+    return means
 
 
 def near(lr, rates):
@@ -124,19 +154,19 @@ def near(lr, rates):
     return any(abs(lr / other - 1) < 0.1 for other in rates)
 
 
-def attempt(members, head, lr, seed):
+def attempt(members, head, lr, seed, batches):
     """A run and its outputs; one that diverges has no accuracy."""
     try:
-        return trained(members, head, lr, seed)
+        return trained(members, head, lr, seed, batches)
     except pf.ClientError as error:
         return {"lr": lr, "seed": seed, "accuracy": 0.0, "val_accuracy": 0.0, "failed": str(error)[:100]}, None
 
 
-def difference(members, head, paper):
-    """Of the mean over clients, in points: a head less the paper's."""
+def difference(members, head, reference):
+    """Of the mean over clients, in points: a head less the first one."""
     components = [
         estimate_variance_components(
-            METRICS["accuracy"], [o[c.id] for o in head], [o[c.id] for o in paper], c.test.labels
+            METRICS["accuracy"], [o[c.id] for o in head], [o[c.id] for o in reference], c.test.labels
         )
         for c in members
     ]
@@ -146,11 +176,11 @@ def difference(members, head, paper):
 
 def row(federation, head, runs, gap):
     scores = [100 * run["accuracy"] for run in runs]
-    mb, seconds = runs[0]["mb"], statistics.mean(run["seconds"] for run in runs)
+    kib, seconds = runs[0]["kib"], statistics.mean(run["seconds"] for run in runs)
     shown = f"{gap['value']:+.1f} ({gap['low']:+.1f} to {gap['high']:+.1f})" if gap else ""
     return (
         f"| {federation} | `{head}` | {runs[0]['lr']:g} | {statistics.mean(scores):.1f} ± {statistics.stdev(scores):.1f} "
-        f"| {shown} | {mb:.2f} | {seconds:.0f} |"
+        f"| {shown} | {kib:.0f} | {seconds:.0f} |"
     )
 
 
@@ -158,25 +188,36 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", required=True)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--federations", default="digits,small,medium", help=f"of digits, {', '.join(SIZES)}")
+    parser.add_argument("--federations", default="digits,small", help=f"of {', '.join([*BATCHES, *SIZES])}")
+    parser.add_argument(
+        "--heads", default="mlp,factored", help=f"of {', '.join(HEADS)}; others are compared with the first"
+    )
+    parser.add_argument("--forms", help="as 8-16-16: rank, latent entries and hidden units of factored heads")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results, lines = {}, []
     if Path(options.out).exists():
         results = json.loads(Path(options.out).read_text())["federations"]
     for federation in options.federations.split(","):
-        members = digits() if federation == "digits" else clients(options.path, federation)
-        results[federation], paper = {}, None
-        for head in ("mlp", "light") if federation == "digits" else HEADS:
-            rates, runs, outputs = tune_and_run(members, head, lambda text: print(text, flush=True))
-            paper = paper or outputs
-            gap = None if head == "mlp" else difference(members, outputs, paper)
+        members = of_recipe(federation) if federation in BATCHES else clients(options.path, federation)
+        batches = BATCHES.get(federation, {"batch_size": 50})
+        if options.forms:
+            results[federation] = compare_forms(members, options.forms.split(","), batches)
+            Path(options.out).write_text(json.dumps({"rate": FORM_RATE, "federations": results}, indent=1) + "\n")
+            continue
+        known, results[federation], reference = results.get(federation, {}), {}, None
+        for head in options.heads.split(","):
+            rates, runs, outputs = tune_and_run(
+                members, head, batches, known.get(head, {}).get("validation", {}), lambda text: print(text, flush=True)
+            )
+            gap = difference(members, outputs, reference) if reference else None
+            reference = reference or outputs
             results[federation][head] = {"validation": rates, "runs": runs, "difference": gap}
             lines.append(row(federation, head, runs, gap))
             print(lines[-1], flush=True)
             settings = {"clients": CLIENTS, "train": TRAIN, "val": VAL, "test": TEST, "rounds": ROUNDS}
             Path(options.out).write_text(json.dumps({**settings, "federations": results}, indent=1) + "\n")
-    print("\n| federation | head | lr | accuracy | less the paper's | MB each way | s |\n" + "|---" * 7 + "|")
+    print("\n| federation | head | lr | accuracy | less the first's | KiB each way | s |\n" + "|---" * 7 + "|")
     print("\n".join(lines))
 
 

@@ -104,12 +104,15 @@ def test_layers_outside_the_catalogue_stay_private():
 def test_catalogue_is_sorted_and_a_union():
     one, other = graph(), graph().restrict_to_types([LINE])
     assert LayerCatalogue.from_graphs([one, other]) == LayerCatalogue((NORM, LINE, CONV, CONV))
+    assert LayerCatalogue.from_graphs([other, one]).largest_network == one.num_generated > other.num_generated
 
 
 def test_catalogue_files_round_trip(tmp_path):
     path = tmp_path / "catalogue.yaml"
-    LayerCatalogue(tuple(TYPES)).write_yaml(path)
-    assert LayerCatalogue.read_yaml(path) == LayerCatalogue(tuple(TYPES))
+    for size in (0, 1210):
+        LayerCatalogue(tuple(TYPES), size).write_yaml(path)
+        read = LayerCatalogue.read_yaml(path)
+        assert (read.types, read.largest_network) == (LayerCatalogue(tuple(TYPES)).types, size)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +139,8 @@ def test_catalogue_files_round_trip(tmp_path):
         ("format: 2\nlayer_types: [{kind: linear, c_in: 1.5, c_out: 2}]", "layer type 1: c_in must be a whole number"),
         ("format: 2\nlayer_types: [{kind: lnear, c_in: 1, c_out: 2}]", "did you mean linear"),
         ("format: 2\nlayer_types: [{kind: [1], c_in: 1, c_out: 2}]", "kind must be text"),
+        ("format: 2\nlargest_network: big\nlayer_types: [3]", "largest_network must be a whole number, got 'big'"),
+        ("format: 2\nlargest_network: -1\nlayer_types: [3]", "largest_network must be at least 0, got -1"),
     ],
 )
 def test_catalogue_files_with_mistakes_are_refused(tmp_path, text, part):

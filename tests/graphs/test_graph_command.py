@@ -125,7 +125,9 @@ def test_a_catalogue_grows(polyfed, here):
     assert "4 layer types in layers.yaml, 0 of them new" in polyfed(*command, "--model.hidden", "[16]")[1]
     sizes = {(64, 16): "relu", (16, 10): "none", (16, 12): "relu", (12, 10): "none"}
     types = (LayerType("linear", *size, activation=activation) for size, activation in sizes.items())
-    assert LayerCatalogue.read_yaml("layers.yaml") == LayerCatalogue(tuple(types))
+    catalogue = LayerCatalogue.read_yaml("layers.yaml")
+    assert catalogue == LayerCatalogue(tuple(types))
+    assert catalogue.largest_network == (64 + 1) * 16 + (16 + 1) * 12 + (12 + 1) * 10  # the [16, 12] of them
 
 
 def test_graphs_of_the_paper(polyfed, here):

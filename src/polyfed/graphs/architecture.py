@@ -359,7 +359,12 @@ class ArchitectureGraph:
     def coverage(self) -> float:
         """Returns the share, from 0 to 1, of the network's parameters that a hypernetwork can generate."""
         total = sum(self.parameter_sizes.values())
-        return 1 - sum(self.parameter_sizes[name] for name in self.local_reasons) / total if total else 0.0
+        return self.num_generated / total if total else 0.0
+
+    @property
+    def num_generated(self) -> int:
+        """Returns how many of the network's numbers a hypernetwork can generate."""
+        return sum(size for name, size in self.parameter_sizes.items() if name not in self.local_reasons)
 
     def restrict_to_types(self, types: Collection[LayerType]) -> "ArchitectureGraph":
         """Returns a graph in which a hypernetwork generates weights for layers of these types only; all others become

@@ -3,7 +3,7 @@ clients' graphs are not.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, final
 
@@ -22,6 +22,10 @@ _FORMAT = 2  # version of the file format; in version 1, types had no dilation a
 class LayerCatalogue:
     """Holds the layer types whose weights a hypernetwork can generate, sorted and without duplicates.
 
+    Attributes:
+        types: the layer types.
+        largest_network: how many numbers are generated for the client's network that has most; 0 if unknown.
+
     >>> conv, line = LayerType("conv2d", 1, 8, (3, 3), (1, 1)), LayerType("linear", 8, 2)
     >>> catalogue = LayerCatalogue((line, conv, conv))
     >>> [t.kind for t in catalogue.types], len(catalogue.node_types)
@@ -29,6 +33,7 @@ class LayerCatalogue:
     """
 
     types: tuple[LayerType, ...]
+    largest_network: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "types", unique_types(self.types))
@@ -36,7 +41,9 @@ class LayerCatalogue:
     @classmethod
     def from_graphs(cls, graphs: Iterable[ArchitectureGraph]) -> "LayerCatalogue":
         """Builds the catalogue of all layer types that occur in these graphs."""
-        return cls(tuple(t for graph in graphs for t in graph.layer_types))
+        known = tuple(graphs)
+        types = tuple(t for graph in known for t in graph.layer_types)
+        return cls(types, max((graph.num_generated for graph in known), default=0))
 
     @property
     def node_types(self) -> tuple[NodeMark | LayerType, ...]:
@@ -59,7 +66,8 @@ class LayerCatalogue:
         ]
         text = "# Layer types that the federation's hypernetwork generates; public. Layers of other types stay local.\n"
         stated = {} if graph == "layers_and_norms" else {"graph": graph}
-        content = {"format": _FORMAT, **stated, "layer_types": rows}
+        size = {"largest_network": self.largest_network} if self.largest_network else {}
+        content = {"format": _FORMAT, **stated, **size, "layer_types": rows}
         text += yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
         expand_user_path(path, "the layer catalogue").write_text(text, encoding="utf-8")
 
@@ -83,7 +91,13 @@ class LayerCatalogue:
                 "in which a layer type has a dilation and an activation; delete it and write it again, with `polyfed graph "
                 "MODEL --catalogue FILE` for each network"
             )
-        return cls(tuple(_parse_layer_type(row, f"{path}, layer type {k}") for k, row in enumerate(rows, start=1)))
+        if error := validation_error(size := content.get("largest_network", 0), int, "largest_network"):
+            raise UserError(f"the layer catalogue {path}: {error}")
+        if size < 0:
+            raise UserError(f"the layer catalogue {path}: largest_network must be at least 0, got {size}")
+        return cls(
+            tuple(_parse_layer_type(row, f"{path}, layer type {k}") for k, row in enumerate(rows, start=1)), size
+        )
 
 
 def read_graph_variant_of_catalogue(path: str | Path) -> str:

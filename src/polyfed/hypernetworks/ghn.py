@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from polyfed.core.machine.memory_limit import build_after_memory_check
 from polyfed.core.seeds import temporary_rng_seed
+from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.core.state_dict import StateDict
 from polyfed.graphs.architecture import TRANSPOSED, ArchitectureGraph, LayerType, ParameterRole
 from polyfed.graphs.catalogue import LayerCatalogue
@@ -39,19 +40,19 @@ MAX_DENSE_BYTES = 50 * 2**20
 """Size of a hypernetwork in bytes above which its heads are factored, unless the method's settings choose the heads."""
 
 
-LIGHT_FACTOR, LIGHT_BYTES = 3, 2**20
-"""How many times the size of one layer of each type a message may have with light heads, and how large it may be in any
-case."""
+LIGHT_FACTOR = 2
+"""How many times the size of the largest network a message may have with light heads."""
 _LIGHT_SIZES = (
-    (32, 51),
-    (16, 51),
-    (8, 51),
-    (4, 51),
-    (4, 32),
-    (2, 24),
-    (1, 16),
-    (1, 8),
-)  # (rank, latent), in the order of trial
+    (32, 51, 16),
+    (32, 32, 16),
+    (32, 16, 16),
+    (16, 16, 16),
+    (8, 16, 16),
+    (4, 16, 16),
+    (4, 8, 8),
+    (2, 8, 4),
+)
+"""(rank, latent, hidden) of light heads, in the order of trial."""
 
 
 @final
@@ -238,13 +239,14 @@ def _name_weights(
 
 @lru_cache(maxsize=8)
 def hypernetwork_size_in_bytes(config: GHNConfig) -> int:
-    """Returns the number of bytes that the tensors of a hypernetwork take in a message, without allocating them.
+    """Returns the number of bytes that the tensors of a hypernetwork take in a message, with their names, without
+    allocating them.
 
     >>> hypernetwork_size_in_bytes(GHNConfig(LayerCatalogue((LayerType("linear", 20, 10),)), depth=0, hidden=4))
-    4300
+    5180
     """
     with torch.device("meta"), temporary_rng_seed(0):
-        return sum(tensor.nbytes for tensor in GHN(config).state_dict().values())
+        return safetensors_num_bytes({f"ghn/{name}": tensor for name, tensor in GHN(config).state_dict().items()})
 
 
 def use_factored_heads_if_large(config: GHNConfig) -> GHNConfig:
@@ -258,27 +260,46 @@ def use_factored_heads_if_large(config: GHNConfig) -> GHNConfig:
     )
 
 
-@lru_cache(maxsize=8)
 def shrink_to_size_of_networks(config: GHNConfig) -> GHNConfig:
-    """Returns the configuration with low-rank ("factored") heads that are small enough for messages: at most
-    `LIGHT_FACTOR` times one layer of each type in the catalogue, or `LIGHT_BYTES`; else with the smallest heads.
+    """Returns the configuration with low-rank ("factored") heads, whose rank, latent entries and hidden units are reduced
+    until a message is no larger than `LIGHT_FACTOR` times the largest network of the catalogue, or the smallest form is
+    reached.
 
-    The server knows the catalogue, but not the clients' networks: these have each layer type at least once in all.
-    `rank` and `latent` of the configuration are the largest values.
+    A catalogue that does not know the largest network stands for one that has each layer type once. `rank`, `latent` and
+    `hidden` of the configuration are the largest values.
 
     >>> wide = GHNConfig(LayerCatalogue((LayerType("linear", 640, 320), LayerType("linear", 320, 100))))
     >>> light = shrink_to_size_of_networks(wide)
-    >>> (light.head, light.rank, light.latent), hypernetwork_size_in_bytes(light) < hypernetwork_size_in_bytes(wide) / 6
-    (('factored', 32, 51), True)
+    >>> (light.head, light.rank, light.latent, light.hidden)
+    ('factored', 32, 51, 16)
+    >>> hypernetwork_size_in_bytes(light) < hypernetwork_size_in_bytes(wide) / 8
+    True
     """
-    shapes = [shape for kind in config.catalogue.types for shape in kind.parameter_shapes.values()]
-    largest = max(LIGHT_BYTES, LIGHT_FACTOR * 4 * sum(math.prod(shape) for shape in shapes))
-    light = config
-    for rank, latent in _LIGHT_SIZES:
-        light = replace(config, head="factored", rank=min(rank, config.rank), latent=min(latent, config.latent))
-        if build_after_memory_check(_describe_size(light), partial(hypernetwork_size_in_bytes, light)) <= largest:
+    shapes = (shape for kind in config.catalogue.types for shape in kind.parameter_shapes.values())
+    largest = config.catalogue.largest_network or sum(math.prod(shape) for shape in shapes)
+    light = replace(config, head="factored")
+    for rank, latent, hidden in _LIGHT_SIZES:
+        rank, latent, hidden = min(rank, config.rank), min(latent, config.latent), min(hidden, config.hidden)
+        light = replace(light, rank=rank, latent=latent, hidden=hidden)
+        size = build_after_memory_check(_describe_size(light), partial(hypernetwork_size_in_bytes, light))
+        if size <= LIGHT_FACTOR * 4 * largest:
             break
     return light
+
+
+def read_sizes_from_weights(config: GHNConfig, tensors: StateDict) -> GHNConfig:
+    """Returns the configuration with the rank, latent entries and hidden units of a hypernetwork's tensors, so that a
+    client need not know how the server chose them.
+
+    >>> from polyfed.hypernetworks.ghn_start import init_ghn_params
+    >>> light = GHNConfig(LayerCatalogue((LayerType("linear", 64, 32),)), latent=8, hidden=4, head="factored", rank=2)
+    >>> read_sizes_from_weights(replace(light, latent=51, hidden=16, rank=32), init_ghn_params(light, "kaiming", 0)) == light
+    True
+    """
+    rank = next((t.shape[1] for name, t in tensors.items() if name.endswith(".rows")), config.rank)
+    layers = (t.shape for name, t in tensors.items() if name.endswith(".hidden.weight"))
+    hidden, inputs = next(layers, (config.hidden, config.latent))
+    return replace(config, rank=rank, hidden=hidden, latent=inputs if config.depth else config.latent)
 
 
 def describe_message_size_of_heads(config: GHNConfig) -> str:

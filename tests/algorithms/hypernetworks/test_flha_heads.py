@@ -11,6 +11,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN
+from polyfed.core.algorithm import ServerContext
 from polyfed.core.serialization import safetensors_num_bytes as size_of
 from polyfed.graphs import LayerCatalogue, LayerType
 from polyfed.graphs.extract import extract
@@ -18,6 +19,7 @@ from polyfed.hypernetworks import ghn
 from polyfed.hypernetworks.ghn import (
     MAX_DENSE_BYTES,
     GHNConfig,
+    build_ghn,
     describe_message_size_of_heads,
     hypernetwork_size_in_bytes,
     shrink_to_size_of_networks,
@@ -39,14 +41,11 @@ def catalogue(width, names=("resnet18", "flha_arch1", "flha_arch2", "flha_arch3"
     return LayerCatalogue.from_graphs(extract(spec(), torch.zeros(2, 3, 32, 32)) for spec in specs)
 
 
-def test_a_size_is_that_of_the_tensors():
+def test_a_size_is_that_of_a_message():
     for head in ("mlp", "factored"):
         form = GHNConfig(catalogue(8, ["flha_arch1"]), head=head, depth=2)
         made = init_ghn_params(form, "kaiming", seed=0)
-        assert hypernetwork_size_in_bytes(form) == sum(t.nbytes for t in made.values())
-        assert size_of(made) == pytest.approx(
-            hypernetwork_size_in_bytes(form), rel=0.1
-        )  # with the names of a safetensors file
+        assert hypernetwork_size_in_bytes(form) == size_of({f"ghn/{name}": tensor for name, tensor in made.items()})
 
 
 def test_a_form_is_light_where_it_is_large():
@@ -64,7 +63,7 @@ def test_the_papers_networks_are_light_where_they_are_large():
     assert use_factored_heads_if_large(large).head == "factored"
     assert (
         describe_message_size_of_heads(large)
-        == "factored: 20 MB each way a round, where the paper's heads (mlp) would send 315 MB"
+        == "factored: 20 MB each way a round, where the paper's heads (mlp) would send 316 MB"
     )
 
 
@@ -72,40 +71,54 @@ def size_of_layers(form):
     return 4 * sum(math.prod(shape) for kind in form.catalogue.types for shape in kind.parameter_shapes.values())
 
 
-def test_light_heads_are_as_large_as_the_networks(monkeypatch):
-    """At most three times one layer of each type, with the largest rank and latent entries that allow it; but a message
-    of less than 1 MB is not made smaller, since small ranks cost accuracy (benchmarks/heads.py)."""
-    form = GHNConfig(catalogue(4, ["flha_arch1", "flha_arch2"]))
-    light = shrink_to_size_of_networks(form)
-    assert (light.rank, light.latent) == (32, 51)
-    assert 3 * size_of_layers(form) < hypernetwork_size_in_bytes(light) <= 2**20
-    shrink_to_size_of_networks.cache_clear()
-    monkeypatch.setattr("polyfed.hypernetworks.ghn.LIGHT_BYTES", 0)
+def test_light_heads_send_at_most_twice_the_largest_network():
     for width in (4, 8, 16):
         form = GHNConfig(catalogue(width, ["flha_arch1", "flha_arch2"]))
         light = shrink_to_size_of_networks(form)
-        assert hypernetwork_size_in_bytes(light) <= 3 * size_of_layers(form) < hypernetwork_size_in_bytes(form) / 3
         assert light.head == "factored"
+        assert hypernetwork_size_in_bytes(light) <= 2 * 4 * form.catalogue.largest_network
         assert shrink_to_size_of_networks(light) == light
-    assert (light.rank, light.latent) == (32, 51)
-    assert shrink_to_size_of_networks(replace(form, rank=3, latent=20)) == replace(
-        form, head="factored", rank=3, latent=20
-    )
+    assert (light.rank, light.latent, light.hidden) == (32, 51, 16)
+    as_said = replace(form, rank=3, latent=20, hidden=5)
+    assert shrink_to_size_of_networks(as_said) == replace(as_said, head="factored")
+
+
+def test_light_heads_are_the_smallest_where_none_is_small_enough():
     tiny = shrink_to_size_of_networks(GHNConfig(LayerCatalogue((LayerType("linear", 4, 2),))))
-    assert (tiny.rank, tiny.latent) == (1, 8)  # the smallest, also where it is too large
-    shrink_to_size_of_networks.cache_clear()
+    assert (tiny.rank, tiny.latent, tiny.hidden) == (2, 8, 4)
 
 
-def test_a_message_of_the_default_is_no_larger_than_twice_the_largest_network_or_a_megabyte(tmp_path):
+def test_without_the_largest_network_light_heads_take_one_layer_of_each_type():
+    types = catalogue(4, ["flha_arch1"]).types
+    unknown, large = (GHNConfig(LayerCatalogue(types, size)) for size in (0, 10**5))
+    light = shrink_to_size_of_networks(unknown)
+    assert hypernetwork_size_in_bytes(light) <= 2 * size_of_layers(unknown) < 4 * 10**5
+    assert hypernetwork_size_in_bytes(light) < hypernetwork_size_in_bytes(shrink_to_size_of_networks(large))
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_clients_read_the_sizes_of_light_heads_from_the_message(depth):
+    method = FLHAGHN(depth=depth)
+    for width in (4, 16):
+        types = catalogue(width, ["flha_arch1"])
+        state = method.server_init(ServerContext(seed=0, rounds=1, clients=(), layer_catalogue=types))
+        form = method._config_of_message(state["ghn"])
+        chosen = shrink_to_size_of_networks(method._ghn_config(types))
+        assert (form.head, form.rank, form.hidden) == (chosen.head, chosen.rank, chosen.hidden)
+        assert build_ghn(form).load_state_dict(state["ghn"])
+
+
+def test_a_message_of_the_default_is_no_larger_than_twice_the_largest_network():
     names = ("flha_arch1", "flha_arch2")
     x, y = torch.randn(6, 3, 8, 8), torch.arange(6) % 3
-    clients = [pf.Client(name, ModelSpec(name, {"width": 8}, (3, 8, 8), 3), (x, y), (x, y)) for name in names]
-    largest = max(sum(t.nbytes for t in client.model().state_dict().values()) for client in clients)
-    run = pf.federate(clients, FLHAGHN(batch_size=6, refine_epochs=0), rounds=1, workers=0)
-    same = pf.federate(clients, FLHAGHN(batch_size=6, refine_epochs=0, head="factored"), rounds=1, workers=0)
-    for one in (run, same):
-        assert one.history[-1]["bytes_down_total"] / 2 < max(2 * largest, 2**20)
-    assert run.federation.algorithm.head == "light"
+    clients = [pf.Client(name, ModelSpec(name, {"width": 4}, (3, 8, 8), 3), (x, y), (x, y)) for name in names]
+    largest = max(sum(p.nbytes for p in client.model().parameters()) for client in clients)
+    sent = []
+    for head in ("light", "factored"):
+        run = pf.federate(clients, FLHAGHN(batch_size=6, refine_epochs=0, head=head), rounds=1, workers=0)
+        sent.append(run.history[-1]["bytes_down_total"] / 2)
+    assert sent[0] <= 2 * largest < sent[1]
+    assert FLHAGHN().head == "light"
 
 
 def test_below_the_size_the_former_default_is_the_papers_bit_for_bit(tmp_path):

@@ -16,7 +16,7 @@ from polyfed.core.evaluation.evaluate import evaluate
 from polyfed.core.nn.module_cache import build_module, fill_module, initial_state
 from polyfed.core.serialization import serialize_state
 from polyfed.graphs import extract
-from polyfed.hypernetworks.ghn import GHN, catalogue_from_weights, graph_to_tensors
+from polyfed.hypernetworks.ghn import GHN, graph_to_tensors
 from polyfed.simulation.results.unseen_clients import (
     TrainedServer,
     UnseenClientCurves,
@@ -115,7 +115,7 @@ def test_the_score_before_is_that_of_the_weights_of_the_hypernetwork(run):
     data = run.federation.clients["client-0"]
     start = run.warmstart(thin, data.train, test=data.test)
     state = run.last.state["ghn"]
-    form = run.federation.algorithm._ghn_config(catalogue_from_weights(state))
+    form = run.federation.algorithm._config_of_message(state)
     ghn = GHN(form)
     ghn.load_state_dict(state)
     graph = extract(thin(), torch.zeros(2, 6))

@@ -40,6 +40,7 @@ from polyfed.hypernetworks.ghn import (
     catalogue_from_weights,
     decoder_sizes_from_weights,
     describe_message_size_of_heads,
+    read_sizes_from_weights,
     shrink_to_size_of_networks,
     use_factored_heads_if_large,
 )
@@ -68,12 +69,12 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
             (section 4.3 tried it without an advantage).
         depth: T of eq. 2 (6, paper); 0 is Table 2's ablation without GNN, one set of weights per layer type.
         latent: entries of h_v (51, paper); with light heads the largest number of them.
-        hidden: hidden units of a head H_l (16, paper).
-        head: "light" (polyfed's choice): low rank over output and input channels, with `rank` and `latent` reduced until a
-            message is at most three times as large as one layer of each type, or at most 1 MB; "mlp" (paper): each weight
-            costs 17 numbers; "factored": low rank with `rank` and `latent` as given; "lowrank": one decoder for all layer
-            types and widths, which generates a change of low rank of a draw that clients make themselves; or "auto",
-            polyfed's default before: "mlp" up to 50 MB per message, "factored" above.
+        hidden: hidden units of a head H_l (16, paper); with light heads the largest number of them.
+        head: "light" (polyfed's choice): low rank over output and input channels, with `rank`, `latent` and `hidden` reduced
+            until a message is at most twice as large as the largest network, as far as they can be; "mlp" (paper): each
+            weight costs 17 numbers; "factored": low rank with `rank`, `latent` and `hidden` as given; "lowrank": one decoder
+            for all layer types and widths, which generates a change of low rank of a draw that clients make themselves; or
+            "auto", polyfed's default before: "mlp" up to 50 MB per message, "factored" above.
         rank: rank of the factored heads, of light ones the largest (32, polyfed's choice).
         normalise: keeps the activations of GNN and heads at one scale (true, polyfed's choice). False is the published form;
             with initialisation="last_layer" it is more accurate in some federations with few images whose networks have norm
@@ -206,8 +207,9 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         config = (
             self._decoder_config(largest_sizes(types))
             if self.head == "lowrank"
-            else self._ghn_config(LayerCatalogue(types))
+            else self._ghn_config(replace(catalogue, types=types))
         )
+        config = shrink_to_size_of_networks(config) if self.head == "light" else config
         state = {"ghn": init_ghn_params(config, self.initialisation, server.seed)}
         for field, decision in self.resolved_fields(state).items():
             warnings.warn(f"FLHAGHN: {field} is {decision}; give {field}=... to choose", UserWarning, stacklevel=2)
@@ -376,7 +378,8 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     def _config_of_message(self, tensors: StateDict) -> GHNConfig:
         if self.head == "lowrank":
             return self._decoder_config(decoder_sizes_from_weights(tensors))
-        return self._ghn_config(catalogue_from_weights(tensors))
+        config = self._ghn_config(catalogue_from_weights(tensors))
+        return read_sizes_from_weights(config, tensors) if self.head == "light" else config
 
     def _decoder_config(self, sizes: Sizes) -> GHNConfig:
         numbers = (self.depth, self.latent, self.hidden, "lowrank", self.rank, self.normalise)
@@ -386,8 +389,6 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         head: Head = "factored" if self.head in ("factored", "light") else "mlp"
         sizes = (self.depth, self.latent, self.hidden, head, self.rank, self.normalise)
         config = GHNConfig(catalogue, *sizes, self.gnn, self.passing)
-        if self.head == "light":
-            return shrink_to_size_of_networks(config)
         return use_factored_heads_if_large(config) if self.head == "auto" else config
 
 

@@ -71,21 +71,22 @@ def _random_example(shape: Sequence[int], integer: bool) -> Tensor:
 
 def _extend_catalogue(graph: ArchitectureGraph, path: Path, contraction: ContractionOptions) -> str:
     """Writes the union of the file's catalogue and the graph's types; returns a line that says so."""
-    catalogue_types = LayerCatalogue.read_yaml(path).types if path.exists() else ()
+    before = LayerCatalogue.read_yaml(path) if path.exists() else LayerCatalogue(())
     nodes = "layers_and_norms" if contraction.norms == "nodes" else "layers"
-    if catalogue_types and (stated_graph := read_graph_variant_of_catalogue(path)) != nodes:
+    if before.types and (stated_graph := read_graph_variant_of_catalogue(path)) != nodes:
         part = "part of the layer before it" if stated_graph == "layers" else "a layer type of its own"
         raise UserError(
             f"in the layer catalogue {path} a norm is {part}; add to it with --graph {stated_graph}, or write another file"
         )
-    union = LayerCatalogue((*catalogue_types, *graph.layer_types))
+    largest = max(before.largest_network, graph.num_generated)
+    union = LayerCatalogue((*before.types, *graph.layer_types), largest)
     if not union.types:
         raise UserError(f"the network has no layer that can be generated, so there is nothing to write to {path}")
     try:
         union.write_yaml(path, nodes)
     except OSError as error:
         raise UserError(f"cannot write the layer catalogue {str(path)!r} ({error.strerror})") from error
-    return f"{len(union.types)} layer types in {path}, {len(union.types) - len(catalogue_types)} of them new"
+    return f"{len(union.types)} layer types in {path}, {len(union.types) - len(before.types)} of them new"
 
 
 def _coverage_text(graph: ArchitectureGraph) -> str:
