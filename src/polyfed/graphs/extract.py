@@ -106,8 +106,8 @@ def extract(model: nn.Module, example_input: Inputs, kinds: Kinds = "all") -> Ar
     # Only torch.export sees inside torch's composite modules (a transformer's layer). Layers count first, then all that is
     # generated; in a tie, torch.fx's graph is taken, unless layers are hidden in it.
     if kinds == "paper":
-        return max(graphs, key=lambda found: found[0].coverage)[0]
-    return max(graphs, key=lambda found: (found[0].num_parameters_in_layers, found[0].coverage, not found[1]))[0]
+        return max(graphs, key=lambda graph: graph[0].coverage)[0]
+    return max(graphs, key=lambda graph: (graph[0].num_parameters_in_layers, graph[0].coverage, not graph[1]))[0]
 
 
 def _check_arguments(model: Any, x: Any) -> None:

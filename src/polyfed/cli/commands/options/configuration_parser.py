@@ -234,7 +234,7 @@ def _parse_values(
             place.add_argument(f"--{option.key}", type=option.type, default=option.default, required=option.required,
                                help=option.help or None)  # fmt: skip
     if is_help:
-        print(re.sub(r"(?<!\S)--[\w.]+", lambda found: option_name(found[0]), parser.format_help()), end="")
+        print(re.sub(r"(?<!\S)--[\w.]+", lambda match: option_name(match[0]), parser.format_help()), end="")
         raise SystemExit(0)
     try:
         parsed = parser.parse_args([*(f"--{key}={_as_text(value)}" for key, value in config_values.items()), *argv])

@@ -50,7 +50,7 @@ class FoldScores:
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class _JoinedFolds:
     """Holds the test examples of one repeat, joined over its folds: outputs, targets, fold and unit of each."""
 
     outputs: Tensor
@@ -116,16 +116,16 @@ def score_folds(
 
 def _join_folds(
     outputs: Sequence[Tensor], targets: Sequence[Tensor], units: Sequence[NDArray[Any]], names: NDArray[Any]
-) -> _Rows | None:
+) -> _JoinedFolds | None:
     unit_names = np.concatenate(units)
     unit = np.searchsorted(names, unit_names)
     if unit.max(initial=0) >= len(names) or not bool((names[unit] == unit_names).all()):
         return None  # another repeat tested other examples
     fold = np.repeat(np.arange(len(outputs)), [len(fold_targets) for fold_targets in targets])
-    return _Rows(torch.cat(list(outputs)), torch.cat(list(targets)), fold, unit, len(outputs))
+    return _JoinedFolds(torch.cat(list(outputs)), torch.cat(list(targets)), fold, unit, len(outputs))
 
 
-def _score_rows(metric: Metric, rows: _Rows) -> _Parts | None:
+def _score_rows(metric: Metric, rows: _JoinedFolds) -> _Parts | None:
     if metric.per_example is not None:
         return _mean_in_folds(np.asarray(metric.per_example(rows.outputs, rows.targets), dtype=np.float64), rows)
     if metric.name == "auc":
@@ -142,12 +142,12 @@ def _score_rows(metric: Metric, rows: _Rows) -> _Parts | None:
     return _r2_in_folds(rows) if metric.name == "r2" else _mean_of_fold_scores(metric, rows)
 
 
-def _mean_in_folds(values: FloatArray, rows: _Rows) -> _Parts:
+def _mean_in_folds(values: FloatArray, rows: _JoinedFolds) -> _Parts:
     score = float(values.mean())
     return score, *_fold_and_row_parts((values - score) / len(values), score, rows)
 
 
-def _fold_and_row_parts(influence: FloatArray, score: float, rows: _Rows) -> tuple[FloatArray, FloatArray]:
+def _fold_and_row_parts(influence: FloatArray, score: float, rows: _JoinedFolds) -> tuple[FloatArray, FloatArray]:
     """Splits influences, which sum to 0, into the contribution of each fold and the influence of rows within their fold."""
     sums = np.bincount(rows.fold, influence, rows.num_folds)
     sizes = np.bincount(rows.fold, minlength=rows.num_folds)
@@ -156,7 +156,7 @@ def _fold_and_row_parts(influence: FloatArray, score: float, rows: _Rows) -> tup
     return contributions, within * _correction(np.zeros(len(rows.fold), bool), rows)
 
 
-def _correction(positive: NDArray[np.bool_], rows: _Rows) -> FloatArray:
+def _correction(positive: NDArray[np.bool_], rows: _JoinedFolds) -> FloatArray:
     """Returns the factor of each row that corrects sums of squares for the mean that each fold, and class, has of its
     own: √(G/(G − K)) for G units in K folds."""
     factor = np.empty(len(positive))
@@ -166,7 +166,7 @@ def _correction(positive: NDArray[np.bool_], rows: _Rows) -> FloatArray:
     return factor
 
 
-def _auc_in_folds(score: FloatArray, positive: NDArray[np.bool_], rows: _Rows) -> _Parts | None:
+def _auc_in_folds(score: FloatArray, positive: NDArray[np.bool_], rows: _JoinedFolds) -> _Parts | None:
     wins, pairs = np.zeros(len(score)), np.zeros(len(score))
     wins_of_fold, pairs_of_fold = np.zeros(rows.num_folds), np.zeros(rows.num_folds)
     for k in range(rows.num_folds):
@@ -201,7 +201,7 @@ def _count_wins(positive: FloatArray, negative: FloatArray) -> tuple[FloatArray,
     )
 
 
-def _r2_in_folds(rows: _Rows) -> _Parts | None:
+def _r2_in_folds(rows: _JoinedFolds) -> _Parts | None:
     targets = np.asarray(rows.targets.double().numpy()).reshape(len(rows.fold), -1)
     squared = ((targets - np.asarray(rows.outputs.double().numpy()).reshape(len(targets), -1)) ** 2).sum(axis=1)
     from_mean = ((targets - targets.mean(axis=0)) ** 2).sum(axis=1)
@@ -211,7 +211,7 @@ def _r2_in_folds(rows: _Rows) -> _Parts | None:
     return score, *_fold_and_row_parts((-squared + (1 - score) * from_mean) / from_mean.sum(), score, rows)
 
 
-def _mean_of_fold_scores(metric: Metric, rows: _Rows) -> _Parts | None:
+def _mean_of_fold_scores(metric: Metric, rows: _JoinedFolds) -> _Parts | None:
     """Scores each fold by itself, and the influence of each unit by leaving it out of its fold; folds in which that is not
     defined do not count."""
     scores, within = np.full(rows.num_folds, np.nan), np.zeros(len(rows.fold))
@@ -228,7 +228,7 @@ def _mean_of_fold_scores(metric: Metric, rows: _Rows) -> _Parts | None:
     return score, contributions, within / sizes.sum()
 
 
-def _leave_units_out(metric: Metric, rows: _Rows, inside: NDArray[np.int64]) -> tuple[float, FloatArray] | None:
+def _leave_units_out(metric: Metric, rows: _JoinedFolds, inside: NDArray[np.int64]) -> tuple[float, FloatArray] | None:
     outputs, targets, unit = rows.outputs[inside], rows.targets[inside], rows.unit[inside]
     names, first = np.unique(unit, return_index=True)
     if len(names) < 2:
@@ -243,7 +243,7 @@ def _leave_units_out(metric: Metric, rows: _Rows, inside: NDArray[np.int64]) -> 
     return float(score), influence
 
 
-def _classes_of_units(metric: Metric, rows: _Rows, num_units: int) -> NDArray[np.int64]:
+def _classes_of_units(metric: Metric, rows: _JoinedFolds, num_units: int) -> NDArray[np.int64]:
     classes: NDArray[np.int64] = np.zeros(num_units, dtype=np.int64)
     if metric.name == "auc" and rows.targets.dim() == 1:
         labels = rows.targets.numpy().astype(np.int64)
@@ -254,7 +254,7 @@ def _classes_of_units(metric: Metric, rows: _Rows, num_units: int) -> NDArray[np
     return classes
 
 
-def _min_example_variance(metric: Metric, rows: _Rows, num_units: int) -> float:
+def _min_example_variance(metric: Metric, rows: _JoinedFolds, num_units: int) -> float:
     """Returns a lower bound of the variance due to test examples, for data on which two methods never differ.
 
     It is 1/(4mq) for an AUC with m positive and q negative examples, and for a share that of two more examples, on which

@@ -187,7 +187,7 @@ class NewestCheckpoint(NamedTuple):
 def load_newest_checkpoint(
     folder: Path,
     last_metrics_round: int | None = None,
-    check_usable: Callable[[Checkpoint], object] = lambda found: None,
+    check_usable: Callable[[Checkpoint], object] = lambda checkpoint: None,
     expected_run_hashes_of_round: Callable[[int], RunHashes] | None = None,
     store: StateStore | None = None,
     server_only: bool = False,
