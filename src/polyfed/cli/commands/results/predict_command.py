@@ -43,7 +43,8 @@ def predict_file(folder: Path, client: str | None, file: str, out: Path | None) 
         raise UserError(f"{out} exists; choose another --out")
     if not any((folder / name).exists() for name in ("signature.json", "config.yaml")):
         raise UserError(
-            f"cannot read {folder}: it is neither a run directory (config.yaml) nor a folder of polyfed export"
+            f"cannot read {folder}: it is neither a run directory (config.yaml; of a comparison, {folder}/METHOD/seed-0) "
+            "nor a folder of polyfed export"
         )
     # imported late, as torch is
     import pyarrow
