@@ -228,6 +228,15 @@ def test_what_is_sent_lies_on_a_grid_that_does_not_depend_on_the_data():
     ("words", "sentence"),
     [
         ({"clip_norm": 0.0}, "clip-norm must be positive"),
+        *(
+            ({"clip_norm": value}, "clip-norm must be positive, got")
+            for value in (math.nan, math.inf, -1.0, "abc", True)
+        ),
+        *(
+            ({"clip_norm": 1.0, "noise_multiplier": value}, "noise-multiplier must be at least 0, got")
+            for value in (math.nan, math.inf, "abc", True)
+        ),
+        *(({"max_epsilon": value}, "max-epsilon must be positive, got") for value in (math.nan, math.inf, "abc", True)),
         ({"noise_multiplier": -1.0}, "noise-multiplier must be at least 0"),
         ({"noise_multiplier": 1.0}, "needs clip-norm"),
         ({"delta": 1.0}, "delta must be between 0 and 1"),

@@ -37,6 +37,7 @@ from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.core.algorithm import Algorithm, Message
 from polyfed.core.declared_words import DISCLOSURES
 from polyfed.core.errors import UserError, check_extra_installed
+from polyfed.core.io.number_checks import is_number, is_positive_number
 from polyfed.simulation.rounds.replies.secure_aggregation import supports_secure_sum
 
 _GRID_BITS = 24  # the precision of float32, so that sending float32 loses nothing
@@ -72,11 +73,11 @@ class ReplyProtection:
     max_epsilon: float | None = None
 
     def __post_init__(self) -> None:
-        if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
+        if self.clip_norm is not None and not is_positive_number(self.clip_norm):
             raise UserError(f"clip-norm must be positive, got {self.clip_norm!r}")
-        if not 0 <= self.noise_multiplier < float("inf"):
+        if not (is_number(self.noise_multiplier) and 0 <= self.noise_multiplier < math.inf):
             raise UserError(f"noise-multiplier must be at least 0, got {self.noise_multiplier!r}")
-        if not 0 < self.delta < 1:
+        if not (is_number(self.delta) and 0 < self.delta < 1):
             raise UserError(f"delta must be between 0 and 1, got {self.delta!r}")
         if self.noise_multiplier and self.clip_norm is None:
             raise UserError("noise-multiplier needs clip-norm, without which noise guarantees nothing")
@@ -84,7 +85,7 @@ class ReplyProtection:
             raise UserError(
                 f"clip-norm * noise-multiplier must be finite, got {self.clip_norm!r} * {self.noise_multiplier!r}"
             )
-        if self.max_epsilon is not None and not 0 < self.max_epsilon < float("inf"):
+        if self.max_epsilon is not None and not is_positive_number(self.max_epsilon):
             raise UserError(f"max-epsilon must be positive, got {self.max_epsilon!r}")
 
     @property

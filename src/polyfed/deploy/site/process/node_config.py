@@ -41,9 +41,9 @@ def build_site(node_config: Mapping[str, Any]) -> Site:
         raise UserError(f"node-config lacks {missing[0]}: --node-config 'client-id=\"north\" site=\"/path/site.py\" "
                         "state-dir=\"/path/state\"'")  # fmt: skip
     try:
-        numbers = {name: float(node_config[word]) for word, name in _PROTECTION_FIELDS.items() if word in node_config}
+        numbers = {name: _to_float(node_config[w]) for w, name in _PROTECTION_FIELDS.items() if w in node_config}
         protection = ReplyProtection(**numbers)
-    except (TypeError, ValueError) as error:
+    except UserError as error:
         raise UserError(f"node-config: {error}") from error
     for word in ("allow-disclosure", "secure"):
         if not isinstance(node_config.get(word, False), bool):
@@ -68,6 +68,16 @@ def build_site(node_config: Mapping[str, Any]) -> Site:
         peers=_optional_path(node_config.get("peers")),
         secure_threshold=threshold,
     )
+
+
+def _to_float(value: Any) -> Any:
+    """Returns a number, or a text that is one, as a float, and any other value as it is, for its check to name it."""
+    if isinstance(value, bool):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value
 
 
 def _client_factory(config: Mapping[str, Any]) -> Callable[[], Client]:
