@@ -178,6 +178,7 @@ YAML = {
     "rounds: [": "bad.yaml is not valid YAML, line 2, column 1",
     "- rounds": "bad.yaml must hold a mapping of settings, found list",
     "\xff\xfe": "bad.yaml is not valid YAML",
+    "rounds: 1\nalgorithm:\n  lr: 1\n  lr: 2": "not valid YAML, line 4, column 3: the key 'lr' stands twice; leave one out",
 }
 
 

@@ -1,6 +1,7 @@
 """`polyfed show`, and `--json` of `show`, `list` and `data`."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -86,3 +87,12 @@ def test_data_as_json_has_the_documented_schema(capsys, tmp_path, monkeypatch):
     assert validation_error(content["clients"], list[ShownClient]) is None
     assert [client["train"] for client in content["clients"]] == [sum(c["classes"]) for c in content["clients"]]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_the_encoding_of_the_output_lacks_is_escaped_and_ends_nothing(tmp_path):
+    clients = [pf.Client("Zürich", c.model, c.train, c.test) for c in small_clients(1)]
+    pf.federate(clients, "local", rounds=1, workers=0, out=tmp_path / "run", quiet=True)
+    command = [sys.executable, "-m", "polyfed", "show", str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, "Z\\xfcrich" in done.stdout, done.stderr) == (0, True, "")

@@ -5,6 +5,7 @@ Progress goes to standard error, results to standard output.
 Exit status: 0; 2 with one sentence for what the user can mend; 1 for a failure of the run; 130 for Ctrl-C.
 """
 
+import io
 import os
 import sys
 import warnings
@@ -25,6 +26,8 @@ from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust
 def entry() -> None:
     """Runs the command `polyfed` from the installed script, and exits the process with the command's status."""
     warnings.formatwarning = format_warning
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that the terminal's encoding lacks ends no command
+        sys.stdout.reconfigure(errors="backslashreplace")
     status = main(sys.argv[1:])
     try:
         sys.stdout.flush()

@@ -55,10 +55,11 @@ def parse_json(text: str | bytes) -> Any:
 
 def parse_yaml(text: str | bytes) -> Any:
     """Returns the value that a YAML text represents; raises a `ValueError` if it is no YAML, too deep or too large, or
-    has Python tags.
+    has Python tags or a key twice.
 
     Raises:
-        ValueError: it is no YAML, nested too deeply, or too large; with line and column where they are known.
+        ValueError: it is no YAML, nested too deeply, too large, or has a key twice in one mapping; with line and column
+            where they are known.
 
     >>> parse_yaml("lr: 0.5")
     {'lr': 0.5}
@@ -71,7 +72,10 @@ def parse_yaml(text: str | bytes) -> Any:
         source = text.decode() if isinstance(text, bytes) else text
         if wrong := _yaml_size_error(yaml.parse(source, Loader=quick)):
             raise ValueError(wrong)
-        value = yaml.load(source, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        loader = quick(source)
+        node = loader.get_single_node()
+        _check_keys_are_unique(node)
+        value = None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, *DAMAGED_FILE_ERRORS) as error:  # ValueError: an invalid date, for example
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
@@ -80,6 +84,24 @@ def parse_yaml(text: str | bytes) -> Any:
     if wrong := explain_exceeded_size_limit(value):
         raise ValueError(wrong)
     return value
+
+
+def _check_keys_are_unique(node: Any) -> None:
+    """Raises a `yaml.constructor.ConstructorError`, with its place, if a mapping has a key twice, of which YAML would take
+    the last in silence.
+    """
+    from yaml.constructor import ConstructorError
+
+    is_mapping, seen_keys = getattr(node, "id", "") == "mapping", set()
+    for child in node.value if is_mapping or getattr(node, "id", "") == "sequence" else ():
+        key, value = child if is_mapping else (None, child)
+        if key is not None and key.id == "scalar" and key.value != "<<":
+            if (key.tag, key.value) in seen_keys:
+                raise ConstructorError(
+                    None, None, f"the key {key.value[:60]!r} stands twice; leave one out", key.start_mark
+                )
+            seen_keys.add((key.tag, key.value))
+        _check_keys_are_unique(value)
 
 
 def _yaml_size_error(events: Iterable[Any]) -> str | None:
