@@ -335,3 +335,14 @@ def test_a_network_that_stays_with_its_client_and_diverges_ends_the_run_before_i
     with pytest.raises(pf.ClientError, match=r"private state: tensor 'model/.*' has NaN .*lower lr") as found:
         pf.federate(clients, method, rounds=3, out=tmp_path / "run", workers=workers)
     assert found.value.round == 1
+
+
+def test_a_run_of_an_own_method_says_on_resume_that_it_must_be_given(tmp_path):
+    @dataclass(frozen=True, kw_only=True)
+    class OwnMean(Averaging):
+        pass
+
+    pf.federate(small_clients(2), OwnMean(lr=0.05), rounds=1, workers=0, out=tmp_path / "run")
+    with pytest.raises(UserError, match=r"is a run of 'OwnMean', which is no method of polyfed: give it, resume"):
+        pf.resume(tmp_path / "run", clients=small_clients(2))
+    assert len(pf.resume(tmp_path / "run", clients=small_clients(2), algorithm=OwnMean(lr=0.05)).history) == 1

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from polyfed.algorithms import get
+from polyfed.algorithms import REGISTRY, get
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.client_source import ClientSource
+from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.compressors import Compressor
@@ -27,9 +28,7 @@ from polyfed.simulation.sampling.sampler import Sampler
 from polyfed.simulation.scheduling_arguments import check_sampler_is_that_of_run, describe_scheduling
 from polyfed.simulation.settings import EngineName, Keep, Settings
 from polyfed.simulation.storage import integrity
-from polyfed.simulation.storage.configuration import (
-    restore_settings_and_method,
-)
+from polyfed.simulation.storage.configuration import read_section, restore_settings_and_method
 from polyfed.simulation.storage.directory import RunDirectory, read_config
 
 
@@ -283,6 +282,11 @@ def resume_federation(
     directory = RunDirectory.open(out)
     try:
         integrity.check_config_unchanged(out, config, directory.read_manifest())
+        name = str(read_section(config, "algorithm").get("name", ""))
+        if algorithm is None and ":" not in name and name not in REGISTRY:
+            raise UserError(
+                f"{out} is a run of {name!r}, which is no method of polyfed: give it, resume(..., algorithm=...)"
+            )
         settings, algorithm = restore_settings_and_method(config, algorithm)
         settings = dataclasses.replace(settings, **(execution or {}))
         # imported late: experiments are described in terms of runs

@@ -58,10 +58,10 @@ def rewrite_parser_error(message: str, type_by_key: Mapping[str, Any]) -> str:
     '--rounds needs a value'
     """
     text = " ".join(message.split())
-    if matched := re.match(r'Parser key "([^"]+)": .*Got value: (.*)', text) or re.match(
-        r'Parser key "([^"]+)": .*Given value: (.*)', text
-    ):
+    if matched := re.match(r'Parser key "([^"]+)": .*(?:Got|Given) value: ?(.*)', text):
         key, value = matched.groups()
+        if not value:
+            return f"{option_name(f'--{key}')} needs a value"
         expected = describe_type(type_by_key[key]) if key in type_by_key else "of another type"
         return f"{option_name(f'--{key}')} must be {expected}, got {value!r}"
     if matched := re.match(r"argument --(\S+): expected one argument", text):
