@@ -48,6 +48,8 @@ def concatenation_obstacle(first: Examples, second: Examples) -> str | None:
             return f"{'inputs' if name == 'x' else 'labels'} are {texts[0]} and {texts[1]}"
     if first.transform != second.transform:
         return "inputs are prepared by different transforms"
+    if first.features and second.features and first.features != second.features:
+        return "inputs have other columns, or in another order"
     for role in ("group", "time"):
         names = [getattr(examples, role) for examples in (first, second)]
         if names[0] != names[1]:
