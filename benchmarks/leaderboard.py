@@ -191,6 +191,8 @@ def put_rows(content, found, out, only):
         for kind, one in content["equal"].items():
             one["means"][label] = rounded(at_equal(found["methods"][label], out, kind, one["limit"]))
     failed = {label: reason for label, reason in found.get("failed", {}).items() if label in only}
+    for label in failed:  # its row of before was of other settings
+        content["methods"].pop(label, None)
     content["failed"] = {
         **{label: why for label, why in content.get("failed", {}).items() if label not in only},
         **failed,

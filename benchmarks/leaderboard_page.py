@@ -5,6 +5,7 @@ where it does not.
 """
 
 import json
+from collections import Counter
 from statistics import fmean, median
 
 from leaderboard_pictures import draw_gains, draw_ranks, gain_over_federations
@@ -251,7 +252,7 @@ def summary(found):
 
 
 def not_measured(found):
-    """Names the methods that suit a federation by the recipe, and have no row in it."""
+    """Names the methods that suit a federation by the recipe and have no row in it, and those that diverged in one."""
     recipe, suits = read_recipe("leaderboard"), {}
     for name, one in found.items():
         for baseline in recipe.configuration(variant=name)["baselines"]:
@@ -260,7 +261,18 @@ def not_measured(found):
     missing = [
         f"`{label}` ({rows.count(False)} of {len(rows)})" for label, rows in sorted(suits.items()) if not all(rows)
     ]
-    return f"Not measured yet, in so many of the federations that it suits: {', '.join(missing)}." if missing else ""
+    unmeasured = (
+        f"Not measured yet, in so many of the federations that it suits: {', '.join(missing)}." if missing else ""
+    )
+    counts = Counter(label for one in found.values() for label in one["failed"])
+    failed = [f"`{label}` ({count})" for label, count in sorted(counts.items())]
+    diverged = (
+        f"Diverged with another seed at the rate that it chose, in so many federations, which its mean leaves out: "
+        f"{', '.join(failed)}."
+        if failed
+        else ""
+    )
+    return " ".join(text for text in (unmeasured, diverged) if text)
 
 
 def signed(points):
