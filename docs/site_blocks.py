@@ -159,7 +159,7 @@ def results(name: str) -> str:
         before = [introduced, ""] if introduced else []
         found.append("\n".join([f"**{plain}**{script}", "", *before, header, ruled, *kept]))
     drawn = [drawing] if (drawing := picture(name)) else []
-    gains = [table] if (table := tabulate_gains(name)) else []
+    gains = [text for text in (leaderboard_sentence(name), tabulate_gains(name)) if text]
     if not found and not drawn and not gains:
         return "No script in `benchmarks/` has measured it yet."
     if not found:
@@ -167,6 +167,16 @@ def results(name: str) -> str:
     measured = "[Measured](../../benchmarks/README.md)"
     about = f"Rows of the tables in {measured}, which says how each was made and what it does not show."
     return "\n\n".join([*drawn, *gains, about, *found])
+
+
+def leaderboard_sentence(name: str) -> str:
+    """A link to the leaderboard, if a row there is the method's; else nothing."""
+    rows = (ROOT / "docs" / "leaderboard.md").read_text(encoding="utf-8").splitlines()
+    if not any(row.startswith(f"| `{name}` |") for row in rows):
+        return ""
+    return (
+        f"The [leaderboard](../leaderboard.md) has `{name}` beside the others, on the same federations, with intervals."
+    )
 
 
 def benchmark_tables() -> Iterator[tuple[str, str, str, list[str]]]:

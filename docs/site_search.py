@@ -25,7 +25,7 @@ WORDS = {
     "choose.md": "method best recommend recommended",
     "compare.md": "learning rate tune tuning hyperparameter hyperparameters search",
     "data.md": "data image images text imagefolder dataset datasets numpy dataloader dirichlet non iid partition skew",
-    "export.md": "save serve serving onnx predict prediction inference production download",
+    "export.md": "export save model serve serving onnx predict prediction inference production download",
     "faq.md": "custom decided resume checkpoint crash interrupted windows macos error optimizer optimiser loss",
     "index.md": "federate federated install pip conda requirements licence license cite citation bibtex personalized",
     "intervals.md": "cross validation fold folds test confidence significance significant p-value power bootstrap",

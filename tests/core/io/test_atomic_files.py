@@ -243,7 +243,7 @@ ALLOWED = {  # file -> how many such calls, and why
     "data/formats/images.py": (1, "bytes in memory, or a stream of `open_file`"),
     "data/formats/files.py": (4, "after `check_regular_file` of the same path"),
     "data/formats/lazy_images.py": (2, "`read_bytes` of encoded images, which is guarded"),
-    "data/tabular/table_reader.py": (1, "after `open_file` of the same path"),
+    "data/tabular/csv_reader.py": (1, "after `open_file` of the same path"),
     "simulation/storage/predictions/predictions_parquet.py": (2, "a stream of `open_file`"),
     "simulation/storage/integrity.py": (1, "a stream of `open_file`"),
     "deploy/trial/local_trial.py": (1, "a log that is written"),

@@ -2,7 +2,7 @@
 
 A site's estimated gain is μ + θ + e: the mean over sites like these, the site's deviation of variance τ², and the error of
 its estimate. The mean's interval takes sites as units (Hartung and Knapp 2001), so that it holds for new sites of the same
-kind. Partial pooling draws each site's gain towards the mean, the more the less its own examples say (empirical Bayes,
+kind. Partial pooling shrinks each site's gain towards the mean, most where a site has few examples (empirical Bayes,
 Morris 1983): its intervals hold in 95 of 100 cases on average over sites, not for each site.
 """
 

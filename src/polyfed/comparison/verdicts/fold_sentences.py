@@ -9,9 +9,10 @@ def describe_fold_interval_coverage(content: Mapping[str, Any]) -> list[str]:
     `comparison.json`."""
     folds, repeats = content["folds"], content["fold_repeats"]
     repeated = f", {repeats} times over" if repeats > 1 else ""
+    others = "fold" if folds == 2 else f"{folds - 1} folds"
     sentences = [
         f"The examples of each site were dealt into {folds} folds{repeated}: each example was tested by networks that were "
-        f"trained on the other {folds - 1} folds. The intervals cover other test examples and other seeds, and other "
+        f"trained on the other {others}. The intervals cover other test examples and other seeds, and other "
         "training examples as far as such folds can show (see the documentation on intervals).",
     ]
     if most := content.get("most_repeats"):

@@ -312,6 +312,8 @@ def _data_title(config: Mapping[str, Any]) -> str:
         return "clients made in Python"
     partition = dict(data.get("partition") or {})
     name = partition.pop("name", "")
+    if name == "natural":
+        return f"{data.get('name', 'data')}, sites by column {partition.get('column')}"
     parameters_text = ", ".join(
         f"{key} {value}" for key, value in partition.items() if isinstance(value, int | float | str)
     )

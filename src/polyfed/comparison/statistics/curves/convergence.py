@@ -96,7 +96,7 @@ def advice_if_loss_still_falls(tuning_entry: Mapping[str, Any] | None) -> str:
         tuning_entry: the search result of the method, as in `comparison.json`; None if the method was not searched.
 
     >>> advice_if_loss_still_falls(None)
-    "its learning rate was not searched: search it (tune='auto', --tune auto), then give more rounds if that does not help"
+    "the learning rate was not searched: search it (tune='auto', --tune auto), then give more rounds if that does not help"
     >>> tried = [{"fields": {"lr": 0.1}}, {"fields": {"lr": 0.3}}]
     >>> advice_if_loss_still_falls({"chosen": {"lr": 0.1}, "tried": tried})
     'larger learning rates did worse in the search: give more rounds'
@@ -104,7 +104,7 @@ def advice_if_loss_still_falls(tuning_entry: Mapping[str, Any] | None) -> str:
     rates = [rate for entry in (tuning_entry or {}).get("tried", ()) if is_number(rate := entry["fields"].get("lr"))]
     if tuning_entry is None or not rates:
         return (
-            "its learning rate was not searched: search it (tune='auto', --tune auto), then give more rounds if that does "
+            "the learning rate was not searched: search it (tune='auto', --tune auto), then give more rounds if that does "
             "not help"
         )
     best = [entry["lr"] for entry in (tuning_entry.get("by_client") or {}).values()] or [

@@ -56,7 +56,7 @@ def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: 
     columns = ["gain", f"{100 * level:g} % interval", *(["over"] if len(rivals) > 1 else []), "test examples"]
     pooled = run_group.comparison_results.get("site_model")
     if pooled:
-        columns.append(f"over {str(pooled['over']).replace('_', ' ')}, sites pooled partially")
+        columns.append(f"over {str(pooled['over']).replace('_', ' ')}, shrunk to the mean")
     rows = []
     for answer in answers:
         cells = [

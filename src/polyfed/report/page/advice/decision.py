@@ -36,8 +36,8 @@ from polyfed.report.page.predictions.performance import (
 _COUNTED: Mapping[AnswerKind, str] = {"join": "should join", "stay": "should stay alone", "undecided": "not decided"}
 _LISTED = 30  # sites up to which one table has all; more are grouped by their answer
 _POOLED_NOTE = (
-    "The last column draws each gain towards the mean, the more the less its own examples say; such intervals hold on "
-    "average over sites, and give no answer."
+    "The last column shrinks each gain towards the mean over sites, most where a site has few examples; such intervals "
+    "hold on average over sites, and give no answer."
 )
 
 
