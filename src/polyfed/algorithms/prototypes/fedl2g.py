@@ -22,8 +22,8 @@ from polyfed.algorithms.prototypes.guiding_vectors import (
     draw_first_vectors,
     guided_loss,
     minibatch_of_two_or_more,
+    repeat_single_example,
     split_study_and_quiz,
-    two_or_more,
 )
 from polyfed.algorithms.prototypes.prototype_method import expected_class_means_spec
 from polyfed.alignment.representations import compute_representations, representation_module_name
@@ -190,9 +190,8 @@ class FedL2G(PersonalNetworkMethod, Averaging, ValidatesNetworks):
 
         scalars: dict[str, float] = {"num_examples": len(study)}
         if message.scalars["trains"]:
-            two = study.select(two_or_more(torch.arange(len(study), device=client.train.device)))
-            fit_result = fit(model, replace(client, train=two), self, lr=lr, seed=seed, loss=loss, representation=name,
-                             reported_loss="task")  # fmt: skip
+            fit_result = fit(model, replace(client, train=repeat_single_example(study)), self, lr=lr, seed=seed, loss=loss,
+                             representation=name, reported_loss="task")  # fmt: skip
             scalars = reply_scalars(replace(client, train=study), fit_result.loss)
         trained = copy_trained_weights_and_buffers(model)
         rows = torch.randperm(len(study), generator=torch_generator(derive_seed(seed, "study")))[

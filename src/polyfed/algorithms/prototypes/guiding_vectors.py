@@ -39,16 +39,16 @@ def split_study_and_quiz(examples: Examples, quiz_rows: Tensor) -> tuple[Example
     return examples.select(study_rows.to(examples.device)), examples.select(quiz_rows.to(examples.device))
 
 
-def two_or_more(rows: Tensor) -> Tensor:
-    """Returns the rows of a minibatch, a single one twice, since BatchNorm in training cannot take the variance of one
+def minibatch_of_two_or_more(examples: Examples, rows: Tensor) -> Batch:
+    """Returns a minibatch; a single row is in it twice, since BatchNorm in training cannot take the variance of one
     value.
     """
-    return rows.repeat(2) if len(rows) == 1 else rows
+    return examples.batch((rows.repeat(2) if len(rows) == 1 else rows).to(examples.device))
 
 
-def minibatch_of_two_or_more(examples: Examples, rows: Tensor) -> Batch:
-    """Returns a minibatch; a single row is in it twice (`two_or_more`)."""
-    return examples.batch(two_or_more(rows).to(examples.device))
+def repeat_single_example(examples: Examples) -> Examples:
+    """Returns the examples, a single one twice, for the reason of `minibatch_of_two_or_more`."""
+    return examples if len(examples) > 1 else examples.select(torch.zeros(2, dtype=torch.int64, device=examples.device))
 
 
 def guided_loss(label_loss: Loss, outputs: Tensor, guided: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
