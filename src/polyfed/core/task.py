@@ -245,12 +245,10 @@ class Task(ABC):
         return None
 
     def training_loss(self, targets: Tensor, class_weights: Any = None, label_smoothing: float = 0.0) -> Loss:
-        """Returns the function (outputs, targets) -> loss that training minimises; raises a `UserError` if
-        `class_weights` or `label_smoothing` are given and the task has no classes.
+        """Returns the function (outputs, targets) -> loss that training minimises.
 
         Args:
-            targets: of the client's training examples, which class_weights="balanced" counts.
-            class_weights, label_smoothing: as in `LocalTraining`.
+            targets, class_weights, label_smoothing: of the training examples; the others as in `LocalTraining`.
 
         Raises:
             UserError: weights of classes, or label smoothing, and the task has no classes.
@@ -258,10 +256,7 @@ class Task(ABC):
         if class_weights is not None:
             raise UserError(f"class_weights={class_weights!r}: the task is {self}, which has no classes; leave it out")
         if label_smoothing:
-            raise UserError(
-                f"label_smoothing={label_smoothing!r} is of the cross-entropy of classes, and the task is {self}; leave it "
-                "out"
-            )
+            raise UserError(f"label_smoothing={label_smoothing!r} is for classes, and the task is {self}; leave it out")
         return self.loss
 
     def trim_minibatch(self, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:
