@@ -15,14 +15,13 @@ import polyfed as pf
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Normalise
-from polyfed.data.tabular.preprocessing import Column, TablePreprocessor
 from polyfed.data.tabular.table_reader import read_table
 from polyfed.models import ModelSpec
 from polyfed.report.export import formats
 from polyfed.report.export.folder import ExportedModel, export_model
 from polyfed.report.export.standalone_module import StandaloneModule, draw_random_inputs
 from polyfed.report.export.trained_model import read_trained_model, trained_model_of_run
-from polyfed.simulation.results.saved_model import SavedModel, load_saved_model
+from polyfed.simulation.results.saved_model import load_saved_model
 from polyfed.testing import small_clients
 
 CSV = """age;sex;lab;code;outcome;hospital
@@ -85,14 +84,6 @@ def module_of(file):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_rows_whose_prediction_is_no_number_are_named():
-    prepared = TablePreprocessor((Column("age"),), (50.0,), (1e-3,), classes=("no", "yes"))
-    model = SavedModel(nn.Linear(1, 2).eval(), prepared, "north")
-    assert len(model.predict(read_table({"age": [50.0, 60.0]}))["predicted"]) == 2
-    with pytest.raises(UserError, match="the network's outputs are NaN or infinite for row 2: the values"):
-        model.predict(read_table({"age": [50.0, 3e38]}))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:column")
