@@ -92,7 +92,6 @@ WRONG_TYPE = {
     "run --data.partition.min_examples x": "--data.partition.min-examples must be a whole number, got 'x'",
     "run --baselines local": "--baselines must be a list such as [local, {name: fedprox, mu: 0.1}], got 'local'",
     "run --rounds": "--rounds needs a value",
-    "run --algorithm.lr=": "--algorithm.lr needs a value",
     "run --algorithm": "--algorithm.name needs a value",
     "run --out": "--out needs a value",
     "run --quiet=yes": "--quiet takes no value, got '--quiet=yes'",

@@ -56,6 +56,8 @@ def rewrite_parser_error(message: str, type_by_key: Mapping[str, Any]) -> str:
 
     >>> rewrite_parser_error("argument --rounds: expected one argument", {})
     '--rounds needs a value'
+    >>> rewrite_parser_error('Parser key "algorithm.lr": Expected a number. Got value:', {})
+    '--algorithm.lr needs a value'
     """
     text = " ".join(message.split())
     if matched := re.match(r'Parser key "([^"]+)": .*(?:Got|Given) value: ?(.*)', text):
