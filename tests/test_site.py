@@ -159,7 +159,8 @@ def figures(text):
 @pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
 def test_figures_in_results_are_those_of_the_benchmarks(path):
     results = [DOCS / "results.md", *sorted((DOCS / "results").glob("*.md"))]
-    pages = (ROOT / "benchmarks" / "README.md", *results)  # all are made from committed results
+    gains = (DOCS / "leaderboard" / "federations.md", DOCS / "multicentre.md")
+    pages = (ROOT / "benchmarks" / "README.md", *results, *gains)  # all are made from committed results
     measured = {figure for page in pages for figure in figures(page.read_text(encoding="utf-8"))}
     text = path.read_text(encoding="utf-8").split("## Results")[1]
     assert [figure for figure in figures(text) if figure not in measured] == []
@@ -174,7 +175,7 @@ def test_rows_of_results_are_the_methods_own_beside_local_and_fedavg(blocks):
     assert all(row in text for row in rows)
     assert "| **10** (chosen on validation)" in shown  # a row without a name belongs to the one before
     assert "Fashion-MNIST:\n\n| |" in blocks.results("fedpnas")  # what a table is of
-    assert "No script" in blocks.results("feddyn")
+    assert "No script" in blocks.results("fedrolex")
     assert "](../images/examples_pfedla.svg)" in shown
     assert "examples_" not in blocks.results("local")  # which is in the curves of others
 

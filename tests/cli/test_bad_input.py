@@ -371,9 +371,8 @@ def test_a_run_directory_that_was_changed(finished, refused):
 
 def test_resume_of_a_run_made_in_python(refused):
     pf.federate(small_clients(), "local", rounds=1, workers=0, out="made")
-    assert "the clients of made were made in Python; go on with it there: polyfed.resume('made'" in refused(
-        "resume", "made"
-    )
+    said = refused("resume", "made")
+    assert "the clients of made were made in Python; go on with it there: polyfed.resume('made'" in said
 
 
 @pytest.mark.parametrize("command", ["run", "data", "compare"])

@@ -14,7 +14,7 @@ from .conftest import MemoryGrid
 def test_the_text_of_an_exception_goes_up_only_if_it_is_disclosed(run, nodes, caplog):
     class Fails(torch.nn.Linear):
         def forward(self, x):
-            if self.training and torch.is_grad_enabled():  # in round 1, not when the network is tried before
+            if self.training and len(x) > 2:  # in round 1, not when the network is tried on two examples before
                 raise RuntimeError("patient 4711")
             return super().forward(x)
 

@@ -41,9 +41,9 @@ class LayerCatalogue:
     @classmethod
     def from_graphs(cls, graphs: Iterable[ArchitectureGraph]) -> "LayerCatalogue":
         """Builds the catalogue of all layer types that occur in these graphs."""
-        known = tuple(graphs)
-        types = tuple(t for graph in known for t in graph.layer_types)
-        return cls(types, max((graph.num_generated for graph in known), default=0))
+        graphs = tuple(graphs)
+        types = tuple(t for graph in graphs for t in graph.layer_types)
+        return cls(types, max((graph.num_generated for graph in graphs), default=0))
 
     @property
     def node_types(self) -> tuple[NodeMark | LayerType, ...]:

@@ -52,11 +52,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:test examples that are also trai
 def test_the_constant_of_classes_is_their_shares():
     y = torch.tensor([0] * 20 + [2] * 70 + [1] * 10)
     test = normal(7, 4), torch.tensor([0, 1, 2, 3, 0, 1, 2])
-    outputs = by_name(fit_client_references([pf.Client("north", None, (normal(100, 4), y), test)])[0])["majority"][
-        "north"
-    ]
-    assert outputs.shape == (7, 4)
-    assert outputs.argmax(1).tolist() == [2] * 7
+    references = fit_client_references([pf.Client("north", None, (normal(100, 4), y), test)])[0]
+    outputs = by_name(references)["majority"]["north"]
+    assert (outputs.shape, outputs.argmax(1).tolist()) == ((7, 4), [2] * 7)
     shares = outputs.double().exp()
     assert shares.sum(1).tolist() == pytest.approx([1.0] * 7)
     assert shares[0].tolist() == pytest.approx([0.2, 0.1, 0.7, 0.0], abs=0.01)

@@ -190,12 +190,12 @@ def test_equal_values_are_tried_once_and_parts_of_whole_numbers_are_whole():
 
 
 def test_values_that_only_the_clients_refuse_are_found_before_anything_is_written(tmp_path):
-    clients, words = misleading(), {**SHORT, "out": tmp_path / "a", "public": torch.randn(20, 6)}
-    with pytest.raises(pf.UserError, match="not all values that are to be searched for fedhenn suit these clients"):
-        pf.compare(clients, ["fedhenn"], **words, tune={"rad_size": [10, 5000]})
+    clients, words = misleading(), {**SHORT, "out": tmp_path / "a"}
+    with pytest.raises(pf.UserError, match="not all values that are to be searched for heur_pfedla suit these clients"):
+        pf.compare(clients, ["heur_pfedla"], **words, tune={"k": [1, 500]})
     assert not (tmp_path / "a").exists()
-    found = pf.compare(clients, ["fedhenn"], **words, tune={"rad_size": [5, 10]})  # the default, 5,000, would not fit
-    assert found.results["methods"]["fedhenn"]["fields"]["rad_size"] in (5, 10)
+    found = pf.compare(clients, ["heur_pfedla"], **words, tune={"k": [1, 2]})
+    assert found.results["methods"]["heur_pfedla"]["fields"]["k"] in (1, 2)
 
 
 @pytest.mark.slow

@@ -6,9 +6,8 @@ import torch
 
 from polyfed.comparison.build_results import ResultInputs, build_results
 from polyfed.comparison.planning.budget import Budget, ResultCriteria
-from polyfed.comparison.verdicts.answer_basis import count_examples_behind_answer
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.tasks import Classification, Multilabel, infer_task_of_targets
+from polyfed.tasks import infer_task_of_targets
 
 SEEDS = (0, 1, 2)
 
@@ -376,15 +375,6 @@ def test_dealt_anew_the_rivals_count_too():
     assert dealt["mean_answer"]["over"] == "logistic_regression"
 
 
-@pytest.mark.parametrize(("targets", "rarest"), [
-    ([0, 1, 1, 1], (1, 0)), ([2, 2, 2, 0, 0], (2, 0)), ([1, 1], (0, 1)),
-    ([[1, 0], [1, 0], [1, 1]], (1, 1)), ([[1, 1], [1, 1]], (0, 0)),
-])  # fmt: skip
-def test_the_rarest_class_is_counted(targets, rarest):
-    task = Multilabel() if isinstance(targets[0], list) else Classification()
-    assert task.rarest_class(torch.tensor(targets)) == rarest
-
-
 def test_events_are_told_where_they_limit_the_score():
     content = made(three_sites(), metric="auc")
     north = answers_of(content)["north"]
@@ -392,19 +382,6 @@ def test_events_are_told_where_they_limit_the_score():
     assert north["rarest"] == 200
     assert "of the rar" in content["mean_answer"]["sentence"]
     assert answers_of(made(three_sites()))["north"]["rarest"] is None  # of accuracy every example counts alike
-
-
-def test_what_events_are_called():
-    def words(classes, rarest, task="classification", names=None):
-        row = {"test": 54, "classes": [1] * classes, "rarest": rarest}
-        content = {"data": {"0": {"a": row}}, "task": task, "class_names": names}
-        return count_examples_behind_answer(content, ["a"], by_class=True).sentence
-
-    assert words(2, [4, 0]) == "54 test examples, 4 of the rarer class"
-    assert words(2, [4, 0], names=["healthy", "ill"]) == "54 test examples, 4 of the rarer class (healthy)"
-    assert words(3, [4, 0]) == "54 test examples, 4 of the rarest class"
-    assert words(2, [0, 1]) == "54 test examples, all of one class"
-    assert words(2, [3, 1], "multilabel") == "54 test examples, 3 on the rarer side of a label"
 
 
 def test_an_interval_that_says_nothing_is_not_told_as_two_numbers():

@@ -236,7 +236,6 @@ ALLOWED = {  # file -> how many such calls, and why
     "report/export/formats.py": (1, "bytes in memory"),
     "core/serialization.py": (1, "bytes in memory"),
     "deploy/protocol/wire.py": (1, "bytes in memory"),
-    "core/io/validation.py": (1, "text in memory"),
     # What is opened is guarded before, or written.
     "core/io/atomic_files.py": (5, "the guard itself, and what writes"),
     "core/io/array_files.py": (3, "a stream of `open_file`"),

@@ -153,7 +153,7 @@ class Wrong(nn.Module):
         self.inner = SmallNet()
 
     def forward(self, x):
-        if self.training and torch.is_grad_enabled():  # in round 1, not when the network is tried before
+        if self.training and len(x) > 2:  # in round 1, not when the network is tried on two examples before
             raise ArithmeticError("the sensor is broken")
         return self.inner(x)
 

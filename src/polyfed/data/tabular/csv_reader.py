@@ -35,7 +35,7 @@ class CSVFormat:
     text_columns: tuple[str, ...] = ()
 
 
-def read_csv(file: Path, form: CSVFormat) -> Table:
+def parse_csv_file(file: Path, form: CSVFormat) -> Table:
     """Reads a CSV file, without spaces around column names, and without empty rows at its end, as spreadsheets write them.
 
     Args:

@@ -14,7 +14,7 @@ from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.times import times_as_numbers
 from polyfed.core.io.number_format import format_row_numbers
 from polyfed.data.formats.files import Table, read_parquet_splits, resolve_existing_path
-from polyfed.data.tabular.csv_reader import CSVFormat, one_line, read_csv
+from polyfed.data.tabular.csv_reader import CSVFormat, one_line, parse_csv_file
 
 PATH_ADVICE = "give path=... (--data.path) with a CSV or Parquet file that has one row per example"
 _LARGEST = float(np.finfo(np.float32).max)
@@ -147,7 +147,7 @@ def _arrow_array(values: Any, missing: Sequence[str]) -> Any:
 
 def _blank_missing_values(table: Table, missing: Sequence[str], decimal: str) -> Table:
     """Removes cells that hold one of the strings for missing values, or the number in it, and replaces decimal commas, as
-    `_read_csv` does while it reads."""
+    `parse_csv_file` does while it reads."""
     import pyarrow
     import pyarrow.compute as compute
 
@@ -183,7 +183,7 @@ def _read_table_file(path: str, form: CSVFormat) -> Table:
         if "train" not in tables:
             raise UserError(f"{path!r} holds no Parquet file; {PATH_ADVICE}")
         return _blank_missing_values(tables["train"], form.missing, form.decimal)
-    return read_csv(file, form)
+    return parse_csv_file(file, form)
 
 
 def check_columns_exist(table: Table, names: Sequence[str], role: str) -> None:

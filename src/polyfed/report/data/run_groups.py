@@ -58,8 +58,7 @@ class MethodRuns:
 
     @cached_property
     def learning_curve_columns(self) -> Mapping[str, tuple[float, ...]]:
-        """Returns the learning curve over the rounds that all runs of the method have evaluated, as {column: values};
-        columns are rounds, megabytes, seconds, and mean, low and high score.
+        """Returns the learning curve over the rounds that all runs of the method have evaluated, as {column: values}.
 
         Columns: `rounds`; `megabytes` and `seconds` (means over runs); `mean`, `low` and `high` of the mean score.
         """

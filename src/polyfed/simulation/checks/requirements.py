@@ -40,12 +40,12 @@ from polyfed.simulation.checks.clients.client_list import list_clients
 from polyfed.simulation.checks.clients.data_leakage import warn_of_test_leakage
 from polyfed.simulation.checks.clients.table_schemas import check_public_table, check_table_schemas
 from polyfed.simulation.checks.clients.token_range import check_tokens_in_vocabulary
+from polyfed.simulation.checks.networks import trial_forward
 from polyfed.simulation.checks.networks.network_layers import (
     cached_module_of,
     check_batch_norm_gets_no_single_example,
     check_network_tensors_and_layers,
 )
-from polyfed.simulation.checks.networks.trial_forward import check_trains_on_one_example, output_shape
 
 
 def check_clients(clients: Sequence[Client]) -> None:
@@ -98,7 +98,7 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
     if ONE_CLASS in requirements and (unsuited := [c for c in clients if not c.task.one_class_per_example]):
         raise UserError(f"{name} needs one class per example, but the task of {unsuited[0].id!r} is {unsuited[0].task}")
     if "one_input_spec" in requirements:
-        forms = {client.id: _describe_inputs(client.train) for client in clients}
+        forms = {client.id: str(input_spec_of(client.train.x)) for client in clients}
         if odd_client := next((i for i in forms if forms[i] != forms[clients[0].id]), None):
             raise UserError(
                 f"{name} needs inputs of one form, but those of {odd_client!r} are {forms[odd_client]}, those of "
@@ -139,7 +139,9 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
             )
     if "one_family" in requirements:
         widest_shape_by_tensor({client.id: client.model for client in clients if client.model is not None})
-        shapes = {c.id: output_shape(cached_module_of(c).module, c.train, f"client {c.id!r}") for c in clients}
+        shapes = {
+            c.id: trial_forward.output_shape(cached_module_of(c).module, c.train, f"client {c.id!r}") for c in clients
+        }
         if other_id := next((i for i in shapes if shapes[i] != shapes[clients[0].id]), None):
             raise UserError(
                 f"{name} needs networks with the same number of outputs, but that of {other_id!r} has "
@@ -228,20 +230,16 @@ def common_data_spec(clients: Sequence[Client], name: str = "the method") -> Dat
     return DataSpec(forms[first.id].inputs, max(form.outputs for form in forms.values()))
 
 
-def _describe_inputs(examples: Examples) -> str:
-    return str(input_spec_of(examples.x))
-
-
 def _check_public(clients: Sequence[Client], public: Examples) -> None:
     """Checks that public examples have the form and preprocessing of each client's own inputs."""
     compared: list[tuple[Any, Any]] = []
     if not len(public):
         raise UserError("public holds no examples; give some (public=..., or --data.public_fraction)")
     for client in clients:
-        if _describe_inputs(public) != _describe_inputs(client.train):
+        if input_spec_of(public.x) != input_spec_of(client.train.x):
             raise UserError(
-                f"the public examples (public=...) are {_describe_inputs(public)}, but the inputs of client "
-                f"{client.id!r} are {_describe_inputs(client.train)}; give public examples of the same form"
+                f"the public examples (public=...) are {input_spec_of(public.x)}, but the inputs of client "
+                f"{client.id!r} are {input_spec_of(client.train.x)}; give public examples of the same form"
             )
         check_public_table(client, public)
         public_transform, client_transform = public.transform, client.train.transform
@@ -305,6 +303,7 @@ def check_networks_run(
                     f"client {client.id!r}: its network has other frozen parameters (requires_grad=False) each time it is "
                     "built; load them from a file, or draw them by torch's own generator"
                 )
+            trial_forward.check_finite_weights(rebuilt, f"client {client.id!r}")
         if not any(parameter.requires_grad for parameter in cached.module.parameters()):
             raise UserError(f"client {client.id!r}: its network has no parameters that can be trained "
                             "(requires_grad); there is nothing to federate")  # fmt: skip
@@ -312,10 +311,10 @@ def check_networks_run(
             key = (cached.architecture, input_spec_of(data.x), repr(data.transform))
             check_tokens_in_vocabulary(cached.module, data, f"client {client.id!r}: {name}")
             if key not in outputs:
-                outputs[key] = output_shape(cached.module, data, f"client {client.id!r}")
+                outputs[key] = trial_forward.output_shape(cached.module, data, f"client {client.id!r}")
             if name == "train" and len(data) == 1 and key not in single:
                 why, cure = "has one training example", "give the client more examples, leave it out"
-                check_trains_on_one_example(cached.module, data, f"client {client.id!r}", why, cure)
+                trial_forward.check_trains_on_one_example(cached.module, data, f"client {client.id!r}", why, cure)
                 single.add(key)
             in_places = len(outputs[key]) > 1 and not client.task.one_class_per_example  # which the task checks
             if num_outputs is not None and outputs[key] != (num_outputs,) and not in_places:

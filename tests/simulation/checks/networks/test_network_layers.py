@@ -9,7 +9,7 @@ from polyfed.algorithms import REGISTRY
 from polyfed.algorithms.base.heads.shared_heads import HeadFromServerMethod
 from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
-from polyfed.core.errors import UserError
+from polyfed.core.errors import ClientError, UserError
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.testing import example_of
@@ -47,6 +47,15 @@ def not_a_number():
 )
 def test_networks_from_which_nothing_can_be_learnt_are_refused_before_round_1(factory, sentence):
     assert f"client 'c0': {sentence}" in outcome("fedavg", factory)
+
+
+def test_a_network_with_which_a_run_diverged_can_be_trained_again():
+    """The module that a process keeps has the weights of that run, which are NaN."""
+    network = pf.models.ModelSpec("mlp", {"hidden": [4]}, (6,), 3)
+    clients = [pf.Client(f"c{i}", network, (inputs(i), Y), (inputs(9 + i), Y)) for i in range(2)]
+    with pytest.raises(ClientError, match="diverged"):
+        pf.federate(clients, pf.algorithms.FedAvg(lr=1e30), rounds=9, workers=0)
+    assert len(pf.federate(clients, pf.algorithms.FedAvg(lr=0.1), rounds=1, workers=0).history) == 1
 
 
 def inputs(seed, number=24):

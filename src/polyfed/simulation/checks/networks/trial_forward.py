@@ -29,7 +29,7 @@ def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[i
         client_name: the client, for error messages.
 
     Raises:
-        UserError: a parameter is NaN or infinite; the network fails, in evaluation or in training; its output is no tensor
+        UserError: the network fails, in evaluation or in training; its output is no tensor
             with a row for each example, or has no gradient; or it creates layers or tensors as it runs.
     """
     report_unused_training_code(module, client_name)
@@ -68,10 +68,17 @@ def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[i
             f"{client_name}: its network's output is {('batch', *shapes[0])} in evaluation and {('batch', *shapes[1])} in "
             "training; return one form in both"
         )
+    return shapes[0]
+
+
+def check_finite_weights(module: nn.Module, client_name: str) -> None:
+    """Raises a `UserError` if a network that was just built has a parameter that is NaN or infinite.
+
+    The cached module of a network will not do: it has the weights of its last use, such as those of a run that diverged.
+    """
     if name := next((name for name, p in module.named_parameters() if not torch.isfinite(p).all()), None):
         raise UserError(f"{client_name}: the parameter {name!r} of its network is NaN or infinite before any training; "
                         "initialise it with finite numbers")  # fmt: skip
-    return shapes[0]
 
 
 def check_trains_on_one_example(
