@@ -14,11 +14,13 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import call_network, input_spec_of, logits_or_output, named_leaves, tree_map
 from polyfed.core.nn.deep_copy import deep_copy
+from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.seeds import temporary_rng_seed
 
 _LOG = logging.getLogger("polyfed.simulation")
 
 
+@grad_enabled()
 def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[int, ...]:
     """Runs a network on one example, and returns the shape of its output without the batch dimension; raises a
     `UserError` if the network fails.
