@@ -12,7 +12,7 @@ from hypothesis import given
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.core.messages.fixed_point import SumLayout, mean_from_fixed_point, to_fixed_point
-from polyfed.core.robust.clip import Clip, clip_update
+from polyfed.core.robust.clip import Clip, clip_update, update_changes
 from polyfed.core.robust.fixed_point_clip import clip_fixed_point_words, limit_mean_update
 
 
@@ -24,6 +24,12 @@ def test_an_update_above_the_bound_is_scaled_to_it():
     clipped = clip_update(message(4.0, 5.0), message(1.0, 1.0), ["model"], 2.5)
     assert (clipped.norm, clipped.factor) == (5.0, 0.5)
     assert clipped.reply.tensors["model"]["w"].tolist() == [2.5, 3.0]
+
+
+@pytest.mark.parametrize(("group", "before"), [("model", 1.0), ("draw", 1.0), ("others", 0.0)])
+def test_an_update_counts_from_its_own_group_or_the_common_draw(group, before):
+    received = Message({group: {"w": torch.tensor([1.0])}})
+    assert update_changes(message(4.0), received, ["model"])["model", "w"].tolist() == [4.0 - before]
 
 
 def test_an_update_within_the_bound_is_the_same_object():

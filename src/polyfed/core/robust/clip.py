@@ -14,6 +14,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.number_checks import is_number
 from polyfed.core.robust.rule import RobustRule
 
+COMMON_DRAW = "draw"
+"""The group of a message with the whole initial network, from which all clients begin while the server knows no head."""
 ROUNDS_REMEMBERED = 5
 """The number of rounds whose medians make the running median."""
 
@@ -90,8 +92,8 @@ def update_changes(
 ) -> dict[tuple[str, str], Tensor]:
     """Returns the change in each floating-point tensor of a reply, by group and name.
 
-    A tensor that the server has sent in another group only counts as a change from that; one that it has not sent, or not
-    in this form, as a change from zero.
+    A tensor that the server has sent as part of a common draw (group "draw", in round 1) counts as a change from that; one
+    that it has not sent, or not in this form, as a change from zero.
 
     Args:
         reply, received: a client's reply, and the message that it answers.
@@ -110,9 +112,9 @@ def update_changes(
 
 
 def _tensor_before(received: Message, group: str, name: str, tensor: Tensor) -> Tensor | None:
-    """Returns the received tensor of the same name and shape, of the same group or else of any, such as the common draw of
-    round 1; None if there is none."""
-    for tree in (received.tensors.get(group, {}), *received.tensors.values()):
+    """Returns the received tensor of the same name and shape, of the same group or else of the common draw; None if there
+    is none. A tensor of another group may have the same name and mean something else."""
+    for tree in (received.tensors.get(group, {}), received.tensors.get(COMMON_DRAW, {})):
         before = tree.get(name)
         if before is not None and before.shape == tensor.shape:
             return before
