@@ -1,4 +1,4 @@
-"""Rounds that wait for nobody: identities, schedules simulated by hand, the same bits on every engine and after a stop."""
+"""Asynchronous rounds: identities, schedules simulated by hand, the same bits on every engine and after a stop."""
 
 import math
 

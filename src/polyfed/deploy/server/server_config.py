@@ -188,7 +188,7 @@ def _check_and_build_server(
             )
         if settings.evaluate_every == 1 < settings.rounds:
             raise UserError(
-                "asynchronous rounds wait for nobody, but an evaluation waits for every site, and evaluate-every = 1 "
+                "asynchronous rounds do not wait for slow sites, but an evaluation waits for all, and evaluate-every = 1 "
                 f"evaluates after each; give evaluate-every = {settings.rounds} (after the last), or a number between"
             )
     if settings.secure:
