@@ -51,7 +51,8 @@ from polyfed.core.examples.text_labels import share_classes
 from polyfed.core.io.former_fields import OTHER_NAMES
 from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
-from polyfed.core.task import DEFAULT_TASK, Loss, Task, TaskSpec, get_task
+from polyfed.core.task import DEFAULT_TASK, Loss, Task, TaskSpec
+from polyfed.core.task_lookup import get_task
 
 ServerState = TypeVar("ServerState")  # the server's: nested dicts of tensors and plain scalars
 ClientState = TypeVar("ClientState")  # a client's private state: the same, and it never leaves the client

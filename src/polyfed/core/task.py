@@ -8,26 +8,23 @@ each, and a user's own needs no registration: give clients an object of it (`Cli
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, SimpleModel
 from polyfed.core.examples.pytree import Inputs
-from polyfed.core.io.trusted_code import import_trusted_dataclass
 from polyfed.core.io.validation import check_field_types
+from polyfed.core.task_registry import LOADED_TASK_CLASSES, registered_task_classes, task_class_path
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 TaskSpec = str | dict[str, Any]
 """A task as files and messages name it: its name, or its name and those options that are not the default."""
 DEFAULT_TASK = "classification"
-_LOADED: WeakValueDictionary[str, type["Task"]] = WeakValueDictionary()  # the classes that this process has loaded
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ class Task(ABC):
             cls.name = cls.__name__.lower()
         # `dataclass` would replace them by methods that know no names of tasks.
         cls.__eq__, cls.__hash__ = Task.__eq__, Task.__hash__  # type: ignore[method-assign]
-        _LOADED[_class_path(cls)] = cls
+        LOADED_TASK_CLASSES[task_class_path(cls)] = cls
 
     # -- identity -------------------------------------------------------------------------------------------------
 
@@ -122,7 +119,7 @@ class Task(ABC):
         rebuilds the task from it."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         changed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-        name = self.name if _registry().get(self.name) is type(self) else _class_path(type(self))
+        name = self.name if registered_task_classes().get(self.name) is type(self) else task_class_path(type(self))
         return {"name": name, **changed} if changed else name
 
     def __eq__(self, other: object) -> bool:
@@ -389,65 +386,3 @@ class Task(ABC):
     def simple_models_obstacle(self, num_outputs: int) -> str | None:
         """Returns a sentence that says why `simple_models` are not fitted for this number of outputs; None if they are."""
         return None
-
-
-def get_task(choice: Task | TaskSpec | Mapping[str, Any]) -> Task:
-    """Returns the task for a name, a mapping of name and options, or a task itself; raises a `UserError` for an unknown
-    name or option.
-
-    This is the only place where a name becomes a task. `polyfed.tasks` has the names; a user's task is named
-    `module:Class`, which is imported only if this process trusts it or has loaded the class already.
-
-    Args:
-        choice: a name; a mapping with `name` and options; or a task, which is returned.
-
-    Raises:
-        UserError: an unknown name or option, or code that is not trusted.
-
-    >>> get_task("regression").name, get_task("regression") == "regression"
-    ('regression', True)
-    """
-    if isinstance(choice, Task):
-        return choice
-    options = dict(choice) if isinstance(choice, Mapping) else {"name": choice}
-    name = options.pop("name", None)
-    if not isinstance(name, str):
-        raise UserError(f"a task is a name, an object of a class on polyfed.tasks.Task, or a mapping with a name, got "
-                        f"{choice!r}")  # fmt: skip
-    task_class = _registry().get(name) or _LOADED.get(name)
-    if task_class is None and ":" not in name:
-        raise UserError(f"unknown task {name!r}; {did_you_mean(name, _registry())}")
-    if task_class is None:
-        task_class = import_trusted_dataclass(name, Task, "task")  # type: ignore[type-abstract]
-    option_names = [f.name for f in fields(task_class)]
-    if unknown := [key for key in options if key not in option_names]:
-        hint = did_you_mean(str(unknown[0]), option_names) if option_names else "it has no options"
-        raise UserError(f"the task {name} has no option {unknown[0]!r}; {hint}")
-    try:
-        return task_class(**options)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"the task {name} cannot be made of the options {options}: {error}") from error
-
-
-def has_elementwise_loss(task: Task) -> bool:
-    """Returns whether a task can give its loss as the mean of single losses (it defines `Task.elementwise_loss`).
-
-    >>> has_elementwise_loss(get_task("regression"))
-    True
-    """
-    return type(task).elementwise_loss is not Task.elementwise_loss
-
-
-def registered_tasks() -> tuple[Task, ...]:
-    """Returns one object of each task class of polyfed, with default options."""
-    return tuple(task_class() for task_class in _registry().values())
-
-
-def _registry() -> Mapping[str, type[Task]]:
-    """Returns the tasks of polyfed by name. Their room is above this one, and is imported at the first use only."""
-    registry: Mapping[str, type[Task]] = import_module("polyfed.tasks").REGISTRY
-    return registry
-
-
-def _class_path(task_class: type[Task]) -> str:
-    return f"{task_class.__module__}:{task_class.__qualname__}"

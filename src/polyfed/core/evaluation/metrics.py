@@ -13,7 +13,8 @@ from typing import Any, final
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.io import trusted_code
-from polyfed.core.task import Task, TaskSpec, get_task, registered_tasks
+from polyfed.core.task import Task, TaskSpec
+from polyfed.core.task_lookup import get_task, registered_tasks
 
 
 def resolve_metrics(choice: Any, task: Task | TaskSpec) -> tuple[Metric, ...]:

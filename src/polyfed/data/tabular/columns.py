@@ -12,7 +12,8 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.io.number_format import format_row_numbers
-from polyfed.core.task import DEFAULT_TASK, Task, TaskSpec, get_task
+from polyfed.core.task import DEFAULT_TASK, Task, TaskSpec
+from polyfed.core.task_lookup import get_task
 from polyfed.data.formats.files import Table
 from polyfed.data.tabular.positive_class import is_condition_or_value_list, split_by_positive
 from polyfed.data.tabular.preprocessing import Column

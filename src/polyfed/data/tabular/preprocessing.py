@@ -20,7 +20,8 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.io.number_format import format_row_numbers
 from polyfed.core.io.validation import validation_error
-from polyfed.core.task import Task, TaskSpec, get_task
+from polyfed.core.task import Task, TaskSpec
+from polyfed.core.task_lookup import get_task
 from polyfed.data.tabular.table_reader import (
     check_columns_exist,
     column_as_arrow_array,

@@ -13,7 +13,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import named_leaves
 from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.nn.module_cache import cached_module
-from polyfed.core.task import get_task
+from polyfed.core.task_lookup import get_task
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.simulation.checks.networks.trial_forward import output_shape
 

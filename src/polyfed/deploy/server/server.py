@@ -18,7 +18,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.number_checks import is_positive_number, is_whole_number
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
-from polyfed.core.task import Task, get_task
+from polyfed.core.task import Task
+from polyfed.core.task_lookup import get_task
 from polyfed.deploy.protocol.handshake import (
     CLAIM_KEYS,
     check_same_input_specs,

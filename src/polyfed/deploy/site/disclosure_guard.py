@@ -28,7 +28,7 @@ from polyfed.deploy.site.private_training import PrivateTrainingGuard, private_t
 from polyfed.simulation.rounds.replies.secure_aggregation import (
     effective_disclosures,
     encode_reply_in_fixed_point,
-    max_norm_of_secure_rule,
+    secure_bound,
     uses_default_mean,
 )
 
@@ -199,16 +199,16 @@ class DisclosureGuard:
 
 def _log_norm_and_bound(reply: Message, received_message: Message, algorithm: Algorithm[Any, Any]) -> None:
     """Writes into the site's own log how large its update is, which nobody else can see, if it must keep a bound."""
-    bound = max_norm_of_secure_rule(algorithm, received_message)
+    bound = secure_bound(algorithm, received_message)
     if bound is None or not uses_default_mean(algorithm):
         return
     norm = euclidean_norm(update_changes(reply, received_message, algorithm.groups, algorithm._differences))
-    if norm <= bound:
-        _LOG.info("the update of this site has a norm of %.4g, within the bound of %.4g", norm, bound)
+    if norm <= bound.max_norm:
+        _LOG.info("the update of this site has a norm of %.4g, within the bound of %.4g", norm, bound.max_norm)
     else:
         _LOG.warning(
             "the update of this site has a norm of %.4g and was scaled down to the bound of %.4g; if this goes on beyond "
             "the first rounds, compare its data, preprocessing and learning rate with what all agreed on",
             norm,
-            bound,
+            bound.max_norm,
         )

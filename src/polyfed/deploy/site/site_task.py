@@ -18,7 +18,7 @@ from polyfed.deploy.protocol.wire import Envelope, first_non_finite_tensor, pars
 from polyfed.deploy.site.private_state import read_private_state
 from polyfed.deploy.site.request_log import TaskRequest
 from polyfed.simulation.engines.base import ClientTask, Phase
-from polyfed.simulation.rounds.replies.secure_aggregation import max_norm_of_secure_rule
+from polyfed.simulation.rounds.replies.secure_aggregation import secure_bound
 
 if TYPE_CHECKING:
     from polyfed.deploy.secure_aggregation.client import SumParticipation
@@ -133,7 +133,7 @@ def parse_site_task(
     site_task = SiteTask(head, task, nbytes, rollback_round, reply_compression, boxes)
     if site_task.is_in_sum:
         try:
-            max_norm_of_secure_rule(algorithm, message)
+            secure_bound(algorithm, message)
         except UserError as error:
             raise RefusalError(str(error)) from error
     return site_task

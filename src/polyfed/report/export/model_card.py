@@ -6,7 +6,7 @@ from typing import Any
 
 from polyfed.core.declared_words import meaning_of_disclosure
 from polyfed.core.io.terminal_text import sanitise_for_terminal
-from polyfed.core.task import get_task
+from polyfed.core.task_lookup import get_task
 from polyfed.core.training.config import LocalTraining
 from polyfed.report.export.standalone_module import onnx_input_names
 from polyfed.report.export.trained_model import ClientScore, TrainedModel

@@ -10,7 +10,7 @@ from polyfed.algorithms import REGISTRY
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError
 from polyfed.core.nn.module_cache import cached_module
-from polyfed.core.task import has_elementwise_loss
+from polyfed.core.task_lookup import has_elementwise_loss
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.private_backend import number_of_units
 from polyfed.data.tabular.preprocessing import TablePreprocessor

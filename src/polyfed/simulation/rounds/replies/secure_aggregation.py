@@ -6,7 +6,7 @@ half sees only the sum. So the result equals that of a deployment, bit for bit, 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard, final
+from typing import Any, NamedTuple, TypeGuard, final
 
 import numpy as np
 
@@ -132,7 +132,17 @@ def announce_counted_median(message: Message, median: CountedMedian) -> Message:
     return Message(message.tensors, {**message.scalars, COUNTED_MEDIAN: median.median})
 
 
-def max_norm_of_secure_rule(algorithm: Algorithm[Any, Any], message: Message) -> float | None:
+@final
+class SecureBound(NamedTuple):
+    """Holds the bound on the norm of an update that a client keeps in a secure sum, and the median norm that it follows;
+    None if it follows none.
+    """
+
+    max_norm: float
+    median: float | None
+
+
+def secure_bound(algorithm: Algorithm[Any, Any], message: Message) -> SecureBound | None:
     """Returns the bound on the norm of an update that a client keeps in a secure sum; None without one.
 
     Args:
@@ -145,7 +155,11 @@ def max_norm_of_secure_rule(algorithm: Algorithm[Any, Any], message: Message) ->
     rule = parse_robust_rule(getattr(algorithm, "robust", None))
     if not isinstance(rule, Clip):
         return None
-    return rule.max_norm if rule.times_median is None else rule.times_median * read_announced_median(message)
+    if rule.times_median is None:
+        assert rule.max_norm is not None
+        return SecureBound(rule.max_norm, None)
+    median = read_announced_median(message)
+    return SecureBound(rule.times_median * median, median)
 
 
 def encode_reply_in_fixed_point(
@@ -168,11 +182,11 @@ def encode_reply_in_fixed_point(
     weight: Any = reply.scalars["num_examples"] if algorithm.weighted else 1  # whole: the encoding checks it
     groups = {group: reply.tensors[group] for group in algorithm.groups if group in reply.tensors}
     received = received or Message()
-    max_norm = max_norm_of_secure_rule(algorithm, received)
-    if max_norm is None:
+    bound = secure_bound(algorithm, received)
+    if bound is None:
         return build_sum_message(to_fixed_point(groups, weight, cohort_size), SumLayout.from_tensor_groups(groups))
-    words, norm = clip_fixed_point_words(groups, received, weight, cohort_size, max_norm, algorithm._differences)
-    counts = [norm <= read_announced_median(received), norm <= max_norm] if counts_norms(algorithm) else []
+    words, norm = clip_fixed_point_words(groups, received, weight, cohort_size, bound.max_norm, algorithm._differences)
+    counts = [] if bound.median is None else [norm <= bound.median, norm <= bound.max_norm]
     words = np.concatenate([words, np.array(counts, dtype=np.uint64)])
     return build_sum_message(words, SumLayout.from_tensor_groups(groups, len(counts)))
 
@@ -234,27 +248,31 @@ class SecureSum(ReplySum):
         """Returns the bound on updates that each site keeps, the norm of the update of their mean and, if the bound follows
         a median, that median, and how many updates were within it and within the bound; empty without a bound.
         """
-        if not (self._is_bounded and self._messages):
+        bound = self._bound
+        if bound is None:
             return {}
-        bound = max_norm_of_secure_rule(self._method, self._messages[0])
-        report = {"rule": str(self._method.robust), "bound": bound, "norm_of_mean": self._norm}
-        if not counts_norms(self._method):
+        report = {"rule": str(self._method.robust), "bound": bound.max_norm, "norm_of_mean": self._norm}
+        if bound.median is None:
             return report
         within_median, within_bound = self._counts
         counts = {"updates": len(self._ids), "within_median": within_median, "within_bound": within_bound}
-        return {**report, "median": read_announced_median(self._messages[0]), **counts}
+        return {**report, "median": bound.median, **counts}
 
     @property
     def server_state_entries(self) -> Mapping[str, Any]:
         """Returns the median norm that the bound of the next round follows, if it follows one."""
-        if not (counts_norms(self._method) and self._messages):
+        bound, norm = self._bound, self._norm
+        if bound is None or bound.median is None:
             return {}
-        announced = read_announced_median(self._messages[0])
-        norm, bound = self._norm, max_norm_of_secure_rule(self._method, self._messages[0])
-        if norm is not None and bound is not None and norm > bound * (1 + BOUND_TOLERANCE):
+        if norm is not None and norm > bound.max_norm * (1 + BOUND_TOLERANCE):
             norm = 0.0  # a site does not keep to the bound, so that the mean supports no higher one
-        median = (self._median or CountedMedian(announced)).follow(self._counts, len(self._ids), norm)
+        median = (self._median or CountedMedian(bound.median)).follow(self._counts, len(self._ids), norm)
         return {COUNTED_MEDIAN: median.to_plain_list()}
+
+    @property
+    def _bound(self) -> SecureBound | None:
+        """Returns the bound that each site of the round keeps; None without one, or before a reply has come."""
+        return secure_bound(self._method, self._messages[0]) if self._messages else None
 
     @property
     def _counts(self) -> list[int]:
@@ -316,10 +334,8 @@ class SecureSum(ReplySum):
         """
         assert self._layout is not None
         mean, _ = mean_from_fixed_point(self._total, self._layout)
-        if self._is_bounded and self._received_the_same():
-            bound = max_norm_of_secure_rule(self._method, self._messages[0])
-            assert bound is not None
-            limited = limit_mean_update(mean, self._messages[0], bound, self._method._differences)
+        if (bound := self._bound) is not None and self._received_the_same():
+            limited = limit_mean_update(mean, self._messages[0], bound.max_norm, self._method._differences)
             mean, self._norm = dict(limited.mean), limited.norm  # type: ignore[arg-type]
         return {group: mean.get(group, {}) for group in self._method.groups}
 
