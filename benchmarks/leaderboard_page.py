@@ -56,12 +56,13 @@ one federation again, and `python benchmarks/leaderboard.py page` makes these pa
 # may be of that kind.
 CONCLUSIONS = (
     ("Where two groups contradict one another, FedPAC is better than training alone, {}, and than FedAvg with "
-     "fine-tuning, {}; kNN-Per {}, IFCA {}, FedBABU {}, GPFL {} and fine-tuning FedAvg {} are better than training "
-     "alone too.",
+     "fine-tuning, {}; kNN-Per {}, IFCA {}, FedBABU {}, GPFL {}, fine-tuning FedAvg {}, FedPer {} and FedMRL {} are "
+     "better than training alone too.",
      (("groups", "fedpac", "local", "better"), ("groups", "fedpac", "fedavg_ft", "better"),
       ("groups", "knn_per", "local", "better"), ("groups", "ifca", "local", "better"),
       ("groups", "fedbabu", "local", "better"), ("groups", "gpfl", "local", "better"),
-      ("groups", "fedavg_ft", "local", "better"))),
+      ("groups", "fedavg_ft", "local", "better"), ("groups", "fedper", "local", "better"),
+      ("groups", "fedmrl", "local", "better"))),
     ("One model for all does harm there: FedAvg {} over training alone, FedProx {}, SCAFFOLD {}.",
      (("groups", "fedavg", "local", "worse"), ("groups", "fedprox", "local", "worse"),
       ("groups", "scaffold", "local", "worse"))),
@@ -78,8 +79,11 @@ CONCLUSIONS = (
      (("digits-0.1", "scaffold", "fedavg", "worse"), ("digits-0.1", "fedprox", "fedavg", "not decided"),
       ("digits-0.1", "moon", "fedavg", "worse"))),
     ("Where each client's digits are turned by another angle HeurpFedLA is better than training alone, {}, and than FedAvg "
-     "with fine-tuning, {}; FedProto {} and FD {} are better than training alone too.",
+     "with fine-tuning, {}, and so are FedBABU, {} and {}, and FedGen, {} and {}; FedProto {} and FD {} are better than "
+     "training alone too.",
      (("rotations", "heur_pfedla", "local", "better"), ("rotations", "heur_pfedla", "fedavg_ft", "better"),
+      ("rotations", "fedbabu", "local", "better"), ("rotations", "fedbabu", "fedavg_ft", "better"),
+      ("rotations", "fedgen", "local", "better"), ("rotations", "fedgen", "fedavg_ft", "better"),
       ("rotations", "fedproto", "local", "better"), ("rotations", "fd", "local", "better"))),
     ("With four architectures FedDF {}, TAKFL {}, FedMRL {} and FLHA-GHN {} are better than training alone; FedHeNN {}, "
      "FedMD {}, FedProto {} and LG-FedAvg {} are not decided.",
@@ -93,9 +97,10 @@ CONCLUSIONS = (
       ("fashion-1", "knn_per", "fedavg", "better"), ("fashion-1", "pfedla", "local", "better"),
       ("fashion-1", "gpfl", "local", "better"), ("fashion-1", "fedrod", "local", "better"),
       ("fashion-1", "fedbabu", "local", "better"))),
-    ("Under strong label skew of Fashion-MNIST kNN-Per is better than training alone, {}; FedAvg is worse, {}, and "
-     "SCAFFOLD {} and MOON {} too.",
-     (("fashion-0.1", "knn_per", "local", "better"), ("fashion-0.1", "fedavg", "local", "worse"),
+    ("Under strong label skew of Fashion-MNIST kNN-Per {} and FedBABU {} are better than training alone; FedAvg is worse, "
+     "{}, and SCAFFOLD {} and MOON {} too.",
+     (("fashion-0.1", "knn_per", "local", "better"), ("fashion-0.1", "fedbabu", "local", "better"),
+      ("fashion-0.1", "fedavg", "local", "worse"),
       ("fashion-0.1", "scaffold", "local", "worse"), ("fashion-0.1", "moon", "local", "worse"))),
     ("With four classes of Fashion-MNIST a client nothing is better than training alone: kNN-Per {}, FedPAC {}, FedMD {}.",
      (("fashion-4-classes", "*", "local", "better"),
@@ -104,16 +109,18 @@ CONCLUSIONS = (
     ("These three are better than FedAvg with fine-tuning there, {}, {} and {}.",
      (("fashion-4-classes", "knn_per", "fedavg_ft", "better"), ("fashion-4-classes", "fedpac", "fedavg_ft", "better"),
       ("fashion-4-classes", "fedmd", "fedavg_ft", "better"))),
-    ("On tweets with an LSTM FedPAC {}, FedAMP {} and IFCA {} are better than training alone; one model for all is worse: "
-     "FedAvg {}, FedProx {}, SCAFFOLD {}.",
-     (("tweets", "fedpac", "local", "better"), ("tweets", "fedamp", "local", "better"),
+    ("On tweets with an LSTM FedPer {}, FedPAC {}, GPFL {}, FedAMP {} and IFCA {} are better than training alone; one model "
+     "for all is worse: FedAvg {}, FedProx {}, SCAFFOLD {}.",
+     (("tweets", "fedper", "local", "better"), ("tweets", "fedpac", "local", "better"),
+      ("tweets", "gpfl", "local", "better"), ("tweets", "fedamp", "local", "better"),
       ("tweets", "ifca", "local", "better"),
       ("tweets", "fedavg", "local", "worse"), ("tweets", "fedprox", "local", "worse"),
       ("tweets", "scaffold", "local", "worse"))),
-    ("With four classes of CIFAR-10 a client kNN-Per {} and FedPAC {} are better than training alone, and than FedAvg with "
-     "fine-tuning, {} and {}; FedAvg is worse than alone, {}.",
-     (("cifar10", "knn_per", "local", "better"), ("cifar10", "fedpac", "local", "better"),
-      ("cifar10", "knn_per", "fedavg_ft", "better"), ("cifar10", "fedpac", "fedavg_ft", "better"),
+    ("With four classes of CIFAR-10 a client FedBABU {}, FedRoD {}, FedPer {}, kNN-Per {}, FedPAC {} and FedMRL {} are "
+     "better than training alone, and than FedAvg with fine-tuning, {}, {}, {}, {}, {} and {}; FedAvg is worse than "
+     "alone, {}.",
+     (*(("cifar10", label, over, "better") for over in ("local", "fedavg_ft")
+        for label in ("fedbabu", "fedrod", "fedper", "knn_per", "fedpac", "fedmrl")),
       ("cifar10", "fedavg", "local", "worse"))),
     ("Four hospitals with a table of 30 numbers are nearly perfect alone, and no method is better (AUC): FedAvg {}, "
      "pFedLA {}.",

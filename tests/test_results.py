@@ -1,6 +1,7 @@
 """docs/results.md and docs/leaderboard.md are what their scripts make of the measurements."""
 
 import json
+import re
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -159,6 +160,20 @@ def test_the_leaderboard_is_made_of_the_measurements(board, tmp_path):
     board.write(ROOT / "benchmarks" / "results" / "leaderboard", tmp_path)
     made = pages("leaderboard", tmp_path)
     assert pages("leaderboard", ROOT / "docs") == made, "run python benchmarks/leaderboard.py page"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "federations"),
+    [("of all methods only ", ("digits-0.1", "fashion-0.1")), ("Measured with four architectures: ", ("architectures",)),
+     ("With four classes of CIFAR-10 a site ", ("cifar10",)), ("On tweets with an LSTM ", ("tweets",))],
+)  # fmt: skip
+def test_the_guide_names_the_methods_that_the_leaderboard_has_ahead_of_training_alone(board, sentence, federations):
+    guide = " ".join((ROOT / "docs" / "choose.md").read_text(encoding="utf-8").split())
+    names = guide.partition(sentence)[2].partition(" are better than training alone")[0]
+    found = board.read(ROOT / "benchmarks" / "results" / "leaderboard", federations)
+    gains = {(name, label): board.over(one, label, "local") for name, one in found.items() for label in one["methods"]}
+    ahead = {label for (_, label), gain in gains.items() if gain and board.kind_of(gain) == "better"}
+    assert set(re.findall(r"`(\w+)`", names)) == ahead
 
 
 def test_a_sentence_that_its_intervals_do_not_carry_is_not_written(board, monkeypatch):
