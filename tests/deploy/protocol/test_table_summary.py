@@ -59,7 +59,11 @@ def test_sites_with_one_schema_train_together(play):
             {"drop": "sex"},
             r"'sex'.*only one of the two has empty cells in 'age'",
         ),
-        ({"sex": ROWS["sex"], "age": ROWS["age"], "ill": ROWS["ill"]}, {}, "its columns are in another order"),
+        (
+            {"sex": ROWS["sex"], "age": ROWS["age"], "ill": ROWS["ill"]},
+            {},
+            "in another order, first at column 1: 'sex' in place of 'age'",
+        ),
     ],
 )
 def test_another_table_is_refused_with_the_names_of_its_columns(play, rows, options, sentence):

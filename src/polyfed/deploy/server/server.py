@@ -6,6 +6,7 @@ that a run that is resumed from a checkpoint asks for the right state.
 """
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from polyfed.deploy.protocol.handshake import (
     input_spec_by_part,
     merge_data_specs,
 )
-from polyfed.deploy.protocol.table_summary import describe_table_difference
+from polyfed.deploy.protocol.table_summary import describe_table_difference, sites_without_column_names
 from polyfed.deploy.protocol.wire import (
     COUNTING_PROTOCOL,
     DATA_SPEC_REQUIREMENTS,
@@ -49,6 +50,7 @@ from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.simulation.storage.directory import RunDirectory, to_plain_values
 
+_LOG = logging.getLogger("polyfed.server")
 MAX_EXAMPLES = 10**12  # the largest number of examples that a site may report
 
 
@@ -223,6 +225,12 @@ class DeploymentServer:
         task = _common_task({i: introductions[i].get("task") for i in ids})
         if table_difference := describe_table_difference(introductions):
             raise UserError(table_difference)
+        if without_names := sites_without_column_names(introductions):
+            _LOG.warning(
+                "%s: the columns of their inputs are not compared with those of the other sites, whose frames have names; "
+                "give every site's client() a frame, and all sites this version of polyfed",
+                ", ".join(map(repr, without_names)),
+            )
         is_new_run = not self.deployment.resume  # a resumed run may be older than these checks
         if is_new_run and "one_representation" in needs:
             check_same_representation_width(introductions, name)

@@ -195,7 +195,10 @@ AGE_CRP, CRP_AGE = ["age", "crp"], ["crp", "age"]
 
 def test_frames_with_columns_in_another_order_are_refused_like_tables():
     north, south = frame_client("north", AGE_CRP, AGE_CRP), frame_client("south", CRP_AGE, CRP_AGE)
-    sentence = "client 'south' has another table than 'north': its columns are in another order; give frame"
+    sentence = (
+        "client 'south' has another table than 'north': its columns are in another order, first at column 1: "
+        "'crp' in place of 'age'; give frame"
+    )
     with pytest.raises(UserError, match=sentence):
         pf.federate([north, south], "fedavg", rounds=1, workers=0)
     with pytest.raises(UserError, match="'odd': its test examples are of another table than its training examples"):

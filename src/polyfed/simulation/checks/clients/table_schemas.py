@@ -22,6 +22,7 @@ from polyfed.data.tabular.preprocessing import TablePreprocessor
 SCHEMA_ADVICE = (
     "agree on one schema and give it at each site: pf.data.split_table(..., schema=FILE), see docs/tabular.md"
 )
+FRAME_ADVICE = "give frame[NAMES] with the same names in one order"
 _ONE_FORM = frozenset({"one_architecture", "one_data_spec", "one_input_spec", "one_family", "public_data"})
 _LONGEST, _SHOWN = 60, 5  # characters of a name, names in a sentence
 
@@ -213,7 +214,12 @@ def describe_table_differences(reference: Mapping[str, Any], deviant: Mapping[st
         sentences.append(f"only one of the two has empty cells in {_format_names(differing_names)}")
     if reference.get("classes") != deviant.get("classes"):
         sentences.append("its classes are others")
-    return sentences or ["its columns are in another order"]
+    if sentences:
+        return sentences
+    differing = ((n, *names) for n, names in enumerate(zip(ours, theirs, strict=True), 1) if names[0] != names[1])
+    number, name, other_name = next(differing, (0, "", ""))
+    place = f", first at column {number}: {_format_names([other_name])} in place of {_format_names([name])}"
+    return [f"its columns are in another order{place if number else ''}"]
 
 
 def _schema_key(examples: Examples) -> Hashable:
@@ -259,7 +265,7 @@ def _check_same_schema(
 
 
 def _advice(examples: Examples) -> str:
-    return "give frame[NAMES] with the same names in one order" if examples.features else SCHEMA_ADVICE
+    return FRAME_ADVICE if examples.features else SCHEMA_ADVICE
 
 
 def _format_names(names: Sequence[str]) -> str:

@@ -1,0 +1,162 @@
+"""Computes hashes of the user's own code that a run computes with: networks, losses, transforms and methods.
+
+A resumed run compares them with those of its start, and warns if code has changed: its later rounds would be of other code
+than its first ones. A hash covers the compiled functions of a class, the functions and classes of the user that these call
+by name, and plain constants of their modules; neither comments, docstrings, formatting nor names of local variables. Code
+of polyfed, of torch and of other installed packages is not covered. Hashes of another version of Python cannot be compared.
+"""
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+from polyfed.core.algorithm import Algorithm, Client
+from polyfed.core.examples.examples import PartwiseTransform
+from polyfed.core.io.number_format import join_first_and_count_rest
+from polyfed.core.nn.module_cache import cached_module
+from polyfed.simulation.checks.requirements import examples_by_split
+
+_INSTALLED = tuple(Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+_PACKAGES = ("polyfed", "torch", "builtins")
+_MAX_PARTS = 500  # functions and classes that one hash follows
+_SHOWN = 3
+
+
+def code_fingerprint(clients: Iterable[Client], algorithm: Algorithm[Any, Any]) -> dict[str, str]:
+    """Returns a short hash of each class and function of the user that a run computes with, by name; the entry "python"
+    says with which hashes they can be compared.
+
+    Args:
+        clients: the clients, whose networks, losses and transforms count.
+        algorithm: the method.
+    """
+    roots: dict[str, Any] = {}
+    for thing in _code_of_run(clients, algorithm):
+        if _is_of_user(thing):
+            roots.setdefault(thing.__qualname__, thing)
+    hashes = {name: _hash_code(thing) for name, thing in sorted(roots.items())}
+    return {"python": f"{importlib.util.MAGIC_NUMBER.hex()}-{sys.flags.optimize}", **hashes} if hashes else {}
+
+
+def warn_of_changed_code(before: Any, now: Mapping[str, str]) -> None:
+    """Warns if code that a run computes with is not that with which it began.
+
+    Args:
+        before: `code_fingerprint` at the start of the run; anything else if the run has none.
+        now: the present one.
+    """
+    if not isinstance(before, Mapping) or before.get("python") != now.get("python"):
+        return
+    if changed := [name for name in now if name in before and before[name] != now[name]]:
+        warnings.warn(
+            f"the code of {join_first_and_count_rest(changed, _SHOWN)} is not that with which the run began: the rounds "
+            "from here on are computed otherwise than those before; put the code back, or start another run with another "
+            "out=... (--out)",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _code_of_run(clients: Iterable[Client], algorithm: Algorithm[Any, Any]) -> Iterator[Any]:
+    """Yields the classes and functions at which the code of a run begins."""
+    yield type(algorithm)
+    factories = dict[int, Any]()
+    for client in clients:
+        if client.model is not None:
+            factories.setdefault(id(client.model), client.model)
+        objects = [client.loss, client.task]
+        for examples in examples_by_split(client).values():
+            transform = examples.transform
+            objects += transform.transforms.values() if isinstance(transform, PartwiseTransform) else [transform]
+            objects.append(examples.augment)
+        yield from map(_class_or_function, objects)
+    for factory in factories.values():
+        for part in cached_module(factory).module.modules():
+            yield type(part)
+            yield from (value for value in vars(part).values() if isinstance(value, FunctionType))
+
+
+def _class_or_function(thing: Any) -> Any:
+    return inspect.unwrap(thing) if inspect.isroutine(thing) else type(thing)
+
+
+def _is_of_user(thing: Any) -> bool:
+    """Returns whether a class or function is neither of polyfed, nor of torch, nor of another installed package."""
+    if not isinstance(thing, type | FunctionType):
+        return False
+    module = thing.__module__ or ""
+    if module.partition(".")[0] in (*_PACKAGES, *sys.builtin_module_names):
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return not (file and any(Path(file).resolve().is_relative_to(folder) for folder in _INSTALLED))
+
+
+def _hash_code(root: Any) -> str:
+    """Returns a hash of a class or function, and of all the user's code that it calls by name."""
+    texts, queue, known = list[str](), [root], {id(root)}
+    while queue and len(known) <= _MAX_PARTS:
+        thing = queue.pop()
+        functions = _functions_of_class(thing) if isinstance(thing, type) else {thing.__qualname__: thing}
+        used: list[Any] = [base for base in thing.__mro__[1:] if _is_of_user(base)] if isinstance(thing, type) else []
+        for name, function in sorted(functions.items()):
+            values = _values_by_name(function)
+            texts.append(f"{thing.__qualname__}.{name}: {_describe_code(function.__code__, function.__doc__)} {_plain(values)}")
+            used += [_class_or_function(v) for v in values.values() if isinstance(v, type) or inspect.isroutine(v)]
+            used += [value for value in values.values() if isinstance(value, type)]
+        for other in used:
+            if id(other) not in known and _is_of_user(other):
+                known.add(id(other))
+                queue.append(other)
+    return hashlib.sha256("\n".join(sorted(texts)).encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def _functions_of_class(kind: type) -> dict[str, FunctionType]:
+    functions = {}
+    for name, value in vars(kind).items():
+        parts = [value.fget, value.fset] if isinstance(value, property) else [getattr(value, "__func__", value)]
+        for number, part in enumerate(parts):
+            function = inspect.unwrap(part) if callable(part) else part
+            if isinstance(function, FunctionType):
+                functions[f"{name}{number or ''}"] = function
+    return functions
+
+
+def _values_by_name(function: FunctionType) -> dict[str, Any]:
+    """Returns what a function refers to outside its body: globals that it or a function in it names, cells and defaults."""
+    names = set().union(*(code.co_names for code in _nested_codes(function.__code__)))
+    values = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            values[f"cell {name}"] = cell.cell_contents
+        except ValueError:  # it has no value yet
+            continue
+    defaults = dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
+    return values | {f"default {name}": value for name, value in defaults.items()}
+
+
+def _plain(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return sorted((n, repr(v)) for n, v in values.items() if v is None or isinstance(v, bool | int | float | str))
+
+
+def _nested_codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested_codes(constant)
+
+
+def _describe_code(code: CodeType, docstring: str | None = None) -> str:
+    constants = [
+        _describe_code(constant) if isinstance(constant, CodeType)
+        else repr(sorted(constant, key=repr)) if isinstance(constant, frozenset)
+        else "None" if docstring is not None and constant == docstring else repr(constant)
+        for constant in code.co_consts
+    ]  # fmt: skip
+    return f"{code.co_code.hex()} {constants} {code.co_names}"
