@@ -6,6 +6,7 @@ by name, and plain constants of their modules; neither comments, docstrings, for
 of polyfed, of torch and of other installed packages is not covered. Hashes of another version of Python cannot be compared.
 """
 
+import dis
 import hashlib
 import importlib.util
 import inspect
@@ -71,7 +72,7 @@ def _code_of_run(clients: Iterable[Client], algorithm: Algorithm[Any, Any]) -> I
     for client in clients:
         if client.model is not None:
             factories.setdefault(id(client.model), client.model)
-        objects = [client.loss, client.task]
+        objects: list[Any] = [client.loss, client.task]
         for examples in examples_by_split(client).values():
             transform = examples.transform
             objects += transform.transforms.values() if isinstance(transform, PartwiseTransform) else [transform]
@@ -103,11 +104,17 @@ def _hash_code(root: Any) -> str:
     texts, queue, known = list[str](), [root], {id(root)}
     while queue and len(known) <= _MAX_PARTS:
         thing = queue.pop()
-        functions = _functions_of_class(thing) if isinstance(thing, type) else {thing.__qualname__: thing}
-        used: list[Any] = [base for base in thing.__mro__[1:] if _is_of_user(base)] if isinstance(thing, type) else []
+        functions, used = {thing.__qualname__: thing}, list[Any]()
+        if isinstance(thing, type):
+            functions, used = _functions_of_class(thing), list(thing.__mro__[1:])
+            texts.append(
+                f"{thing.__qualname__}: {_plain({n: v for n, v in vars(thing).items() if not n.startswith('__')})}"
+            )
         for name, function in sorted(functions.items()):
             values = _values_by_name(function)
-            texts.append(f"{thing.__qualname__}.{name}: {_describe_code(function.__code__, function.__doc__)} {_plain(values)}")
+            texts.append(
+                f"{thing.__qualname__}.{name}: {_describe_code(function.__code__, function.__doc__)} {_plain(values)}"
+            )
             used += [_class_or_function(v) for v in values.values() if isinstance(v, type) or inspect.isroutine(v)]
             used += [value for value in values.values() if isinstance(value, type)]
         for other in used:
@@ -130,19 +137,26 @@ def _functions_of_class(kind: type) -> dict[str, FunctionType]:
 
 def _values_by_name(function: FunctionType) -> dict[str, Any]:
     """Returns what a function refers to outside its body: globals that it or a function in it names, cells and defaults."""
-    names = set().union(*(code.co_names for code in _nested_codes(function.__code__)))
+    steps = [step for code in _nested_codes(function.__code__) for step in dis.get_instructions(code)]
+    stored = {step.argval for step in steps if step.opname in ("STORE_GLOBAL", "STORE_DEREF")}  # such as counters
+    names = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"} - stored
     values = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    values = {n: value for n, value in values.items() if n.isupper() or not _is_plain(value)}  # constants, and code
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            values[f"cell {name}"] = cell.cell_contents
+            values |= {} if name in stored else {f"cell {name}": cell.cell_contents}
         except ValueError:  # it has no value yet
             continue
     defaults = dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
     return values | {f"default {name}": value for name, value in defaults.items()}
 
 
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
 def _plain(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return sorted((n, repr(v)) for n, v in values.items() if v is None or isinstance(v, bool | int | float | str))
+    return sorted((name, repr(value)) for name, value in values.items() if _is_plain(value))
 
 
 def _nested_codes(code: CodeType) -> Iterator[CodeType]:

@@ -18,6 +18,7 @@ from polyfed.core.training.precision import check_precision
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.clients.client_list import list_clients
+from polyfed.simulation.checks.code_fingerprints import code_fingerprint, warn_of_changed_code
 from polyfed.simulation.checks.fingerprints import data_fingerprint, earlier_version_run_error
 from polyfed.simulation.checks.settings.method_settings import check_settings_suit_method
 from polyfed.simulation.checks.settings.private_training import check_and_complete_privacy
@@ -137,6 +138,7 @@ def create_run_directory(
         **facts,
         "seed": federation.settings.seed,
         "data_fingerprint": _data_fingerprint(federation),
+        **({"code": code} if (code := _code_fingerprint(federation)) else {}),
         "score": deciding_metric_manifest_entry(federation),
         "task": federation.task.spec,
         **({"evaluated": evaluated} if evaluated else {}),
@@ -154,7 +156,8 @@ def create_run_directory(
 
 
 def check_clients_are_those_of_run(directory: RunDirectory, federation: Federation) -> None:
-    """Raises a `UserError` if a run is resumed with clients or data that differ from those it started with.
+    """Raises a `UserError` if a run is resumed with clients or data that differ from those it started with; warns if
+    the user's code does.
 
     Raises:
         UserError: the fingerprint of their data is another.
@@ -162,6 +165,7 @@ def check_clients_are_those_of_run(directory: RunDirectory, federation: Federati
     out, fingerprint_before = directory.path, directory.read_manifest().get("data_fingerprint")
     fingerprint_now = _data_fingerprint(federation)
     if fingerprint_before == fingerprint_now:
+        warn_of_changed_code(directory.read_manifest().get("code"), _code_fingerprint(federation))
         return
     integrity.check_manifest_unchanged(out, fingerprint_now)
     clients = [] if isinstance(federation.clients, SourceClients) else list(federation.clients.values())
@@ -177,3 +181,8 @@ def _data_fingerprint(federation: Federation) -> str:
     if isinstance(federation.clients, SourceClients):
         return federation.clients.fingerprint(federation.public)
     return data_fingerprint(list(federation.clients.values()), federation.public)
+
+
+def _code_fingerprint(federation: Federation) -> dict[str, str]:
+    is_source = isinstance(federation.clients, SourceClients)  # which makes clients when they are drawn
+    return code_fingerprint([] if is_source else federation.clients.values(), federation.algorithm)
