@@ -344,8 +344,9 @@ def federation(one):
     if one["failed"]:
         lines.append(f"Failed: {', '.join(f'`{label}` ({reason})' for label, reason in one['failed'].items())}.")
     again = one.get("renewed", {})
+    later = {**again, **one.get("joined", {})}
     if one["federation"] in SEVERAL and (
-        before := [f"`{m}`" for m in ONE_HEAD if m in one["methods"] and m not in again]
+        before := [f"`{m}`" for m in ONE_HEAD if m in one["methods"] and m not in later]
     ):
         lines.append(
             f"Rows of {' and '.join(before)} were measured before all clients began with one head: they are those of "

@@ -9,11 +9,14 @@ validation loss), and the final runs have its rate.
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import yaml
+
+from polyfed.algorithms import get
 
 RULE = "chosen by the best mean validation score of the last 3 evaluated rounds"
 
@@ -54,16 +57,29 @@ def last_scores(folder: Path, metric: str, rounds: int) -> tuple[float, float] |
     return fmean(means[0]), -fmean(means[1])
 
 
-def choose_rate(folder: Path, metric: str, rounds: int) -> tuple[float, list[float]]:
-    """The rate of the best run of a method's search, and all that were tried."""
-    scored = {}
+def keep_known_fields(tune: str, methods: Sequence[str]) -> str:
+    """The search without the fields that none of the methods has, which `polyfed compare` refuses.
+
+    >>> keep_known_fields("lr=grid;lam=0.1,1;clip_norm=null,10", ["local", "fedgh"])
+    'lr=grid;clip_norm=null,10'
+    """
+    known = {field.name for method in methods for field in fields(get(method))}
+    return ";".join(part for part in tune.split(";") if part.partition("=")[0] in known | {"grid"})
+
+
+def choose_values(
+    folder: Path, metric: str, rounds: int, searched: Sequence[str] = ("lr",)
+) -> tuple[dict[str, Any], list[float]]:
+    """The searched fields of the best run of a method's search, of those that it has, and all rates that were tried."""
+    scored, tried = [], set()
     for config in sorted(folder.glob("*/config.yaml")):
-        lr = yaml.safe_load(config.read_text(encoding="utf-8"))["algorithm"]["lr"]
-        scored[lr] = last_scores(config.parent, metric, rounds)
-    finished = {lr: scores for lr, scores in scored.items() if scores is not None}
-    if not finished:
+        algorithm = yaml.safe_load(config.read_text(encoding="utf-8"))["algorithm"]
+        tried.add(algorithm["lr"])
+        if (scores := last_scores(config.parent, metric, rounds)) is not None:
+            scored.append((scores, {name: algorithm[name] for name in searched if name in algorithm}))
+    if not scored:
         raise SystemExit(f"{folder}: no run of the search reached round {rounds}")
-    return max(finished, key=lambda lr: finished[lr]), sorted(scored)
+    return max(scored, key=lambda one: one[0])[1], sorted(tried)
 
 
 def compare_by_score(
@@ -77,18 +93,19 @@ def compare_by_score(
         only: the methods' names.
         compared: runs `polyfed compare` with words, and reads the results.
     """
-    seeds = value_of(words, "--seeds")
+    seeds, tune = value_of(words, "--seeds"), value_of(words, "--tune")
     search, final = out / "search", out / "final"
+    specs = [one if isinstance(one, dict) else {"name": one} for one in json.loads(value_of(words, "--baselines"))]
+    words = replaced(words, {"--tune": keep_known_fields(tune, ["local", *(one["name"] for one in specs)])})
+    searched = [part.partition("=")[0] for part in tune.split(";")] if "=" in tune else ["lr"]
     tried = compared(replaced(words, {"--seeds": seeds.split(",")[0], "--out": str(search)}), search)
     labels = [label for label in tried["methods"] if label == "local" or label in only]
     metric = yaml.safe_load((search / "comparison.yaml").read_text(encoding="utf-8"))["metrics"][0]["name"]
-    rates = {label: choose_rate(search / "tuning" / label, metric, tried["rounds"]) for label in labels}
-    specs = [one if isinstance(one, dict) else {"name": one} for one in json.loads(value_of(words, "--baselines"))]
-    fixed = [
-        {**one, "lr": rates[one["name"]][0]} for one in specs if one["name"] in rates
-    ]  # others failed with every rate
+    best = {label: choose_values(search / "tuning" / label, metric, tried["rounds"], searched) for label in labels}
+    fixed = [{**one, **best[one["name"]][0]} for one in specs if one["name"] in best]  # others failed with every rate
     values = {"--tune": "none", "--baselines": json.dumps(fixed), "--out": str(final)}
-    found = compared(replaced(words, {**values, "--algorithm.lr": str(rates["local"][0])}), final)
-    edge = [f"lr of {label}" for label, (lr, all_of_it) in rates.items() if lr in (all_of_it[0], all_of_it[-1])]
-    methods = {label: {"chosen": {"lr": lr}, "tried": all_of_it} for label, (lr, all_of_it) in rates.items()}
+    local_options = {f"--algorithm.{name}": json.dumps(value) for name, value in best["local"][0].items()}
+    found = compared(replaced(words, values | local_options), final)
+    edge = [f"lr of {label}" for label, (one, rates) in best.items() if one["lr"] in (rates[0], rates[-1])]
+    methods = {label: {"chosen": one, "tried": rates} for label, (one, rates) in best.items()}
     return {**found, "tuning": {"sentence": tried["tuning"]["sentence"], "edge": edge, "methods": methods}}

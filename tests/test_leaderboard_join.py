@@ -137,7 +137,7 @@ def write_search(folder, rates):
 
 
 def test_the_rate_of_the_committed_rule_is_that_of_the_last_three_scores(leaderboard, tmp_path):
-    from leaderboard_rule import choose_rate
+    from leaderboard_rule import choose_values
 
     write_search(
         tmp_path,
@@ -149,13 +149,13 @@ def test_the_rate_of_the_committed_rule_is_that_of_the_last_three_scores(leaderb
             4.0: ((0.1, 0.6, 0.6, 0.6), (None,) * 4),  # of a loss that is not finite
         },
     )
-    assert choose_rate(tmp_path, "accuracy", 12) == (0.6, [0.02, 0.2, 0.6, 2.0, 4.0])
+    assert choose_values(tmp_path, "accuracy", 12) == ({"lr": 0.6}, [0.02, 0.2, 0.6, 2.0, 4.0])
     diverged = tmp_path / "in_round_1"
     diverged.mkdir()
     (diverged / "config.yaml").write_text("algorithm: {lr: 6.0}\n", encoding="utf-8")
-    assert choose_rate(tmp_path, "accuracy", 12) == (0.6, [0.02, 0.2, 0.6, 2.0, 4.0, 6.0])
+    assert choose_values(tmp_path, "accuracy", 12) == ({"lr": 0.6}, [0.02, 0.2, 0.6, 2.0, 4.0, 6.0])
     with pytest.raises(SystemExit, match="no run of the search reached round 30"):
-        choose_rate(tmp_path, "accuracy", 30)
+        choose_values(tmp_path, "accuracy", 30)
 
 
 def test_a_search_by_score_fixes_the_rates_of_the_final_runs(leaderboard, tmp_path):
@@ -182,6 +182,50 @@ def test_a_search_by_score_fixes_the_rates_of_the_final_runs(leaderboard, tmp_pa
     assert json.loads(final[final.index("--baselines") + 1]) == [{"name": "fedper", "lr": 0.2}]
     assert found["tuning"]["methods"]["fedper"] == {"chosen": {"lr": 0.2}, "tried": [0.02, 0.2]}
     assert found["tuning"]["edge"] == ["lr of local", "lr of fedper"]
+
+
+def test_a_search_of_several_fields_leaves_out_those_that_no_method_has(leaderboard, tmp_path):
+    from leaderboard_rule import compare_by_score, keep_known_fields
+
+    tune = "lr=grid;lam=0.1,1;clip_norm=null,10"
+    assert keep_known_fields(tune, ["local", "fedgh"]) == "lr=grid;clip_norm=null,10"
+    assert keep_known_fields(tune, ["local", "fedproto"]) == tune
+    assert keep_known_fields("grid", ["local"]) == "grid"
+    asked = []
+
+    def compared(words, out):
+        asked.append(words)
+        if not asked[1:]:
+            out.mkdir()
+            (out / "comparison.yaml").write_text("metrics: [{name: accuracy}]\n", encoding="utf-8")
+            for label in ("local", "fedgh"):
+                folder = out / "tuning" / label
+                write_search(folder, {0.2: ((0.5,) * 4, (1.0,) * 4), 0.6: ((0.4,) * 4, (1.0,) * 4)})
+                for run in folder.iterdir():
+                    clip = "10" if label == "local" else "null"
+                    lr = run.name.removeprefix("lr=")
+                    (run / "config.yaml").write_text(
+                        f"algorithm: {{lr: {lr}, clip_norm: {clip}, mu: 3}}\n", encoding="utf-8"
+                    )
+        return {"methods": {"local": {}, "fedgh": {}}, "rounds": 12, "tuning": {"sentence": "by loss"}}
+
+    words = ["compare", "rivals", "--seeds", "0,1", "--tune", tune, "--out", "x", "--baselines", '["fedgh"]']
+    found = compare_by_score(words, tmp_path, ["fedgh"], compared)
+    search, final = asked
+    assert search[search.index("--tune") + 1] == "lr=grid;clip_norm=null,10"
+    assert final[final.index("--algorithm.clip_norm") + 1] == "10"
+    assert json.loads(final[final.index("--baselines") + 1]) == [{"name": "fedgh", "lr": 0.2, "clip_norm": None}]
+    assert found["tuning"]["methods"]["fedgh"] == {"chosen": {"lr": 0.2, "clip_norm": None}, "tried": [0.2, 0.6]}
+
+
+def test_rows_that_joined_after_the_first_head_are_not_called_older(leaderboard):
+    import leaderboard_page
+
+    one = results_of(leaderboard)
+    assert {"lg_fedavg", "fedgh"} <= one["joined"].keys()
+    assert "before all clients began with one head" not in leaderboard_page.federation(one)
+    one["joined"].pop("fedgh")
+    assert "Rows of `fedgh` were measured before all clients began with one head" in leaderboard_page.federation(one)
 
 
 @pytest.mark.slow

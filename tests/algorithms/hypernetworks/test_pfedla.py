@@ -386,3 +386,13 @@ def test_resumed_from_a_checkpoint_of_a_sampled_cohort_goes_on_bit_for_bit(tmp_p
         stale.write_bytes(b"")
     with pytest.warns(RuntimeWarning, match="damaged"):
         assert_runs_equal(whole, pf.resume(out, clients=small_clients(), workers=0))
+
+
+def test_what_is_evaluated_is_what_the_next_round_sends():
+    """Algorithm 1 returns the θ̄_i of line 5 in its last round, so those that are evaluated here one round before."""
+    run = federate(PFedLA(**OPTIONS), rounds=2)
+    for client in run.federation.clients:
+        message = run.federation.algorithm.dispatch(run.last.state, run.federation.client_info(client, 3))
+        evaluated = run.model(client).state_dict()
+        for name, tensor in message.tensors["model"].items():
+            assert torch.equal(evaluated[name], tensor), name

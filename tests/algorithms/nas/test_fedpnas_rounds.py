@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from polyfed.algorithms import FedDSNAS, FedPNAS
+from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedDSNAS, FedPNAS
 from polyfed.core.algorithm import Client, ClientInfo, DataSpec, ServerContext
 from polyfed.core.seeds import torch_generator
 from polyfed.nas import sampling
+from polyfed.nas.supernet import Network
 from tests.few_cases import few
 
 SPACE = {
@@ -127,3 +128,72 @@ def test_two_rounds_are_algorithm_1_in_plain_torch(method, gradient, noise):
                 parameter.copy_(sum(one.get_parameter(name) for one in trained) / 2)
                 found = state[name.partition(".")[0]][name]
                 assert torch.allclose(found, parameter, rtol=1e-4, atol=2e-5), (number, name)
+
+
+def logits_by_image(network, x, noise, temperature):
+    """Algorithm 2 with section 3.3's samplers: each image has its own operations by this noise, and those that chose the
+    same one go through it together. Z has the softmax's gradient for the chosen operation."""
+    previous = skip = network.base["stem"](x)
+    for cell, sampler in network.cells_with_samplers():
+        perturbed = sampler(sampling.pool_to_8x8(x), previous) + noise.pop(0)
+        soft, chosen = F.softmax(perturbed / temperature, -1), perturbed.argmax(-1)
+        values = [previous] if cell.plan.inputs == 1 else [previous, cell.skip(skip)]
+        for j in range(cell.plan.inputs, cell.plan.inputs + cell.plan.nodes):
+            images = [0.0] * len(x)
+            for number in (n for n, (_, end) in enumerate(cell.plan.edges) if end == j):
+                value = values[cell.plan.edges[number][0]]
+                for k, operation in enumerate(cell.operations[number].values()):
+                    rows = [row for row in range(len(x)) if chosen[row, number] == k]
+                    for row, out in zip(rows, operation(value[rows]) if rows else (), strict=True):
+                        z = 1 + soft[row, number, k] - soft[row, number, k].detach()
+                        images[row] = images[row] + z * out
+            values.append(torch.stack(images))
+        previous, skip = values[-1], previous
+    return network.personal["classifier"](previous.mean((2, 3)))
+
+
+@pytest.mark.parametrize("method", [CAFedDSNAS, CAFedPNAS])
+def test_a_step_with_an_architecture_for_each_image_is_that_of_plain_torch(method, noise, monkeypatch):
+    """The two passes of section 3.2 with the outer product as a matrix, where samplers see the image."""
+    shown, forward = [], Network.forward
+    monkeypatch.setattr(Network, "forward", lambda self, x: shown.append(x.clone()) or forward(self, x))
+    generator = torch_generator(7)
+    x, y = torch.randn(10, 1, 16, 16, generator=generator), torch.arange(10) % 3
+    client = Client("a", None, (x, y), (x[:3], y[:3]))
+    meta = {"eta": ETA} if method is CAFedPNAS else {}
+    options = {**TRAINING, "local_epochs": 1, "temperature": 0.7, "sampler_lr": None}
+    searching = method(**SPACE, **options, **meta)
+    state = searching.server_init(ServerContext(0, 2, (ClientInfo("a"),), data_spec=DataSpec((1, 16, 16), 3)))
+    for name, tensor in (item for group in state.values() for item in group.items()):
+        if ".samplers." in name:  # they start at zero, where the image makes no difference
+            tensor += 0.3 * torch.randn(tensor.shape, generator=generator)
+    theta = searching.supernet_plan(1, 3)().train()
+    theta.load_state_dict({**theta.state_dict(), **state["base"], **state["personal"]})
+    reply, _ = searching.local_update(searching.dispatch(state, ClientInfo("a", 1, 2)), {}, client, 5)
+    order = [next(row for row in range(10) if torch.equal(x[row], image)) for image in shown[0]]
+    draws = [one.double() for one in noise]
+    theta.double()
+
+    def slopes(network):
+        loss = F.cross_entropy(logits_by_image(network, x[order].double(), draws, 0.7), y[order])
+        return torch.autograd.grad(loss, list(network.parameters()), allow_unused=True)
+
+    names, ahead, first = [name for name, _ in theta.named_parameters()], copy.deepcopy(theta), None
+    if meta:
+        first = dict(zip(names, slopes(theta), strict=True))
+        with torch.no_grad():
+            for name, parameter in ahead.named_parameters():
+                if name.startswith("personal.") and first[name] is not None:
+                    parameter -= ETA * first[name]
+    step = dict(zip(names, slopes(ahead), strict=True))
+    if first is not None:
+        both = [n for n in names if n.startswith("personal.") and first[n] is not None and step[n] is not None]
+        g, tilde = (torch.cat([one[n].flatten() for n in both]) for one in (first, step))
+        corrected = tilde - ETA * torch.outer(g, g) @ tilde
+        for name, part in zip(both, corrected.split([step[n].numel() for n in both]), strict=True):
+            step[name] = part.view_as(step[name])
+    trained = {**reply.tensors["base"], **reply.tensors["personal"]}
+    for name, parameter in theta.named_parameters():
+        after = parameter.detach() if step[name] is None else parameter.detach() - TRAINING["lr"] * step[name]
+        assert float((trained[name] - after).abs().max()) < 1e-5, name
+    assert not draws
