@@ -84,7 +84,7 @@ def imports_of(files):
     for name, file in names.items():
         found = {one for one in imported(file) if one in names}
         members = {one.rpartition(".")[0] for one in found}
-        graph[name] = found - members - {name}  # a package whose member is meant is no import of its own
+        graph[name] = found - members - {name}  # a package whose member is meant is not an import of its own
     return graph
 
 

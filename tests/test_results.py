@@ -111,7 +111,7 @@ def test_minutes_are_of_three_seeds_and_of_all_data_sets(page, tmp_path):
 
 
 def test_only_what_a_method_of_the_comparison_has_is_searched():
-    """FedHeNN's η_0 is no field of the two that stand for one network in its curve."""
+    """FedHeNN's η_0 is not a field of the two that stand for one network in its curve."""
     import papers
 
     curve = papers.CURVES["fedhenn"]

@@ -89,7 +89,7 @@ class FirstReplyWins(FedAvg):
 
 
 class Memory:
-    """A counter hidden outside the state, as a field that is no field."""
+    """A counter hidden outside the state, as a field that is not a field."""
 
     calls = 0
 

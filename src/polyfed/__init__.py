@@ -109,5 +109,5 @@ def __dir__() -> list[str]:
 
 @cache
 def _subpackages() -> list[str]:
-    """The packages below this one, and `testing`."""
+    """Returns the packages below this one, and `testing`."""
     return [module.name for module in iter_modules(__path__) if not module.name.startswith("_")]

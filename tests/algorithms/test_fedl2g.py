@@ -190,7 +190,7 @@ class WithIdleLayer(nn.Module):
 
 
 def test_the_gradient_leaves_network_and_vectors_as_they_are():
-    """No hook stays, the vectors need no gradient, and a layer without a part in the output is no obstacle."""
+    """No hook stays, the vectors need no gradient, and a layer without a part in the output is not an obstacle."""
     client, vectors, network = plain(mixed())[0], torch.randn(3, 8), WithIdleLayer()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     batch = minibatch_of_two_or_more(client.train, torch.arange(6))

@@ -56,7 +56,7 @@ def test_it_is_the_least_squared_distance_over_rotations() -> None:
 
 @pytest.mark.parametrize("width", [4, 30])
 def test_rotation_reflection_shift_and_scale_are_not_seen(width: int) -> None:
-    """And a linear map that is no rotation is."""
+    """And a linear map that is not a rotation is."""
     a = random(1, 12, width)
     flipped = orthogonal(2, width) @ torch.diag(torch.tensor([-1.0] + [1.0] * (width - 1), dtype=torch.float64))
     for q in (orthogonal(2, width), flipped):

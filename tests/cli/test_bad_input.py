@@ -137,7 +137,7 @@ OUT_OF_RANGE = {
     "run --data.partition natural": "use another partition",
     "run --data.shifts [{hue:\t0.3}]": "hue=0.3 needs RGB images",
     "run --metrics auc,acuracy": "unknown metric 'acuracy'; did you mean accuracy",
-    "run --metrics r2": "r2 is no metric of a task of classification",
+    "run --metrics r2": "r2 is not a metric of a task of classification",
     "run --keep best": "keep='best' needs validation examples",
     "run --keep 4 --rounds 3": "keep must be 'last', 'best', 'loss' or a round from 1 to 3, got 4",
     "run --keep first": "--keep must be last, best or loss or a whole number, got 'first'",
@@ -256,9 +256,9 @@ def test_data_that_are_missing_or_malformed(here, refused):
     assert "'folder' holds no training images" in refused("run", "--data", "mnist", "--data.path", "folder")
     for kind in ("images-idx3", "labels-idx1"):
         (here / f"folder/train-{kind}-ubyte.gz").write_bytes(b"no IDX file")
-    assert "is no whole IDX file" in refused("run", "--data", "mnist", "--data.path", "folder")
+    assert "is not a complete IDX file" in refused("run", "--data", "mnist", "--data.path", "folder")
     (here / "no.npz").write_text("1,2")
-    assert "cannot read 'no.npz' (it is no .npz file" in refused("run", "--data", "npz", "--data.path", "no.npz")
+    assert "cannot read 'no.npz' (it is not an .npz file" in refused("run", "--data", "npz", "--data.path", "no.npz")
     assert "give path=... (--data.path) with an .npz file" in refused("run", "--data", "npz")
     assert "x.xlsx is a spreadsheet; save its sheet as CSV" in refused("run", "x.xlsx")
     (here / "no.parquet").write_text("1,2")

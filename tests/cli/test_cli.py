@@ -242,7 +242,7 @@ def test_fashion_mnist_from_debians_package(here):
 
 @pytest.mark.slow
 def test_metrics_and_the_round_to_keep(polyfed, here):
-    """Of a score that is no share, in its own unit; the lower is the better."""
+    """Of a score that is not a share, in its own unit; the lower is the better."""
     words = ["--rounds", "3", "--workers", "0", "--data.val_fraction", "0.2", "--keep", "best"]
     out, err = polyfed("run", "fedavg_digits", *words, "--metrics", "log_loss,balanced_accuracy", "--out", "run")
     assert "log loss on each client's own test examples, after the round with the best validation score" in " ".join(

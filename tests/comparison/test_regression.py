@@ -56,9 +56,9 @@ def test_r2_that_is_asked_for_of_few_examples_has_a_note(test, told):
 
 def test_the_interval_of_an_error_ends_at_0_and_that_of_a_difference_does_not():
     wide = Estimate(0.5, -0.2, 1.2, 0.3)
-    assert clip_interval_to_metric_range(wide, METRICS["mae"], difference=False) == [0.0, 1.2]
-    assert clip_interval_to_metric_range(wide, METRICS["mae"], difference=True) == [-0.2, 1.2]
-    assert clip_interval_to_metric_range(wide, METRICS["r2"], difference=False) == [-0.2, 1.2]
-    assert clip_interval_to_metric_range(wide, METRICS["dice"], difference=True) == [-0.2, 1.0]
+    assert clip_interval_to_metric_range(wide, METRICS["mae"], is_difference=False) == [0.0, 1.2]
+    assert clip_interval_to_metric_range(wide, METRICS["mae"], is_difference=True) == [-0.2, 1.2]
+    assert clip_interval_to_metric_range(wide, METRICS["r2"], is_difference=False) == [-0.2, 1.2]
+    assert clip_interval_to_metric_range(wide, METRICS["dice"], is_difference=True) == [-0.2, 1.0]
     own = pf.Metric("gap", lambda outputs, targets: -1.0, higher_is_better=False)
-    assert clip_interval_to_metric_range(wide, own, difference=False) == [-0.2, 1.2]
+    assert clip_interval_to_metric_range(wide, own, is_difference=False) == [-0.2, 1.2]

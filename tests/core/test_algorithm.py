@@ -117,7 +117,7 @@ class _Keeps(Averaging):
 
 @pytest.mark.parametrize(("after", "what"), [(False, "at 'seen' is a tuple"), (True, "at 'seen' is a dict")])
 def test_server_state_that_would_not_come_back_is_refused(after, what):
-    """A tuple would come back from a checkpoint as a list, a key that is no string as a string."""
+    """A tuple would come back from a checkpoint as a list, a key that is not a string as a string."""
     with pytest.raises(TypeError, match=f"the server's state {what}"):
         pf.federate(small_clients(), _Keeps(after=after), rounds=1, workers=0)
 

@@ -104,7 +104,7 @@ def serving(folder=None, ahead=0.0, date=True):
         with plain:
             plain.settimeout(5)
             if context is None:
-                plain.sendall(b"220 this is no TLS\r\n" * 10)
+                plain.sendall(b"220 this is not TLS\r\n" * 10)
                 return
             with context.wrap_socket(plain, server_side=True) as secure:
                 if not secure.recv(4096):

@@ -79,7 +79,7 @@ LARGE = {
     "10^4 groups": (lambda: record(groups={f"g{k}": b"" for k in range(10_000)}), "1 numbers and 10000 groups"),
     "a list of 10^6": (
         lambda: record(scalars={"num_examples": [1] * 10**6}),
-        "is a list of 1000000, which is no number",
+        "is a list of 1000000, which is not a number",
     ),
     "a header of 2^60": (lambda: record(groups={"model": (2**60).to_bytes(8, "little") + b"{}"}), "at most 4194304"),
     "nested": (lambda: record("[" * 60_000), "is not JSON"),

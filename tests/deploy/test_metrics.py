@@ -108,7 +108,7 @@ def test_predictions_stay_at_the_site(tmp_path, run, nodes):
     ("words", "sentence"),
     [
         ({"metrics": "cost"}, "metrics has 'cost', which sites do not know; choices: accuracy, auc"),
-        ({"metrics": "r2"}, "r2 is no metric of a task of classification"),
+        ({"metrics": "r2"}, "r2 is not a metric of a task of classification"),
         ({"keep": "best"}, "keep = 'best' is not possible between sites"),
         ({"sampler": "oort"}, "sampler is for simulations alone"),
     ],
@@ -130,7 +130,7 @@ def test_a_site_refuses_metrics_that_it_does_not_have(nodes, names):
     (number,) = grid.push_messages([Message(envelope_to_record(Envelope(head)), 101, "evaluate")])
     (answer,) = grid.pull_messages([number])
     refused = envelope_from_record(answer.content).head["refused"]
-    assert "not built into polyfed at this site" in refused or "r2 is no metric of a task" in refused
+    assert "not built into polyfed at this site" in refused or "r2 is not a metric of a task" in refused
 
 
 def test_a_site_that_tells_of_other_metrics_is_a_failure(run):
@@ -148,7 +148,7 @@ def test_a_site_that_tells_of_other_metrics_is_a_failure(run):
         node.app = app
 
     found = run(spoil=spoil, **{"on-error": "skip"})
-    assert "its metrics are no scores or losses" in json.dumps(found.history[-1]["failures"])
+    assert "its metrics are not scores or losses" in json.dumps(found.history[-1]["failures"])
 
 
 def test_a_site_names_its_own_loss(nodes, tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ INTRODUCE = {"kind": "introduce", "protocol": PROTOCOL, "run": "a", "architectur
 BAD = {
     "no algorithm.name": ({"algorithm.name": ""}, "lacks algorithm.name"),
     "unknown word": ({"round-second": 3.0}, "did you mean round-seconds"),
-    "unknown field": ({"algorithm.mu": 3.0}, "algorithm.mu is no field of the method"),
+    "unknown field": ({"algorithm.mu": 3.0}, "algorithm.mu is not a field of the method"),
     "no sites": ({"sites": " , "}, "sites must name at least one site"),
     "time": ({"round-seconds": 0.0}, "round-seconds must be positive"),
     "too many replies": ({"min-replies": 9}, "min_replies=9 is more than"),
@@ -143,7 +143,7 @@ def test_a_run_cannot_be_named_so_that_it_leaves_the_folder(nodes, tmp_path, run
             "architecture": None,
         }
     )
-    assert "is no identifier of a run" in envelope_from_record(_asked(node, letter)).head["refused"]
+    assert "is not an identifier of a run" in envelope_from_record(_asked(node, letter)).head["refused"]
     found = {p.name for p in (tmp_path / "sites" / "client-0").iterdir()}
     assert found - {"__pycache__"} == {"site.py"}  # Python's own, of site.py, unless bytecode is not written
 

@@ -132,7 +132,7 @@ def test_dense_connections(extracted, told):
         "concat: concat < stem layers.0.2 layers.1.2",
         "concat: concat < stem layers.0.2 layers.1.2 layers.2.2",
     ]
-    assert told_graph[1].endswith("< stem")  # a list of one is no join
+    assert told_graph[1].endswith("< stem")  # a list of one is not a join
     assert len(told_graph) == 1 + 3 * 2 + 3
 
 

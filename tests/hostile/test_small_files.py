@@ -73,7 +73,7 @@ def test_a_damaged_note_of_a_trial_is_no_trial(tmp_path, text):
 def test_a_damaged_field_of_the_app_is_named():
     assert _parse_field_value('{"name": "mlp"}') == {"name": "mlp"}
     for text in ("{", "[1", "[" * 3000, "{a: &a [*a]}"):
-        with pytest.raises(pf.UserError, match="in the configuration is no list, mapping or null"):
+        with pytest.raises(pf.UserError, match="in the configuration is not a list, mapping or null"):
             _parse_field_value(text)
 
 

@@ -86,7 +86,7 @@ def test_the_tables_of_a_comparison(tmp_path):
     content["notes"] = EVIL
     content["skipped"] = {"[/i]\x1b": "\u202e"}
     where = console()
-    comparison_tables.show_comparison(type(found)(content, out), where, tables=True)
+    comparison_tables.show_comparison(type(found)(content, out), where, with_tables=True)
     assert "m[/b]" in text_of(where)
 
 

@@ -151,9 +151,11 @@ def test_means_and_sums():
     h = torch.tensor([[1.0, 2.0], [3.0, 5.0], [10.0, 20.0]])
     edges = torch.tensor([[0, 1, 1], [2, 2, 0]])
     assert aggregate_predecessors(h, *edges, 3).tolist() == [[3, 5], [0, 0], [4, 7]]
-    assert aggregate_predecessors(h, *edges, 3, mean=True).tolist() == [[3, 5], [0, 0], [2, 3.5]]
+    assert aggregate_predecessors(h, *edges, 3, takes_mean=True).tolist() == [[3, 5], [0, 0], [2, 3.5]]
     layer = GraphConv(2, 2, mean=True)
-    torch.testing.assert_close(layer(h, edges), layer.update_nodes(h, aggregate_predecessors(h, *edges, 3, mean=True)))
+    torch.testing.assert_close(
+        layer(h, edges), layer.update_nodes(h, aggregate_predecessors(h, *edges, 3, takes_mean=True))
+    )
     gated, cell = GatedGraphConv(2), nn.GRUCell(2, 2)
     torch.testing.assert_close(
         gated(h, edges, cell), cell(aggregate_predecessors(h, *edges, 3) @ gated.lin_rel.weight.T, h)

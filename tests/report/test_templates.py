@@ -1,4 +1,4 @@
-"""The templates of the page: what is no HTML of polyfed is escaped, and no variable is missing silently."""
+"""The templates of the page: what is not polyfed's HTML is escaped, and no variable is missing silently."""
 
 import pytest
 from jinja2 import UndefinedError

@@ -343,6 +343,6 @@ def test_a_run_of_an_own_method_says_on_resume_that_it_must_be_given(tmp_path):
         pass
 
     pf.federate(small_clients(2), OwnMean(lr=0.05), rounds=1, workers=0, out=tmp_path / "run")
-    with pytest.raises(UserError, match=r"is a run of 'OwnMean', which is no method of polyfed: give it, resume"):
+    with pytest.raises(UserError, match=r"is a run of 'OwnMean', which is not a method of polyfed: give it, resume"):
         pf.resume(tmp_path / "run", clients=small_clients(2))
     assert len(pf.resume(tmp_path / "run", clients=small_clients(2), algorithm=OwnMean(lr=0.05)).history) == 1

@@ -140,7 +140,7 @@ def test_a_resumed_run_has_the_same_metrics(tmp_path):
 
 
 def test_metrics_are_checked_before_anything_is_computed(tmp_path):
-    with pytest.raises(pf.UserError, match="r2 is no metric of a task of classification"):
+    with pytest.raises(pf.UserError, match="r2 is not a metric of a task of classification"):
         pf.federate(small_clients(), FedAvg(), rounds=1, metrics=["r2"], out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     with pytest.raises(pf.UserError, match="metrics must be names such as"):

@@ -99,7 +99,7 @@ def test_entities_end_with_their_document_and_f1_adds_up_documents():
     outputs = one_hot([[0, 1], [0, 0], [3, 3]])
     assert EntityF1(BIO)(outputs, targets) == pytest.approx(2 * 2 / (3 + 3))
     assert math.isnan(EntityF1(BIO)(one_hot([[0]]), torch.tensor([[0]])))
-    with pytest.raises(UserError, match="'X-1' is no BIO tag"):
+    with pytest.raises(UserError, match="'X-1' is not a BIO tag"):
         pf.tasks.Tokens(tags=("O", "B-a", "X-1"))
     assert pf.tasks.Tokens(tags=("noun", "verb")).default_metric.name == "token_accuracy"
     with pytest.raises(UserError, match="entity_f1 needs the names of the tags"):

@@ -129,8 +129,7 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
 
 
 def get(name: str) -> type[Algorithm[Any, Any]]:
-    """Returns the class of a method by its name in the registry, such as "fedavg"; raises a `UserError` for an unknown
-    name.
+    """Returns the class of a method by its name in the registry, such as "fedavg".
 
     Raises:
         UserError: an unknown name, with the nearest choices.

@@ -66,8 +66,7 @@ def hsic(k: Tensor, m: Tensor) -> Tensor:
 
 
 def cka(k: Tensor, m: Tensor) -> Tensor:
-    """Returns the similarity of two kernel matrices by centred kernel alignment (CKA), from 0 to 1; raises a
-    `UserError` if their numbers of examples differ or are below 2.
+    """Returns the similarity of two kernel matrices by centred kernel alignment (CKA), from 0 to 1.
 
     CKA(K, M) = HSIC(K, M)/√(HSIC(K, K)·HSIC(M, M)).
 
@@ -156,8 +155,7 @@ class CentredKernel:
 
 
 def linear_cka(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
-    """Returns the similarity of two representations by CKA with linear kernels (eq. 4), from 0 to 1; raises a
-    `UserError` if their numbers of examples differ or are below 2.
+    """Returns the similarity of two representations by CKA with linear kernels (eq. 4), from 0 to 1.
 
     It is ‖B̃ᵀÃ‖²_F/(‖ÃᵀÃ‖_F·‖B̃ᵀB̃‖_F). Ã = HA and B̃ = HB have columns of mean 0. The computation is in feature space,
     in O(L·d_a·d_b), without any matrix of shape (L, L). Only with fewer examples than features (L < d_a·d_b/(d_a +
@@ -189,8 +187,7 @@ def linear_cka(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
 
 
 def rbf_cka(a: Tensor, target: Tensor | CentredKernel, sigma: float = 0.5, block: int = _BLOCK) -> Tensor:
-    """Returns the similarity (CKA) of a representation's RBF kernel and a kernel matrix, from 0 to 1; raises a
-    `UserError` if their numbers of examples differ or are below 2.
+    """Returns the similarity (CKA) of a representation's RBF kernel and a kernel matrix, from 0 to 1.
 
     The value is that of `cka(rbf_kernel(a), target)`, but both passes go through blocks of rows and take only `block` × L
     numbers of memory besides the target.

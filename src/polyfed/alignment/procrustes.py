@@ -18,7 +18,7 @@ from polyfed.alignment.cka import CentredFeatures, check_same_number_of_examples
 
 def procrustes_distance(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
     """Returns the orthogonal Procrustes distance of two representations of the same examples, from 0 (equal up to
-    rotation and scale) to 2; raises a `UserError` if the numbers of examples differ.
+    rotation and scale) to 2.
 
     Representations are equal up to a rotation, reflection, shift and scale of the features. The distance is
     differentiable in both arguments.

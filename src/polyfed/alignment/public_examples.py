@@ -29,7 +29,7 @@ def draw_public_rows(seed: int, round_number: int, pool_size: int, num_rows: int
 
 def noise_like(examples: Examples, num_examples: int, seed: int) -> Examples:
     """Returns random examples with the shapes and types of a client's inputs, equal for clients with equal shapes and
-    types; raises a `UserError` for integer inputs such as tokens.
+    types.
 
     Args:
         examples: the client's examples; their transform is applied to the noise, too.

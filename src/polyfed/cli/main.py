@@ -31,7 +31,7 @@ def entry() -> None:
     status = main(sys.argv[1:])
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # `polyfed list | head`: nobody reads on, which is no failure
+    except BrokenPipeError:  # `polyfed list | head`: nobody reads on, which is not a failure
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
 

@@ -242,7 +242,7 @@ def report(argv: list[str]) -> None:
 
     folders = [expand_user_path(word, "the run directory") for word in directories]
     for folder in folders:
-        check_run_directory(folder, or_comparison=True)
+        check_run_directory(folder, allows_comparison=True)
     from polyfed.cli.commands.results import report_command
 
     report_command.show_report(

@@ -122,7 +122,9 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
         runs[where][of_seed] |= {"mean": None, "validation": None}
     means_of = {label: mean_if_all_defined([run["mean"] for run in runs[label].values()]) for label in labels}
     stopped = any(description["methods"][label].get("patience") is not None for label in labels)
-    best_by, ranks = _ranking(labels, runs, means_of, 1 if metric.higher_is_better else -1, fitted=stopped)
+    best_by, ranks = _ranking(
+        labels, runs, means_of, 1 if metric.higher_is_better else -1, fitted_to_validation=stopped
+    )
     target = means_of.get(reference) if criteria.target is None else criteria.target
     for label, seed in curves:
         reference_mean = runs[reference][str(seed)]["mean"] if reference is not None else None
@@ -155,7 +157,7 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
     content["budget"] = {
         "kind": kind,
         "limit": limit,
-        "sentence": budget_sentence(kind, limit, has_limit=has_limit, validated=validated),
+        "sentence": budget_sentence(kind, limit, has_limit=has_limit, has_validation_examples=validated),
     }
     content["target"] = {"score": target, "sentence": describe_target_source(criteria.target, reference)}
     content |= {
@@ -328,11 +330,11 @@ def _clients_without_score(runs: Mapping[str, Mapping[str, Mapping[str, Any]]]) 
 
 def _ranking(
     labels: Sequence[str], runs: Mapping[str, Mapping[str, Any]], means_of: Mapping[str, float | None], sign: int, *,
-    fitted: bool,
+    fitted_to_validation: bool,
 ) -> tuple[str, dict[str, float]]:  # fmt: skip
     """Returns which examples choose the best method, and each method's score on them, with higher as better.
 
-    Validation examples do not choose if training was `fitted` to them by early stopping.
+    Validation examples do not choose if early stopping fitted training to them (`fitted_to_validation`).
     """
     tested = {label: sign * mean for label in labels if (mean := means_of[label]) is not None}
     validated = {
@@ -340,7 +342,7 @@ def _ranking(
         for label in tested
         if (value := mean_if_all_defined([run["validation"] for run in runs[label].values()])) is not None
     }
-    by_validation = not fitted and tested and validated.keys() == tested.keys()
+    by_validation = not fitted_to_validation and tested and validated.keys() == tested.keys()
     return ("validation", validated) if by_validation else ("test", tested)
 
 

@@ -109,8 +109,7 @@ def compare(
     quiet: bool = False,
     methods: Method | str | Sequence[Method | str] | Mapping[str, Method | str] | None = None,
 ) -> Comparison:
-    """Trains several methods on the same clients with several seeds each, and returns a `Comparison` of their scores;
-    raises a `UserError` before training if methods or clients do not suit.
+    """Trains several methods on the same clients with several seeds each, and returns a `Comparison` of their scores.
 
     `local` is always compared, `fedavg` and `fedavg_ft` too where the clients have one architecture. A method that they do
     not suit is left out, with the reason; one of which a run fails (it diverges, for instance) is reported as failed,
@@ -187,7 +186,7 @@ def compare(
         evaluate_clients=evaluate_clients,  # type: ignore[arg-type]  # a list
         on_error=on_error, min_replies=min_replies, secure=secure, regions=regions, cross_site=cross_site,
         compress=compress, compress_down=compress_down,  # type: ignore[arg-type]  # which they become
-        **describe_scheduling(sampler, speeds, bandwidth, availability, asynchronous, is_built_again=True),
+        **describe_scheduling(sampler, speeds, bandwidth, availability, asynchronous, trusts_sampler_class=True),
     )  # fmt: skip
     pool = None if public is None else as_examples(public, "public", labelled=False)
     search_space = hyperparameter_search.parse_search_space(tune, trials)

@@ -247,7 +247,7 @@ def execute_or_load_runs(
 
     counts = plan.display.announce_runs(
         [f"{job.label}, {plan.describe_seed(job.seed)}" for job in missing], len(finished_runs), settings.rounds,
-        of_search=not all(job.keep_predictions for job in run_specs),
+        is_search=not all(job.keep_predictions for job in run_specs),
     )  # fmt: skip
 
     def tasks() -> Iterator[tuple[RunSpec, Callable[[], Any]]]:

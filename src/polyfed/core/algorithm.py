@@ -332,7 +332,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         finite tensors and for the scalars in `scalars_needed`.
 
         Raises:
-            ValueError: why this reply cannot be accepted, where its form alone does not say it; half a sentence.
+            ValueError: the reply cannot be accepted for another reason than its form; the message is half a sentence.
         """
         return {group: state_dict_spec(tree) for group, tree in message.tensors.items()}
 

@@ -63,9 +63,6 @@ class ValidatesNetworks(ABC):
         """Raises a `UserError` if this client's network lacks something that the method needs.
 
         It is called before the first round, once for each architecture and shape of the data.
-
-        Raises:
-            UserError: the network lacks something.
         """
 
 

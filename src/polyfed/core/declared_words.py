@@ -83,15 +83,14 @@ class NewDisclosure(str):
     meaning: str
 
     def __new__(cls, word: str, meaning: str) -> "NewDisclosure":
-        """Returns the word with its meaning; raises a `TypeError` if polyfed has the word already, the word is no
-        identifier, or the meaning is empty.
+        """Returns the word with its meaning.
 
         Args:
             word: the new word.
             meaning: what the server learns of a client, in a few words.
 
         Raises:
-            TypeError: the word is no name, or polyfed has it already, or the meaning is empty.
+            TypeError: the word is not a name, or polyfed has it already, or the meaning is empty.
         """
         if not word.isidentifier() or word in DISCLOSURES:
             reason = "polyfed has this word already" if word in DISCLOSURES else "a word such as 'gaze' is needed"

@@ -50,9 +50,6 @@ def check_extra_installed(package: str, extra: str, feature: str, alternative: s
         feature: what needs the package; the start of the error message.
         alternative: what to do without the package.
 
-    Raises:
-        UserError: the package is not installed.
-
 
     >>> check_extra_installed("numpy", "hub", "this example")  # installed
     >>> check_extra_installed("no_such_package", "hub", "this example", "do without it")

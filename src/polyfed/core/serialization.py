@@ -14,7 +14,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.validation import explain_exceeded_size_limit
 from polyfed.core.state_dict import PyTree
 
-# Readers raise these for bytes that are no state; torch refuses shapes and types by RuntimeError.
+# Readers raise these for bytes that are not a state; torch refuses shapes and types by RuntimeError.
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError, RuntimeError)
 
 
@@ -54,8 +54,7 @@ def _alignment(dtype: torch.dtype) -> int:
 
 
 def serialize_state(state: PyTree, shared_names_by_id: Mapping[int, str] | None = None) -> bytes:
-    """Returns nested state (dicts, lists, scalars and tensors) as safetensors bytes, for `deserialize_state`; raises a
-    `TypeError` for a value of another type.
+    """Returns nested state (dicts, lists, scalars and tensors) as safetensors bytes, for `deserialize_state`.
 
     The structure is JSON in the metadata.
 
@@ -104,10 +103,9 @@ def serialize_state(state: PyTree, shared_names_by_id: Mapping[int, str] | None 
 
 def deserialize_state(data: bytes, shared_tensors: Mapping[str, Tensor] | None = None) -> PyTree:
     """Returns the nested state from bytes of `serialize_state`; `shared_tensors` supplies tensors stored by name only.
-    Raises a `UserError` for damaged or other bytes.
 
     Raises:
-        UserError: `data` is not complete or not ours.
+        UserError: `data` is damaged, or something that `serialize_state` does not write.
     """
     complaint = f"these {len(data)} bytes are not a complete polyfed state"
     try:

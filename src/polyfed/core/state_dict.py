@@ -55,8 +55,7 @@ class RunningMean:
         return list(self._weight_by_client)
 
     def add(self, client: str, tensors: StateDict, weight: float = 1.0) -> None:
-        """Adds one client's state dict with a weight; raises an error if names, shapes or types differ from the first,
-        or the weight is invalid.
+        """Adds one client's state dict with a weight.
 
         Raises:
             ValueError: an id that is not above the last, or a weight that is negative or not finite.
@@ -97,8 +96,7 @@ class RunningMean:
                 self._exact[name].sub_(self._first[name] - tensor, alpha=share)
 
     def mean(self) -> dict[str, Tensor]:
-        """Returns the weighted mean of all state dicts added so far; raises a `ValueError` if there are none, or all
-        weights are 0.
+        """Returns the weighted mean of all state dicts added so far.
 
         Raises:
             ValueError: no tree was added, or all weights are 0.
@@ -141,8 +139,7 @@ class IncompatibleTensorsError(ValueError):
 def weighted_mean(
     tensors_by_client: Mapping[str, StateDict], weights: Mapping[str, float] | None = None
 ) -> dict[str, Tensor]:
-    """Returns the weighted mean of the clients' state dicts (equal weights by default); raises a `ValueError` for no
-    clients or invalid weights.
+    """Returns the weighted mean of the clients' state dicts (equal weights by default).
 
     The result does not depend on the order of `tensors_by_client`; see `RunningMean` for what is exact.
 

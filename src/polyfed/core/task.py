@@ -145,8 +145,7 @@ class Task(ABC):
         return False
 
     def complete_targets(self, inputs: Inputs, targets: Tensor) -> Tensor:
-        """Returns the targets with what the task adds to them from the inputs; by default unchanged. Raises a
-        `UserError` if the inputs do not suit the task.
+        """Returns the targets with what the task adds to them from the inputs; by default unchanged.
 
         Args:
             inputs: as stored, before any transform; n rows.
@@ -176,7 +175,7 @@ class Task(ABC):
             num_outputs: the outputs that the data set names, if the targets belong to one; None otherwise.
 
         Raises:
-            UserError: they do not; the message has the row where one is wrong, and what to give. By default only targets
+            UserError: the message has the row where a target is wrong, and what to give. By default only targets
                 of a data set are checked, which need a column for each output.
         """
         if num_outputs is not None and (targets.dim() != 2 or targets.shape[1] != num_outputs):
@@ -202,9 +201,6 @@ class Task(ABC):
             shape: of the outputs for one example, without the batch.
             targets: of some examples.
             name: as in `check_targets`.
-
-        Raises:
-            UserError: they do not.
         """
         if shape != tuple(targets.shape[1:]):
             raise UserError(f"{name}: the network's output is {('batch', *shape)}, the labels are "

@@ -11,8 +11,7 @@ from polyfed.core.task_registry import LOADED_TASK_CLASSES, registered_task_clas
 
 
 def get_task(choice: Task | TaskSpec | Mapping[str, Any]) -> Task:
-    """Returns the task for a name, a mapping of name and options, or a task itself; raises a `UserError` for an unknown
-    name or option.
+    """Returns the task for a name, a mapping of name and options, or a task itself.
 
     This is the only place where a name becomes a task. `polyfed.tasks` has the names; a user's task is named
     `module:Class`, which is imported only if this process trusts it or has loaded the class already.

@@ -52,7 +52,7 @@ def make_clients(
     seed: int,
     shifts: Sequence[Shift] = (),
     augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
-    fit: bool = True,
+    fits_preprocessing: bool = True,
 ) -> tuple[list[ClientData], Examples | None]:
     """Divides a data set among the clients of a simulation; returns the clients' data, and the public examples (None if
     there are none).
@@ -69,7 +69,8 @@ def make_clients(
         shifts: transformations, assigned to the clients in turn (the sixth client of five shifts has the first). All
             examples of the client are shifted, the common test set too; the public pool is not.
         augment: random change of training batches.
-        fit: whether preprocessing that all sites of a table share is fitted here; if not, they must agree on it later
+        fits_preprocessing: whether preprocessing that all sites of a table share is fitted here; if not, they must agree
+            on it later
             (`polyfed.simulation.rounds.columns.federated_preprocessing.fit_common_preprocessing`).
 
     Returns:
@@ -92,7 +93,7 @@ def make_clients(
         columns = {name: column for name, column in pool.columns.items() if by_time or name != pool.time}
         train = replace(train, columns=columns, group=pool.group, time=pool.time if by_time else None)
     if pool.preprocessor is not None:
-        return _build_table_clients(train, rows, public, pool, config, shifts, fit)
+        return _build_table_clients(train, rows, public, pool, config, shifts, fits_preprocessing)
     augmentation = augment
     if augment is not None and isinstance(train.transform, LazyImageDecoder):
         augmentation = DecodeAndAugment(train.transform, augment)
@@ -121,7 +122,7 @@ def _build_table_clients(
     pool: PooledDataset,
     config: Split,
     shifts: Sequence[Shift],
-    fit: bool,
+    fits_preprocessing: bool,
 ) -> tuple[list[ClientData], Examples | None]:
     """Builds clients from the rows of a table, with preprocessing fitted on each client's training rows, or on those of
     all clients.
@@ -142,7 +143,7 @@ def _build_table_clients(
             "give --data.preprocess federated"
         )
     rows_in_training = rows[: len(rows) - config.unseen]
-    is_fitted_later = template.scope == "federated" and (not fit or len(rows) == 1)
+    is_fitted_later = template.scope == "federated" and (not fits_preprocessing or len(rows) == 1)
     if pool.task.standardises_targets and is_fitted_later:
         template = replace(template, target=((0.0, 1.0),) * pool.num_outputs)
     elif pool.task.standardises_targets:

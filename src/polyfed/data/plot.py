@@ -13,8 +13,7 @@ from polyfed.core.io.atomic_files import expand_user_path, write_file_atomically
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    """Writes a matplotlib figure to a file, always the same bytes for the same figure; raises a `UserError` unless the
-    name ends in .png or .svg.
+    """Writes a matplotlib figure to a file, always the same bytes for the same figure.
 
     Args:
         figure: with a canvas of its own.
@@ -38,10 +37,10 @@ def save_figure(figure: Any, path: str | Path) -> None:
 
 
 def resolve_picture_path(path: str | Path) -> Path:
-    """Returns the path of a picture with "~" expanded; raises a `UserError` unless its name ends in .png or .svg.
+    """Returns the path of a picture with "~" expanded.
 
     Raises:
-        UserError: it does not end in .png or .svg.
+        UserError: the name does not end in .png or .svg.
     """
     file = expand_user_path(path, "the picture")
     if file.suffix not in (".png", ".svg"):
@@ -57,8 +56,7 @@ def draw_class_counts(
     unseen: int = 0,
     clients: Sequence[str] = (),
 ) -> None:
-    """Draws the number of examples per class and client as a heat map and writes it to a file; raises a `UserError` if
-    shapes or the file's name are wrong.
+    """Draws the number of examples per class and client as a heat map and writes it to a file.
 
     Args:
         counts: shape (num_clients, num_classes), as from `class_counts`.

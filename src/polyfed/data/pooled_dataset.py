@@ -114,10 +114,10 @@ class Source(ABC):
 
     @abstractmethod
     def load(self) -> PooledDataset:
-        """Reads the data set into memory; raises a `UserError` if it cannot be read.
+        """Reads the data set into memory.
 
         Raises:
-            UserError: it cannot be read; the message says what to give instead.
+            UserError: the data set cannot be read; the message says what to give instead.
         """
 
 
@@ -147,8 +147,7 @@ def build_pooled_dataset(
 
 
 def move_test_set_to_train(pool: PooledDataset, columns: Columns) -> PooledDataset:
-    """Returns a data set whose test examples are appended to its training examples, so that clients receive them too;
-    raises a `UserError` without a test set.
+    """Returns a data set whose test examples are appended to its training examples, so that clients receive them too.
 
     The result has the columns that both sets have.
 

@@ -56,16 +56,15 @@ class Shift:
 
     def apply(self, examples: Examples, num_classes: int | None = None) -> Examples:
         """Returns the examples with images or labels changed, in new memory; without a change, `examples` itself.
-        Raises a `UserError` if the data allow no such change.
 
         Args:
             examples: of one client.
             num_classes: number of classes; None for data that have none.
 
         Raises:
-            UserError: labels are shifted where there are no classes; the inputs are no uint8 images; hue on other than three
-                channels; 90 degrees on images that are not square; hue, or a rotation by no multiple of 90 degrees, without
-                the extra `augment`.
+            UserError: labels are shifted where there are no classes; the inputs are not uint8 images; hue on other than
+                three channels; 90 degrees on images that are not square; hue, or a rotation by no multiple of 90
+                degrees, without the extra `augment`.
         """
         if self.labels:
             examples = self._shift_labels(examples, num_classes)

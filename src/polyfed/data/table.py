@@ -55,26 +55,25 @@ class ClientTables:
     @property
     def schema(self) -> dict[str, Any]:
         """Returns the columns, categories and classes of the table as a dict for JSON (see
-        `polyfed.data.merge_schemas`); raises a `UserError` if the data are no table.
+        `polyfed.data.merge_schemas`).
 
         It holds no row, but the categories that occur.
 
         Raises:
-            UserError: the data are no table.
+            UserError: the data are not a table.
         """
         if self.dataset.preprocessor is None:
             raise UserError("only tables have a schema")
         return table_schema(self.dataset.preprocessor)
 
     def build_clients(self, model: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None) -> list[Client]:
-        """Returns the list of clients for `polyfed.federate` and `polyfed.compare`; raises a `UserError` if a site has
-        no network or no test rows.
+        """Returns the list of clients for `polyfed.federate` and `polyfed.compare`.
 
         Args:
             model: builds a network, as `Client.model`; or one such function per site, by its name.
 
         Raises:
-            UserError: a site without a network, or a name that is no site; a site without test rows.
+            UserError: a site without a network, or a name that is not a site; a site without test rows.
         """
         names = [part.id for part in self.client_data]
         if isinstance(model, Mapping):
@@ -93,16 +92,13 @@ class ClientTables:
 def check_model_per_client(models: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raises a `UserError` unless `models` (`{site: network}`) has a network for each site, and for no other name.
 
-    Raises:
-        UserError: a site has no network, or a name is no site.
-
     >>> check_model_per_client({"north": None}, ["north", "south"])
     Traceback (most recent call last):
     polyfed.core.errors.UserError: model gives no network for 'south'; it names north
     """
     if unknown := [name for name in models if name not in names]:
         raise UserError(
-            f"model names a network for {unknown[0]!r}, which is no client; {did_you_mean(str(unknown[0]), names)}"
+            f"model names a network for {unknown[0]!r}, which is not a client; {did_you_mean(str(unknown[0]), names)}"
         )
     if without := [name for name in names if name not in models]:
         raise UserError(f"model gives no network for {', '.join(map(repr, without[:5]))}; it names {', '.join(models)}")
@@ -121,8 +117,7 @@ def split_table(
     name: str = "all",
     **options: Any,
 ) -> ClientTables:
-    """Divides a table by site into training, validation and test rows, and fits preprocessing on the training rows;
-    raises a `UserError` if a column is missing or unusable.
+    """Divides a table by site into training, validation and test rows, and fits preprocessing on the training rows.
 
     Args:
         rows: a pandas frame, a mapping from names to columns, a list of {name: value}, or the path of a CSV or Parquet file.

@@ -13,12 +13,11 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.times import times_as_numbers
 
-_GAP = 1.5  # usual steps of time from which on two rows are no neighbours
+_GAP = 1.5  # usual steps of time from which on two rows are not neighbours
 
 
 def windows(values: Any, *, past: int, horizons: int, time: Any = None, step: int = 1) -> Examples:
-    """Makes examples of one series: inputs are `past` consecutive values, targets the next `horizons` values. Raises a
-    `UserError` if the series is too short.
+    """Makes examples of one series: inputs are `past` consecutive values, targets the next `horizons` values.
 
     Windows with a missing value, or across a gap of time, are left out. The time of an example is that of its last past
     value, so that examples are split by time.
@@ -120,8 +119,7 @@ class WindowSets(NamedTuple):
 
 
 def split_windows(examples: Examples, *, test: float = 0.25, val: float = 0.0) -> WindowSets:
-    """Splits the examples of one series by time so that no target is in two sets; raises a `UserError` if a set would
-    be empty.
+    """Splits the examples of one series by time so that no target is in two sets.
 
     As many windows as a target has further horizons are left out before each later set.
 

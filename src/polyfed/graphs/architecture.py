@@ -218,7 +218,7 @@ class LayerType:
 
     @classmethod
     def from_key(cls, key: str, start: tuple[float, float] | None = None) -> "LayerType":
-        """Returns the layer type that has this `key`; raises a `UserError` if the key is malformed.
+        """Returns the layer type that has this `key`.
 
         Raises:
             UserError: the key is malformed, or from a version whose types had no dilation and activation.

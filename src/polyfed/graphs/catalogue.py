@@ -73,8 +73,7 @@ class LayerCatalogue:
 
     @classmethod
     def read_yaml(cls, path: str | Path) -> "LayerCatalogue":
-        """Reads a catalogue from a YAML file that `write_yaml` or a person wrote; raises a `UserError` if it cannot be
-        read.
+        """Reads a catalogue from a YAML file that `write_yaml` or a person wrote.
 
         Raises:
             UserError: the file cannot be read, has another format, or an entry is not a layer type.
@@ -102,7 +101,7 @@ class LayerCatalogue:
 
 def read_graph_variant_of_catalogue(path: str | Path) -> str:
     """Returns for which graphs a catalogue file was written, "layers" or "layers_and_norms" (norm layers are nodes,
-    too); raises a `UserError` if the file cannot be read.
+    too).
 
     Raises:
         UserError: the file cannot be read, or has another value of `graph`.

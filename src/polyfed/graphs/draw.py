@@ -18,7 +18,7 @@ _Point = tuple[float, float]
 
 def draw_graph(graph: ArchitectureGraph, path: str | Path, title: str = "") -> None:
     """Draws a graph from top to bottom into an image file, with a dashed border for nodes whose weights stay at the
-    client; raises a `UserError` for an unknown suffix.
+    client.
 
     Args:
         graph: the graph to draw.

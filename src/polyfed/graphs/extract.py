@@ -41,7 +41,7 @@ _GENERATED = (torch.float32, torch.float64)  # dtypes of parameters that a hyper
 
 def extract(model: nn.Module, example_input: Inputs, kinds: Kinds = "all") -> ArchitectureGraph:
     """Returns the graph of a network's layers: nodes for uses of a layer, sums and concatenations, and edges along the
-    data flow. Raises a `UserError` if it cannot trace the network.
+    data flow.
 
     A copy of the model is traced in evaluation mode, by torch.fx, or where Python branches on shapes, by torch.export;
     neither the model nor the random state changes. A graph is accepted only if the traced program computes the model's
@@ -85,7 +85,7 @@ def extract(model: nn.Module, example_input: Inputs, kinds: Kinds = "all") -> Ar
             try:
                 if tracer == _ON_EXAMPLE:
                     _fix_weights(root)
-                    reference = _run_reference(root.model, x, replaced=True)
+                    reference = _run_reference(root.model, x, replaces_parameters=True)
                 with temporary_rng_seed(0, device):
                     program = trace(root, tree_map(Tensor.clone, x))
                 with temporary_rng_seed(0, device):
@@ -188,21 +188,21 @@ def _fix_weights(root: Root) -> None:
             part.reset_running_stats()
 
 
-def _run_reference(model: nn.Module, x: Inputs, replaced: bool = False) -> _Reference:
+def _run_reference(model: nn.Module, x: Inputs, replaces_parameters: bool = False) -> _Reference:
     """Runs a copy of the model on the example, and finds out on which parameters the output depends.
 
-    With `replaced`, other tensors take the place of the parameters, as generated weights will; a parameter that the model
-    also holds elsewhere (in a list) then does not count.
+    With `replaces_parameters`, other tensors take the place of the parameters, as generated weights will; a parameter
+    that the model also holds elsewhere (in a list) then does not count.
     """
     root = _copy(model)
     parameters: dict[str, Tensor] = dict(root.named_parameters())
-    if replaced:
+    if replaces_parameters:
         parameters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in parameters.items()}
     versions = {name: tensor._version for name, tensor in parameters.items()}
     try:
         with temporary_rng_seed(0, first_leaf(x).device):
             inputs = tree_map(Tensor.clone, x)
-            output = call_with_tensors(root, parameters, (inputs,), {}) if replaced else root(inputs)
+            output = call_with_tensors(root, parameters, (inputs,), {}) if replaces_parameters else root(inputs)
     except Exception as error:
         raise UserError(
             f"{type(model).__name__} fails on an example of {_describe_inputs(x)}, in "

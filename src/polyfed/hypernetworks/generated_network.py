@@ -52,8 +52,7 @@ class GeneratedNetwork(nn.Module):
             }
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Returns the output of the client's network, computed with generated weights; raises an error if the network
-        computes layers again in the backward pass, when the generated weights are no longer in their places.
+        """Returns the output of the client's network, computed with generated weights.
 
         Raises:
             RuntimeError: the network uses activation checkpointing, or other hooks on saved tensors.
@@ -81,8 +80,7 @@ def build_generated_network(
     ghn_weights: StateDict,
     device: torch.device | None = None,
 ) -> tuple[GeneratedNetwork, CachedModule]:
-    """Builds a client's network with weights from a hypernetwork, and returns it with the client's cached module;
-    raises a `ValueError` if `ghn_weights` do not fit `config`.
+    """Builds a client's network with weights from a hypernetwork, and returns it with the client's cached module.
 
     The module cache owns both: callers load the weights of `model` before use and do not keep either (see
     `cached_module`).

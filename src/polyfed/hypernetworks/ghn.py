@@ -320,8 +320,7 @@ def _describe_size(config: GHNConfig) -> str:
 
 
 def decoder_sizes_from_weights(tensors: StateDict) -> Sizes:
-    """Returns the sizes of a low-rank decoder, read from the shapes of a hypernetwork's tensors; raises a `ValueError` if
-    there is no such decoder.
+    """Returns the sizes of a low-rank decoder, read from the shapes of a hypernetwork's tensors.
 
     Raises:
         ValueError: the hypernetwork has other heads.

@@ -88,24 +88,23 @@ class GatedGraphConv(nn.Module):
 
 
 def aggregate_predecessors(
-    node_states: Tensor, sources: Tensor, targets: Tensor, num_nodes: int, mean: bool = False
+    node_states: Tensor, sources: Tensor, targets: Tensor, num_nodes: int, takes_mean: bool = False
 ) -> Tensor:
     """Returns for each node the sum or mean of its predecessors' states, shape (num_nodes, d); 0 for a node without
     predecessors.
 
     >>> h = torch.tensor([[1.0], [3.0]])
-    >>> aggregate_predecessors(h, torch.tensor([0, 1]), torch.tensor([1, 1]), 2, mean=True).tolist()
+    >>> aggregate_predecessors(h, torch.tensor([0, 1]), torch.tensor([1, 1]), 2, takes_mean=True).tolist()
     [[0.0], [2.0]]
     """
     incoming = node_states.new_zeros(num_nodes, node_states.shape[1]).index_add(0, targets, node_states[sources])
-    return incoming / targets.bincount(minlength=num_nodes).clamp(min=1)[:, None] if mean else incoming
+    return incoming / targets.bincount(minlength=num_nodes).clamp(min=1)[:, None] if takes_mean else incoming
 
 
 def forward_backward_levels(
     edges: Sequence[tuple[int, int]], num_nodes: int, device: torch.device
 ) -> tuple[Level, ...]:
-    """Groups nodes into levels to be updated together, first along the data flow, then against it; raises a `UserError`
-    if the edges form a cycle.
+    """Groups nodes into levels to be updated together, first along the data flow, then against it.
 
     These are the steps of one round of asynchronous message passing. Forward, a node comes after all its predecessors;
     backward, after all its successors. Nodes of one level are updated together.

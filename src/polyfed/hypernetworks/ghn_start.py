@@ -133,7 +133,7 @@ def _reset_hidden(ghn: GHN, config: GHNConfig, seed: int) -> None:
         nn.init.zeros_(head.hidden.bias)
     lacking = {
         kind: math.sqrt(config.hidden / 2 / energy)
-        for kind, energy in _hidden_energies(ghn, config, seed, normalised=False).items()
+        for kind, energy in _hidden_energies(ghn, config, seed, is_normalised=False).items()
     }
     growth = 1.0
     if config.depth and config.gnn != "gated" and config.passing == "synchronous":
@@ -145,11 +145,11 @@ def _reset_hidden(ghn: GHN, config: GHNConfig, seed: int) -> None:
 
 
 @torch.no_grad()
-def _hidden_energies(ghn: GHN, config: GHNConfig, seed: int, normalised: bool = True) -> dict[LayerType, float]:
+def _hidden_energies(ghn: GHN, config: GHNConfig, seed: int, is_normalised: bool = True) -> dict[LayerType, float]:
     """Measures, for each layer type, the mean squared norm of the head's hidden activations on random graphs.
 
     This is H·E[z²], the mean of ‖z‖² over random circles of nodes, each with every node type once. Normalised z gives H
-    up to rounding; `normalised=False` takes z before normalisation. Asynchronous passing needs a beginning and an end,
+    up to rounding; `is_normalised=False` takes z before normalisation. Asynchronous passing needs a beginning and an end,
     so that chains take the place of circles.
     """
     features = len(config.catalogue.node_types)
@@ -167,7 +167,7 @@ def _hidden_energies(ghn: GHN, config: GHNConfig, seed: int, normalised: bool = 
             head = ghn.heads[kind.key]
             assert isinstance(head, TypeHead)
             row = h[column : column + 1]
-            z = head.hidden_activations(row) if normalised else F.leaky_relu(head.hidden(row))
+            z = head.hidden_activations(row) if is_normalised else F.leaky_relu(head.hidden(row))
             totals[kind] += float(z.square().sum()) / _CHAINS
     # With few latent entries the GNN's ReLUs may set h = 0 for all nodes of a type on all these graphs: then any value
     # works.

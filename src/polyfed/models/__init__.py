@@ -51,8 +51,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 def build(
     model: str | Callable[..., nn.Module], input_shape: tuple[int, ...], num_classes: int, **arguments: Any
 ) -> nn.Module:
-    """Builds a network by its name in the zoo, a `module:function`, or a function, with random initial weights; raises
-    a `UserError` for unknown or unsuitable arguments.
+    """Builds a network by its name in the zoo, a `module:function`, or a function, with random initial weights.
 
     Args:
         model: a name in `MODELS`, the user's `module:factory` (searched in the current directory too), or a factory

@@ -63,7 +63,7 @@ def add_lora(
         train: patterns of the names of parameters that are trained as before, such as "classifier.*".
 
     Raises:
-        UserError: a rank that is no positive whole number, a scale that is not positive, or a pattern that fits nothing.
+        UserError: a rank that is not a positive whole number, a scale that is not positive, or a pattern that fits nothing.
 
     >>> network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> network = add_lora(network, rank=2, layers=["0"], train=["2.*"])

@@ -13,7 +13,7 @@ class LSTMClassifier(nn.Module):
     """Classifies token sequences by an embedding, an LSTM, and two fully connected layers on the LSTM's output at the
     last token that is not padding.
 
-    The last real output is the one at the last token that is not padding. `lstm` explains the layers and their sizes.
+    `lstm` explains the layers and their sizes.
 
     Shapes: (batch, length) int64 or int32 tokens to (batch, num_classes) logits.
     """

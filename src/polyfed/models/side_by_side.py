@@ -23,8 +23,7 @@ class SideBySide(nn.Module):
         self.network = network
 
     def forward(self, *parts: Tensor, **named: Tensor) -> Tensor:
-        """Returns the network's output on the concatenated tensors; raises a `TypeError` if one holds integers, which
-        may be tokens.
+        """Returns the network's output on the concatenated tensors.
 
         Raises:
             TypeError: a part has integers, which may be tokens.

@@ -26,7 +26,7 @@ def find_head_modules(
     model: nn.Module, example: Inputs, *, num_layers: int = 1, names: Sequence[str] | None = None
 ) -> tuple[str, ...]:
     """Returns the names of the modules that form the head: the last `num_layers` layers with parameters before the
-    output. Raises a `UserError` for names or numbers that do not fit.
+    output.
 
     The function runs the model once on `example` in evaluation mode; neither the model nor the random state changes. A layer
     counts if the output depends on it, at the place of its last use; an auxiliary branch whose result is dropped does not.
@@ -80,8 +80,7 @@ def find_head_modules(
 
 
 def split_body_and_head(model: nn.Module, head: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the names of all tensors of `state_dict()` in two groups, (body, head); raises a `UserError` if a module
-    in `head` does not exist.
+    """Returns the names of all tensors of `state_dict()` in two groups, (body, head).
 
     All names of a shared tensor are on the same side: the head's, if one of them is in the head, since a tensor that stays
     with a client must not leave under another name.
@@ -193,7 +192,7 @@ def find_representation_module(model: nn.Module, example: Inputs) -> str:
     last nn.Linear that the output depends on.
 
     Raises:
-        UserError: there is neither.
+        UserError: the network has neither.
 
     >>> find_representation_module(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(1, 4))
     '2'

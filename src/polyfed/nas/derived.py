@@ -109,8 +109,7 @@ def _fix_cell(plan: CellPlan, choice: Tensor | None) -> CellPlan:
 
 
 def most_probable_network(network: Network) -> Network:
-    """Builds a network in which every edge of a supernet has its most probable operation; raises a `UserError` if
-    samplers choose for each example.
+    """Builds a network in which every edge of a supernet has its most probable operation.
 
     See `build_network_with_operations`.
 
@@ -208,8 +207,7 @@ def describe_network(module: nn.Module, probabilities: Sequence[Tensor | None]) 
 
 
 def rebuild_network(description: Mapping[str, Any]) -> nn.Module:
-    """Builds a network from a description that `describe_network` returned, without loading weights; raises a
-    `UserError` for any other description.
+    """Builds a network from a description that `describe_network` returned, without loading weights.
 
     Raises:
         UserError: `description` is not one of `describe_network`.
@@ -281,8 +279,7 @@ def _cell_plan(fields: Mapping[str, Any]) -> CellPlan:
 
 
 def load_network(path: str | Path) -> nn.Module:
-    """Returns the network that a run derived for a client, with its weights loaded; raises a `UserError` if a file is
-    missing or files do not belong together.
+    """Returns the network that a run derived for a client, with its weights loaded.
 
     Args:
         path: `models/ID.json` of a run directory; the weights are next to it in `ID.safetensors`.

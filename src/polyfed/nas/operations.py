@@ -101,8 +101,7 @@ SMALL_OPERATION_NAMES = ("avg_pool_3", "max_pool_3", "sep_conv_3", "dil_conv_3",
 
 
 def build_operation(name: str, channels: int, stride: int = 1) -> nn.Module:
-    """Builds the operation of this name, a layer on feature maps (group, channels, height, width); raises a `UserError`
-    for an unknown name.
+    """Builds the operation of this name, a layer on feature maps (group, channels, height, width).
 
     With stride 2 it halves height and width, rounded up.
 
@@ -139,8 +138,7 @@ def check_operation_names(names: Sequence[str]) -> None:
 
 
 def build_operations(channels: int, names: Sequence[str] = OPERATION_NAMES, stride: int = 1) -> nn.ModuleDict:
-    """Returns `{name: layer}` as an `nn.ModuleDict`, with the operations among which one edge chooses; raises a
-    `UserError` for unknown names.
+    """Returns `{name: layer}` as an `nn.ModuleDict`, with the operations among which one edge chooses.
 
     Args:
         channels: channels of the input and output feature maps (paper: 32 for CIFAR-10 and 16 for MNIST).

@@ -38,7 +38,7 @@ class StepWeights:
 
 def compute_lookahead_step_weights(local_gradients: Tensor, lookahead_gradients: Tensor) -> StepWeights:
     """Returns, for each client, the inner product α_i of its gradient and its look-ahead gradient, and the cosines of
-    Proposition 1; raises a `UserError` if shapes differ.
+    Proposition 1.
 
     A gradient of length 0 has cosine 0 with every other.
 

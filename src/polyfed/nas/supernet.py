@@ -90,8 +90,7 @@ def plan_cell_stacks(
     base_operations: Sequence[str] = OPERATION_NAMES,
     personal_operations: Sequence[str] = SMALL_OPERATION_NAMES,
 ) -> CellStacks:
-    """Returns the plans of the cells in the base stack (two inputs each) and the personal stack (one input each);
-    raises a `UserError` if a size is below 1 or there are too many edges.
+    """Returns the plans of the cells in the base stack (two inputs each) and the personal stack (one input each).
 
     The cells at one third and two thirds of the base stack halve the image, and so does the last personal cell (these
     positions are from the authors' code). The defaults follow section 3.1, in which personal cells have no large operations.

@@ -91,8 +91,7 @@ class Participants:
 
 
 def build_experiment(config: Mapping[str, Any]) -> Experiment:
-    """Builds the experiment that a complete configuration describes, such as the content of a run's `config.yaml`;
-    raises a `UserError` if a part is missing, unknown or out of range.
+    """Builds the experiment that a complete configuration describes, such as the content of a run's `config.yaml`.
 
     Raises:
         UserError: a section or field is missing, unknown or out of range.
@@ -223,8 +222,7 @@ def build_method_like(
 
 
 def load_participants(experiment: Experiment) -> Participants:
-    """Loads the data of an experiment, and partitions them into clients; raises a `UserError` if the data cannot be
-    read or partitioned.
+    """Loads the data of an experiment, and partitions them into clients.
 
     Raises:
         UserError: the data cannot be read, or the partition is impossible.
@@ -280,7 +278,7 @@ def describe_participants(loaded: Participants) -> dict[str, Any]:
 
 def model_spec_for_data(model: Mapping[str, Any], pool: PooledDataset) -> ModelSpec:
     """Builds the specification of a network for the inputs and classes of a data set, from a `model` section of the
-    configuration; raises a `UserError` for an unknown name or argument.
+    configuration.
 
     Raises:
         UserError: an unknown name or argument, or a vocabulary smaller than that of the data.
@@ -297,8 +295,7 @@ def model_spec_for_data(model: Mapping[str, Any], pool: PooledDataset) -> ModelS
 
 
 def rebuild_clients(config: Mapping[str, Any], out: str | Path) -> tuple[tuple[Client, ...], Examples | None]:
-    """Builds the clients and public examples of an existing run again from its configuration; raises a `UserError` if
-    they were made in Python or are real sites.
+    """Builds the clients and public examples of an existing run again from its configuration.
 
     Raises:
         UserError: the run has clients that were made in Python, or real sites.

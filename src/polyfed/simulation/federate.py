@@ -285,7 +285,7 @@ def resume_federation(
         name = str(read_section(config, "algorithm").get("name", ""))
         if algorithm is None and ":" not in name and name not in REGISTRY:
             raise UserError(
-                f"{out} is a run of {name!r}, which is no method of polyfed: give it, resume(..., algorithm=...)"
+                f"{out} is a run of {name!r}, which is not a method of polyfed: give it, resume(..., algorithm=...)"
             )
         settings, algorithm = restore_settings_and_method(config, algorithm)
         settings = dataclasses.replace(settings, **(execution or {}))

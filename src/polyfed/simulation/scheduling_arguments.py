@@ -20,20 +20,20 @@ def describe_scheduling(
     availability: str | Path | Mapping[str, Any] | None,
     asynchronous: FedBuff | FedAsync | str | Mapping[str, Any] | None,
     *,
-    is_built_again: bool = False,
+    trusts_sampler_class: bool = False,
 ) -> dict[str, Any]:
     """Returns the arguments as the fields of `Settings` hold them: objects as mappings, paths as texts.
 
     Args:
         sampler, speeds, bandwidth, availability, asynchronous: as for `federate`.
-        is_built_again: whether a sampler of the caller's own class is built again from its path, and so is trusted.
+        trusts_sampler_class: whether the class of the caller's own sampler may be imported again by its path.
 
     >>> describe_scheduling("oort", 2.0, None, Path("traces.csv"), FedAsync(mixing=0.5, concurrency=4))["asynchronous"]
     {'rule': 'fedasync', 'mixing': 0.5, 'concurrency': 4, 'staleness': 'polynomial:0.5'}
     """
     if isinstance(sampler, Sampler):
         sampler = describe_sampler(sampler)
-        if is_built_again:
+        if trusts_sampler_class:
             trust_code(sampler if isinstance(sampler, str) else sampler["name"])
     return {
         "sampler": sampler,
@@ -55,7 +55,7 @@ def check_sampler_is_that_of_run(sampler: Sampler | None, settings: Settings) ->
         settings: of the run.
 
     Raises:
-        UserError: it is another sampler; or none is given, and the run has one of the user's own class.
+        UserError: the sampler is another one; or none is given, and the run has one of the user's own class.
     """
     saved = settings.sampler
     if sampler is not None:

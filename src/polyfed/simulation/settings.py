@@ -190,7 +190,7 @@ class Settings:
             if name == "compress_down" and method is not None and method.needs_reference:
                 raise UserError(
                     f"compress_down must be 'none' or 'int8', got {str(value)!r}: the server does not know what a client "
-                    "has, and a few entries alone are no network"
+                    "has, and a few entries alone are not a network"
                 )
             object.__setattr__(self, name, "none" if method is None else str(method))
         if self.secure and self.compress != "none":
@@ -249,8 +249,7 @@ class Settings:
         return {name: getattr(self, name) for name in EXECUTION_FIELDS}
 
     def cohort_size(self, num_clients: int) -> int:
-        """Returns the number of clients that take part in a round, out of `num_clients`; raises a `UserError` if
-        `clients_per_round` or `min_replies` asks for more clients than there are.
+        """Returns the number of clients that take part in a round, out of `num_clients`.
 
         Raises:
             UserError: `clients_per_round` or `min_replies` asks for more clients than there are.

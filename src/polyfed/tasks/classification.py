@@ -258,8 +258,7 @@ def _check_labels_of_data_set(labels: Tensor, name: str, num_classes: int) -> No
 
 
 def fixed_class_weights(class_weights: Sequence[float], num_outputs: int) -> Tensor:
-    """Returns the user's class weights, one for each output, as float64; raises a `UserError` for another number of
-    weights.
+    """Returns the user's class weights, one for each output, as float64.
 
     Raises:
         UserError: another number of weights than of outputs.

@@ -153,7 +153,7 @@ class ForecastError:
         forecasts.
 
         Raises:
-            UserError: there is no such horizon.
+            UserError: no output has this horizon.
         """
         number = outputs.shape[1]
         if self.horizon > number:

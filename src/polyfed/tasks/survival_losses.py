@@ -15,7 +15,7 @@ from torch import Tensor
 def cox_loss(log_risk: Tensor, targets: Tensor, *, efron: bool = True) -> Tensor:
     """Returns the negative logarithm of Cox's partial likelihood, divided by the number of events; 0 without an event.
 
-    A minibatch without an event has the loss 0 with gradient 0. The loss depends on the order of times alone.
+    Without an event the gradient is 0, too. The loss depends on the order of times alone.
 
     Args:
         log_risk: shape (n, 1) or (n,).

@@ -18,8 +18,7 @@ _MOST_CLASSES = 20  # different whole numbers that are taken as classes by defau
 
 
 def infer_table_task(names: Sequence[str], numbers: Mapping[str, NDArray[Any]] | None) -> Task:
-    """Returns the task for the target columns of a table, judged by their names and values; raises a `UserError` if
-    they fit none or more than one.
+    """Returns the task for the target columns of a table, judged by their names and values.
 
     Texts are classes, and so are up to 20 different whole numbers; numbers with a fraction are regression; several columns
     of 0 and 1 are labels, several others regression.

@@ -251,13 +251,13 @@ def _token_part(inputs: Inputs) -> Tensor | None:
 
 
 def _attention_mask(inputs: Inputs, tokens: Tensor) -> Tensor | None:
-    """Returns the part of the inputs named `attention_mask`, which says which tokens are no padding; None without one."""
+    """Returns the part of the inputs named `attention_mask`, which says which tokens are not padding; None without one."""
     mask = next((part for name, part in named_leaves(inputs) if name.rpartition("/")[2] == "attention_mask"), None)
     return mask if mask is not None and mask.shape == tokens.shape else None
 
 
 def _real_tokens(inputs: Inputs, tokens: Tensor, padding: int | None) -> Tensor:
-    """Returns which positions are at or before the last token of their row that is no padding, shape (n, T)."""
+    """Returns which positions are at or before the last token of their row that is not padding, shape (n, T)."""
     if padding is None:
         is_token = torch.ones_like(tokens, dtype=torch.bool)
     elif (mask := _attention_mask(inputs, tokens)) is not None:

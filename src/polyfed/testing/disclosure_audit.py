@@ -362,8 +362,10 @@ def _first_rounds(
     return exchanges
 
 
-def _reply_signature(algorithm: Algorithm[Any, Any], message: Message, reply: Message, unchanged: bool) -> Any:
-    sent_tensors = {(g, n): t for g, tree in message.tensors.items() for n, t in tree.items()} if unchanged else {}
+def _reply_signature(algorithm: Algorithm[Any, Any], message: Message, reply: Message, marks_unchanged: bool) -> Any:
+    sent_tensors = (
+        {(g, n): t for g, tree in message.tensors.items() for n, t in tree.items()} if marks_unchanged else {}
+    )
 
     def is_returned(group: str, name: str, tensor: Tensor) -> bool:
         sent_tensor = sent_tensors.get((group, name))

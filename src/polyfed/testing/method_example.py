@@ -70,7 +70,7 @@ class MethodExample:
 
 
 def example_of(method: str | type[Algorithm[Any, Any]]) -> MethodExample:
-    """Returns the `MethodExample` of a method, given by its name or class; raises an error if the name is unknown.
+    """Returns the `MethodExample` of a method, given by its name or class.
 
     Args:
         method: its name in the registry, or its class.

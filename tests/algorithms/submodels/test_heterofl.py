@@ -1,4 +1,4 @@
-"""HeteroFL: corners of one global model. Identities, a round in plain torch, and which networks are no family."""
+"""HeteroFL: corners of one global model. Identities, a round in plain torch, and which networks are not a family."""
 
 import pytest
 import torch

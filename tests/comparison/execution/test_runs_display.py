@@ -44,7 +44,7 @@ def test_runs_rounds_and_the_time_left_are_counted(clock):
     display = SilentRunsDisplay()
     display.set_expected_runs(4, 2)
     assert (display.num_runs, display.seconds_left()) == (6, None)
-    counts = display.announce_runs(["a with lr=1", "b with lr=1"], 0, 10, of_search=True)
+    counts = display.announce_runs(["a with lr=1", "b with lr=1"], 0, 10, is_search=True)
     play(counts, 0, 5)
     clock[0] += 10
     assert display.list_running_runs() == ["a with lr=1: round 6 of 10"]
@@ -54,7 +54,7 @@ def test_runs_rounds_and_the_time_left_are_counted(clock):
     display.finish_run(0, failed=False)
     display.finish_run(1, failed=True)
     assert (display.num_done, display.list_running_runs()) == (2, [])
-    display.announce_runs(["a, seed 0"], 3, 10, of_search=False)  # three of its runs were finished before
+    display.announce_runs(["a, seed 0"], 3, 10, is_search=False)  # three of its runs were finished before
     assert (display.num_runs, display.num_done) == (6, 5)
     assert display.share_done() == pytest.approx(20 / 30)
 
@@ -62,17 +62,17 @@ def test_runs_rounds_and_the_time_left_are_counted(clock):
 def test_a_search_that_is_extended_raises_the_number_of_runs():
     display = SilentRunsDisplay()
     display.set_expected_runs(2, 1)
-    display.announce_runs(["a with lr=1"], 0, 1, of_search=True)
-    display.announce_runs(["a with lr=2"], 0, 1, of_search=True)
+    display.announce_runs(["a with lr=1"], 0, 1, is_search=True)
+    display.announce_runs(["a with lr=2"], 0, 1, is_search=True)
     assert display.num_runs == 4
-    display.announce_runs(["a, seed 0", "a, seed 1"], 0, 1, of_search=False)
+    display.announce_runs(["a, seed 0", "a, seed 1"], 0, 1, is_search=False)
     assert display.num_runs == 4
 
 
 def test_lines_for_a_log(capsys):
     display = RunLines()
     display.set_expected_runs(2, 0)
-    counts = display.announce_runs(["a, seed 0", "b\x1b[2J, seed 0"], 0, 1, of_search=False)
+    counts = display.announce_runs(["a, seed 0", "b\x1b[2J, seed 0"], 0, 1, is_search=False)
     play(counts, 0, 1)
     display.finish_run(0, failed=False)
     display.finish_run(1, failed=True)
@@ -90,7 +90,7 @@ def test_a_bar_shows_runs_time_left_and_the_runs_that_go_on(monkeypatch):
         assert isinstance(display, RunsBar)
         assert str(display.render()) == "checking clients and methods"
         display.set_expected_runs(3, 0)
-        counts = display.announce_runs(["a, fold 1 of 3", "[b], fold 1 of 3"], 0, 4, of_search=False)
+        counts = display.announce_runs(["a, fold 1 of 3", "[b], fold 1 of 3"], 0, 4, is_search=False)
         play(counts, 0, 4)
         display.finish_run(0, failed=False)
         RoundCounter(counts, 1).start("b", 4, 2)

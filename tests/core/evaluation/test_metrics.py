@@ -170,7 +170,7 @@ def test_built_in_metrics_can_be_sent_to_another_process():
     [
         (["acuracy"], "unknown metric 'acuracy'; did you mean accuracy"),
         (["auc", "auc"], "metrics has 'auc' twice"),
-        (["r2"], "r2 is no metric of a task of classification; choose of accuracy, auc"),
+        (["r2"], "r2 is not a metric of a task of classification; choose of accuracy, auc"),
         ([lambda outputs, targets: 0.0], "a metric needs a name"),
         ([3], r"metrics must be names, functions f\(outputs, targets\) -> float or Metric objects, got 3"),
         ([Metric("auc", own)], "'auc' is the name of a built-in metric; give yours another name"),

@@ -101,7 +101,7 @@ def test_times_with_a_zone_are_compared_in_utc():
     ("options", "words"),
     [
         ({"group": [1, 2]}, "column 'group' has shape (2,) for 6 examples"),
-        ({"group": "patient"}, "group='patient' is no column of the examples; give an array"),
+        ({"group": "patient"}, "group='patient' is not a column of the examples; give an array"),
         ({"group": "patent", "columns": {"patient": IDS}}, "did you mean patient"),
         ({"group": IDS, "columns": {"group": IDS}}, "the examples have a column 'group' too"),
         ({"time": [1, 2]}, "column 'time' has shape (2,) for 6 examples"),

@@ -1,4 +1,4 @@
-"""Tensors and arrays that are no plain ones are read as what they hold, or refused with a cure, before anything runs."""
+"""Tensors and arrays that are not plain ones are read as what they hold, or refused with a cure, before anything runs."""
 
 import re
 import warnings

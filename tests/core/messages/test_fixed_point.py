@@ -165,5 +165,5 @@ def test_counts_at_the_end_of_a_sum_are_added_without_weights():
 @pytest.mark.parametrize("counts", [-1, 17, 1.5, True, "2"])
 def test_a_layout_with_another_number_of_counts_is_refused(counts):
     content = json.dumps({"counts": counts, "tensors": [["m", "w", [2], "float32"]]}).encode()
-    with pytest.raises(UserError, match="the number of counts is none"):
+    with pytest.raises(UserError, match="the number of counts is not valid"):
         SumLayout.from_byte_tensor(torch.frombuffer(bytearray(content), dtype=torch.uint8))

@@ -251,7 +251,7 @@ def test_few_missing_values_are_not_counted():
 
 @pytest.mark.parametrize("text", ["{", "{}", '[["a", 1, true]]', '[["a"]]', '[["a", null, true], ["a", null, true]]'])
 def test_columns_of_a_server_are_read_with_suspicion(text):
-    with pytest.raises(pf.UserError, match="no columns of a look"):
+    with pytest.raises(pf.UserError, match="not columns of a look"):
         columns_from_json(text)
 
 

@@ -66,7 +66,7 @@ def test_folders_of_sites_are_not_taken_for_classes(folder):
         ImageFolder(str(folder / "a"), layout="site/class").load()
     with pytest.raises(UserError, match="ImageFolder: layout must be class, site/class or class/site, got 'sites'"):
         ImageFolder(layout="sites")
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         ImageFolder(str(folder / "a" / "north" / "loose.png")).load()
 
 

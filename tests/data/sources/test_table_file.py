@@ -102,7 +102,7 @@ def _read(data):
         ({"ill": range(80)}, {}, "'ill' has 80 different whole numbers: give task='regression' .* if they are amounts"),
         ({}, {"target": "il"}, "target: the table has no column 'il'; did you mean ill"),
         ({}, {"target": ""}, "give --data.target with the column to predict; the columns: age, sex"),
-        ({}, {"positive": "maybe"}, "positive='maybe' is no value of target 'ill'; its values: no, yes"),
+        ({}, {"positive": "maybe"}, "positive='maybe' is not a value of target 'ill'; its values: no, yes"),
         ({}, {"columns": "age,ill"}, "column 'ill' cannot be a feature"),
         ({}, {"target": "cost,sex"}, "several targets must be numbers, got cost, sex"),
         ({}, {"drop": "age,sex,ward,cost,patient,lab"}, "no column is left for features"),
@@ -125,8 +125,8 @@ def test_what_cannot_be_used_is_refused_with_its_column_and_rows(tmp_path, chang
         ("a,b\n", "has no rows"),
         ("a,a,h\n1,2,x\n", "has two columns 'a'; rename one"),
         ("", "cannot be read as CSV"),
-        ("PK\0\0", "is no CSV file: it holds bytes that are no text"),
-        ("PK\3\4 a spreadsheet", "is no CSV file: .* save the sheet as CSV"),
+        ("PK\0\0", "is not a CSV file: it holds bytes that are not text"),
+        ("PK\3\4 a spreadsheet", "is not a CSV file: .* save the sheet as CSV"),
         ("a,b,\n1,2,3\n", "column 3 has values and no name; give it one in the first line"),
     ],
 )
@@ -282,7 +282,7 @@ def test_networks_by_the_names_of_sites():
     assert all(client.model is networks[client.id] for client in sites.build_clients(networks))
     with pytest.raises(UserError, match="model gives no network for 'west'; it names north, south"):
         sites.build_clients({name: networks[name] for name in ("north", "south")})
-    with pytest.raises(UserError, match="names a network for 'nort', which is no client; did you mean north"):
+    with pytest.raises(UserError, match="names a network for 'nort', which is not a client; did you mean north"):
         sites.build_clients({**networks, "nort": networks["north"]})
 
 
@@ -327,7 +327,7 @@ def test_a_frame_that_is_none_is_refused():
 
 def test_a_group_must_be_a_column():
     x, y = torch.ones(2, 1), torch.tensor([0, 1])
-    with pytest.raises(UserError, match="group='patient' is no column of the examples"):
+    with pytest.raises(UserError, match="group='patient' is not a column of the examples"):
         pf.Examples(x, y, columns={"sex": ["f", "m"]}, group="patient")
 
 

@@ -43,11 +43,11 @@ def test_two_classes(target, positive, labels, names):
     ("target", "positive", "words"),
     [
         ("num", "1", "positive='1' is one of 5 values of target 'num'; for two classes give a condition, such as '>0'"),
-        ("num", "7", "positive='7' is no value of target 'num'"),
-        ("num", "1,7", "names '7', which is no value of target 'num'; its values: 0, 1, 2, 3, 4"),
+        ("num", "7", "positive='7' is not a value of target 'num'"),
+        ("num", "1,7", "names '7', which is not a value of target 'num'; its values: 0, 1, 2, 3, 4"),
         ("num", ">9", "positive='>9' holds for no row of target 'num'"),
         ("num", ">=0", "positive='>=0' holds for every row of target 'num'"),
-        ("num", ">many", "its bound is no number"),
+        ("num", ">many", "its bound is not a number"),
         ("stage", ">2", "target 'stage' holds texts"),
     ],
 )

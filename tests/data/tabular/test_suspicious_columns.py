@@ -45,7 +45,7 @@ def test_an_id_in_any_order_and_one_that_was_dropped():
     ids = warned(voices("shuffled"), "motor")[0]
     assert "42 values that each occur about 20 times, and 2 columns are constant within each" in ids
     (dropped,) = warned(voices(), "motor", drop="subject,total")
-    assert dropped.startswith("column 'subject', which is no feature, has 42 values")
+    assert dropped.startswith("column 'subject', which is not a feature, has 42 values")
 
 
 def test_a_group_answers():

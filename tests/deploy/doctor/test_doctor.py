@@ -126,7 +126,7 @@ def test_ports(monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:0", "host:65536", "host:x", "host:99999999999"])
 def test_what_is_no_address(text):
-    with pytest.raises(ValueError, match="is no address"):
+    with pytest.raises(ValueError, match="is not an address"):
         split_host_and_port(text)
 
 
@@ -240,8 +240,9 @@ def test_faults_of_a_server(server, doctor, tmp_path):
     _, lines = doctor(server, "--address", "other.example.org")
     found = "\n".join(lines)
     for sentence in (
-        "has --insecure", "lacks --enable-supernode-auth", "'other.example.org' is no address", "east.pub is no public key",
-        "note   port: the SuperLink listens on all networks", "ca.key signs certificates", "north.key is a private key",
+        "has --insecure", "lacks --enable-supernode-auth", "'other.example.org' is not an address",
+        "east.pub is not a public key", "note   port: the SuperLink listens on all networks", "ca.key signs certificates",
+        "north.key is a private key",
     ):  # fmt: skip
         assert sentence in found, (sentence, found)
     unit.write_text(text.replace(f"--control-token-file {server}/control.token", ""))
@@ -314,7 +315,7 @@ def test_faults_of_a_site(site, doctor):
         unit.read_text().replace('client-id="north"', "client-id=north").replace("--root", "--insecure --root")
     )
     found = "\n".join(wrongs(doctor(site)[1]))
-    for sentence in ("--node-config cannot be read", "'nowhere' is no address", "has --insecure"):
+    for sentence in ("--node-config cannot be read", "'nowhere' is not an address", "has --insecure"):
         assert sentence in found, (sentence, found)
 
 

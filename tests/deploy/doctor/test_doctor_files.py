@@ -98,7 +98,11 @@ def faults(folder):
     )
     yield "has expired on", server_files(folder / "14", Authority(begins=-9, ends=-1)), "127.0.0.1"
     leaf = Authority("leaf", good, ca=False)
-    yield "which is no authority's certificate", write(server_files(folder / "15", good), ca_crt=leaf.pem), "127.0.0.1"
+    yield (
+        "which is not an authority's certificate",
+        write(server_files(folder / "15", good), ca_crt=leaf.pem),
+        "127.0.0.1",
+    )
     key = serialization.load_pem_private_key((folder / "1" / "server.key").read_bytes(), None)
     locked = key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x"))
     yield "has a passphrase", write(server_files(folder / "16", good), server_key=locked), "127.0.0.1"
@@ -157,7 +161,7 @@ def test_keys_of_sites(tmp_path):
     assert not said(check_public_keys_of_all_sites("keys", tmp_path, "north", key))
     (tmp_path / "east.pub").write_text("x")
     assert any(
-        "east.pub is no public key" in one
+        "east.pub is not a public key" in one
         for one in said(check_public_keys_of_all_sites("keys", tmp_path, "north", key))
     )
     (tmp_path / "east.pub").write_bytes((tmp_path / "south.key.pub").read_bytes())
@@ -177,7 +181,9 @@ def test_keys_of_sites(tmp_path):
     form = PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     write(tmp_path, rsa_key=rsa.generate_private_key(65537, 1024).private_bytes(*form), bad_key="x")
     assert any("must be a key of ecdsa" in one for one in said(check_site_key_pair("keys", tmp_path / "rsa.key")))
-    assert any("is no key in OpenSSH's form" in one for one in said(check_site_key_pair("keys", tmp_path / "bad.key")))
+    assert any(
+        "is not a key in OpenSSH's form" in one for one in said(check_site_key_pair("keys", tmp_path / "bad.key"))
+    )
     assert any("does not exist" in one for one in said(check_site_key_pair("keys", tmp_path / "no.key")))
 
 
@@ -223,7 +229,7 @@ def test_folders_that_others_can_enter_or_nobody_write_to(tmp_path, monkeypatch)
     monkeypatch.setattr("polyfed.deploy.doctor.machine.os.access", lambda path, how: False)
     assert "cannot write to" in said(check_state_folder("disk", state))[0]
     (tmp_path / "file").touch()
-    assert "is no folder" in said(check_state_folder("disk", tmp_path / "file"))[0]
+    assert "is not a folder" in said(check_state_folder("disk", tmp_path / "file"))[0]
 
 
 def test_files_of_another_user_are_told(tmp_path, monkeypatch):
@@ -286,7 +292,7 @@ def test_the_words_of_a_site_are_those_that_a_site_knows():
         ({"state-dirs": "x"}, "has no 'state-dirs'; did you mean state-dir?"),
         ({"allow-disclosure": "true"}, "allow-disclosure = 'true' is of another type"),
         ({"secure-threshold": True}, "secure-threshold = True is of another type"),
-        ({"client-id": "../x"}, "'../x' is no name"),
+        ({"client-id": "../x"}, "'../x' is not a name"),
         ({"secure": True}, "secure=true needs key"),
         ({"noise-multiplier": 1.0}, "needs clip-norm"),
         ({"noise-multiplier": 1.0, "clip-norm": 1, "disclose": "loss"}, "take disclose out"),
@@ -316,7 +322,7 @@ def test_python_files_are_read_and_not_executed(tmp_path):
         in said(check_file_defines_functions("x", file, {"model": "the network"}))[0]
     )
     file.write_text("def client(:")
-    assert "is no Python" in said(check_file_defines_functions("site.py", file, {"client": "data"}))[0]
+    assert "is not Python" in said(check_file_defines_functions("site.py", file, {"client": "data"}))[0]
 
 
 def config(**words):
@@ -333,7 +339,7 @@ def config(**words):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ({"round": 3}, "has 'round', which is no word of it; did you mean rounds"),
+        ({"round": 3}, "has 'round', which is not a word of it; did you mean rounds"),
         ({"rounds": 0}, "rounds must be a whole number of at least 1, got 0"),
         ({"rounds": "3"}, "rounds must be a whole number"),
         ({"clients-per-round": 4}, "asks for"),
@@ -365,7 +371,7 @@ def test_the_words_of_a_server_are_those_that_it_knows(tmp_path):
     file = write(tmp_path, server_py="def model(): ...") / "server.py"
     given = {key: "x" for key in known if key not in {*SETTINGS_KEYS, "algorithm.name", "sites"}}
     found = said(check_server_configuration({**config(), **given, "file": str(file)}, tmp_path / "p"))
-    assert not any("no word of it" in one for one in found)
+    assert not any("not a word of it" in one for one in found)
     assert not said(check_server_configuration({**config(), "file": str(file)}, tmp_path / "p"))
 
 

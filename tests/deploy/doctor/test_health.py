@@ -112,7 +112,7 @@ def test_while_a_site_trains_its_server_is_asked(tmp_path, clock):
             ended.wait()
         assert "but its SuperNode has ended" in found(tmp_path, clock, **busy, process=ended.pid)
     assert found(tmp_path, clock, **busy).startswith("wrong  north: is at a task since 890 s; 127.0.0.1")
-    assert "is no address" in found(tmp_path, clock, **{**busy, "superlink": "nowhere"})
+    assert "is not an address" in found(tmp_path, clock, **{**busy, "superlink": "nowhere"})
 
 
 def test_the_folder_of_a_site_leads_to_its_states(tmp_path, clock, capsys):

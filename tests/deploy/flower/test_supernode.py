@@ -244,7 +244,7 @@ def test_the_death_of_the_process_is_flowers_error_of_a_crash():
     ("raised", "told"), [(RunNotRunningException, "the run has ended"), (RuntimeError, "RuntimeError: x")]
 )
 def test_a_run_that_has_ended_is_logged_and_waited_out(flaw, raised, told, caplog):
-    """Flower's own sign of it is no Exception."""
+    """Flower's own sign of it is not an Exception."""
     link = Link(message(build_flower_record("{}", {}, {})), flaw=flaw, raised=raised)
     served(link, SimpleNamespace(request_answer=echo))
     assert not link.sent

@@ -39,7 +39,7 @@ def test_steps_cost_what_the_simulation_says():
 @pytest.mark.parametrize("rate", [1.0, 0.1, 1e-9])
 @pytest.mark.parametrize("multiplier", [5e-324, 1e-200, 1e-12, 1e-5, 1e-3])
 def test_noise_that_is_next_to_nothing_protects_nothing(tmp_path, rate, multiplier):
-    """Its square is 0 for a computer, which is no reason for an epsilon of 0."""
+    """Its square is 0 for a computer, which is not a reason for an epsilon of 0."""
     assert compute_unit_epsilon({}, {StepKind("example", rate, multiplier): 1}, "example", 1e-5) > 4
     with pytest.raises(UserError, match="above max-epsilon"):
         record_private_steps(tmp_path / "privacy.json", "data", LIMITED, PrivateSteps("example", rate, multiplier, 1))

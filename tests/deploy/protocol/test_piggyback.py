@@ -232,9 +232,9 @@ LIES = {
     "another site": (told(client="client-1"), "answers for client 'client-1'"),
     "another run": (told(run="a"), "answers for run 'a'"),
     "another phase": (told(phase="local"), "answers for phase 'local'"),
-    "NaN": (told(metrics={"accuracy": float("nan")}), "its metrics are no scores or losses"),
-    "huge": (told(metrics={"accuracy": 10**400}), "its metrics are no scores or losses"),
-    "no score": (told(metrics={"bytes_up": 1.0}), "its metrics are no scores or losses"),
+    "NaN": (told(metrics={"accuracy": float("nan")}), "its metrics are not scores or losses"),
+    "huge": (told(metrics={"accuracy": 10**400}), "its metrics are not scores or losses"),
+    "no score": (told(metrics={"bytes_up": 1.0}), "its metrics are not scores or losses"),
     "a refusal": (told(refused="a\nb"), "refuses: a b"),
     "within": (told(evaluation={}), "sends an evaluation that it was not asked for"),
     "nothing": (

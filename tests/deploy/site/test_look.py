@@ -18,7 +18,7 @@ from polyfed.deploy.site.look import (
     LOOK_NAME,
     answer_look,
     build_look_if_owner_allows,
-    check_earlier_looks_tell_no_few_rows,
+    check_and_record_rows_of_look,
 )
 from polyfed.simulation.rounds.columns.federated_look import (
     FederatedLook,
@@ -93,16 +93,16 @@ FIELDS = {"columns": "[]", "by_site": True}
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ({"consents": False}, r"disclose=look"),
+        ({"owner_consents": False}, r"disclose=look"),
         ({"protection": ReplyProtection(clip_norm=1.0)}, "noise and clipping"),
         ({"secure": True}, "in secure sums alone"),
         ({"fields": {**FIELDS, "by_site": False}}, "in secure sums alone"),
         ({"fields": {**FIELDS, "by_site": 0}}, "in secure sums alone"),
-        ({"fields": {**FIELDS, "columns": "{"}}, "no columns of a look"),
+        ({"fields": {**FIELDS, "columns": "{"}}, "not columns of a look"),
     ],
 )
 def test_what_a_site_refuses(words, reason):
-    given = {"fields": FIELDS, "secure": False, "consents": True, "protection": ReplyProtection(), **words}
+    given = {"fields": FIELDS, "secure": False, "owner_consents": True, "protection": ReplyProtection(), **words}
     with pytest.raises(RefusalError, match=reason):
         build_look_if_owner_allows(given.pop("fields"), **given)
 
@@ -119,8 +119,8 @@ def test_columns_are_told_for_a_look_alone_and_of_enough_rows():
 
 def test_a_look_after_a_few_rows_have_changed_is_refused(tmp_path):
     folder = tmp_path / "looks"
-    check_earlier_looks_tell_no_few_rows(folder, client("a", number=60))
-    check_earlier_looks_tell_no_few_rows(folder, client("a", number=60))
+    check_and_record_rows_of_look(folder, client("a", number=60))
+    check_and_record_rows_of_look(folder, client("a", number=60))
     assert len(list(folder.iterdir())) == 1, "the same rows"
 
     def with_more(number):
@@ -130,12 +130,12 @@ def test_a_look_after_a_few_rows_have_changed_is_refused(tmp_path):
         table = {name: [*rows[name], *more[name]] for name in rows}
         return pf.data.split_table(table, "ill", None, name="a").build_clients(lambda: torch.nn.Linear(1, 3))[0]
 
-    check_earlier_looks_tell_no_few_rows(folder, with_more(0))
+    check_and_record_rows_of_look(folder, with_more(0))
     with pytest.raises(RefusalError, match="fewer than 5 rows from those of an earlier look"):
-        check_earlier_looks_tell_no_few_rows(folder, with_more(4))
-    check_earlier_looks_tell_no_few_rows(folder, with_more(5))
+        check_and_record_rows_of_look(folder, with_more(4))
+    check_and_record_rows_of_look(folder, with_more(5))
     with pytest.raises(RefusalError, match="fewer than 5 rows"):
-        check_earlier_looks_tell_no_few_rows(folder, with_more(6))
+        check_and_record_rows_of_look(folder, with_more(6))
 
 
 def test_secure_sums_show_the_server_all_sites_together(tmp_path, secure_grid, secure_play):

@@ -292,10 +292,10 @@ MANY = [{"name": f"c{k}", "categories": [], "missing": False} for k in range(120
         (told_as(numbers=10**9), "its table has 1000000000 columns of numbers; at most 5000"),
         (told_as(numbers=True), "its summary of its table cannot be read"),
         (told_as(numbers=2), "its table has another number of numeric columns than it reports"),
-        (schema_as(columns="many"), "what it tells|this is no preprocessing of a table"),
+        (schema_as(columns="many"), "what it tells|this is not the preprocessing of a table"),
         (
             schema_as(columns=[{"name": "age", "categories": [3], "missing": False}]),
-            "this is no preprocessing of a table",
+            "this is not the preprocessing of a table",
         ),
         (
             schema_as(columns=MANY, mean=[], spread=[]),

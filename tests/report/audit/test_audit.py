@@ -334,7 +334,7 @@ def test_a_sum_is_said_to_be_one(tmp_path):
     pf.federate(clients, pf.algorithms.FedAvg(), rounds=1, out=tmp_path / "run", secure=True, workers=0, quiet=True)
     report = pf.audit(tmp_path / "run", clients=clients, runs=4)
     assert {entry.senders for entry in report.messages} == {3}
-    assert [entry.note for entry in report.messages] == ["inputs are no images"] * 3
+    assert [entry.note for entry in report.messages] == ["inputs are not images"] * 3
     assert "the server sees the sum of 3 clients" in str(report)
 
 

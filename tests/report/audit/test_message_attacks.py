@@ -179,7 +179,7 @@ def test_inputs_that_are_no_images_have_label_counts_only():
     clients = [pf.Client(name, model, (x, y), (x[:4] + 9, y[:4])) for name in ("north", "south")]
     (entry,) = attack(clients, pf.algorithms.FedAvg(lr=0.05, batch_size=5))
     assert (entry.images, entry.candidates) == (0, 0)
-    assert entry.describe_images() == "inputs are no images"
+    assert entry.describe_images() == "inputs are not images"
     assert entry.labels_right > 0.85
     assert entry.labels_right_by_guess == pytest.approx(0.7)
 

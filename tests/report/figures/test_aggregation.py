@@ -80,7 +80,7 @@ def test_files_that_do_not_fit(folder):
         ({"alpha": np.zeros((1, 2, 3)), "rows": ["a", "b"], "layers": LAYERS, "clients": CLIENTS}, "do not fit: alpha"),
         ({"alpha": np.zeros((1, 2, 3)), "rows": "a", "layers": LAYERS, "clients": CLIENTS}, "do not fit: alpha"),
         ({"alpha": np.zeros((1, 2, 3)), "rows": ["d"], "layers": LAYERS, "clients": CLIENTS}, "rows of unknown"),
-        ({"alpha": np.full((1, 2, 3), np.nan), "rows": ["a"], "layers": LAYERS, "clients": CLIENTS}, "are no numbers"),
+        ({"alpha": np.full((1, 2, 3), np.nan), "rows": ["a"], "layers": LAYERS, "clients": CLIENTS}, "are not numbers"),
         ({"alpha": np.zeros((1, 1, 3)), "rows": ["a"], "layers": ["x"], "clients": CLIENTS}, "of different runs"),
     ):
         np.savez(file, **arrays)

@@ -154,7 +154,7 @@ def _set(**fields):
         (_set(to=0), r"the edges \(\(0, 0\),\)"),
         (_set(probabilities=[0.5, 0.25]), "whose sum is not 1"),
         (_set(probabilities=[1.5, -0.5]), "whose sum is not 1"),
-        (_set(probabilities=[float("nan"), 1]), "NaN, which is no number"),
+        (_set(probabilities=[float("nan"), 1]), "NaN, which is not a number"),
         (_set(probabilities=[0.5, 0.25, 0.25]), "3 probabilities of the operations"),
         (_set(candidates=["skip", "skip"]), "2 probabilities of the operations"),
         (_set(operations=["dil_conv_3"]), "the operation 'dil_conv_3' is none of the candidates"),

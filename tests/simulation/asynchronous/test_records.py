@@ -24,7 +24,7 @@ def test_records_tables_and_page(tmp_path):
 
 
 def test_synchronous_and_asynchronous_runs_stand_side_by_side(tmp_path):
-    """Whom the server waits for is no other question: both runs are lines of one table."""
+    """Whom the server waits for is not another question: both runs are lines of one table."""
     for name, rule in (("waiting", None), ("buffered", pf.FedBuff(buffer=2))):
         pf.federate(small_clients(3), "fedavg", out=tmp_path / name, asynchronous=rule, **GIVEN)
     (group,) = read_run_groups([tmp_path / "waiting", tmp_path / "buffered"])[0]

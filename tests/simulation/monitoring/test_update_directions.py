@@ -132,7 +132,7 @@ def test_medians_are_those_of_the_others():
 
 @pytest.mark.parametrize("method", [FedAvg(lr=0.05), FedAvg(lr=0.15)])
 def test_of_four_honest_hospitals_that_differ_none_is_named(method):
-    """Near the end the updates of honest sites cancel out: that is no reason to suspect one."""
+    """Near the end the updates of honest sites cancel out: that is not a reason to suspect one."""
     for seed in range(2):
         sites = pf.data.heart(seed=seed)
         make_network = functools.partial(

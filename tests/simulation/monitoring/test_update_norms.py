@@ -223,7 +223,7 @@ def test_a_norm_that_is_no_number_is_a_damaged_file(tmp_path):
     with pytest.raises(UserError, match="update_norm of client 'client-0' in round 1 is"):
         read_run_record(tmp_path / "run")
     file.write_text(whole.replace('"warnings": []', '"warnings": [1]'))
-    with pytest.raises(UserError, match="a warning of round 1 is no text"):
+    with pytest.raises(UserError, match="a warning of round 1 is not text"):
         read_run_record(tmp_path / "run")
 
 

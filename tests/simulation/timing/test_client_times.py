@@ -139,7 +139,7 @@ def test_damaged_csv(tmp_path, text, sentence):
     ("text", "sentence"),
     [
         ("[1]", "must map clients to entries, got list"),
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ('{"east": {"active": [1], "inactive": [], "finish_time": 9}}', "as many times in 'active' as in 'inactive'"),
         ('{"east": {"active": [1], "inactive": ["x"], "finish_time": 9}}', "numbers of seconds"),
         ('{"east": 3}', "'east' must have as many times"),

@@ -186,8 +186,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         return build_robust_sum(rule, self, total, server_state or {}, is_weighted=self.weighted)
 
     def add_reply(self, total: ReplySum, client_id: str, reply: Message, message: Message | None = None) -> None:
-        """Adds one client's reply, weighted by its number of examples, to the sum of the round's replies; raises a
-        `UserError` if its tensors differ in name or shape from the first reply's.
+        """Adds one client's reply, weighted by its number of examples, to the sum of the round's replies.
 
         A run calls this for each reply as soon as it has come, in the order of ids. `message` is the server's message
         that the reply answers, which a robust rule needs.
@@ -361,7 +360,8 @@ class GlobalModelMethod(KeepsServerStateByClient, Averaging, ABC):
         """Yields a further network to evaluate, as (name, network): the mean of the last round's models, if it differs
         from the result."""
         if "cohort" in message.tensors:
-            yield "cohort", self.personal_model(_with_cohort_model(message), client_state, client, seed)
+            model = Message({"model": message.tensors["cohort"]}, message.scalars)
+            yield "cohort", self.personal_model(model, client_state, client, seed)
 
 
 def interpolate(start: Tensor, end: Tensor, share_of_end: float) -> Tensor:
@@ -376,18 +376,11 @@ def interpolate(start: Tensor, end: Tensor, share_of_end: float) -> Tensor:
     return (precise_start + share_of_end * (end.to(torch.float64) - precise_start)).to(start.dtype)
 
 
-def _with_cohort_model(message: Message) -> Message:
-    """Returns the message with the last cohort's mean in place of the result."""
-    return Message({"model": message.tensors["cohort"]}, message.scalars)
-
-
 def build_reply_and_client_state(
     net: CachedModule, client: Client, loss: float, method: HasBufferPolicy
 ) -> tuple[Message, ClientState]:
     """Builds a client's reply, with its trained model and its number of examples, and its new private state, with the
     buffers that stay with the client.
-
-    Returns the reply and the client state.
     """
     model, buffer_state = extract_sent_tensors_and_client_state(net, method)
     return Message({"model": model}, reply_scalars(client, loss)), buffer_state

@@ -94,8 +94,7 @@ class PublicDataMethod(LocalTraining, ABC):
 
 
 def convert_public_examples_to_client_form(parts: StateDict, client: Client) -> Examples:
-    """Converts received public examples to the form of the client's inputs, with labels 0; raises a `UserError` if they
-    have another form, or values far outside the range of the client's.
+    """Converts received public examples to the form of the client's inputs, with labels 0.
 
     Raises:
         UserError: the examples have another form, or values far outside the range of the client's own, with which a server

@@ -52,8 +52,7 @@ class ReplySum(Mapping[str, Message], ABC):
 
     @abstractmethod
     def add(self, client_id: str, reply: Message, message: Message | None = None) -> None:
-        """Adds one client's reply to the sum; raises a `ValueError` if its tensors differ in name or shape from those
-        of the first reply.
+        """Adds one client's reply to the sum.
 
         Args:
             client_id, reply: of the client.
@@ -92,8 +91,7 @@ class PlainReplySum(ReplySum):
         return self._mean.client_ids
 
     def add(self, client_id: str, reply: Message, message: Message | None = None) -> None:
-        """Adds one client's reply, multiplied by its number of examples; raises an `IncompatibleTensorsError` if its
-        tensors differ in name or shape from those of the first reply.
+        """Adds one client's reply, multiplied by its number of examples.
 
         Raises:
             IncompatibleTensorsError: the reply's tensors differ in name or shape from those of the first reply.

@@ -187,8 +187,7 @@ class CombinedReplies(ReplySum):
         self._weights[client_id] = float(reply.scalars["num_examples"]) if self._is_weighted else 1.0
 
     def mean(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Returns the replies as the rule combines them, as `{group: {tensor name: tensor}}`; raises a `RoundError` if
-        they are too few for the rule.
+        """Returns the replies as the rule combines them, as `{group: {tensor name: tensor}}`.
 
         Raises:
             RoundError: fewer replies have come than the rule needs.

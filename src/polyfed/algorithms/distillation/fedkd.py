@@ -89,8 +89,6 @@ class FedKD(MutualLearningMethod):
         changes linearly from the first to the last round.
 
         T(t) = T_start + (T_end − T_start)·t, where t goes from 0 in the first round to 1 in the last.
-
-        T(t) = T_start + (T_end − T_start)·t.
         """
         return self.t_start + (self.t_end - self.t_start) * (round_number - 1) / max(rounds - 1, 1)
 
@@ -129,8 +127,6 @@ class FedKD(MutualLearningMethod):
         state.
 
         Δ is compressed by T(t). In round 1 clients send the whole network, and the server averages it.
-
-        Δ is compressed by T(t).
         """
         round_number = server_state["round"] + 1
         if not server_state["model"]:
@@ -151,7 +147,7 @@ class FedKD(MutualLearningMethod):
 
     @property
     def _divides_by_loss(self) -> bool:
-        """Whether the loss of a minibatch is a divisor: the quotient's, which all of a client's examples always have."""
+        """Returns whether the distillation is divided by losses of minibatches; that of all examples is never 0."""
         return bool(self.distil and self.batch_size)
 
     def client_init(self, client: Client, seed: int) -> ClientState:

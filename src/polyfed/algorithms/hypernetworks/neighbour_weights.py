@@ -100,7 +100,7 @@ class _Mixture(NamedTuple):
 
 def initial_shared_state(server_state: ServerState, options: NeighbourOptions) -> dict[str, Any]:
     """Returns the parts of the initial server state that pFedLA does not have: the trunk, and the clients that replied
-    last; raises a `UserError` if the parts of all clients do not fit into memory.
+    last.
 
     Raises:
         UserError: the parts of all clients will not fit into memory.

@@ -300,7 +300,7 @@ def compute_aggregation_weights(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> Tensor:
     """Returns the weights with which the server mixes all N clients' models for each given client, shape (clients,
-    layers, N); raises a `UserError` if hypernetworks have diverged. α_i is HN_i(v_i; ψ_i), or of the similarity of layers.
+    layers, N).
 
     Raises:
         UserError: the hypernetworks have diverged.

@@ -80,8 +80,6 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """Returns the shapes and dtypes that a client's reply must have: those of the body; in round 1, when the server
         does not know the body yet, any tensors of the network.
-
-        In round 1 the server does not know which part of the network is the body.
         """
         if "draw" not in server_state:
             return {"model": state_dict_spec(server_state["model"])}

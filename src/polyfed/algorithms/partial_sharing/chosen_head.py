@@ -31,8 +31,8 @@ class ChosenHeadMethod(BodyAndHeadMethod, ABC):
             round 1, and sends no more than that.
     """
 
-    without_head: ClassVar[str] = "FedAvg"
-    """Says which method this is if the head is empty, for the warning."""
+    name_with_empty_head: ClassVar[str] = "FedAvg"
+    """Names the method that this one is if the head is empty, for the warning."""
     head_layers: int = 1
     head: tuple[str, ...] | None = None
 
@@ -57,7 +57,7 @@ class ChosenHeadMethod(BodyAndHeadMethod, ABC):
         model = {name: state["draw"][name] for name in body if name in state["draw"]}
         if not head:
             emit_runtime_warning(
-                f"{type(self).__name__}: the head is empty, so nothing stays local: this is {self.without_head}"
+                f"{type(self).__name__}: the head is empty, so nothing stays local: this is {self.name_with_empty_head}"
             )
         elif not model:
             emit_runtime_warning(build_empty_body_warning(self))

@@ -58,7 +58,7 @@ class FedBABU(ChosenHeadMethod):
         stacked=True,
     )
     private_fits: ClassVar[tuple[str, ...]] = ("local_epochs", "finetune_epochs")
-    without_head: ClassVar[str] = "FedAvg with fine-tuning (fedavg_ft)"
+    name_with_empty_head: ClassVar[str] = "FedAvg with fine-tuning (fedavg_ft)"
 
     finetune_epochs: int = 5
     finetune_part: FinetunedPart = "all"

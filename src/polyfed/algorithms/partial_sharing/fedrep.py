@@ -57,7 +57,7 @@ class FedRep(ChosenHeadMethod):
         stacked=True,
     )
     private_fits: ClassVar[tuple[str, ...]] = ("local_epochs", "body_epochs")
-    without_head: ClassVar[str] = "FedAvg with local_epochs=body_epochs"
+    name_with_empty_head: ClassVar[str] = "FedAvg with local_epochs=body_epochs"
 
     local_epochs: int = 10
     body_epochs: int = 1

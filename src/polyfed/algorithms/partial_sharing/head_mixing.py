@@ -58,7 +58,7 @@ def head_mixing_statistics(features: Tensor, labels: Tensor, num_classes: int) -
 
 def head_mixing_statistics_spec(reply: Message, classes: StateDictSpec) -> StateDictSpec:
     """Returns the shapes and dtypes that the head-mixing statistics in a client's reply must have, given its class
-    means; raises a `ValueError` if the variance V is negative.
+    means.
 
     Raises:
         ValueError: V is negative.

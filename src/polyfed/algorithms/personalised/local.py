@@ -97,8 +97,7 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1, which is empty; raises a `UserError` if `by_client` names an id that
-        no client has.
+        """Returns the server state before round 1, which is empty.
 
         Raises:
             UserError: `by_client` names an id that no client has.

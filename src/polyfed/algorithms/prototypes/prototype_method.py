@@ -208,8 +208,6 @@ def build_prototype_loss(
 
     The loss of a minibatch is CE + λ/d·‖f(x) − p_y‖².
 
-    It is CE + λ/d·‖f(x) − p_y‖².
-
     A class without a prototype has no second term.
 
     >>> places = {"means": torch.tensor([[1.0, 3.0]]), "present": torch.tensor([True])}

@@ -56,8 +56,7 @@ def _rolled(tensor: Tensor, shifts: Sequence[int]) -> Tensor:
 
 
 def widest_shape_by_tensor(networks: Mapping[str, Architecture]) -> dict[str, tuple[int, ...]]:
-    """Returns `{tensor name: shape}` with the largest size in each dimension over the given networks; raises a
-    `UserError` if they differ in more than the width of layers.
+    """Returns `{tensor name: shape}` with the largest size in each dimension over the given networks.
 
     Args:
         networks: architectures by the names that errors use, such as a client's id.
@@ -85,7 +84,7 @@ def widest_shape_by_tensor(networks: Mapping[str, Architecture]) -> dict[str, tu
 
 
 def _nesting_error(first: nn.Module, second: nn.Module, name: str) -> str:
-    """Returns why a tensor of one network is no leading slice of the other network's tensor of this name; "" if it is
+    """Returns why a tensor of one network is not a leading slice of the other network's tensor of this name; "" if it is
     one.
     """
     a, b = first.state_dict(keep_vars=True)[name], second.state_dict(keep_vars=True)[name]
@@ -136,9 +135,6 @@ def width_ratio_by_layer(factory: Architecture, shapes: Mapping[str, tuple[int, 
 def validate_head_width(network: nn.Module, ratios: Mapping[str, float], client: Client, method: str) -> None:
     """Raises a `UserError` if a network's last layer is narrower than the widest network's, since the units of this
     layer are the classes.
-
-    Raises:
-        UserError: the last layer is narrower.
     """
     if ratios and ratios.keys() & set(find_head_modules(network, client.train.first_input)):
         raise UserError(

@@ -86,13 +86,13 @@ class CommandParser(argparse.ArgumentParser):
     def parse_options_and_words(
         self, argv: Sequence[str], expected_text: str, word_count: int = 1
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parses the declared options, and returns their values and the other words of the command line; raises an
-        error unless there are exactly `word_count` other words. With -h or --help it prints the help and exits.
+        """Parses the declared options, and returns their values and the other words of the command line. With -h or
+        --help it prints the help and exits.
 
         Args:
             argv: the words after the command.
             expected_text: what the command takes, for the error: "one run directory".
-            word_count: number of words that are no options.
+            word_count: number of words that are not options.
 
         Raises:
             UserError: an unknown option, or another number of words.
@@ -148,7 +148,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     ((0, 1, 2), (4, 7), (0,))
 
     Raises:
-        argparse.ArgumentTypeError: a part of it is no whole number, or it says too many.
+        argparse.ArgumentTypeError: a part of it is not a whole number, or it says too many.
     """
     expected = "whole numbers with commas between, such as 0,1,2, or how many"
     numbers = tuple(_convert(part, int, expected) for part in text.removesuffix(",").split(","))

@@ -71,8 +71,7 @@ def _check_kinds(kinds: Sequence[str]) -> None:
 
 
 def show_choices(kinds: Sequence[str], console: Console | None = None) -> None:
-    """Prints an overview of all methods, data sets, networks and recipes, or the details of the given kinds; raises an
-    error if a kind is unknown.
+    """Prints an overview of all methods, data sets, networks and recipes, or the details of the given kinds.
 
     Raises:
         UserError: an unknown kind.

@@ -69,7 +69,7 @@ class RunsDisplay(ABC):
         self._expected = {"search": search_runs, "compared": compared_runs}
 
     def announce_runs(
-        self, names: Sequence[str], num_stored: int, rounds: int, *, of_search: bool
+        self, names: Sequence[str], num_stored: int, rounds: int, *, is_search: bool
     ) -> MutableSequence[int]:
         """Announces the next runs by name, and returns the memory in which each counts its finished rounds.
 
@@ -77,9 +77,9 @@ class RunsDisplay(ABC):
             names: of the runs that are trained now.
             num_stored: number of further runs that were finished before, and are only read.
             rounds: of each run.
-            of_search: whether the runs belong to the search for hyper-parameters.
+            is_search: whether the runs belong to the search for hyper-parameters.
         """
-        kind = "search" if of_search else "compared"
+        kind = "search" if is_search else "compared"
         self._begun[kind] += len(names) + num_stored
         self._expected[kind] = max(self._expected[kind], self._begun[kind])
         self._num_done, self._num_stored = self._num_done + num_stored, self._num_stored + num_stored

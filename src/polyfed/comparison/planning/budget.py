@@ -76,7 +76,7 @@ class ResultCriteria:
         target: the mean score to be reached; None takes what the reference method reaches with the same seed.
 
     Raises:
-        UserError: a target that is no score.
+        UserError: a target that is not a score.
     """
 
     budget: Budget = Budget()

@@ -19,14 +19,14 @@ def select_methods(
     methods: Method | str | Sequence[Method | str] | Mapping[str, Method | str], like: Method | None = None
 ) -> dict[str, Method]:
     """Returns all methods of a comparison as `{label: method}`: first the default methods that are missing from
-    `methods`, then `methods`. Raises a `UserError` for an unknown name or two equal labels.
+    `methods`, then `methods`.
 
     Args:
         methods: a name or method, or several as a list or a mapping from labels.
         like: a method whose local training the methods given by name take over; None takes that of a method in `methods`.
 
     Raises:
-        UserError: an unknown name, something that is no method, or two methods with one label.
+        UserError: an unknown name, something that is not a method, or two methods with one label.
 
     >>> list(select_methods(["pfedla", "local"]))
     ['fedavg', 'fedavg_ft', 'pfedla', 'local']
@@ -97,7 +97,7 @@ def _training_template(name: str, candidates: Sequence[Any]) -> Any:
 
 def build_method_with_training_of(name: str, template: Any = None, fields: Mapping[str, Any] | None = None) -> Method:
     """Builds the method called `name` with the local training (epochs, batch size, ...) of `template`, so that both
-    train equally; raises a `UserError` if the method refuses a value.
+    train equally.
 
     The method keeps its own defaults for all other fields. `fields` override both.
 
@@ -164,9 +164,6 @@ def check_equal_training(methods: Mapping[str, Method]) -> None:
     the same batch size.
 
     A method that trains more would win by its amount of training, whatever the budget.
-
-    Raises:
-        UserError: two methods differ.
     """
     trained = {
         label: (None if method.local_steps else method.local_epochs, method.local_steps, method.batch_size)

@@ -70,7 +70,7 @@ def fit_client_references(clients: Sequence[Client], *, seed: int = 0) -> tuple[
         seed: of cross-validation and trees.
 
     Returns:
-        The constant first. Inputs that are no floats of shape (n, features), images and tokens for instance, or that are
+        The constant first. Inputs that are not floats of shape (n, features), images and tokens for instance, or that are
         not finite, have the constant alone.
 
     Raises:
@@ -125,7 +125,7 @@ def train_pooled_reference(
     """Trains one network per architecture on the pooled training examples of all clients, which no real participant
     could do; returns None if the clients' data cannot be pooled.
 
-    Their score is what a method can hope for. It is no strict upper bound: clients that differ much may do better with
+    Their score is what a method can hope for. It is not a strict upper bound: clients that differ much may do better with
     networks of their own. Each architecture is trained on the examples of all clients together, from the clients'
     initial weights, and scored on each client's test examples after the last round. This takes as long as `Local`
     does, once for each architecture.

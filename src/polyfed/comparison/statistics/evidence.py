@@ -322,14 +322,16 @@ def _gain_over_rivals(gains: Mapping[str, tuple[Estimate | None, Estimate | None
     )
 
 
-def clip_interval_to_metric_range(estimate: Estimate | None, metric: Metric, *, difference: bool) -> list[float] | None:
+def clip_interval_to_metric_range(
+    estimate: Estimate | None, metric: Metric, *, is_difference: bool
+) -> list[float] | None:
     """Returns `[low, high]`, the interval of the estimate clipped to the values that the metric, or a difference of two
     scores, can take; None if there is no finite interval."""
     if estimate is None or not math.isfinite(estimate.low):
         return None
     if metric.is_from_zero_to_one:
-        return [max(estimate.low, -1.0 if difference else 0.0), min(estimate.high, 1.0)]
+        return [max(estimate.low, -1.0 if is_difference else 0.0), min(estimate.high, 1.0)]
     # Errors and losses are never negative.
-    if not difference and not metric.higher_is_better and is_built_in_metric(metric.name):
+    if not is_difference and not metric.higher_is_better and is_built_in_metric(metric.name):
         return [max(estimate.low, 0.0), estimate.high]
     return [estimate.low, estimate.high]

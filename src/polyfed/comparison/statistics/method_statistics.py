@@ -54,10 +54,10 @@ def _method_statistics(
     worst = (("worst", 0), ("p10", 10), ("p90", 90)) if sign > 0 else (("worst", 100), ("p10", 90), ("p90", 10))
     return {
         "mean": mean_if_all_defined([run["mean"] for run in runs]),
-        "interval": clip_interval_to_metric_range(method_evidence.mean_score, metric, difference=False),
+        "interval": clip_interval_to_metric_range(method_evidence.mean_score, metric, is_difference=False),
         **{name: mean_if_all_defined([_quantile(run, q) for run in runs]) for name, q in worst},
         "gain": None if gains is None else mean_if_all_defined(gains),
-        "gain_interval": clip_interval_to_metric_range(method_evidence.gain_over_reference, metric, difference=True),
+        "gain_interval": clip_interval_to_metric_range(method_evidence.gain_over_reference, metric, is_difference=True),
         "gain_per_seed": gains,
         "losers": sum(gain < 0 for gain in gained) if gained else None,
         "participants": len(gained) if gained else None,
@@ -96,7 +96,7 @@ def _client_statistics(
     gain = fmean(gains) if gains or estimate is None else estimate.value
     entry |= {
         "gain": round(gain, _DIGITS),
-        "gain_interval": clip_interval_to_metric_range(estimate, metric, difference=True),
+        "gain_interval": clip_interval_to_metric_range(estimate, metric, is_difference=True),
     }
     entry["p"] = _p_value(estimate)
     if content["same_clients"]:

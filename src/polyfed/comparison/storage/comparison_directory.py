@@ -82,7 +82,7 @@ class Comparison:
         return list(dict.fromkeys((*self.results.get("warnings", ()), *self.answers)))
 
     def to_frame(self) -> Any:
-        """Returns the scores of the comparison as a pandas `DataFrame`; raises a `UserError` if pandas is not installed.
+        """Returns the scores of the comparison as a pandas `DataFrame`.
 
         A row per method, seed and client, at the compared round; columns `method`, `seed`, `client`, `round`, and the
         score by its name. `pandas.DataFrame(found.table())` has a row per method.
@@ -112,8 +112,7 @@ class Comparison:
         return plot_comparison(self.results, self.table(), ax)
 
     def report(self, out: str | Path | None = None, *, images_of: "Sequence[Client] | None" = None) -> Path:
-        """Writes the comparison's HTML page, as the command `polyfed report` does, and returns its path; raises a
-        `UserError` if the comparison was kept in memory.
+        """Writes the comparison's HTML page, as the command `polyfed report` does, and returns its path.
 
         Args:
             out: the page; None for `report.html` in the comparison's directory.
@@ -148,7 +147,7 @@ class Comparison:
 
     def cross_site(self, method: str) -> CrossSiteScores:
         """Returns the scores of every client's model on every client's test examples, for one method, as the mean over
-        its runs; raises a `UserError` if the runs were made without `cross_site=True`.
+        its runs.
 
         Raises:
             UserError: there is no such method, or its runs have no such scores.
@@ -198,11 +197,10 @@ class Comparison:
 
 
 def load_comparison(folder: str | Path) -> Comparison:
-    """Loads the results of a finished comparison from its directory; raises a `UserError` if the directory holds no
-    comparison, or one that is unfinished or damaged.
+    """Loads the results of a finished comparison from its directory.
 
     Raises:
-        UserError: `folder` holds no comparison, or it is not finished or damaged.
+        UserError: `folder` holds no comparison, or one that is unfinished or damaged.
     """
     folder = expand_user_path(folder, "the folder of the comparison")
     path = folder / RESULTS
@@ -233,11 +231,10 @@ def write_comparison_results(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_description(folder: str | Path) -> dict[str, Any]:
-    """Returns the content of `comparison.yaml`, which describes a comparison, from its directory; raises a `UserError`
-    if the file is missing or damaged.
+    """Returns the content of `comparison.yaml`, which describes a comparison, from its directory.
 
     Raises:
-        UserError: it is missing or damaged.
+        UserError: the file is missing or damaged.
     """
     path = expand_user_path(folder, "the folder of the comparison") / DESCRIPTION
     if not path.is_file():
@@ -256,8 +253,7 @@ def parse_result_criteria(description: Mapping[str, Any]) -> ResultCriteria:
 
 
 def write_description(folder: Path, description: Mapping[str, Any], criteria: ResultCriteria) -> None:
-    """Writes the description of a comparison to `comparison.yaml`; raises a `UserError` if the folder holds something
-    else, or a comparison whose finished runs this one would make invalid.
+    """Writes the description of a comparison to `comparison.yaml`.
 
     Raises:
         UserError: `folder` holds something else, or a comparison of something else.
@@ -287,11 +283,7 @@ def write_description(folder: Path, description: Mapping[str, Any], criteria: Re
 
 
 def check_can_hold_comparison(folder: Path) -> None:
-    """Raises a `UserError` if a folder holds something that is no comparison; creates nothing.
-
-    Raises:
-        UserError: it does, or is a file.
-    """
+    """Raises a `UserError` if a folder holds something that is not a comparison; creates nothing."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; choose another out=... (--out)")
     is_comparison = (folder / DESCRIPTION).exists()
@@ -302,8 +294,7 @@ def check_can_hold_comparison(folder: Path) -> None:
 def load_history_if_finished(
     folder: Path, rounds: int, client_ids: Sequence[str], seed: int, method: Mapping[str, Any], data_fingerprint: str
 ) -> list[dict[str, Any]] | None:
-    """Returns the records of a finished run, one per round; None if rounds, models or predictions are missing. Raises a
-    `UserError` if the folder holds another run or changed files.
+    """Returns the records of a finished run, one per round; None if rounds, models or predictions are missing.
 
     Args:
         folder: the run directory.
@@ -320,7 +311,7 @@ def load_history_if_finished(
     stored_run = {"seed": config.get("seed"), "algorithm": config.get("algorithm"), "rounds": config.get("rounds")}
     expected_run = {"seed": seed, "algorithm": dict(method), "rounds": rounds}
     manifest = read_manifest(folder)
-    stored_fingerprint = manifest.get("data_fingerprint", data_fingerprint)  # one that is lost is no other
+    stored_fingerprint = manifest.get("data_fingerprint", data_fingerprint)  # one that is lost is not another
     if differs := find_first_difference(
         {**stored_run, "clients": stored_fingerprint}, {**expected_run, "clients": data_fingerprint}
     ):

@@ -10,7 +10,7 @@ from polyfed.simulation.results.saved_run import SavedRun, load_run
 
 def load(folder: str | Path) -> Comparison | SavedRun:
     """Reads a run or a finished comparison from its directory, and returns a `SavedRun` or a `Comparison`, without
-    clients or training; raises a `UserError` if the directory holds neither.
+    clients or training.
 
     Args:
         folder: what `out` was in `federate` or `compare`, or a directory of the command line.

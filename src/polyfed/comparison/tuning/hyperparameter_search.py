@@ -109,7 +109,7 @@ def validate_search(plan: ComparisonPlan) -> None:
 
 def parse_search_space(tune: Any, trials: int | None = None) -> Mapping[str, Sequence[Any] | str] | None:
     """Returns the hyper-parameters to search as `{name: values}`, from the arguments `tune` and `trials` of `compare`;
-    None for no search. Raises a `UserError` for invalid arguments.
+    None for no search.
 
     Raises:
         UserError: an unknown word, or `trials` without fields.

@@ -13,12 +13,12 @@ _START = 4  # random trials before Optuna's estimator takes over; few, since sea
 @dataclass(frozen=True)
 class SearchRange:
     """Holds a range of numbers to search, from `low` to `high` inclusive (whole numbers only, if both are whole
-    numbers); raises a `UserError` if it is no valid range.
+    numbers).
 
     If both are positive the range is sampled on a log scale, as learning rates need it; otherwise uniformly.
 
     Raises:
-        UserError: text that is no range, or a range without a number in it.
+        UserError: text that is not a range, or a range without a number in it.
 
     >>> SearchRange.from_low_to_high("0.001..0.3")
     SearchRange(low=0.001, high=0.3)
@@ -41,7 +41,7 @@ class SearchRange:
 
 
 def parse_number_or_text(text: str) -> int | float | str:
-    """Converts a text to the int or float that it denotes; returns a text that is no number unchanged.
+    """Converts a text to the int or float that it denotes; returns a text that is not a number unchanged.
 
     >>> [parse_number_or_text(text) for text in ("2", "1e-3", "mean")]
     [2, 0.001, 'mean']
@@ -92,10 +92,10 @@ class OptunaSearch:
 
 
 def import_optuna() -> Any:
-    """Imports the package Optuna and returns it; raises a `UserError` if it is not installed.
+    """Imports the package Optuna and returns it.
 
     Raises:
-        UserError: it is not installed.
+        UserError: optuna is not installed.
     """
     check_extra_installed("optuna", "tune", "a search with trials", "leave out --trials")
     import optuna

@@ -41,8 +41,6 @@ def lowest_smoothed_loss(curve: LossCurve) -> LossAtRound | None:
     """Returns the lowest loss of a curve, each loss averaged with those of its two neighbouring rounds, and the first
     round that has it; None for an empty curve.
 
-    The loss is averaged over each evaluated round and its two neighbours.
-
     >>> lowest_smoothed_loss([(1, 0.5), (2, 0.1), (3, 0.6), (4, 0.3), (5, 0.2), (6, 0.25)])
     LossAtRound(loss=0.25, round=5)
     """

@@ -1,16 +1,16 @@
 """Builds the sentences that say at which round and to which score methods are compared."""
 
 
-def budget_sentence(kind: str, limit: float | None, *, has_limit: bool, validated: bool) -> str:
+def budget_sentence(kind: str, limit: float | None, *, has_limit: bool, has_validation_examples: bool) -> str:
     """Returns a sentence that says at which round each method was compared, from the parts of the budget.
 
     Args:
         kind: of the budget.
         limit: bytes or seconds; None if nothing was sent.
         has_limit: whether the user gave the limit.
-        validated: whether clients have validation examples.
+        has_validation_examples: whether clients have validation examples.
     """
-    if kind == "best" and validated:
+    if kind == "best" and has_validation_examples:
         return "each method at its best round by validation loss (alone: each client at its own), with equal local training"
     if kind in ("best", "steps"):
         return "each method after all its rounds, with equal local training"

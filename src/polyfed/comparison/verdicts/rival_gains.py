@@ -78,14 +78,16 @@ def add_gains_of_references_over_local(content: Mapping[str, Any], evidence: Evi
     for key in simple if evidence_by_key else ():
         key_evidence = evidence_by_key[key]
         entry = {
-            "interval": clip_interval_to_metric_range(key_evidence.mean_score, metric, difference=False),
+            "interval": clip_interval_to_metric_range(key_evidence.mean_score, metric, is_difference=False),
             "gain": None if key_evidence.gain_over_reference is None else key_evidence.gain_over_reference.value,
-            "gain_interval": clip_interval_to_metric_range(key_evidence.gain_over_reference, metric, difference=True),
+            "gain_interval": clip_interval_to_metric_range(
+                key_evidence.gain_over_reference, metric, is_difference=True
+            ),
         }
         clients = {
             client: {
                 "gain": estimate.value,
-                "gain_interval": clip_interval_to_metric_range(estimate, metric, difference=True),
+                "gain_interval": clip_interval_to_metric_range(estimate, metric, is_difference=True),
             }
             for client, estimate in key_evidence.gain_by_client.items()
             if estimate is not None

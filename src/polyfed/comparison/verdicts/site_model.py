@@ -33,11 +33,11 @@ def build_random_effects_gain_entry(
     return {
         "over": over,
         "gain": model.mean.value,
-        "interval": clip_interval_to_metric_range(model.mean, metric, difference=True),
+        "interval": clip_interval_to_metric_range(model.mean, metric, is_difference=True),
         "p": model.mean.p,
         "deviation": model.deviation,
         "clients": {
-            client: {"gain": site.value, "interval": clip_interval_to_metric_range(site, metric, difference=True)}
+            client: {"gain": site.value, "interval": clip_interval_to_metric_range(site, metric, is_difference=True)}
             for client, site in zip(clients, model.sites, strict=True)
         },
     }

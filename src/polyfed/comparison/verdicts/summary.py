@@ -62,7 +62,7 @@ def plot_comparison(results: Mapping[str, Any], table: Sequence[Mapping[str, Any
         raise UserError("no method of this comparison has a score that could be drawn")
     axis = label if unit != "%" else f"{label} (points)" if has_gains else f"{label} (%)"
     title = "gain over training alone, mean over clients" if has_gains else "mean over clients"
-    return plot_intervals(entries, unit, axis, title, zero=has_gains, ax=ax)
+    return plot_intervals(entries, unit, axis, title, draws_zero_line=has_gains, ax=ax)
 
 
 def _format_ends(low: float | None, high: float | None, unit: Any, signed: bool = False) -> str:

@@ -82,8 +82,6 @@ def build_join_answers(
     """Returns the answer for each client, and the answer for the mean over clients or None; each says to join the
     federation, to stay without it, or that it is undecided.
 
-    The answer for the mean is None if there is none.
-
     To be worth joining, a method must beat the best that a client has alone: its network, trained alone, and the
     simple models.
 
@@ -130,7 +128,7 @@ def _answer_entry(
     interval, over = None, content["reference"]
     if rival_gain is not None:
         gain, over = round(rival_gain.estimate.value, _ROUNDED), name_of_method_or_reference(rival_gain.best_rival)
-        interval = clip_interval_to_metric_range(rival_gain.estimate, metric, difference=True)
+        interval = clip_interval_to_metric_range(rival_gain.estimate, metric, is_difference=True)
     word = decide_whether_to_join(gain, interval, not why_not)
     row = {"client": client, "answer": word, "method": leader, "gain": gain, "interval": interval, "over": over}
     row |= {"test_examples": basis.num_examples, "rarest": basis.num_rarest, "basis": basis.sentence}
@@ -138,7 +136,7 @@ def _answer_entry(
     row["gains"] = {
         name_of_method_or_reference(key): {
             "gain": estimate.value,
-            "interval": clip_interval_to_metric_range(estimate, metric, difference=True),
+            "interval": clip_interval_to_metric_range(estimate, metric, is_difference=True),
         }
         for key, estimate in gains.items()
     }

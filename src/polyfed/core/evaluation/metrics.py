@@ -18,8 +18,7 @@ from polyfed.core.task_lookup import get_task, registered_tasks
 
 
 def resolve_metrics(choice: Any, task: Task | TaskSpec) -> tuple[Metric, ...]:
-    """Returns the `Metric` objects for the user's choice of names; the first is the main metric. Raises a `UserError`
-    for a name that the task does not have.
+    """Returns the `Metric` objects for the user's choice of names; the first is the main metric.
 
     Args:
         choice: None for the task's default; or a list of names (built in, or `module:name` of the user's code), functions
@@ -44,7 +43,7 @@ def resolve_metrics(choice: Any, task: Task | TaskSpec) -> tuple[Metric, ...]:
         if not _suits(metric, task):
             possible = sorted(metric.name for metric in task.metrics)
             raise UserError(
-                f"{metric.name} is no metric of a task of {task}; choose of {', '.join(possible)}, or give a function"
+                f"{metric.name} is not a metric of a task of {task}; choose of {', '.join(possible)}, or give a function"
             )
     names = [metric.name for metric in resolved]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -53,10 +52,10 @@ def resolve_metrics(choice: Any, task: Task | TaskSpec) -> tuple[Metric, ...]:
 
 
 def metric_by_name(name: str) -> Metric:
-    """Returns polyfed's own metric of this name; raises a `UserError` if there is none.
+    """Returns polyfed's own metric of this name.
 
     Raises:
-        UserError: there is none; the message has the nearest names.
+        UserError: there is no such metric; the message has the nearest names.
 
     >>> metric_by_name("sensitivity_at_95").label
     'sensitivity at 95 % specificity'

@@ -23,8 +23,7 @@ from polyfed.core.examples.text_labels import NumberedLabels
 def as_examples(
     source: Any, name: str = "examples", *, labelled: bool = True, collate: Collate | None = None
 ) -> Examples:
-    """Converts a user's arrays, tensors, data sets or frames to `Examples`; raises a `UserError` if the type is
-    unknown, labels are neither numbers nor texts, or a value is not finite.
+    """Converts a user's arrays, tensors, data sets or frames to `Examples`.
 
     Takes `Examples`, which are returned unchanged; a pair (x, y) of tensors or arrays, or of a pandas frame of numbers and a
     series; a torch `Dataset` of (input, label) pairs, or of mappings with a label; a torch `DataLoader`, whose data set and
@@ -47,7 +46,7 @@ def as_examples(
             of a `DataLoader` and the data collators of `transformers` do; for items that must be padded, for example.
 
     Raises:
-        UserError: none of the above, labels that are neither numbers nor texts, or inputs or targets that are NaN or
+        UserError: an unknown type, labels that are neither numbers nor texts, or inputs or targets that are NaN or
             infinite.
 
     >>> len(as_examples(([[1.0], [2.0]], [0, 1])))

@@ -22,11 +22,10 @@ _TABLE = "pf.data.split_table makes clients of a frame with texts, dates or miss
 
 
 def read_inputs_and_labels(source: Any, name: str, labelled: bool, collate: Collate | None) -> ExamplesParts:
-    """Reads inputs, labels and further columns from any type of data that `as_examples` accepts; raises a `UserError`
-    for any other.
+    """Reads inputs, labels and further columns from any type of data that `as_examples` accepts.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the source has another type, or cannot be read.
     """
     if isinstance(source, DataLoader):
         source, own_collate = read_data_loader(source, name)
@@ -96,13 +95,13 @@ def _read_items(source: Any, name: str) -> list[Any]:
 
 def convert_inputs_to_tensors(value: Any, name: str) -> Inputs:
     """Converts the inputs of many examples to tensors; they are an array of any library, or tuples and mappings of
-    arrays. Raises a `UserError` for other types.
+    arrays.
 
     A tuple or list of arrays of numbers is a structure; of plain numbers and lists of them it is one array, and so is a list
     of NumPy arrays, its rows.
 
     Raises:
-        UserError: the value is neither.
+        UserError: the value is of another type.
 
     >>> convert_inputs_to_tensors(([[1, 2]], {"b": [[0.5]]}), "x")
     (tensor([[1, 2]]), {'b': tensor([[0.5000]])})
@@ -248,11 +247,10 @@ def _text_values(values: Any, kind: Any) -> list[str]:
 
 
 def to_number_tensor(value: Any, name: str) -> Tensor:
-    """Converts numbers in an array, list, PIL image, or pandas frame or series to one tensor; raises a `UserError` if a
-    value is no number.
+    """Converts numbers in an array, list, PIL image, or pandas frame or series to one tensor.
 
     Raises:
-        UserError: it holds something else than numbers.
+        UserError: a value is not a number.
     """
     if isinstance(value, Tensor):
         if error_text := explain_unreadable_rows(value):

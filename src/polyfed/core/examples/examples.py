@@ -177,7 +177,7 @@ class Examples:
             object.__setattr__(self, role, role)
         elif value not in columns:
             hint = did_you_mean(value, columns) if columns else "give an array, or Examples(..., columns={...})"
-            raise UserError(f"{role}={value!r} is no column of the examples; {hint}")
+            raise UserError(f"{role}={value!r} is not a column of the examples; {hint}")
         elif role == "time":
             times_as_numbers(columns[value], f"time: column {value!r}")
 
@@ -200,7 +200,7 @@ class Examples:
 
     @property
     def input_tensor(self) -> Tensor:
-        """Returns the stored inputs as one tensor; raises a `UserError` if the inputs are several tensors.
+        """Returns the stored inputs as one tensor.
 
         Raises:
             UserError: the inputs are several tensors.
@@ -222,8 +222,7 @@ class Examples:
         return self.y if self.index is None else self.y[self.index]
 
     def column(self, name: str) -> NDArray[Any]:
-        """Returns the values of the column `name` for these examples, in their order; raises a `UserError` if there is
-        no such column.
+        """Returns the values of the column `name` for these examples, in their order.
 
         Raises:
             UserError: there is no such column.
@@ -266,8 +265,8 @@ class Examples:
 
     @cached_property
     def _transformed(self) -> Tensor | None:
-        """The transformed inputs of all these examples, if the transform is one of rows (a table's) and they are small; else
-        None.
+        """Returns the transformed inputs of all these examples, if the transform is one of rows (a table's) and they are
+        small; else None.
 
         Rows are transformed once, and not whenever a minibatch needs them; the bits are the same.
         """

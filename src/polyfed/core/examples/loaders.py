@@ -24,8 +24,7 @@ class LoaderParts(NamedTuple):
 
 
 def read_data_loader(loader: DataLoader[Any], name: str) -> LoaderParts:
-    """Returns the data set and the collate_fn of a loader, and warns that its batches do not count; raises a `UserError`
-    if it yields other examples than those of its data set.
+    """Returns the data set and the collate_fn of a loader, and warns that its batches do not count.
 
     Args:
         loader: a torch `DataLoader`.

@@ -65,9 +65,6 @@ def raise_if_nonfinite(
         name: the name of the numbers, for the error.
         axis_name: the name of the second axis, for the error.
 
-    Raises:
-        UserError: a value is NaN or infinite.
-
     >>> raise_if_nonfinite([(0, torch.zeros(5, 2)), (5, torch.tensor([[0.0, torch.inf]]))], "column 'age'", "position")
     Traceback (most recent call last):
     polyfed.core.errors.UserError: column 'age': row 5, position 1 is inf; fill it in or drop the row

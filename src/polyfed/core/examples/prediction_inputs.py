@@ -16,8 +16,7 @@ _SHOWN = 5  # names in a sentence
 
 
 def convert_inputs_to_examples_like(reference: Examples, x: Any, name: str) -> Examples:
-    """Converts inputs without labels to `Examples` with the structure, types and transform of `reference`; raises a
-    `UserError` if they do not fit or are not finite.
+    """Converts inputs without labels to `Examples` with the structure, types and transform of `reference`.
 
     Args:
         reference: the examples whose form the inputs must have.

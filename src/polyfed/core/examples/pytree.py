@@ -95,11 +95,10 @@ def logits_or_output(output: Any) -> Any:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Returns the tensor of logits from a network's output, which may be a tensor, a mapping or an object; raises a
-    `UserError` if there is none.
+    """Returns the tensor of logits from a network's output, which may be a tensor, a mapping or an object.
 
     Raises:
-        UserError: there is none.
+        UserError: the output has no logits.
 
     >>> logits_of({"logits": torch.zeros(1)})
     tensor([0.])
@@ -179,12 +178,11 @@ def explain_unreadable_rows(tensor: Tensor) -> str | None:
 
 
 def check_and_convert_inputs(x: Any, name: str = "inputs") -> Inputs:
-    """Returns nested inputs with lists as tuples and mappings as dicts with sorted keys; raises a `UserError` unless
-    all parts are tensors with equally many rows.
+    """Returns nested inputs with lists as tuples and mappings as dicts with sorted keys.
 
     Raises:
-        UserError: something else than tensors, no tensor at all, a key that is no text or has a "/", or parts that differ in
-            length.
+        UserError: something else than tensors, no tensor at all, a key that is not text or has a "/", or parts of
+            different lengths.
 
     >>> check_and_convert_inputs([torch.zeros(2), {"b": torch.zeros(2), "a": torch.zeros(2)}])
     (tensor([0., 0.]), {'a': tensor([0., 0.]), 'b': tensor([0., 0.])})
@@ -282,8 +280,7 @@ def flatten_inputs(inputs: Any) -> dict[str, Tensor]:
 
 
 def unflatten_inputs(tensors: Mapping[str, Tensor], input_spec: InputSpec) -> Any:
-    """Rebuilds nested inputs from the result of `flatten_inputs`, in the structure of `input_spec`; raises a
-    `UserError` for other names, but does not check shapes.
+    """Rebuilds nested inputs from the result of `flatten_inputs`, in the structure of `input_spec`.
 
     Raises:
         UserError: the parts are not those of `input_spec`.

@@ -36,8 +36,7 @@ def holds_texts(value: Any) -> bool:
 
 
 def number_text_labels(labels: Any, name: str) -> NumberedLabels:
-    """Numbers labels that are texts by their alphabetical order, and returns the numbers and the names; raises a
-    `UserError` if a label is missing or no text.
+    """Numbers labels that are texts by their alphabetical order, and returns the numbers and the names.
 
     Args:
         labels: an array, list or pandas series of texts, shape (n,).

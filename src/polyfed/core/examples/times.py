@@ -15,8 +15,7 @@ _TIME_WITH_ZONE = re.compile(r".*\d\d:\d\d.*(Z|[+-]\d\d(:?\d\d)?)")
 
 
 def times_as_numbers(values: Any, name: str) -> NDArray[np.float64]:
-    """Returns times as numbers in the same order: numbers stay, dates become microseconds since 1970; raises a
-    `UserError` for a missing value or any other kind.
+    """Returns times as numbers in the same order: numbers stay, dates become microseconds since 1970.
 
     Args:
         values: numbers, dates (`datetime64`, `datetime`, `date`), or texts of the form 2026-01-31. Times with a time zone

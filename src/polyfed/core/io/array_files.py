@@ -24,15 +24,14 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors' own reader
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Returns `{name: tensor}` from a safetensors file; raises a `ValueError` if it is damaged, and a `UserError` if it
-    is larger than the memory of this machine.
+    """Returns `{name: tensor}` from a safetensors file.
 
     Args:
         path: the file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        UserError: it is no regular file, or too large.
+        UserError: the file is not a regular one, or is too large.
         ValueError: it is damaged; the message is half a sentence.
     """
     with open_file(path) as file:
@@ -81,8 +80,7 @@ def _check_npy_header(file: IO[bytes], size: int, name: str) -> None:
 
 
 def read_npz(path: Path, names: Collection[str] | None = None, max_bytes: int | None = None) -> dict[str, NDArray[Any]]:
-    """Returns `{name: array}` from a NumPy archive (.npz); raises a `ValueError` if it is damaged or holds pickled
-    objects, a `UserError` if it is too large.
+    """Returns `{name: array}` from a NumPy archive (.npz).
 
     Args:
         path: the archive.
@@ -91,8 +89,8 @@ def read_npz(path: Path, names: Collection[str] | None = None, max_bytes: int | 
 
     Raises:
         FileNotFoundError: there is no such file.
-        UserError: it is no regular file, too large, or unpacks to more than `max_bytes`.
-        ValueError: it is no archive, damaged, or holds pickled objects; the message is half a sentence.
+        UserError: the file is not a regular one, is too large, or unpacks to more than `max_bytes`.
+        ValueError: it is not an archive, is damaged, or holds pickled objects; the message is half a sentence.
     """
     limit = total_memory_bytes() if max_bytes is None else max_bytes
     with open_file(path, limit) as file:

@@ -35,8 +35,7 @@ _KINDS = {
 
 
 def create_private_folder_if_missing(path: Path, *, parents: bool = False) -> Path:
-    """Creates a folder that only the user can enter, or leaves an existing one unchanged; returns its path. Raises a
-    `UserError` for a symbolic link.
+    """Creates a folder that only the user can enter, or leaves an existing one unchanged; returns its path.
 
     Args:
         path: the folder.
@@ -130,8 +129,7 @@ def write_file_atomically(path: Path, data: bytes, *, private: bool = True) -> N
 
 
 def append_line_and_flush(path: Path, line: str) -> None:
-    """Appends a line to a file, and flushes it to the disk; raises a `UserError` if `path` is a link or no regular
-    file.
+    """Appends a line to a file, and flushes it to the disk.
 
     A partial line at the end, from a full disk or a killed process, is removed first. If the new line cannot be written
     whole, none of it stays.
@@ -175,7 +173,7 @@ def _end_of_last_line(file: IO[bytes]) -> int:
 
 
 def open_lock_file(path: Path) -> IO[str]:
-    """Returns an empty open file, which the caller can lock; raises a `UserError` if `path` is a pipe.
+    """Returns an empty open file, which the caller can lock.
 
     Raises:
         UserError: `path` is a pipe, at which opening would wait.
@@ -246,15 +244,14 @@ def _file_named_in_errors(path: Path) -> Iterator[None]:
 
 
 def expand_user_path(path: str | Path, label: str = "the path") -> Path:
-    """Returns the user's path with "~" replaced by the home folder (a relative path stays relative); raises a
-    `UserError` if it is empty or no path.
+    """Returns the user's path with "~" replaced by the home folder (a relative path stays relative).
 
     Args:
         path: the user's text or path.
         label: its name in errors.
 
     Raises:
-        UserError: it is empty or no path.
+        UserError: the path is empty, or no path.
 
     >>> expand_user_path("~/runs") == Path.home() / "runs", expand_user_path("runs/a").as_posix()
     (True, 'runs/a')
@@ -285,19 +282,18 @@ def check_regular_file(path: Path, max_bytes: int | None = None) -> Path:
 
     Raises:
         FileNotFoundError: there is no such file.
-        UserError: it is no regular file, too large, or cannot be read.
+        UserError: the file is not a regular one, is too large, or cannot be read.
     """
     with open_file(path, max_bytes):
         return path
 
 
 def open_file(path: Path, max_bytes: int | None = None) -> IO[bytes]:
-    """Opens a regular file for reading; raises a `UserError` at once for pipes, devices and files larger than
-    `max_bytes`.
+    """Opens a regular file for reading.
 
     Raises:
         FileNotFoundError: there is no such file.
-        UserError: it is no regular file, too large, or cannot be read.
+        UserError: the file is not a regular one, is too large, or cannot be read.
     """
     try:
         _check_kind(path, path.stat())
@@ -310,7 +306,7 @@ def open_file(path: Path, max_bytes: int | None = None) -> IO[bytes]:
             f"cannot read {path}: it is a symbolic link to {where!r}, which does not exist; correct the link"
         ) from None
     except ValueError as error:
-        raise error if isinstance(error, UserError) else UserError(f"{str(path)!r} is no path ({error})") from error
+        raise error if isinstance(error, UserError) else UserError(f"{str(path)!r} is not a path ({error})") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; give a file that can be read") from error
     try:
@@ -324,12 +320,11 @@ def open_file(path: Path, max_bytes: int | None = None) -> IO[bytes]:
 
 
 def read_file(path: Path, max_bytes: int | None = MAX_TEXT_BYTES) -> bytes:
-    """Returns the bytes of a regular file; raises a `UserError` if it is larger than `max_bytes` (None: than this
-    machine's memory).
+    """Returns the bytes of a regular file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        UserError: it is no regular file, too large, or cannot be read.
+        UserError: the file is not a regular one, is too large, or cannot be read.
     """
     with open_file(path, max_bytes) as file:
         try:
@@ -341,13 +336,12 @@ def read_file(path: Path, max_bytes: int | None = MAX_TEXT_BYTES) -> bytes:
 
 
 def read_text_file(path: Path, max_bytes: int | None = MAX_TEXT_BYTES, errors: str = "strict") -> str:
-    r"""Returns the UTF-8 text of a regular file, with "\\n" as line ends; raises a `UserError` if it is larger than
-    `max_bytes`. `errors` is as in `bytes.decode`.
+    r"""Returns the UTF-8 text of a regular file, with "\\n" as line ends.
 
     Raises:
         FileNotFoundError: there is no such file.
-        UserError: it is no regular file, too large, or cannot be read.
-        UnicodeDecodeError: it is no UTF-8 text.
+        UserError: the file is not a regular one, is too large, or cannot be read.
+        UnicodeDecodeError: it is not UTF-8 text.
     """
     return read_file(path, max_bytes).decode("utf-8", errors).replace("\r\n", "\n").replace("\r", "\n")
 

@@ -77,9 +77,6 @@ def check_code_trusted(name: str, action: str) -> None:
         name: the name as the user or file writes it.
         action: the action that needs the trust; follows "asks to" in the error.
 
-    Raises:
-        UserError: it is not trusted; the message says how to trust it.
-
     >>> check_code_trusted("my_nets:make", "import 'my_nets:make' as a network")
     Traceback (most recent call last):
     polyfed.core.errors.UserError: a configuration asks to import 'my_nets:make' as a network, which executes code on this
@@ -93,8 +90,7 @@ def check_code_trusted(name: str, action: str) -> None:
 
 
 def import_trusted_callable(import_path: str, role: str = "network") -> Callable[..., Any]:
-    """Imports a function or class by its path `module:name`; raises a `UserError` if the path is not trusted or leads
-    to no callable.
+    """Imports a function or class by its path `module:name`.
 
     Modules are searched where Python searches, then in the current directory, which is appended to `sys.path` and stays
     there, so that worker processes find the same module.
@@ -172,8 +168,7 @@ def find_trusted_import_path(obj: Any) -> str | None:
 
 
 def import_trusted_dataclass(import_path: str, base_class: type[T], label: str) -> type[T]:
-    """Imports a user's dataclass by its path `module:Name`; raises a `UserError` if the path is not trusted, or the
-    class does not derive from `base_class`.
+    """Imports a user's dataclass by its path `module:Name`.
 
     Args:
         import_path: the path.
@@ -181,7 +176,7 @@ def import_trusted_dataclass(import_path: str, base_class: type[T], label: str) 
         label: what it stands for, in errors.
 
     Raises:
-        UserError: as `import_trusted_callable`, or it is no dataclass that derives from `base_class`.
+        UserError: as `import_trusted_callable`, or it is not a dataclass that derives from `base_class`.
 
     >>> with restore_trusted_names_afterwards():
     ...     trust_code("torch.nn:Identity")
@@ -197,8 +192,7 @@ def import_trusted_dataclass(import_path: str, base_class: type[T], label: str) 
 
 
 def execute_file_and_get_function(file: Path, function_name: str, purpose: str) -> Callable[[], Any]:
-    """Executes a Python file, and returns its function `function_name`; raises a `UserError` if the file is missing,
-    not trusted, or has no such function.
+    """Executes a Python file, and returns its function `function_name`.
 
     The file may import the modules beside it.
 

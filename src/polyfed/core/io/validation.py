@@ -35,11 +35,10 @@ _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value that a JSON text represents; raises a `ValueError` if it is no JSON, nested too deeply, or
-    contains NaN or Infinity.
+    """Returns the value that a JSON text represents.
 
     Raises:
-        ValueError: it is no JSON, nested too deeply, or has NaN or Infinity, which JSON does not have.
+        ValueError: it is not JSON, is nested too deeply, or has NaN or Infinity, which JSON does not have.
 
     >>> parse_json('{"loss": 0.5}'), parse_json("[]")
     ({'loss': 0.5}, [])
@@ -54,12 +53,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Returns the value that a YAML text represents; raises a `ValueError` if it is no YAML, too deep or too large, or
-    has Python tags or a key twice.
+    """Returns the value that a YAML text represents.
 
     Raises:
-        ValueError: it is no YAML, nested too deeply, too large, or has a key twice in one mapping; with line and column
-            where they are known.
+        ValueError: it is not YAML, is nested too deeply or too large, or has a key twice in one mapping; with line and
+            column where they are known.
 
     >>> parse_yaml("lr: 0.5")
     {'lr': 0.5}
@@ -138,7 +136,7 @@ def _yaml_size_error(events: Iterable[Any]) -> str | None:
 
 
 def _refuse_constant(text: str) -> float:
-    raise ValueError(f"it has {text}, which is no number")
+    raise ValueError(f"it has {text}, which is not a number")
 
 
 def explain_exceeded_size_limit(value: Any) -> str | None:
@@ -288,8 +286,7 @@ def _deepest(errors: Sequence[str]) -> str:
 
 
 def build_dataclass(cls: Callable[..., T], values: Any, label: str) -> T:
-    """Builds a dataclass from a file's `{field: value}`; raises a `UserError` if a field is unknown, missing, of a
-    wrong type, or refused by the class.
+    """Builds a dataclass from a file's `{field: value}`.
 
     Args:
         cls: the dataclass.
@@ -360,8 +357,7 @@ def check_field_types(instance: Any, *fields: str) -> None:
 
 
 def call_turning_value_errors_into_user_errors(action: Callable[[], T], label: str) -> T:
-    """Returns the result of `action()`, a function that handles values from a file; raises a `UserError` in place of
-    its `TypeError`, `ValueError` or `ArithmeticError`.
+    """Returns the result of `action()`, a function that handles values from a file.
 
     The values' types have been checked before. Other exceptions are programming errors, and pass.
 

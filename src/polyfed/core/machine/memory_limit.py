@@ -41,9 +41,6 @@ def check_fits_in_memory(name: str, num_bytes: int) -> None:
         name: what takes the memory, for the error.
         num_bytes: size of the memory in bytes.
 
-    Raises:
-        UserError: this machine has less memory.
-
     >>> check_fits_in_memory("a table", 4 * 10**15)
     Traceback (most recent call last):
     polyfed.core.errors.UserError: a table would take more than 4 PB of memory, and this machine has ...
@@ -56,10 +53,7 @@ def check_fits_in_memory(name: str, num_bytes: int) -> None:
 
 
 def build_after_memory_check(name: str, build: Callable[[], T]) -> T:
-    """Builds a network by calling `build`; raises a `UserError` first if the network's tensors do not fit into this
-    machine's memory.
-
-    `build` is called twice, first with tensors that have sizes only.
+    """Builds a network by calling `build` twice, first with tensors that have sizes only.
 
     Args:
         name: what is built, for the error.

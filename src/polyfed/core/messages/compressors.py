@@ -81,20 +81,18 @@ class Compressor(ABC):
     def checked_decompressed_form(
         self, encoding: str, entry: ShapeAndDtype, reference: ShapeAndDtype | None
     ) -> DecompressedForm:
-        """Returns the form of the tensor that a compressed entry restores to; raises a `ValueError` if the entry's
-        shape or type is impossible.
+        """Returns the form of the tensor that a compressed entry restores to.
 
         Raises:
-            ValueError: `compress_tensor_if_worthwhile` makes no such entry; half a sentence.
+            ValueError: `compress_tensor_if_worthwhile` makes no such entry; the message is half a sentence.
         """
 
     @abstractmethod
     def decompress_tensor(self, encoding: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
-        """Restores a tensor from an entry that `checked_decompressed_form` accepted, and its part of the shared tensor;
-        raises a `ValueError` for impossible numbers.
+        """Restores a tensor from an entry that `checked_decompressed_form` accepted, and its part of the shared tensor.
 
         Raises:
-            ValueError: numbers that `compress_tensor_if_worthwhile` does not make; half a sentence.
+            ValueError: `compress_tensor_if_worthwhile` makes no such numbers; the message is half a sentence.
         """
 
 
@@ -281,8 +279,7 @@ COMPRESSORS: Mapping[str, Callable[[str], Compressor]] = {"int8": _parse_int8, "
 
 
 def parse_compressor(choice: str | Compressor | None) -> Compressor | None:
-    """Returns the compressor for a text such as "int8" or "topk:0.1", None for "none"; raises a `UserError` for an
-    unknown text.
+    """Returns the compressor for a text such as "int8" or "topk:0.1", None for "none".
 
     Raises:
         UserError: there is no such compression.

@@ -102,10 +102,10 @@ class SumLayout:
 
     @classmethod
     def from_byte_tensor(cls, data: Tensor) -> "SumLayout":
-        """Reads a layout from the result of `to_byte_tensor`; raises a `UserError` for any other bytes.
+        """Reads a layout from the result of `to_byte_tensor`.
 
         Raises:
-            UserError: it is none.
+            UserError: the bytes are not a layout.
         """
         try:
             if data.numel() > _MAX_BYTES:  # before it is read: its JSON takes many times its size
@@ -119,7 +119,7 @@ class SumLayout:
                 and all(type(size) is int and 0 <= size <= _MAX_WORDS for size in s)
                 for g, n, s, _ in entries
             ):  # fmt: skip
-                raise ValueError("a name, a shape or the number of counts is none")
+                raise ValueError("a name, a shape or the number of counts is not valid")
             layout = cls(entries, num_counts)
             if layout.num_words > _MAX_WORDS or len({entry[:2] for entry in entries}) < len(entries):
                 raise ValueError("it is too large, or has a name twice")
@@ -138,8 +138,7 @@ class SumLayout:
 
 
 def to_fixed_point(groups: TensorGroups, weight: int, num_parties: int) -> FixedPointWords:
-    """Converts one client's tensors, multiplied by its weight, to 64-bit words; raises a `UserError` if a value is not
-    finite or too large.
+    """Converts one client's tensors, multiplied by its weight, to 64-bit words.
 
     Args:
         groups: what it sends.
@@ -181,13 +180,12 @@ def to_fixed_point(groups: TensorGroups, weight: int, num_parties: int) -> Fixed
 
 
 def mean_from_fixed_point(words: FixedPointWords, layout: SumLayout) -> MeanAndWeight:
-    """Computes the clients' weighted mean and the sum of their weights from the sum of all clients' words; raises a
-    `UserError` if words and layout do not fit.
+    """Computes the clients' weighted mean and the sum of their weights from the sum of all clients' words.
 
     Whole numbers are rounded to the nearest (up from the middle); a mean of booleans is whether any was true.
 
     Raises:
-        UserError: these words are no sum of this layout.
+        UserError: these words are not a sum of this layout.
 
     >>> total = to_fixed_point({"m": {"w": torch.tensor([1.0])}}, 1, 2)
     >>> total += to_fixed_point({"m": {"w": torch.tensor([5.0])}}, 3, 2)
@@ -227,11 +225,10 @@ def build_sum_message(words: FixedPointWords, layout: SumLayout) -> Message:
 
 
 def parse_sum_message(message: Message) -> tuple[FixedPointWords, SumLayout]:
-    """Returns the words and their layout from a message that `build_sum_message` built; raises a `UserError` for any
-    other message.
+    """Returns the words and their layout from a message that `build_sum_message` built.
 
     Raises:
-        UserError: it is none.
+        UserError: the message is not such a sum.
     """
     names_by_group = {group: sorted(tree) for group, tree in message.tensors.items()}
     if names_by_group != {"sum": ["layout", "words"]}:

@@ -111,8 +111,7 @@ def lora_rank_by_matrix_a_name(net: CachedModule) -> dict[str, int]:
 
 
 def network_with_largest_ranks(networks: Mapping[str, Architecture], mode: AdapterMode) -> Architecture:
-    """Returns the client's network that has the largest adapter rank in every layer, for the server to use; raises a
-    `UserError` if there is none.
+    """Returns the client's network that has the largest adapter rank in every layer, for the server to use.
 
     Args:
         networks: by the client's id.
@@ -222,7 +221,7 @@ def _frozen_weight(module: nn.Module, pair: LoraTensorNames) -> tuple[nn.Paramet
     """Returns the frozen weights W₀ of a layer, and whether they are stored as the transpose of what B·A is added to.
 
     Raises:
-        UserError: it is not there, is trained, or is not what B·A is simply added to.
+        UserError: the base weight is not there, is trained, or is not what B·A is simply added to.
     """
     layer = module.get_submodule(pair.layer)
     base = getattr(getattr(layer, "base_layer", layer), "weight", None)
@@ -266,12 +265,12 @@ def scale_initial_server_adapters(algorithm: Algorithm[Any, Any], server_state: 
 
 def reply_at_server_rank(algorithm: Algorithm[Any, Any], reply: Message, message: Message) -> Message:
     """Returns a reply with its adapters converted from the client's rank to the server's, so that replies can be
-    averaged; raises a `ValueError` if they do not fit.
+    averaged.
 
     With "svd" and "stack" the client's adapters are in the result as their products B·A.
 
     Raises:
-        ValueError: its adapters do not fit; half a sentence.
+        ValueError: the adapters do not fit; the message is half a sentence.
     """
     mode = adapter_averaging_mode(algorithm)
     if mode is None:
@@ -344,8 +343,6 @@ class LowRankFactors(NamedTuple):
 def factorise_into_a_and_b(product: Tensor, present_a: Tensor) -> LowRankFactors:
     """Factorises a matrix into B·A, its best approximation of the rank that `present_a` has; the largest component
     comes first.
-
-    The rank is that of `present_a`.
 
     Args:
         product: shape (m, n).

@@ -88,12 +88,12 @@ def decompressed_specs(
     specs: Mapping[str, StateDictSpec], reference: Message, compressor: Compressor
 ) -> dict[str, dict[str, ShapeAndDtype]]:
     """Returns `{group: {name: shape and dtype}}` of a message after decompression, from the compressed tensors' shapes
-    alone; raises a `ValueError` if they are impossible.
+    alone.
 
     No tensor is read or made.
 
     Raises:
-        ValueError: no compressed message has these forms; half a sentence.
+        ValueError: no compressed message has these forms; the message is half a sentence.
 
     >>> from polyfed.core.messages.compressors import Int8
     >>> decompressed_specs({"model": {"w:float32": ((4, 5), torch.int8), ":scales": ((1,), torch.float32)}},
@@ -176,13 +176,12 @@ def _promoted_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def decompress_message(message: Message, reference: Message, compressor: Compressor) -> Message:
-    """Restores a message from the result of `compress_message`, up to the precision lost in compression; raises a
-    `ValueError` for any other message.
+    """Restores a message from the result of `compress_message`, up to the precision lost in compression.
 
     The arguments are not changed; tensors that travelled uncompressed are not copied.
 
     Raises:
-        ValueError: it is none of `compress_message` with these arguments; half a sentence.
+        ValueError: `compress_message` makes no such message with these arguments; the error's text is half a sentence.
     """
     tensors: dict[str, dict[str, Tensor]] = {}
     entries_by_group = {

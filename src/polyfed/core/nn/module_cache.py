@@ -184,8 +184,7 @@ class CachedModule:
 
 @grad_enabled()  # a module that was built and cached in the caller's inference mode could never be trained
 def cached_module(factory: Architecture, device: torch.device | None = None) -> CachedModule:
-    """Returns the cached module of the architecture that `factory` builds, reset to the state in which it was built;
-    raises a `UserError` if `factory` fails.
+    """Returns the cached module of the architecture that `factory` builds, reset to the state in which it was built.
 
     Its weights and persistent buffers are arbitrary: the caller fills it first, and does not keep it. Attributes that a
     network sets only when it runs are removed.
@@ -259,7 +258,7 @@ def architectures_differ_only_in_frozen_values(first_hash: str, second_hash: str
     return first_hash != second_hash and first_hash.partition("-")[0] == second_hash.partition("-")[0]
 
 
-def _compute_architecture_hash(module: nn.Module, *, ties: bool = True) -> str:
+def _compute_architecture_hash(module: nn.Module, *, with_ties: bool = True) -> str:
     form = [(name, tuple(t.shape), str(t.dtype)) for name, t in module.state_dict().items()]
     parts = [
         (
@@ -278,7 +277,7 @@ def _compute_architecture_hash(module: nn.Module, *, ties: bool = True) -> str:
     ]
     # A printed address differs from process to process, and a run is resumed in another one.
     printed = re.sub(r"0x[0-9a-f]+", "", f"{print_for_fingerprint(module)}\n{form}\n{parts}\n{functions}")
-    if ties and (further := first_name_by_alias(module)):
+    if with_ties and (further := first_name_by_alias(module)):
         printed += f"\n{further}"
     frozen = hash_tensors(_frozen_by_name(module))
     return hashlib.sha256(printed.encode()).hexdigest()[:16] + (f"-{frozen}" if frozen else "")
@@ -300,7 +299,7 @@ def architecture_hash(module: nn.Module) -> str:
 
 def legacy_architecture_hash(module: nn.Module) -> str:
     """Returns the architecture hash as earlier versions of polyfed computed it, without regard to tied weights."""
-    return _compute_architecture_hash(module, ties=False)
+    return _compute_architecture_hash(module, with_ties=False)
 
 
 def _plain_attributes(part: nn.Module) -> dict[str, _PlainValue]:
@@ -324,8 +323,7 @@ def restore_all_but_weights_and_set_eval(module: nn.Module) -> nn.Module:
 
 @grad_enabled()
 def build_module(factory: Architecture, seed: int) -> nn.Module:
-    """Builds a new network with random initial weights that depend on `seed` only; raises a `UserError` if `factory`
-    fails.
+    """Builds a new network with random initial weights that depend on `seed` only.
 
     Raises:
         UserError: as for `cached_module`.
@@ -365,8 +363,7 @@ def copy_trained_weights_and_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def fill_module(module: nn.Module, *state_dicts: StateDict) -> nn.Module:
-    """Copies the tensors of state dicts into a network in place, and returns it; raises a `ValueError` if a name is
-    missing or unknown, or a shape differs.
+    """Copies the tensors of state dicts into a network in place, and returns it.
 
     Together the state dicts must name every tensor that is not frozen, by one of its names or several. A module that is not
     from the cache takes frozen ones too, if all of them are named: those of a file with a whole network.

@@ -61,8 +61,7 @@ def all_names_by_first_name(module: nn.Module) -> dict[str, list[str]]:
 
 
 def rename_to_first_names(module: nn.Module, tensors: StateDict) -> dict[str, Tensor]:
-    """Returns `tensors` under the first names that they have in the network, and leaves unknown names; raises a
-    `ValueError` if two names of one tensor have different values.
+    """Returns `tensors` under the first names that they have in the network, and leaves unknown names.
 
     Raises:
         ValueError: two names of one tensor have different values.

@@ -65,8 +65,7 @@ class Privacy:
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:
-        """Builds the options from `{name: value}`, as a configuration file has them; raises a `UserError` for an unknown
-        name.
+        """Builds the options from `{name: value}`, as a configuration file has them.
 
         Raises:
             UserError: an unknown name, or what the class refuses.

@@ -64,8 +64,7 @@ def epsilon_of_divergences(divergences: NDArray[np.float64], delta: float) -> fl
 
 @lru_cache(maxsize=4096)
 def noise_multiplier_for_epsilon(epsilon: float, sampling_rate: float, steps: int, delta: float) -> float:
-    """Returns the least noise multiplier σ, up to 0.1 %, with which this many steps have at most this ε; raises a
-    `UserError` if there is none.
+    """Returns the least noise multiplier σ, up to 0.1 %, with which this many steps have at most this ε.
 
     Raises:
         UserError: no amount of noise gives so small an ε with these orders.

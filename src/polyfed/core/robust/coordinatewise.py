@@ -8,7 +8,7 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.robust.rule import CombiningRule, check_same_form, like_original, stack_as_double
+from polyfed.core.robust.rule import CombiningRule, check_same_form_and_sort_ids, like_original, stack_as_double
 from polyfed.core.state_dict import StateDict, weighted_mean
 
 
@@ -32,7 +32,7 @@ class Median(CombiningRule):
 
     def combine(self, tensors_by_client: Mapping[str, StateDict], weights: Mapping[str, float]) -> dict[str, Tensor]:
         """Returns the coordinate-wise median of the clients' tensors."""
-        ids, medians = check_same_form(tensors_by_client), {}
+        ids, medians = check_same_form_and_sort_ids(tensors_by_client), {}
         for name, original in tensors_by_client[ids[0]].items():
             ordered = stack_as_double(tensors_by_client, ids, name).sort(dim=0).values
             low, high = ordered[(len(ids) - 1) // 2], ordered[len(ids) // 2]
@@ -82,7 +82,7 @@ class TrimmedMean(CombiningRule):
 
     def combine(self, tensors_by_client: Mapping[str, StateDict], weights: Mapping[str, float]) -> dict[str, Tensor]:
         """Returns the coordinate-wise trimmed mean of the clients' tensors."""
-        ids, means = check_same_form(tensors_by_client), {}
+        ids, means = check_same_form_and_sort_ids(tensors_by_client), {}
         if not (cut := self._num_cut(len(ids))):
             return weighted_mean(tensors_by_client)
         for name, original in tensors_by_client[ids[0]].items():

@@ -106,7 +106,7 @@ def read_announced_median(message: Message) -> float:
     """Returns M from the server's message.
 
     Raises:
-        UserError: the message has none, or one that is no positive number.
+        UserError: the message has none, or one that is not a positive number.
     """
     median = message.scalars.get(COUNTED_MEDIAN)
     if not is_positive_number(median):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.number_checks import is_whole_number
-from polyfed.core.robust.rule import CombiningRule, check_same_form, like_original, names_of_distances
+from polyfed.core.robust.rule import CombiningRule, check_same_form_and_sort_ids, like_original, names_of_distances
 from polyfed.core.state_dict import StateDict
 
 _SMALLEST_DISTANCE = 1e-6  # ν of the paper's experiments
@@ -50,7 +50,7 @@ class GeometricMedian(CombiningRule):
 
     def combine(self, tensors_by_client: Mapping[str, StateDict], weights: Mapping[str, float]) -> dict[str, Tensor]:
         """Returns the geometric median of the clients' tensors, weighted by numbers of examples."""
-        ids = check_same_form(tensors_by_client)
+        ids = check_same_form_and_sort_ids(tensors_by_client)
         alpha = torch.tensor([float(weights[i]) for i in ids], dtype=torch.float64)
         beta, before = alpha / alpha.sum(), math.inf
         center = _combine_rows(tensors_by_client, ids, beta)

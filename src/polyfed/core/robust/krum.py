@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.number_checks import is_whole_number
-from polyfed.core.robust.rule import CombiningRule, check_same_form, names_of_distances, stack_as_double
+from polyfed.core.robust.rule import CombiningRule, check_same_form_and_sort_ids, names_of_distances, stack_as_double
 from polyfed.core.state_dict import StateDict, weighted_mean
 
 
@@ -23,7 +23,7 @@ def krum_scores(tensors_by_client: Mapping[str, StateDict], liars: int) -> dict[
         tensors_by_client: client id -> tensors, at least f + 3 clients.
         liars: f.
     """
-    ids = check_same_form(tensors_by_client)
+    ids = check_same_form_and_sort_ids(tensors_by_client)
     squares = torch.zeros(len(ids), len(ids), dtype=torch.float64)
     for name in names_of_distances(tensors_by_client[ids[0]]):
         rows = stack_as_double(tensors_by_client, ids, name).cpu()

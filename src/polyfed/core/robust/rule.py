@@ -51,9 +51,8 @@ class CombiningRule(RobustRule, ABC):
         """
 
 
-def check_same_form(tensors_by_client: Mapping[str, StateDict]) -> list[str]:
-    """Returns the sorted ids of the clients; raises an `IncompatibleTensorsError` if their tensors differ in name,
-    shape or type.
+def check_same_form_and_sort_ids(tensors_by_client: Mapping[str, StateDict]) -> list[str]:
+    """Checks that all clients' tensors have the same names, shapes and types, and returns the sorted ids.
 
     Raises:
         IncompatibleTensorsError: the tensors of a client are not those of the first.

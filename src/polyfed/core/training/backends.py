@@ -300,7 +300,7 @@ def fit_with_cohort(
 
     Returns:
         The loss and the number of steps, with the trained weights already in `model`; None if it must be trained alone:
-        `train_alone`, a client's own loss, a task whose loss is no mean over examples, inputs of several parts, or a term
+        `train_alone`, a client's own loss, a task whose loss is not a mean over examples, inputs of several parts, or a term
         that is no `PerClientTerm`.
     """
     if (deferred_run := current_deferred_run()) is None:

@@ -30,8 +30,7 @@ def build_loss(
     label_smoothing: float = 0.0,
     class_weights: ClassWeights = None,
 ) -> Loss:
-    """Returns the function (outputs, targets) -> scalar loss of a minibatch; raises a `UserError` for class weights or
-    label smoothing that the loss cannot use.
+    """Returns the function (outputs, targets) -> scalar loss of a minibatch.
 
     Args:
         examples: the client's training examples, whose labels "balanced" counts.
@@ -60,8 +59,7 @@ def build_loss(
 
 
 def import_loss(path: str) -> Loss:
-    """Imports a user's loss given as `module:name`, a function (outputs, targets) or a class made without arguments;
-    raises a `UserError` if it cannot or is not trusted.
+    """Imports a user's loss given as `module:name`, a function (outputs, targets) or a class made without arguments.
 
     Raises:
         UserError: as `polyfed.core.io.trusted_code.import_trusted_callable`, or the class needs arguments.
@@ -132,9 +130,8 @@ def sampling_weights(examples: Examples, task: Task | str, sampler: str) -> Tens
 
 def build_early_stopping(model: nn.Module, client: Client, loss: Loss, patience: int) -> Callable[[], bool]:
     """Returns a function to call after each epoch: True once the validation loss reached no new minimum for `patience`
-    epochs in a row. Raises a `UserError` without validation examples.
+    epochs in a row.
 
-    It should when the loss on the client's validation examples was not below its least for `patience` epochs in a row.
     The network stays in the mode for training.
 
     Raises:

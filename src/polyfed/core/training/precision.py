@@ -22,9 +22,6 @@ def check_precision(precision: Precision, device: torch.device) -> None:
     """Raises a `UserError` if this processor cannot compute in the precision; called before a run starts.
 
     Some virtual machines report AMX but kill the process at its first instruction, so a child process tries it.
-
-    Raises:
-        UserError: bfloat16 does not run.
     """
     if precision == "bf16" and device.type == "cpu" and not _bf16_runs():
         raise UserError(

@@ -97,7 +97,7 @@ def _batch_norm(part: _BatchNorm, weights: Weights, x: Tensor, num_valid_rows: T
 
 
 def _batch_norm_of_valid_rows(
-    part: _BatchNorm, weights: Weights, x: Tensor, num_valid_rows: Tensor, keeps: bool
+    part: _BatchNorm, weights: Weights, x: Tensor, num_valid_rows: Tensor, updates_running_statistics: bool
 ) -> Tensor:
     """Computes BatchNorm of each client by the statistics of the client's first `num_valid_rows` rows.
 
@@ -111,7 +111,7 @@ def _batch_norm_of_valid_rows(
     mean = (x * mask).sum(over) / number
     centred = x - mean.view(each)
     variance = (centred.square() * mask).sum(over) / number
-    if keeps:
+    if updates_running_statistics:
         momentum = 0.0 if part.momentum is None else part.momentum
         with torch.no_grad():
             weights["running_mean"].lerp_(mean, momentum)

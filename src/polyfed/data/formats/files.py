@@ -31,11 +31,10 @@ SPLIT_NAMES: Mapping[str, str] = {
 
 
 def resolve_existing_path(path: str, advice: str) -> Path:
-    """Returns the path of a file or folder with "~" expanded; raises a `UserError` that ends with `advice` if it does
-    not exist.
+    """Returns the path of a file or folder with "~" expanded.
 
     Raises:
-        UserError: there is none; the message ends with `advice`.
+        UserError: nothing exists at this path; the message ends with `advice`.
 
     >>> resolve_existing_path("/no/such/folder", "give --data.path DIR")
     Traceback (most recent call last):
@@ -48,8 +47,7 @@ def resolve_existing_path(path: str, advice: str) -> Path:
 
 
 def read_idx_file(file: Path) -> NDArray[np.uint8]:
-    """Reads an IDX file of unsigned bytes (the format of MNIST), plain or gzip; raises a `UserError` if it is damaged
-    or of another format.
+    """Reads an IDX file of unsigned bytes (the format of MNIST), plain or gzip.
 
     Returns:
         The array, in the shape that the file states: (num, 28, 28) for images, (num,) for labels.
@@ -66,7 +64,7 @@ def read_idx_file(file: Path) -> NDArray[np.uint8]:
         if zeros != 0 or kind != 8 or len(content) != size:
             raise ValueError(f"it begins with {zeros, kind, dims}, and has {len(content)} values for shape {shape}")
     except (OSError, EOFError, ValueError, struct.error, zlib.error) as error:
-        raise UserError(f"{str(file)!r} is no whole IDX file of bytes ({error}); download it again") from error
+        raise UserError(f"{str(file)!r} is not a complete IDX file of bytes ({error}); download it again") from error
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
@@ -81,8 +79,7 @@ def find_idx_file(folder: Path, prefix: str, content: Literal["images", "labels"
 
 
 def read_parquet_splits(path: Path, skipped_column: str | None = None) -> dict[str, Table]:
-    """Reads a Parquet file or folder, and returns `{split: table}` with the splits "train", "test", "validation";
-    raises a `UserError` if it is no Parquet.
+    """Reads a Parquet file or folder, and returns `{split: table}` with the splits "train", "test", "validation".
 
     A folder has the hub's layout: `train-00000-of-00001.parquet` or `train/0000.parquet`, at any depth. A single file is the
     training split; a folder without Parquet files gives an empty dict.
@@ -92,7 +89,7 @@ def read_parquet_splits(path: Path, skipped_column: str | None = None) -> dict[s
         skipped_column: a column that is not read.
 
     Raises:
-        UserError: several configurations in one folder, or a file that is no Parquet.
+        UserError: several configurations in one folder, or a file that is not Parquet.
     """
     import pyarrow
     import pyarrow.parquet
@@ -132,10 +129,10 @@ def find_parquet_files_by_split(path: Path) -> dict[str, list[Path]]:
 
 
 def first_existing_column_name(table: Table, candidate_names: Iterable[str], role: str) -> str:
-    """Returns the first of the candidate names that is a column of the table; raises a `UserError` if none is.
+    """Returns the first of the candidate names that is a column of the table.
 
     Raises:
-        UserError: it has none of them.
+        UserError: the table has none of them.
     """
     candidate_names = list(candidate_names)
     for name in candidate_names:
@@ -147,8 +144,7 @@ def first_existing_column_name(table: Table, candidate_names: Iterable[str], rol
 
 
 def read_image_bytes(table: Table, name: str) -> list[bytes]:
-    """Returns the encoded image of each row from a column of bytes, or of the hub's structs of bytes and path; raises a
-    `UserError` if a row has none.
+    """Returns the encoded image of each row from a column of bytes, or of the hub's structs of bytes and path.
 
     Raises:
         UserError: a row holds no encoded image.
@@ -163,8 +159,7 @@ def read_image_bytes(table: Table, name: str) -> list[bytes]:
 
 
 def column_to_numpy(table: Table, name: str) -> NDArray[Any]:
-    """Converts a table's column to a NumPy array, two-dimensional for lists of equal length; raises a `UserError` for
-    empty cells or lists of different lengths.
+    """Converts a table's column to a NumPy array, two-dimensional for lists of equal length.
 
     Raises:
         UserError: empty cells, or lists of different lengths.

@@ -13,7 +13,7 @@ from polyfed.data.formats.files import SPLIT_NAMES, Table
 
 def load_hub_tables(repo: str, advice: str, revision: str | None = None) -> dict[str, Table]:
     """Loads a data set from the Hugging Face hub as `{split: table}` ("train", "test", "validation") with images still
-    encoded; raises a `UserError` if it cannot be reached.
+    encoded.
 
     Args:
         repo: owner/name on the hub.
@@ -21,7 +21,7 @@ def load_hub_tables(repo: str, advice: str, revision: str | None = None) -> dict
         revision: branch or pull request; None for the main branch.
 
     Raises:
-        UserError: it is neither in the cache nor within reach, or the extra `hub` is not installed.
+        UserError: the data set is neither in the cache nor within reach, or the extra `hub` is not installed.
     """
     check_extra_installed("datasets", "hub", f"{repo!r} from the Hugging Face hub", advice)
     import datasets

@@ -22,8 +22,7 @@ MAX_PIXELS = 178_956_970  # per image; PIL takes a larger one for a decompressio
 
 
 def decode_images(blobs: Sequence[bytes], mode: Mode, size: int | None = None) -> Tensor:
-    """Decodes images (PNG, JPEG, any format of PIL) to uint8, shape (num, channels, height, width); raises a
-    `UserError` for different shapes unless `size` is given.
+    """Decodes images (PNG, JPEG, any format of PIL) to uint8, shape (num, channels, height, width).
 
     Args:
         blobs: one encoded image each.
@@ -86,11 +85,10 @@ def measure_normalisation(images: Tensor) -> Normalise:
 
 
 def decode_image(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[np.uint8]:
-    """Decodes one image to a uint8 array of shape (height, width, channels); raises a `UserError` that mentions `name`
-    if that fails.
+    """Decodes one image to a uint8 array of shape (height, width, channels).
 
     Raises:
-        UserError: it cannot be decoded.
+        UserError: the bytes cannot be decoded; the message mentions `name`.
     """
     from PIL import Image
 
@@ -114,11 +112,10 @@ def decode_image(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[
 
 
 def stack_images(pictures: Iterable[NDArray[np.uint8]], num: int) -> Tensor:
-    """Stacks images of shape (height, width, channels) to one tensor (num, channels, height, width); raises a
-    `UserError` if they differ in size.
+    """Stacks images of shape (height, width, channels) to one tensor (num, channels, height, width).
 
     Raises:
-        UserError: there are none, or they differ in size.
+        UserError: there are no images, or they differ in size.
     """
     store: NDArray[np.uint8] | None = None
     for i, picture in enumerate(pictures):

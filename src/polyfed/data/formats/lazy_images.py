@@ -46,10 +46,10 @@ class EncodedImages(ABC):
 
     @abstractmethod
     def read_bytes(self, row: int) -> bytes:
-        """Returns the encoded bytes of one image; raises a `UserError` if they cannot be read.
+        """Returns the encoded bytes of one image.
 
         Raises:
-            UserError: they cannot be read.
+            UserError: the bytes cannot be read.
         """
 
     @abstractmethod
@@ -115,8 +115,7 @@ class EncodedArrowImages(EncodedImages):
 
 
 def copy_parquet_images_to_arrow_file(files: Sequence[Path], column: str, path: Path) -> None:
-    """Copies the encoded images from a column of Parquet files to the Arrow file `path`; raises a `UserError` if a file
-    or row has none.
+    """Copies the encoded images from a column of Parquet files to the Arrow file `path`.
 
     Raises:
         UserError: a file cannot be read or has no such column, or a row holds no encoded image.
@@ -170,8 +169,7 @@ class LazyImageDecoder:
         return np.argsort(self.keys, kind="stable")
 
     def decode_pixels(self, keys: Tensor) -> Tensor:
-        """Decodes the images with these keys, (batch, 1), to uint8 of shape (batch, channels, size, size); raises a
-        `UserError` for an unknown key.
+        """Decodes the images with these keys, (batch, 1), to uint8 of shape (batch, channels, size, size).
 
         Raises:
             UserError: a key is not that of one of the images.
@@ -220,7 +218,7 @@ def build_image_keys_and_decoder(
     All bytes are read once; mean and standard deviation are measured on some of the first `num_train` images.
 
     Raises:
-        UserError: there are none, or one cannot be read; or one of those measured cannot be decoded.
+        UserError: there are no images, or one cannot be read; or one of those measured cannot be decoded.
     """
     if not len(images):
         raise UserError("the data has no images")

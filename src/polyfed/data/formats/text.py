@@ -73,7 +73,7 @@ class Vocabulary:
         return torch.from_numpy(out)
 
     def save(self, file: Path) -> None:
-        """Writes the tokens to a file as a JSON list; raises a `UserError` if the file cannot be written.
+        """Writes the tokens to a file as a JSON list.
 
         Raises:
             UserError: the file cannot be written.
@@ -97,17 +97,17 @@ def build_vocabulary(texts: Iterable[str], size: int) -> Vocabulary:
 
 
 def load_vocabulary(file: Path) -> Vocabulary:
-    """Reads a vocabulary from a file that `Vocabulary.save` wrote; raises a `UserError` for any other file.
+    """Reads a vocabulary from a file that `Vocabulary.save` wrote.
 
     Raises:
-        UserError: the file is no JSON list of strings, or no vocabulary.
+        UserError: the file is not a JSON list of strings, or not a vocabulary.
     """
     try:
         tokens = parse_json(read_file(file))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read a vocabulary from {str(file)!r} ({error})") from error
     if validation_error(tokens, list[str]):
-        raise UserError(f"{str(file)!r} is no vocabulary: it must hold a JSON list of strings")
+        raise UserError(f"{str(file)!r} is not a vocabulary: it must hold a JSON list of strings")
     return Vocabulary(tuple(tokens))
 
 

@@ -96,7 +96,7 @@ def count_histograms(site: SiteColumns, low: Tensor, high: Tensor) -> Counts:
 
 
 def _count_in_cells(values: Tensor, edges: Tensor) -> Tensor:
-    """Counts the values below the first edge, between edges, and from the last edge on; NaN is no value."""
+    """Counts the values below the first edge, between edges, and from the last edge on; NaN is not a value."""
     present = values[~values.isnan()]
     cell = torch.bucketize(present.contiguous(), edges, right=True)
     return torch.bincount(cell, minlength=len(edges) + 1).double()
@@ -120,7 +120,7 @@ def drop_values_of_few_rows(site: SiteColumns) -> SiteColumns:
 
 def unlike_most_values(values: Tensor) -> Tensor:
     """Returns which numbers are not equal to the one that more than half of them are, bool; none if there is no such one.
-    NaN is no number.
+    NaN is not a number.
 
     >>> unlike_most_values(torch.tensor([0.0, 0.0, 7.5, math.nan])).tolist()
     [False, False, True, False]

@@ -83,11 +83,10 @@ class Look:
 def read_columns_by_site(
     clients: Iterable[Client | ClientData] | ClientTables, class_names: Sequence[str] = ()
 ) -> dict[str, SiteColumns]:
-    """Returns `{site: columns}` with the examples of each client as columns; raises a `UserError` if there are no
-    clients.
+    """Returns `{site: columns}` with the examples of each client as columns.
 
     Raises:
-        UserError: there is no client, or something else than a client.
+        UserError: `clients` is empty, or holds something else than clients.
     """
     if isinstance(clients, ClientTables):
         class_names = class_names or clients.class_names

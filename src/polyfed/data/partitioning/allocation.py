@@ -119,8 +119,7 @@ class ClassSizesAndIndices(NamedTuple):
 
 
 def class_sizes_and_indices(labels: Labels, partition_name: str) -> ClassSizesAndIndices:
-    """Returns the size of each class that occurs, and each example's position among these classes; raises a `UserError`
-    unless labels are one whole number per example.
+    """Returns the size of each class that occurs, and each example's position among these classes.
 
     Raises:
         UserError: the labels are not one whole number per example.
@@ -147,7 +146,7 @@ class UniqueTexts(NamedTuple):
 
 def unique_values_as_texts(column: NDArray[Any], column_name: str) -> UniqueTexts:
     """Returns a column's unique values as texts, for use as client ids: numbers sorted by value, all else
-    alphabetically. Raises a `UserError` if a row has no value.
+    alphabetically.
 
     Args:
         column: one value per example; numbers, strings, dates.
@@ -195,9 +194,6 @@ def _as_text(value: object) -> str:
 def check_enough_examples(num_examples: int, num_clients: int, least: int = 1, why: str = "min_examples") -> None:
     """Raises a `UserError` if there are too few examples to give every client at least `least`, or if there are no
     clients.
-
-    Raises:
-        UserError: there are too few examples, or no clients.
     """
     if num_clients < 1:
         raise UserError(f"the number of clients must be at least 1, got {num_clients}")

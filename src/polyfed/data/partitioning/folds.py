@@ -59,8 +59,7 @@ class Folds:
 
 
 def build_folds(folds: int | None, fold_repeats: int | None = None) -> Folds | None:
-    """Returns the description of a cross-validation, None without `folds`; raises a `UserError` if a number is too
-    small or `folds` is missing for `fold_repeats`.
+    """Returns the description of a cross-validation, None without `folds`.
 
     Raises:
         UserError: a number below those of `Folds`, or `fold_repeats` without `folds`.
@@ -75,9 +74,6 @@ def build_folds(folds: int | None, fold_repeats: int | None = None) -> Folds | N
 def check_seeds_suit_resplit_or_folds(resplit: int | None, folds: Folds | None, seeds: Sequence[int]) -> None:
     """Raises a `UserError` if both `resplit` and `folds` are given, or if the number of seeds is not the number of runs
     that they need.
-
-    Raises:
-        UserError: both are given, or another number of seeds.
     """
     if resplit is not None and folds is not None:
         raise UserError(

@@ -25,8 +25,7 @@ from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, warn_o
 
 
 def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> list[tuple[Client, ...]]:
-    """Returns `splits` versions of the clients, each with new random training, validation and test sets; raises a
-    `UserError` if examples were split by time.
+    """Returns `splits` versions of the clients, each with new random training, validation and test sets.
 
     Each client's examples are joined and drawn again into sets of the same sizes, at random and independently of all other
     clients and splits; for classification each class within one example of its share. Ids, networks, task and `global_test`
@@ -87,7 +86,7 @@ def refit_client_preprocessing(clients: Sequence[Client]) -> tuple[Client, ...]:
 
 
 def refit_preprocessors(trains: Mapping[str, Examples]) -> dict[str, TablePreprocessor]:
-    """Returns `{site: preprocessing}`, fitted to each site's present training rows; sites whose data are no table are
+    """Returns `{site: preprocessing}`, fitted to each site's present training rows; sites whose data are not a table are
     left out.
     """
     preprocessors = {
@@ -108,7 +107,7 @@ def refit_preprocessors(trains: Mapping[str, Examples]) -> dict[str, TablePrepro
 
 def apply_common_preprocessing_to_public(public: Examples | None, clients: Sequence[Client]) -> Examples | None:
     """Returns the public examples with the table preprocessing that all clients share; returns them unchanged if the
-    data are no table.
+    data are not a table.
 
     Networks must see public rows prepared as their clients' own rows are.
     """
@@ -137,10 +136,10 @@ def _sets_of_client(client: Client) -> dict[str, Examples]:
 
 
 def concat_sets(client: Client, option: str = "resplit") -> Examples:
-    """Returns a client's training, validation and test examples as one; raises a `UserError` if they cannot be joined.
+    """Returns a client's training, validation and test examples as one.
 
     Raises:
-        UserError: they cannot be joined; the message advises to leave `option` out.
+        UserError: the sets cannot be joined; the message advises to leave `option` out.
     """
     parts = _sets_of_client(client)
     for name, part in parts.items():
@@ -200,9 +199,6 @@ def check_untimed(clients: Sequence[Client], option: str) -> None:
     Args:
         clients: the clients.
         option: "resplit" or "folds", for the error.
-
-    Raises:
-        UserError: examples of a client have a time.
     """
     if timed := [client.id for client in clients if any(part.time for part in _sets_of_client(client).values())]:
         raise UserError(

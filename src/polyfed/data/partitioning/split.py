@@ -91,8 +91,7 @@ class Split:
             raise UserError(f"global_test must be a number of examples, 0 or -1 (all), got {self.global_test}")
 
     def choose_split_order(self, time: str | None, group: str | None) -> SplitOrder:
-        """Returns how rows are split, "random", "time" or "time_within_group"; raises a `UserError` if times or groups
-        are missing for it.
+        """Returns how rows are split, "random", "time" or "time_within_group".
 
         Args:
             time: the data's column of times; None for none.
@@ -152,7 +151,6 @@ def split_rows_by_client(
     time: str | None = None,
 ) -> SplitRows:
     """Divides rows among clients and into sets; returns all clients' row numbers and those of the public examples.
-    Raises a `UserError` if the data allow no such split.
 
     Args:
         labels: shape (num_examples,) for classes, (num_examples, num_labels) for several labels (then nothing is
@@ -255,7 +253,7 @@ def class_counts(
     return table
 
 
-def _split_client(labels: Labels, rows: Rows, config: Split, seed: int, shrink: bool) -> ClientRows:
+def _split_client(labels: Labels, rows: Rows, config: Split, seed: int, shrinks_training_set: bool) -> ClientRows:
     if config.examples_drawn_per_client is not None and config.examples_per_client is not None:
         rows = rows[draw_stratified_rows(labels[rows], config.examples_drawn_per_client, derive_seed(seed, "cap"))]
         num_val, num_test = _val_and_test_on_top(config, config.examples_per_client)
@@ -263,7 +261,7 @@ def _split_client(labels: Labels, rows: Rows, config: Split, seed: int, shrink: 
         num_val, num_test = _val_and_test_out_of(config, len(rows))
     rows, test = _hold_out(labels, rows, num_test, derive_seed(seed, "test"))
     rows, val = _hold_out(labels, rows, num_val, derive_seed(seed, "val"))
-    if shrink:
+    if shrinks_training_set:
         rows = rows[draw_stratified_rows(labels[rows], max(1, len(rows) // 2), derive_seed(seed, "shrink"))]
     return ClientRows(rows, val, test)
 

@@ -161,7 +161,7 @@ class Npz(Source):
             raise
         except (OSError, ValueError) as error:
             is_other_format = any(words in str(error) for words in ("not a zip file", "magic string"))
-            reason = "it is no .npz file, or holds pickled objects" if is_other_format else str(error)
+            reason = "it is not an .npz file, or holds pickled objects" if is_other_format else str(error)
             raise UserError(f"cannot read {self.path!r} ({reason}); {advice}") from error
         if not {"x_train", "y_train"} <= arrays.keys():
             raise UserError(f"{self.path!r} holds {', '.join(sorted(arrays)) or 'nothing'}; {advice}")

@@ -67,7 +67,7 @@ class ImageFolder(Source):
             raise UserError(advice)
         root = resolve_existing_path(self.path, advice)
         if not root.is_dir():
-            raise UserError(f"{self.path!r} is no folder; {advice}")
+            raise UserError(f"{self.path!r} is not a folder; {advice}")
         train = root / "train" if (root / "train").is_dir() else root
         train_pictures = self._find_pictures(train, advice)
         names = tuple(subfolder.name for subfolder in _subfolders(train)) if self.layout == "class" else ()
@@ -94,11 +94,11 @@ class ImageFolder(Source):
         entries = []
         for outer in _subfolders(folder):
             inner = [outer] if self.layout == "class" else _subfolders(outer)
-            if self.layout != "class" and (loose := _list_pictures(outer, deep=False)):
+            if self.layout != "class" and (loose := _list_pictures(outer, recursive=False)):
                 raise UserError(f"{str(loose[0])!r} lies in no folder of the layout {self.layout}; move it into one")
             for leaf in inner:
                 site, label = (leaf.name, outer.name) if self.layout == "class/site" else (outer.name, leaf.name)
-                entries += [(file, label, site) for file in _list_pictures(leaf, deep=True)]
+                entries += [(file, label, site) for file in _list_pictures(leaf, recursive=True)]
         if not entries:
             raise UserError(f"{str(folder)!r} holds no pictures; {advice}")
         if self.layout == "class":
@@ -110,8 +110,8 @@ def _subfolders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _list_pictures(folder: Path, *, deep: bool) -> list[Path]:
-    paths = folder.rglob("*") if deep else folder.iterdir()
+def _list_pictures(folder: Path, *, recursive: bool) -> list[Path]:
+    paths = folder.rglob("*") if recursive else folder.iterdir()
     return sorted(file for file in paths if file.suffix.lower() in _SUFFIXES)
 
 
@@ -125,7 +125,7 @@ def _check_one_level(folder: Path) -> None:
         outer.name: {subfolder.name for subfolder in _subfolders(outer)} for outer in _subfolders(folder)
     }
     shared = set.intersection(*names_by_folder.values()) if len(names_by_folder) > 1 else set()
-    if len(shared) > 1 and not any(_list_pictures(outer, deep=False) for outer in _subfolders(folder)):
+    if len(shared) > 1 and not any(_list_pictures(outer, recursive=False) for outer in _subfolders(folder)):
         outer, inner = ", ".join(sorted(names_by_folder)[:3]), ", ".join(sorted(shared)[:3])
         raise UserError(
             f"the folders of {str(folder)!r} ({outer}) have folders of the same names in them ({inner}): give --data.layout "
@@ -220,13 +220,13 @@ def check_image_size(image_size: int) -> None:
 
 
 def load_images_and_transform(
-    parts: Sequence[Sequence[Path]], grey: bool, size: int, lazy: bool
+    parts: Sequence[Sequence[Path]], is_grey: bool, size: int, is_lazy: bool
 ) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
     """Returns a tensor of images for each list of files in `parts`, and a transform that normalises images by the mean
     and deviation of the first part.
     """
-    mode: Mode = "L" if grey else "RGB"
-    if not lazy:
+    mode: Mode = "L" if is_grey else "RGB"
+    if not is_lazy:
         x = [read_images(part, mode, size) for part in parts]
         return x, measure_normalisation(x[0])
     stored, transform = build_image_keys_and_decoder(

@@ -58,7 +58,7 @@ class TableFile(Source):
         time: column of numbers or dates by which rows are split into earlier ones to train and later ones to test (see
             `split`).
         columns: features; none takes all columns but target, event, site, group and time.
-        drop: columns that are no features. Those with few values are kept for scores of subgroups.
+        drop: columns that are not features. Those with few values are kept for scores of subgroups.
         categorical: columns of numbers that are categories, such as codes; and texts to take as categories in any case.
         positive: value of the target that is class 1 of two; null for the last in alphabetical order. A condition
             (">0", ">=2", "=yes") or several values ("1,2,3") make two classes of a target with more values, or of
@@ -123,7 +123,7 @@ class TableFile(Source):
             rows: a file by its path, or what else `read_table` takes.
 
         Raises:
-            UserError: it is unreadable or empty.
+            UserError: the table is unreadable or empty.
         """
         return read_table(
             rows,
@@ -135,8 +135,7 @@ class TableFile(Source):
         )
 
     def build_dataset(self, table: Table, *, warn: bool = True) -> PooledDataset:
-        """Builds the data set from a table that has already been read; raises a `UserError` if a column does not exist
-        or cannot be used.
+        """Builds the data set from a table that has already been read.
 
         Args:
             table: the rows.

@@ -43,10 +43,10 @@ _DATE = re.compile(r"\d{1,4}([./-])\d{1,2}\1\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
 
 def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column:
     """Returns the description of a feature column: categories if its cells are text or `as_categories` is set, else
-    numbers. Raises a `UserError` for dates or free text.
+    numbers.
 
     Raises:
-        UserError: it holds dates, free text, or no value.
+        UserError: the column holds dates, free text, or no value.
     """
     import pyarrow.types as kinds
 
@@ -60,7 +60,7 @@ def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column
         )
     if not (is_numeric_type(kind) or is_text_type(kind)):
         raise UserError(
-            f"column {name!r} holds values of type {kind}, which is no number and no text; leave it out: drop={name!r}, "
+            f"column {name!r} holds values of type {kind}, which is neither number nor text; leave it out: drop={name!r}, "
             f"--data.drop {name}"
         )
     if not as_categories and is_numeric_column(table, name):
@@ -205,8 +205,7 @@ def to_float32_unless_precision_lost(stored: Tensor, features: Sequence[Column])
 def read_targets(
     table: Table, names: Sequence[str], task: TaskSpec, positive: str | None
 ) -> tuple[Tensor, tuple[str, ...], Task]:
-    """Returns the targets of a table, the names of its classes, labels or targets, and the task; raises a `UserError`
-    for missing or unsuitable targets.
+    """Returns the targets of a table, the names of its classes, labels or targets, and the task.
 
     Raises:
         UserError: a row without a target, or targets that do not fit the task.
@@ -288,7 +287,7 @@ def _infer_classes(column: NDArray[Any], name: str, positive: str | None) -> tup
     if positive is None:
         return classes
     if str(positive) not in classes:
-        raise UserError(f"positive={positive!r} is no value of target {name!r}; its values: {', '.join(classes)}")
+        raise UserError(f"positive={positive!r} is not a value of target {name!r}; its values: {', '.join(classes)}")
     if len(classes) != 2:
         raise UserError(
             f"positive={positive!r} is one of {len(classes)} values of target {name!r}; for two classes give a condition, "

@@ -43,7 +43,7 @@ def parse_csv_file(file: Path, form: CSVFormat) -> Table:
         form: how it is written.
 
     Raises:
-        UserError: it is no text in this encoding, its rows have different numbers of cells, or a column has no name.
+        UserError: the file is not text in this encoding, its rows have different numbers of cells, or a column has no name.
     """
     import pyarrow
     import pyarrow.compute as compute
@@ -57,7 +57,7 @@ def parse_csv_file(file: Path, form: CSVFormat) -> Table:
             f"{str(file)!r} cannot be read as text in {form.encoding} ({one_line(error)}); {_advise_encoding(file)}"
         ) from error
     if "\0" in first or first.startswith("PK\x03\x04"):
-        raise UserError(f"{str(file)!r} is no CSV file: it holds bytes that are no text; save the sheet as CSV")
+        raise UserError(f"{str(file)!r} is not a CSV file: it holds bytes that are not text; save the sheet as CSV")
     separator = form.delimiter if form.delimiter != "auto" else max(_DELIMITERS, key=first.count)
     # One block: Arrow infers the types of columns from the first block, and a text in a later one would be an error.
     block_size = min(2**31 - 1, max(2**20, 2 * file.stat().st_size))

@@ -17,7 +17,7 @@ from polyfed.data.tabular.schema import merge_schemas, read_schema, recode_targe
 
 
 def preprocessor_of(examples: Examples) -> TablePreprocessor:
-    """Returns the preprocessing of examples that come from a table; raises a `UserError` if they do not.
+    """Returns the preprocessing of examples that come from a table.
 
     Raises:
         UserError: the examples are not from a table.
@@ -68,7 +68,7 @@ def needs_common_preprocessing(tables: Sequence[TablePreprocessor]) -> bool:
 
 def merge_table_definitions(tables: Mapping[str, TablePreprocessor]) -> TablePreprocessor:
     """Merges sites' preprocessing: the common columns, and all sites' categories and classes, without fitted
-    statistics; raises a `UserError` if columns or tasks differ.
+    statistics.
 
     Args:
         tables: the preprocessing of each site's table, by site.
@@ -112,8 +112,7 @@ def _table_difference(first: TablePreprocessor, second: TablePreprocessor) -> st
 
 
 def recode_examples(examples: Sequence[Examples], common: TablePreprocessor) -> list[Examples]:
-    """Returns the examples of one table with categories, classes and scaling converted to the common preprocessing;
-    raises a `UserError` if it lacks one of them.
+    """Returns the examples of one table with categories, classes and scaling converted to the common preprocessing.
 
     Examples that share a store share a store afterwards.
 

@@ -30,8 +30,7 @@ def is_condition_or_value_list(positive: str | None) -> bool:
 
 
 def split_by_positive(column: NDArray[Any], name: str, positive: str) -> tuple[NDArray[np.int64], tuple[str, str]]:
-    """Returns each row's class (1 where `positive` holds, else 0) and the names of the two classes; raises a
-    `UserError` if one class has no rows.
+    """Returns each row's class (1 where `positive` holds, else 0) and the names of the two classes.
 
     Args:
         column: the target's cells as texts.
@@ -51,7 +50,7 @@ def split_by_positive(column: NDArray[Any], name: str, positive: str) -> tuple[N
     if matched is not None and matched[1] in _COMPARISONS:
         sign, bound = matched.groups()
         if not is_numeric_text(bound) or not all(map(is_numeric_text, column.tolist())):
-            which = "its bound is no number" if not is_numeric_text(bound) else f"target {name!r} holds texts"
+            which = "its bound is not a number" if not is_numeric_text(bound) else f"target {name!r} holds texts"
             raise UserError(f"positive={positive!r} compares numbers, and {which}; give the positive values, 'b,c' say")
         compare, opposite = _COMPARISONS[sign]
         is_positive = np.asarray(compare(column.astype(np.float64), float(bound)))
@@ -62,7 +61,7 @@ def split_by_positive(column: NDArray[Any], name: str, positive: str) -> tuple[N
         occurring = set(column.tolist())
         if unknown := [value for value in values if value not in occurring]:
             raise UserError(
-                f"positive={positive!r} names {unknown[0]!r}, which is no value of target {name!r}; its values: "
+                f"positive={positive!r} names {unknown[0]!r}, which is not a value of target {name!r}; its values: "
                 f"{', '.join(sorted(map(str, occurring))[:20])}"
             )
         is_positive = np.isin(column.astype(str), values)

@@ -178,8 +178,7 @@ class TablePreprocessor:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def encode(self, rows: Any) -> Tensor:
-        """Converts rows of a user's table to numbers: numeric cells, and positions of categories; raises a `UserError`
-        if a column is missing or holds texts for numbers.
+        """Converts rows of a user's table to numbers: numeric cells, and positions of categories.
 
         Args:
             rows: a pandas frame, a mapping of columns, a list of {name: value}, or the path of a CSV or Parquet file. Other
@@ -234,11 +233,10 @@ class TablePreprocessor:
 
 
 def preprocessor_from_json(content: Any) -> TablePreprocessor:
-    """Builds the preprocessing from the content of `models/ID.preprocessing.json`, which a run wrote next to a network;
-    raises a `UserError` for other content.
+    """Builds the preprocessing from the content of `models/ID.preprocessing.json`, which a run wrote next to a network.
 
     Raises:
-        UserError: it is no such description.
+        UserError: the content is not such a description.
 
     >>> ready = TablePreprocessor((Column("sex", ("f", "m"), True),), (), ())
     >>> preprocessor_from_json(ready.to_json_dict()) == ready
@@ -251,7 +249,7 @@ def preprocessor_from_json(content: Any) -> TablePreprocessor:
             filter(None, (validation_error(column.get(name), kind, name) for name, kind in field_types.items())), ""
         )
     if error:
-        raise UserError(f"this is no preprocessing of a table: {error}")
+        raise UserError(f"this is not the preprocessing of a table: {error}")
     columns = tuple(
         Column(c["name"], None if c["categories"] is None else tuple(c["categories"]), c["missing"])
         for c in content["columns"]
@@ -269,8 +267,7 @@ def _category_names(column: Column) -> tuple[str, ...]:
 
 
 def encode_table(table: Any, columns: Sequence[Column]) -> Tensor:
-    """Converts a table to numbers (numeric cells, and positions of categories): float64, shape (rows, columns). Raises
-    a `UserError` if a column is missing or of another kind.
+    """Converts a table to numbers (numeric cells, and positions of categories): float64, shape (rows, columns).
 
     Raises:
         UserError: a column is missing, or of another kind.

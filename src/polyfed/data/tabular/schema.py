@@ -39,7 +39,7 @@ def table_schema(preprocessor: TablePreprocessor) -> dict[str, Any]:
 
 
 def read_schema(source: str | Path | Mapping[str, Any]) -> TablePreprocessor:
-    """Reads a schema from a JSON file, or from a dict of `table_schema`; raises a `UserError` for other content.
+    """Reads a schema from a JSON file, or from a dict of `table_schema`.
 
     Raises:
         UserError: the file cannot be read, or holds no schema.
@@ -57,7 +57,7 @@ def read_schema(source: str | Path | Mapping[str, Any]) -> TablePreprocessor:
 
 def merge_schemas(*sources: str | Path | Mapping[str, Any], to: str | Path | None = None) -> dict[str, Any]:
     """Merges schemas of several tables: columns that all of them have, with categories and classes that any of them
-    has. Raises a `UserError` if kinds or tasks differ.
+    has.
 
     A column has a mark for missing values if any table has missing values in it.
 
@@ -66,7 +66,7 @@ def merge_schemas(*sources: str | Path | Mapping[str, Any], to: str | Path | Non
         to: a JSON file to write.
 
     Raises:
-        UserError: none, a column of numbers in one and of categories in another, different tasks, or no common column.
+        UserError: no schema, a column of numbers in one and of categories in another, different tasks, or no common column.
 
     >>> first = table_schema(TablePreprocessor((Column("sex", ("f", "m")), Column("age")), (0.0,), (1.0,)))
     >>> second = table_schema(TablePreprocessor((Column("sex", ("f", "x")), Column("bmi")), (0.0,), (1.0,)))
@@ -123,7 +123,7 @@ def recode_targets_to_schema(
     y: Tensor, class_names: Sequence[str], schema: TablePreprocessor, task: Task | str
 ) -> Tensor:
     """Converts a table's class indices to the indices of the same classes in a schema (other tasks' targets stay
-    unchanged); raises a `UserError` for an unknown class.
+    unchanged).
 
     Raises:
         UserError: another task, or a class, label or target that the schema does not have.
@@ -145,5 +145,7 @@ def recode_targets_to_schema(
             )
         return y
     if unknown := [name for name in class_names if name not in schema.classes]:
-        raise UserError(f"the target has {unknown[0]!r}, which is no class of the schema: {', '.join(schema.classes)}")
+        raise UserError(
+            f"the target has {unknown[0]!r}, which is not a class of the schema: {', '.join(schema.classes)}"
+        )
     return torch.tensor([schema.classes.index(name) for name in class_names], dtype=y.dtype)[y]

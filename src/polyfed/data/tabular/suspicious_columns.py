@@ -83,7 +83,7 @@ def warn_of_suspicious_columns(
                 warn_of_data(
                     f"column {name!r} has {looks}: an id? {cure}leave it out (drop={name!r}, --data.drop {name})"
                     if name in features
-                    else f"column {name!r}, which is no feature, has {looks}: an id? If its rows belong together, give "
+                    else f"column {name!r}, which is not a feature, has {looks}: an id? If its rows belong together, give "
                     f"group={name!r} (--data.group {name}); otherwise they train in one set and test in another"
                 )
     for name in features:
@@ -98,7 +98,7 @@ def _codes_of_column(table: Table, name: str) -> Codes | None:
     column: NDArray[Any]
     if is_numeric_column(table, name):
         column = column_as_numbers(table, name)
-        if not bool((column == np.floor(column)).all()):  # NaN is no whole number either
+        if not bool((column == np.floor(column)).all()):  # NaN is not a whole number either
             return None
     elif is_text_type(column_as_arrow_array(table, name).type):
         column = column_as_texts(table, name)

@@ -32,8 +32,7 @@ def read_table(
     encoding: str = "utf-8",
     text_columns: Sequence[str] = (),
 ) -> Table:
-    """Reads a CSV or Parquet file, a pandas frame, a mapping of columns, or a list of rows as a `pyarrow.Table`; raises
-    a `UserError` if it is unreadable or empty.
+    """Reads a CSV or Parquet file, a pandas frame, a mapping of columns, or a list of rows as a `pyarrow.Table`.
 
     Args:
         source: one of these, or an Arrow table; a file by its path.
@@ -45,7 +44,7 @@ def read_table(
         text_columns: columns of the CSV file that hold names, not numbers: "010" and "10" differ.
 
     Raises:
-        UserError: it cannot be read, has no rows, has a column name twice, or lacks one that `missing` names.
+        UserError: the source cannot be read, has no rows, has a column name twice, or lacks one that `missing` names.
 
     >>> read_table({"chol": [0, 233], "sex": [0, 1]}, missing=["chol=0"]).to_pydict()
     {'chol': [None, 233], 'sex': [0, 1]}
@@ -142,7 +141,7 @@ def _arrow_array(values: Any, missing: Sequence[str]) -> Any:
     cells = values if isinstance(values, np.ndarray) else list(values)
     if not isinstance(values, np.ndarray) or values.dtype.kind == "O":
         cells = _as_texts(list(cells), missing) or cells
-    return pyarrow.array(cells, from_pandas=True)  # NaN is no value
+    return pyarrow.array(cells, from_pandas=True)  # NaN is not a value
 
 
 def _blank_missing_values(table: Table, missing: Sequence[str], decimal: str) -> Table:
@@ -190,7 +189,7 @@ def check_columns_exist(table: Table, names: Sequence[str], role: str) -> None:
     """Raises a `UserError` unless the table has a column of each of these names.
 
     Raises:
-        UserError: it lacks one; the message has the nearest names.
+        UserError: the table lacks one; the message has the nearest names.
 
     >>> check_columns_exist(read_table({"age": [1]}), ["agee"], "target")
     Traceback (most recent call last):
@@ -255,8 +254,7 @@ def is_numeric_column(table: Table, name: str) -> bool:
 
 
 def column_as_numbers(table: Table, name: str) -> NDArray[np.float64]:
-    """Returns a table's column as numbers, with NaN for missing values; raises a `UserError` for an infinite value, or
-    one beyond the 32-bit numbers of networks.
+    """Returns a table's column as numbers, with NaN for missing values.
 
     Args:
         table: that has the column.
@@ -285,8 +283,7 @@ def column_as_numbers(table: Table, name: str) -> NDArray[np.float64]:
 
 
 def column_as_times(table: Table, name: str) -> NDArray[np.float64]:
-    """Converts a column of numbers, or of dates such as 2026-01-31, to numbers in the same order; raises a `UserError`
-    for other or missing values.
+    """Converts a column of numbers, or of dates such as 2026-01-31, to numbers in the same order.
 
     Raises:
         UserError: other values, or a row without one.

@@ -35,10 +35,10 @@ def utc_now() -> datetime.datetime:
 
 
 def read_pem_certificates(file: Path) -> list[x509.Certificate]:
-    """Reads all certificates in a PEM file; raises an error if the file has none, or a damaged one.
+    """Reads all certificates in a PEM file.
 
     Raises:
-        ValueError: there are none, or they are damaged.
+        ValueError: the file has no certificate, or a damaged one.
     """
     try:
         certificates = x509.load_pem_x509_certificates(read_file(file))
@@ -76,7 +76,7 @@ def check_ca_certificate_file(component: str, file: Path) -> Findings:
         if not _is_authority(certificate):
             yield problem_finding(
                 component,
-                f"{file} has {_subject(certificate)}, which is no authority's certificate; give the one of who signed",
+                f"{file} has {_subject(certificate)}, which is not an authority's certificate; give the one of who signed",
             )
         else:
             yield from _check_validity(component, file, certificate)
@@ -311,7 +311,7 @@ def check_site_key_pair(component: str, private_key_file: Path) -> Findings:
     except _PARSE_ERRORS as error:
         yield problem_finding(
             component,
-            f"{private_key_file} is no key in OpenSSH's form without passphrase ({str(error)[:120]}); ssh-keygen -q -t "
+            f"{private_key_file} is not a key in OpenSSH's form without passphrase ({str(error)[:120]}); ssh-keygen -q -t "
             "ecdsa -b 384 -N '' -f site.key",
         )
         return
@@ -360,7 +360,7 @@ def check_public_keys_of_all_sites(component: str, folder: Path, site_name: str,
     }
     for file, public in zip(files, key_by_site.values(), strict=False):
         if public is None:
-            yield problem_finding(component, f"{file} is no public key in OpenSSH's form; ask the site for it again")
+            yield problem_finding(component, f"{file} is not a public key in OpenSSH's form; ask the site for it again")
     if len(set(key_by_site.values()) - {None}) < len(key_by_site) - list(key_by_site.values()).count(None) or len(
         key_by_site
     ) < len(files):

@@ -51,7 +51,7 @@ def run_folder_checks(
     server_address: str | None = None,
 ) -> Findings:
     """Runs all checks that apply to a folder of a project, a trial, a server or a site, and yields one or more findings
-    per check; raises an error if the folder is none of these.
+    per check.
 
     Args:
         folder: folder of a project, a trial, a server or a site.
@@ -207,14 +207,16 @@ def _check_server_folder(unit: SystemdUnit, address: str | None) -> Findings:
     if (
         listen_address := _address_or_none("port", f"{host}:{port}" if ":" not in host else f"[{host}]:{port}")
     ) is None:
-        yield problem_finding("port", f"{unit.file}: --host {host} --port {port} is no address")
+        yield problem_finding("port", f"{unit.file}: --host {host} --port {port} is not an address")
     elif is_port_listening("127.0.0.1" if host in ("0.0.0.0", "::") else host, listen_address[1]):
         name = public_address[0] if public_address else None
         yield from _check_taken_port(listen_address, authority, name, pair[0])
     else:
         yield from check_port_free("port", *listen_address, "end that program, or choose another --port")
     if address is not None and public_address is None:
-        yield problem_finding("address", f"{address!r} is no address; HOST:PORT, such as federation.example.org:443")
+        yield problem_finding(
+            "address", f"{address!r} is not an address; HOST:PORT, such as federation.example.org:443"
+        )
     elif public_address is not None and is_port_listening(*public_address):
         yield from check_tls_server_and_clock("address", *public_address, authority)
     elif public_address is not None:
@@ -252,7 +254,7 @@ def _check_key_files(folder: Path) -> Findings:
     """
     for file in sorted(folder.glob("*.pub")):
         if read_openssh_public_key_as_der(file) is None:
-            yield problem_finding("keys", f"{file} is no public key in OpenSSH's form; ask the site for it again")
+            yield problem_finding("keys", f"{file} is not a public key in OpenSSH's form; ask the site for it again")
     for file in sorted(folder.glob("*.key")):
         if file.name not in ("server.key", "ca.key", "site.key"):
             yield note_finding(
@@ -308,7 +310,7 @@ def _check_site_folder(unit: SystemdUnit, address: str | None) -> Findings:
     if target is None:
         yield note_finding("server", "its address is not known; --address HOST:PORT looks for it")
     elif (server_address := _address_or_none("server", target)) is None:
-        yield problem_finding("server", f"{target!r} is no address; HOST:PORT, such as federation.example.org:443")
+        yield problem_finding("server", f"{target!r} is not an address; HOST:PORT, such as federation.example.org:443")
     else:
         yield from check_tls_server_and_clock("server", *server_address, authority)
 

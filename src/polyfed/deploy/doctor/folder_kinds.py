@@ -95,7 +95,7 @@ def detect_folder_kinds(folder: Path) -> tuple[FolderKind, ...]:
     """
     if not folder.is_dir():
         raise UserError(
-            f"{folder} is no folder; polyfed flower doctor takes that of a project, of a server or of a site"
+            f"{folder} is not a folder; polyfed flower doctor takes that of a project, of a server or of a site"
         )
     if (folder / "app" / "pyproject.toml").is_file():
         return ("project",)

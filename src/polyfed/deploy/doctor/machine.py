@@ -27,7 +27,7 @@ def finding_if_unreadable(component: str, file: Path) -> DoctorFinding | None:
     if not file.exists():
         return problem_finding(component, f"{file} does not exist; put it there, or name another file")
     if not file.is_file():
-        return problem_finding(component, f"{file} is no file")
+        return problem_finding(component, f"{file} is not a file")
     if not os.access(file, os.R_OK):
         return problem_finding(
             component,
@@ -72,7 +72,7 @@ def check_state_folder(component: str, folder: Path) -> Findings:
     while not existing_folder.exists() and existing_folder != existing_folder.parent:
         existing_folder = existing_folder.parent
     if folder.exists() and not folder.is_dir():
-        yield problem_finding(component, f"{folder} is no folder; name another one")
+        yield problem_finding(component, f"{folder} is not a folder; name another one")
         return
     if not os.access(existing_folder, os.W_OK | os.X_OK):
         yield problem_finding(

@@ -18,10 +18,10 @@ MAX_AHEAD_SECONDS, MAX_BEHIND_SECONDS = 4.0, 300.0
 
 
 def split_host_and_port(text: str) -> tuple[str, int]:
-    """Splits a text "HOST:PORT" into the host and the port number; raises an error if the text does not have this form.
+    """Splits a text "HOST:PORT" into the host and the port number.
 
     Raises:
-        ValueError: the text is no such address.
+        ValueError: the text is not an address.
 
     >>> split_host_and_port("federation.example.org:443"), split_host_and_port("[::1]:8000")
     (('federation.example.org', 443), ('::1', 8000))
@@ -29,7 +29,7 @@ def split_host_and_port(text: str) -> tuple[str, int]:
     host, separator, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not separator or not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
-        raise ValueError(f"{text!r} is no address; HOST:PORT, such as federation.example.org:443")
+        raise ValueError(f"{text!r} is not an address; HOST:PORT, such as federation.example.org:443")
     return host, int(port)
 
 

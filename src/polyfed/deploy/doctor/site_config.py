@@ -25,8 +25,7 @@ _PAIR = re.compile(r"(\S+?)=('[^']*'|\"[^\"]*\"|\S+)")  # the pattern that Flowe
 
 
 def parse_node_config(text: str) -> dict[str, Any]:
-    """Parses the text of Flower's option `--node-config` (key=value pairs), as Flower does, into a dict; raises an
-    error if a value is not valid.
+    """Parses the text of Flower's option `--node-config` (key=value pairs), as Flower does, into a dict.
 
     Raises:
         ValueError: a value is not valid.
@@ -62,7 +61,7 @@ def check_node_config(component: str, node_config: Mapping[str, Any]) -> Finding
     if (name := node_config.get("client-id")) and not SITE_NAME_PATTERN.fullmatch(str(name)):
         has_problem = True
         yield problem_finding(
-            component, f"node-config: client-id = {name!r} is no name; letters, digits, '-', '_' and '.'"
+            component, f"node-config: client-id = {name!r} is not a name; letters, digits, '-', '_' and '.'"
         )
     if node_config.get("secure") and not (node_config.get("key") and node_config.get("peers")):
         has_problem = True
@@ -121,7 +120,7 @@ def check_file_defines_functions(component: str, file: Path, purpose_by_function
     try:
         body = ast.parse(read_file(file), str(file)).body
     except (SyntaxError, ValueError) as error:
-        yield problem_finding(component, f"{file} is no Python: {error}")
+        yield problem_finding(component, f"{file} is not Python: {error}")
         return
     names = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     names |= {t.id for node in body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)}

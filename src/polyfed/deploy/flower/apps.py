@@ -27,8 +27,7 @@ _LOG = logging.getLogger("polyfed.server")
 
 
 def run_deployment(grid: Grid, config: Mapping[str, Any], progress: Progress | None = None) -> Run:
-    """Runs a whole federated training with the sites that are connected through Flower, and returns the finished run;
-    raises an error if a site is missing or refuses.
+    """Runs a whole federated training with the sites that are connected through Flower, and returns the finished run.
 
     Args:
         grid: Flower's connection to the SuperNodes.

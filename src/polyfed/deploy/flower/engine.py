@@ -134,8 +134,7 @@ class SiteRegistry:
             self.refusals.pop(client, None)
 
     def wait_for_all_introductions(self, timeout_seconds: float) -> Mapping[str, Mapping[str, Any]]:
-        """Waits until all sites are connected, and returns by site the header in which it describes itself; raises an
-        error if a site is missing at the time limit, or refuses.
+        """Waits until all sites are connected, and returns by site the header in which it describes itself.
 
         Raises:
             UserError: a site is missing after so many seconds, or refuses.

@@ -37,7 +37,7 @@ def envelope_to_record(envelope: Envelope) -> RecordDict:
 
 
 def envelope_from_record(record: RecordDict, max_head_length: int = SERVER_HEAD_BYTES) -> Envelope:
-    """Converts a Flower RecordDict to a message; raises an error if it holds none, or a damaged one.
+    """Converts a Flower RecordDict to a message.
 
     Args:
         record: the records.

@@ -28,7 +28,7 @@ _INTERNALS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "nested": ("flwr.supercore.inflatable.inflatable_object", "get_all_nested_objects", ("obj",)),
     "walk": ("flwr.supercore.inflatable.inflatable_object", "iterate_object_tree", ("tree",)),
     "fixed": ("flwr.supercore.inflatable.inflatable_object", "no_object_id_recompute", ()),
-    "ended": ("flwr.supercore.run", "RunNotRunningException", ()),  # a BaseException that is no Exception
+    "ended": ("flwr.supercore.run", "RunNotRunningException", ()),  # a BaseException that is not an Exception
     "words": ("flwr.common.config", "parse_config_args", ("config", "flatten")),
 }  # fmt: skip
 # Parts of a connection: node id, receive, send, get run, get app, pull object, push object, confirm.
@@ -41,8 +41,7 @@ class UnsupportedFlowerError(Exception):
 
 
 def import_private_flower_functions() -> Mapping[str, Any]:
-    """Imports the private functions of Flower that polyfed uses, and returns {polyfed's short name: function}; raises
-    an error if the installed Flower lacks one.
+    """Imports the private functions of Flower that polyfed uses, and returns {polyfed's short name: function}.
 
     Raises:
         UnsupportedFlowerError: this version of Flower was not tested, or a part is missing or takes other arguments.

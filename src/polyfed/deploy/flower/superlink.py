@@ -84,15 +84,14 @@ class TokenPlugin(NoOpControlAuthnPlugin):
     def refresh_tokens(
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[Sequence[tuple[str, str | bytes]] | None, AccountInfo | None]:
-        """Always raises an error, since Flower's control interface has one fixed token, which only its owner can
+        """Raises an error, since Flower's control interface has one fixed token, which only its owner can
         replace.
         """
         raise FlowerError(ApiErrorCode.NO_ACCOUNT_AUTH, "The token of the control interface is wrong.")
 
 
 def read_control_token(file: Path) -> str:
-    """Reads the token of Flower's control interface from a file; raises an error if the file is missing or other users
-    can access it, or if the token is too short.
+    """Reads the token of Flower's control interface from a file.
 
     Raises:
         UserError: the file is missing, others can read it, or the token is too short.

@@ -236,7 +236,7 @@ class MessageLoop:
                 "a message cannot be handed over: %s: %s", type(error).__name__, sanitise_for_terminal(error)[:300]
             )
             return Message(
-                Error(_ERROR_RAISED, f"it is no message of polyfed ({type(error).__name__})"), reply_to=full_message
+                Error(_ERROR_RAISED, f"it is not a message of polyfed ({type(error).__name__})"), reply_to=full_message
             )
         return Message(build_flower_record(answer.head, answer.scalars, answer.groups), reply_to=full_message)
 

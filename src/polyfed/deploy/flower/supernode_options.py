@@ -59,7 +59,7 @@ def read_key_pair(file: Path | None) -> Any:
         raise UserError(f"--auth-supernode-private-key: {file} cannot be read ({error})") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise UserError(
-            f"--auth-supernode-private-key: {file} is no key of an elliptic curve; ssh-keygen -t ecdsa -b 384"
+            f"--auth-supernode-private-key: {file} is not a key of an elliptic curve; ssh-keygen -t ecdsa -b 384"
         )
     return key, key.public_key()
 

@@ -66,7 +66,7 @@ def _log_delta(epsilon: float, mu: float) -> float:
 
 def record_message_and_get_epsilon(file: Path, data_set: str, protection: ReplyProtection) -> float:
     """Records in a site's privacy ledger (a JSON file) that one message is about to be sent, and returns the ε of all
-    recorded messages; raises an error if the message would exceed the budget.
+    recorded messages.
 
     The ledger counts every message about a data set over all runs, methods, networks and settings, even if rows or test
     examples changed. Only the owner can start a new count, by giving the data set another name. The caller records a message

@@ -61,7 +61,7 @@ def read_ledger(file: Path) -> Ledger:
     """Reads the ledger; returns an empty one if nothing was ever sent.
 
     Raises:
-        UserError: it is damaged, older than what was sent, or missing although something was sent.
+        UserError: the ledger is damaged, older than what was sent, or missing although something was sent.
     """
     advice = "put back a copy of it; without one, nobody knows what has been spent, and nothing is sent"
     if not file.exists():

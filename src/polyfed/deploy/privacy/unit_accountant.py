@@ -68,7 +68,7 @@ def record_private_steps(file: Path, data_set: str, protection: ReplyProtection,
     """Records in the ledger that training steps are about to be carried out, and returns the ε of each unit with them.
 
     Raises:
-        UserError: they would exceed `max_epsilon` (they are not recorded then), or the ledger is lost or damaged.
+        UserError: the units would exceed `max_epsilon` (they are not recorded then), or the ledger is lost or damaged.
     """
     ledger, epsilon = _count_more_steps(file, data_set, protection, steps)
     write_ledger(file, ledger)

@@ -85,19 +85,19 @@ def receive_frame(connection: socket.socket) -> Frame:
 
     Raises:
         EOFError: the other side has closed the connection.
-        BrokenStreamError: the bytes are no frame, or end inside one.
+        BrokenStreamError: the bytes are not a frame, or end inside one.
         FrameError: the frame cannot be understood, but was read to its end.
     """
     prefix = _receive_exactly(connection, _PREFIX.size, may_end=True)
     mark, length, body = _PREFIX.unpack(prefix)
     if mark != _MARK or length > _MAX_HEAD_BYTES or body > _MAX_BODY_BYTES:
-        raise BrokenStreamError("what came is no frame")
+        raise BrokenStreamError("what came is not a frame")
     head = _receive_exactly(connection, length)
     try:
         header = json.loads(head)
         sizes = {str(name): int(size) for name, size in header["groups"]}
         if len(sizes) != len(header["groups"]) or len(sizes) > MAX_GROUPS or min(sizes.values(), default=0) < 0:
-            raise ValueError("its groups are no groups")
+            raise ValueError("its groups have a name twice, a negative size, or are too many")
         if sum(sizes.values()) != body:
             raise ValueError("its groups are not as long as it says")
         frame = Frame(str(header["kind"]), str(header["head"]), dict(header["scalars"]))

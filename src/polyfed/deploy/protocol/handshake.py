@@ -44,7 +44,7 @@ def describe_changed_introduction(first_head: Mapping[str, Any] | None, head: Ma
 
 def merge_data_specs(introductions: Mapping[str, Mapping[str, Any]], name: str) -> DataSpec:
     """Merges the sites' descriptions of their data into one: the input shape that all sites share, and the largest
-    number of outputs of any site; raises an error if input shapes differ.
+    number of outputs of any site.
 
     Args:
         introductions: header of each site's introduction.
@@ -211,7 +211,7 @@ def _parse_data_spec(site: str, value: Any) -> DataSpec:
         inputs, outputs = value
         spec = DataSpec(tuple(int(size) for size in inputs), int(outputs))
     except (TypeError, ValueError) as error:
-        raise UserError(f"site {site!r} reports {value!r}, which is no data spec") from error
+        raise UserError(f"site {site!r} reports {value!r}, which is not a data spec") from error
     if not 1 <= spec.outputs <= _MAX_OUTPUTS or not all(size >= 1 for size in spec.inputs):
         raise UserError(f"site {site!r} reports the data spec {value!r}, which no network can have")
     return spec

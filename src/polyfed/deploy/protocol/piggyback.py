@@ -172,7 +172,7 @@ def _pick_tensors(source: StateDict, positions: _Positions, extra_tensors: State
 
 def _validate_number(value: Any) -> float:
     if not is_number(value):
-        raise ValueError("a scalar is no number")
+        raise ValueError("a scalar is not a number")
     return value
 
 

@@ -97,11 +97,10 @@ def pack_envelope(envelope: Envelope) -> SerializedEnvelope:
 
 
 def read_tensor_specs(packed_group: bytes) -> dict[str, TensorSpec]:
-    """Returns {name: (shape, data type)} of the tensors in a serialised group, without loading them; raises an error if
-    the bytes are damaged or exceed the limits.
+    """Returns {name: (shape, data type)} of the tensors in a serialised group, without loading them.
 
     Raises:
-        UserError: `packed_group` is damaged, or is no such group, or exceeds the limits on number and length of names.
+        UserError: `packed_group` is damaged, or is not a group, or exceeds the limits on number and length of names.
 
     >>> read_tensor_specs(pack_tensors({"w": torch.ones(2, 3)}))
     {'w': ((2, 3), torch.float32)}
@@ -123,7 +122,7 @@ def _read_tensor_spec(entry: Mapping[str, Any], data_length: int) -> TensorSpec:
     """Returns the shape and data type of one serialised tensor, and checks that its data has the right length."""
     shape, dtype, (start, end) = tuple(entry["shape"]), _DTYPES[entry["dtype"]], entry["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
-        raise ValueError("a shape or an offset is no number")
+        raise ValueError("a shape or an offset is not a number")
     if end > data_length or end - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"a tensor of shape {shape} is not there")
     return shape, dtype
@@ -189,7 +188,7 @@ class TaskCompressors(NamedTuple):
 
 def parse_compressors(head: Mapping[str, Any]) -> TaskCompressors:
     """Returns the compressors that a task's header names, for the site's reply and for the server's message, each None
-    if that part is not compressed; raises an error if a name is unknown.
+    if that part is not compressed.
 
     Raises:
         UserError: the header names an unknown compressor.
@@ -205,8 +204,7 @@ def parse_compressors(head: Mapping[str, Any]) -> TaskCompressors:
 @final
 @dataclass(frozen=True)
 class PackedEnvelope:
-    """Holds a received message whose header and tensors are still serialised; raises an error if it exceeds its size
-    limits.
+    """Holds a received message whose header and tensors are still serialised.
 
     Args:
         head: header, as JSON.
@@ -244,7 +242,7 @@ class PackedEnvelope:
 
 
 def parse_head(text: str) -> dict[str, Any]:
-    """Parses the JSON text of a message's header to a dict; raises an error if the text is not a JSON object.
+    """Parses the JSON text of a message's header to a dict.
 
     Raises:
         UserError: the text is not JSON, or no mapping.

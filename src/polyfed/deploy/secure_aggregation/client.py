@@ -252,15 +252,14 @@ def bytes_to_tensor(data: bytes) -> Tensor:
 
 
 def parse_key_advertisement(fields: Mapping[str, Any]) -> KeyAdvertisement:
-    """Reads a site's public keys and their signature from header fields; raises an error if a field is missing or
-    malformed.
+    """Reads a site's public keys and their signature from header fields.
 
     Raises:
-        ValueError, TypeError, KeyError: the fields are no key advertisement.
+        ValueError, TypeError, KeyError: the fields are not a key advertisement.
     """
     cipher, mask_key, signature = (bytes.fromhex(fields[name]) for name in ("cipher", "mask", "signature"))
     if not isinstance(fields["name"], str) or len(cipher) != 32 or len(mask_key) != 32 or len(signature) > 256:
-        raise ValueError("the fields are no key advertisement")
+        raise ValueError("the fields are not a key advertisement")
     return KeyAdvertisement(fields["name"], cipher, mask_key, signature)
 
 

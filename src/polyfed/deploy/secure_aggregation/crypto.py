@@ -87,11 +87,10 @@ def encrypt(key: bytes, content: bytes, context: bytes) -> bytes:
 
 
 def decrypt(key: bytes, encrypted: bytes, context: bytes) -> bytes:
-    """Returns the bytes that `encrypt` encrypted; raises an error if the key or context differs, or the bytes were
-    changed.
+    """Returns the bytes that `encrypt` encrypted.
 
     Raises:
-        ValueError: it was not encrypted with this key and context.
+        ValueError: the data were changed, or were encrypted with another key or context.
     """
     try:
         return ChaCha20Poly1305(key).decrypt(_NONCE, encrypted, context)

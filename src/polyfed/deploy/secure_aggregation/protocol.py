@@ -33,7 +33,7 @@ class SumId:
     """Identifies a secure sum by run and round, so that signatures and keys of one sum are not valid for another.
 
     Raises:
-        RefusalError: the round is no whole number within limits (it is part of a file name).
+        RefusalError: the round is not a whole number within limits (it is part of a file name).
     """
 
     run: str

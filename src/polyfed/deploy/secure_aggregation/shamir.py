@@ -53,7 +53,7 @@ def recover_secret(shares: Mapping[int, int]) -> int:
 
 def lagrange_weights_at_zero(points: Sequence[int]) -> dict[int, int]:
     """Returns {point: weight} for Lagrange interpolation at 0: the sum of the shares, each times its weight, is the
-    secret. Raises an error if points repeat or are not positive.
+    secret.
 
     Raises:
         ValueError: points are not positive, or one occurs twice.
@@ -79,16 +79,15 @@ def field_element_to_bytes(number: int) -> bytes:
 
 
 def field_elements_from_bytes(data: bytes) -> list[int]:
-    """Decodes bytes to a list of prime field elements, 33 bytes for each; raises an error if the bytes are not field
-    elements.
+    """Decodes bytes to a list of prime field elements, 33 bytes for each.
 
     Raises:
-        ValueError: the bytes are no elements of the field.
+        ValueError: the bytes are not elements of the field.
 
     >>> field_elements_from_bytes(field_element_to_bytes(3) + field_element_to_bytes(4))
     [3, 4]
     """
     numbers = [int.from_bytes(data[at : at + ELEMENT_BYTES], "big") for at in range(0, len(data), ELEMENT_BYTES)]
     if len(data) % ELEMENT_BYTES or any(number >= PRIME for number in numbers):
-        raise ValueError("these bytes are no elements of the field")
+        raise ValueError("these bytes are not elements of the field")
     return numbers

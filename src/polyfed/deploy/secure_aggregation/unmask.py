@@ -30,8 +30,7 @@ def unmask_sum(
     masked_total: Words,
     unmasking_shares: Mapping[str, UnmaskingShares],
 ) -> Words:
-    """Removes the masks from the sum of the sites' masked numbers, and returns the sum; raises an error if too few
-    sites have released secret shares, or the shares are inconsistent.
+    """Removes the masks from the sum of the sites' masked numbers, and returns the sum.
 
     Args:
         sum_id: the sum.

@@ -40,7 +40,7 @@ class MessageExchangeEngine(Protocol):
         self, envelopes: Mapping[str, Envelope], round_number: int
     ) -> Iterator[tuple[str, PackedEnvelope | str]]:
         """Sends one message to each site, and yields (site, reply) as replies arrive; (site, reason as text) if there
-        is no reply.
+        is not a reply.
         """
 
 

@@ -51,8 +51,7 @@ def parse_task_result(
     *,
     with_evaluation: bool = False,
 ) -> TaskResult:
-    """Reads a task's result from a site's reply: tensors and scalars for training, metrics for evaluation; raises an
-    error if the reply is not valid.
+    """Reads a task's result from a site's reply: tensors and scalars for training, metrics for evaluation.
 
     Args:
         task: the task.
@@ -115,7 +114,8 @@ def validate_answer_head(
         with_evaluation: whether the task's envelope brought an evaluation too.
 
     Raises:
-        UserError: it answers something else, is a refusal, reports a failure, or has an evaluation that was not asked for.
+        UserError: the reply answers something else, is a refusal, reports a failure, or has an evaluation that was not
+            asked for.
     """
     _raise_if_refused(head)
     expected_fields = {"client": task.client, "run": server.run, "round": task.round, "phase": task.phase}
@@ -140,7 +140,7 @@ def _parse_metrics(head: Mapping[str, Any], server: DeploymentServer) -> dict[st
     if not isinstance(metrics, dict) or not all(
         _is_metric_name(n, server) and (v is None or _is_finite_number(v)) for n, v in metrics.items()
     ):
-        raise UserError(f"its metrics are no scores or losses: {sanitize_line(repr(metrics))}")
+        raise UserError(f"its metrics are not scores or losses: {sanitize_line(repr(metrics))}")
     return metrics
 
 
@@ -153,7 +153,7 @@ def _parse_scalars(packed: PackedEnvelope, server: DeploymentServer, introductio
     if wrong := [n for n, v in scalars.items() if not is_number(v) or abs(v) > _MAX_ABSOLUTE_VALUE]:
         value = scalars[wrong[0]]
         description = f"a list of {len(value)}" if isinstance(value, list) else sanitize_line(repr(value))
-        raise UserError(f"scalar {wrong[0]!r} is {description}, which is no number up to {_MAX_ABSOLUTE_VALUE:g}")
+        raise UserError(f"scalar {wrong[0]!r} is {description}, which is not a number up to {_MAX_ABSOLUTE_VALUE:g}")
     num_examples = introduction.get("num_examples")
     if num_examples is None:
         scalars.pop("num_examples", None)

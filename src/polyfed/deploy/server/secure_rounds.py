@@ -232,7 +232,7 @@ class SecureRoundServer:
         """Reads the masked numbers in a site's reply, and checks that they fit the sum.
 
         Raises:
-            UserError: they are not a valid part of this sum.
+            UserError: the words are not a valid part of this sum.
         """
         names_by_group = {group: sorted(tensors) for group, tensors in answer.tensor_specs_by_group().items()}
         if names_by_group != {"sum": ["layout", "words"]}:  # before tensors are read
@@ -303,8 +303,6 @@ class SecureRoundServer:
         shows that masks are left in it.
 
         A site that releases wrong shares can cause this, and the remaining masks would enter the model.
-
-        Then masks are left in the sum, which a site that releases wrong shares can cause, and they would enter the model.
         """
         weighted = isinstance(self._server.algorithm, Averaging) and self._server.algorithm.weighted
         if not sites <= weight <= sites * (MAX_EXAMPLES if weighted else 1):
@@ -314,12 +312,12 @@ class SecureRoundServer:
             )
 
 
-def _sum_or_zeros(words: FixedPointWords, layout: SumLayout, whole_sum: bool) -> Message:
+def _sum_or_zeros(words: FixedPointWords, layout: SumLayout, gets_sum: bool) -> Message:
     """Returns the secure sum as one site's reply, or zeros for every other site, so that all replies add up to the sum.
 
     The zeros take no memory.
     """
-    if whole_sum:
+    if gets_sum:
         return build_sum_message(words, layout)
     zeros = torch.zeros(1, dtype=torch.int64).expand(layout.num_words)
     return Message({"sum": {"layout": layout.to_byte_tensor(), "words": zeros}})

@@ -211,8 +211,7 @@ class DeploymentServer:
         return self.deployment.secure_threshold or 2 * self.sites_per_round // 3 + 1
 
     def build_checked_federation(self, introductions: Mapping[str, Mapping[str, Any]]) -> Federation:
-        """Builds the federation from what the sites report about themselves; raises an error if the sites do not suit
-        the method or each other.
+        """Builds the federation from what the sites report about themselves.
 
         Args:
             introductions: header of each site's answer to its introduction.
@@ -244,7 +243,7 @@ class DeploymentServer:
                 raise UserError(f"site {i!r} does not report its number of examples, which {name} needs")
             number = introductions[i].get("num_examples", 1)
             if not is_whole_number(number, 1) or number > MAX_EXAMPLES:
-                raise UserError(f"site {i!r} reports {str(number)[:40]} examples, which is no count")
+                raise UserError(f"site {i!r} reports {str(number)[:40]} examples, which is not a count")
         architecture_by_site = dict.fromkeys(ids, next(iter(self.models))) if "one_architecture" in needs else {}
         if "architectures" in needs:
             architecture_by_site = {i: str(introductions[i].get("architecture")) for i in ids}

@@ -35,8 +35,7 @@ _LOG = logging.getLogger("polyfed.server")
 
 
 def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
-    """Builds the server of a deployment from Flower's flat configuration {option: value}; raises an error if an option
-    is missing, unknown or not valid.
+    """Builds the server of a deployment from Flower's flat configuration {option: value}.
 
     Args:
         config: fields of `Deployment` and `Settings` with hyphens (`sites` separated by commas; `file` is the server's
@@ -102,7 +101,7 @@ def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
     fields = {f.name for f in dataclasses.fields(method_class)}  # type: ignore[arg-type]
     if unknown_fields := sorted(set(method_fields) - fields):
         raise UserError(
-            f"algorithm.{unknown_fields[0]} is no field of the method; {did_you_mean(unknown_fields[0], fields)}"
+            f"algorithm.{unknown_fields[0]} is not a field of the method; {did_you_mean(unknown_fields[0], fields)}"
         )
     algorithm = method_class(**{name: _parse_field_value(value) for name, value in method_fields.items()})
     setting_values = {k.replace("-", "_"): options[k] for k in setting_options if k in options}
@@ -132,7 +131,7 @@ def _parse_field_value(value: Any) -> Any:
         try:
             return None if value == "none" else parse_yaml(value)
         except ValueError as error:
-            raise UserError(f"{value[:60]!r} in the configuration is no list, mapping or null: {error}") from error
+            raise UserError(f"{value[:60]!r} in the configuration is not a list, mapping or null: {error}") from error
     return value
 
 

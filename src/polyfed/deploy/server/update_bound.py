@@ -25,10 +25,10 @@ class BoundedMethod(NamedTuple):
 
 
 def parse_max_update_norm(value: Any) -> MaxUpdateNorm:
-    """Returns one of the words, or a positive number, also from its text; raises a `UserError` for anything else.
+    """Returns one of the words, or a positive number, also from its text.
 
     Raises:
-        UserError: the value is something else.
+        UserError: the value is neither.
 
     >>> parse_max_update_norm("auto"), parse_max_update_norm("2.5")
     ('auto', 2.5)

@@ -47,8 +47,7 @@ def build_allowed_algorithm(
     protection: ReplyProtection,
     allow_look: bool = False,
 ) -> Algorithm[Any, Any]:
-    """Builds the method that a message's header names; raises a `RefusalError` if the site's owner does not allow the
-    method.
+    """Builds the method that a message's header names.
 
     Args:
         head: header of an envelope from the server.
@@ -68,7 +67,7 @@ def build_allowed_algorithm(
     if secure_only and not secure:
         raise RefusalError("this site takes part in secure sums only (secure=true in its node-config)")
     if name == LOOK_NAME:  # has a consent of its own
-        return build_look_if_owner_allows(fields, secure=secure, consents=allow_look, protection=protection)
+        return build_look_if_owner_allows(fields, secure=secure, owner_consents=allow_look, protection=protection)
     # The site's own table decides later whether `Moments` may run.
     algorithm = Moments() if name == MOMENTS_NAME else _build_registered(name, fields, methods)
     if secure and not supports_secure_sum(algorithm):
@@ -104,11 +103,10 @@ def _build_registered(name: str, fields: Mapping[str, Any], methods: frozenset[s
 
 
 def call_client_factory(client_factory: Callable[[], Client], site: str) -> Client:
-    """Calls the function `client` of a site's `site.py` and returns the client; raises an error if the function returns
-    no `Client`, or one whose id is not the site's.
+    """Calls the function `client` of a site's `site.py` and returns the client.
 
     Raises:
-        UserError: it returns no client, one with another id than the site, or one whose labels are texts.
+        UserError: the function returns no client, one with another id than the site, or one whose labels are texts.
     """
     client = client_factory()
     if not isinstance(client, Client):

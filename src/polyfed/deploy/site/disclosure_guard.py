@@ -86,7 +86,7 @@ class DisclosureGuard:
 
     def record_message_and_get_cost(self, *, already_recorded: bool = False) -> dict[str, float | None]:
         """Records a message in the privacy ledger, and returns {"epsilon": ε, "delta": δ} that all messages so far have
-        spent, or {} without noise; raises an error if the budget is exceeded.
+        spent, or {} without noise.
 
         Args:
             already_recorded: whether the ledger has this message already.

@@ -33,15 +33,14 @@ _LOG = logging.getLogger("polyfed.site")
 
 
 def build_look_if_owner_allows(
-    fields: Mapping[str, Any], *, secure: bool, consents: bool, protection: ReplyProtection
+    fields: Mapping[str, Any], *, secure: bool, owner_consents: bool, protection: ReplyProtection
 ) -> FederatedLook:
-    """Builds the method that computes summary statistics of the site's data from the fields that the server sends;
-    raises a `RefusalError` if the site's owner does not allow it.
+    """Builds the method that computes summary statistics of the site's data from the fields that the server sends.
 
     Raises:
         RefusalError: the owner has not consented, the site adds noise or clips, or the server asks for counts of few rows.
     """
-    if not consents:
+    if not owner_consents:
         raise RefusalError(
             "a look shows the server names, counts, means and histograms of the columns of its data, which this site does "
             "not allow (disclose=look)"
@@ -73,14 +72,13 @@ def answer_look(head: Mapping[str, Any], algorithm: Algorithm[Any, Any], client:
     return Envelope({"client": client.id, "run": head["run"], "columns": columns})
 
 
-def check_earlier_looks_tell_no_few_rows(folder: Path, client: Client) -> None:
-    """Records in a folder which rows a look shows; raises a `RefusalError` if these are the rows of an earlier look but for
-    fewer than `MIN_COUNT`, which the difference of both looks would tell.
+def check_and_record_rows_of_look(folder: Path, client: Client) -> None:
+    """Records in a folder which rows a look shows, if no earlier look of almost the same rows is there.
 
     The folder has a file for each different set of rows, of 8 bytes a row (a hash of its values). Its owner may remove one.
 
     Raises:
-        RefusalError: the rows differ from those of an earlier look in so few.
+        RefusalError: the rows differ from those of an earlier look in fewer than `MIN_COUNT`, which both would tell.
     """
     hashes = _hash_rows(client)
     file = folder / f"{hashlib.sha256(hashes.tobytes()).hexdigest()[:32]}.rows"

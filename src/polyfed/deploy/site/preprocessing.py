@@ -107,8 +107,7 @@ def summarize_schema(client: Client, run: str, *, with_names: bool) -> SchemaSum
 
 
 def check_and_save_common_preprocessing(folder: Path, description: Any, client: Client) -> None:
-    """Saves in the run's folder the preprocessing that the server has computed for all sites; raises an error if it
-    does not suit the site's table, or differs from the one saved before.
+    """Saves in the run's folder the preprocessing that the server has computed for all sites.
 
     Raises:
         RefusalError: it differs from the one saved before in this run, or does not suit the site's table.
@@ -161,14 +160,14 @@ def parse_common_preprocessing(preprocessor: TablePreprocessor, description: Any
     (50.0,)
     """
     if wrong := validation_error(description, _CommonPreprocessing):
-        raise UserError(f"this is no preprocessing of a table: {wrong}")
+        raise UserError(f"this is not the preprocessing of a table: {wrong}")
     numbers = [
         *description["mean"],
         *description["spread"],
         *(number for pair in description["target"] for number in pair),
     ]
     if not all(map(math.isfinite, numbers)) or any(len(pair) != 2 for pair in description["target"]):
-        raise UserError("this is no preprocessing of a table: its numbers are not finite, or not in pairs")
+        raise UserError("this is not the preprocessing of a table: its numbers are not finite, or not in pairs")
     site_fields = preprocessor.to_json_dict()
     columns_and_classes = {
         name: site_fields[name] if description[name] is None else description[name] for name in ("columns", "classes")

@@ -93,7 +93,7 @@ def read_private_state(
         ) from error
     except UserError as error:  # its text has the whole path, which must not go to the server
         raise InvalidSiteStateError(
-            f"{description} is lost: {shown_path} is no file that can be read; {_ADVICE}"
+            f"{description} is lost: {shown_path} is not a file that can be read; {_ADVICE}"
         ) from error
     if checksum_line != f"{_checksum(owner_line, state)}\n".encode():
         raise InvalidSiteStateError(

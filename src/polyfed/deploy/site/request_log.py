@@ -115,14 +115,14 @@ class RequestLog:
             raise RefusalError(FAILURE_TEXT)
         return entry["entered"] and entry["inputs"] == task.inputs_hash
 
-    def record_start(self, task: "TaskRequest", *, in_ledger: bool) -> None:
+    def record_start(self, task: "TaskRequest", *, is_in_ledger: bool) -> None:
         """Records in the request log that the site is about to use its data for a task, or to draw noise for the reply.
 
         Args:
             task: the task.
-            in_ledger: whether the ledger has it, and no noise was drawn since.
+            is_in_ledger: whether the ledger has it, and no noise was drawn since.
         """
-        self._write_record(task, {**self._read_record(task), "inputs": task.inputs_hash, "entered": in_ledger})
+        self._write_record(task, {**self._read_record(task), "inputs": task.inputs_hash, "entered": is_in_ledger})
 
     def count_refusal(self, task: "TaskRequest") -> None:
         """Records in the request log that the site refused a task for a reason that may depend on the data."""

@@ -28,7 +28,7 @@ from polyfed.deploy.site.admission import (
     check_protocol,
 )
 from polyfed.deploy.site.disclosure_guard import DisclosureGuard, check_disclose_suits_protection
-from polyfed.deploy.site.look import LOOK, answer_look, check_earlier_looks_tell_no_few_rows
+from polyfed.deploy.site.look import LOOK, answer_look, check_and_record_rows_of_look
 from polyfed.deploy.site.preprocessing import (
     apply_common_preprocessing,
     check_and_save_common_preprocessing,
@@ -171,7 +171,7 @@ class Site:
 
     def _run_folder(self, head: Mapping[str, Any]) -> Path:
         if not (isinstance(head["run"], str) and _RUN_PATTERN.fullmatch(head["run"])):
-            raise RefusalError(f"{head['run']!r} is no identifier of a run")
+            raise RefusalError(f"{head['run']!r} is not an identifier of a run")
         return self.folder / head["run"]
 
     @property
@@ -198,7 +198,7 @@ class Site:
         if reveals_count and private_training_options(algorithm) is None:
             self._disclosure_guard.record_message_and_get_cost()
         if self._hides_replies(head):
-            requests.record_start(request, in_ledger=False)
+            requests.record_start(request, is_in_ledger=False)
         table: dict[str, Any] = {}  # sent with a refusal too, since the table may be its reason
         answer = self._refuse_on_error(
             lambda: self._check_and_introduce(head, algorithm, table, reveals_count=reveals_count)
@@ -254,7 +254,7 @@ class Site:
         if isinstance(algorithm, Moments):
             check_table_sums_allowed(client, self.protection, secure_sums=bool(head.get("secure_sums")))
         if isinstance(algorithm, FederatedLook):
-            check_earlier_looks_tell_no_few_rows(self.folder / "earlier_looks", client)
+            check_and_record_rows_of_look(self.folder / "earlier_looks", client)
         metrics = resolve_requested_metrics(head.get("metrics", []), client.task)
         check_or_record_client_identity(folder, client.id, data_fingerprint([client]))
         engine = InProcessEngine(algorithm, [client], choose_device(self.device), metrics)
@@ -295,7 +295,7 @@ class Site:
         discloses = self._disclosure_guard.must_record_reply(head, algorithm)
         cost = self._disclosure_guard.record_message_and_get_cost(already_recorded=in_ledger) if discloses else {}
         if hides_reply:
-            requests.record_start(request, in_ledger=discloses and site_task.task.phase == "local")
+            requests.record_start(request, is_in_ledger=discloses and site_task.task.phase == "local")
         if participation is not None:
             participation.mark_used()
         return StartedTask(site_task, request, participation, cost)
@@ -345,7 +345,7 @@ class Site:
             )  # fmt: skip
             record |= result.reply.scalars
             if self._hides_replies(head):
-                RequestLog(folder).record_start(started.request, in_ledger=False)  # the next step may draw noise
+                RequestLog(folder).record_start(started.request, is_in_ledger=False)  # the next step may draw noise
             body = self._protect_reply(started, result.reply, algorithm)
             answer |= self._next_sum_keys(site_task) if head.get("secure") else {}
             record["bytes_up"] = body.nbytes

@@ -93,8 +93,7 @@ def parse_site_task(
     clips_updates: bool,
     nbytes: int | None = None,
 ) -> SiteTask:
-    """Reads a task from a message, and loads the client's private state for it; raises an error if the task is not
-    valid.
+    """Reads a task from a message, and loads the client's private state for it.
 
     Args:
         envelope: an envelope addressed to this site.
@@ -144,12 +143,11 @@ def check_phase(head: Mapping[str, Any]) -> None:
     training or evaluation.
     """
     if (phase := head["phase"]) not in get_args(Phase):
-        raise RefusalError(f"{phase!r} is no phase of a round; {did_you_mean(str(phase), get_args(Phase))}")
+        raise RefusalError(f"{phase!r} is not a phase of a round; {did_you_mean(str(phase), get_args(Phase))}")
 
 
 def resolve_requested_metrics(names: Any, task: Task) -> tuple[Metric, ...]:
-    """Returns the metrics whose names a message's header lists; raises a `RefusalError` if a metric is not built into
-    polyfed.
+    """Returns the metrics whose names a message's header lists.
 
     Args:
         names: the header's list of names.
@@ -169,7 +167,7 @@ def resolve_requested_metrics(names: Any, task: Task) -> tuple[Metric, ...]:
 def _read_whole_number(head: Mapping[str, Any], word: str) -> int:
     number = head[word]
     if type(number) is not int or (word in _ROUND_KEYS and not 0 <= number < _MAX_ROUNDS):
-        raise RefusalError(f"the header's {word!r} is no whole number within its limits")
+        raise RefusalError(f"the header's {word!r} is not a whole number within its limits")
     return number
 
 

@@ -80,8 +80,7 @@ class LocalTrial:
         return trial_folder_of(self.project)
 
     def restart_ended_supernodes(self) -> None:
-        """Restarts each SuperNode process of the trial some seconds after it has ended; raises an error if the
-        SuperLink has ended.
+        """Restarts each SuperNode process of the trial some seconds after it has ended.
 
         Raises:
             RoundError: the SuperLink has ended.
@@ -262,10 +261,10 @@ def _log_in(home: Path, address: str, token: Path, keys: Mapping[str, Path] = Ma
 
 
 def find_flower_program(name: str) -> str:
-    """Returns the path of a command that Flower has installed, such as `flwr`; raises an error if it is missing.
+    """Returns the path of a command that Flower has installed, such as `flwr`.
 
     Raises:
-        UserError: it is not installed.
+        UserError: Flower is not installed.
     """
     path = Path(sys.executable).parent / name
     if not path.exists():

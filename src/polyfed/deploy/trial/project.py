@@ -28,7 +28,7 @@ class DeploymentProject:
         path: the project's folder.
 
     Raises:
-        UserError: the folder is no project.
+        UserError: the folder is not a project.
     """
 
     path: Path
@@ -36,7 +36,8 @@ class DeploymentProject:
     def __post_init__(self) -> None:
         if not (self.app_folder / "pyproject.toml").is_file():
             raise UserError(
-                f"{self.path} is no project of a federation: it has no app/pyproject.toml; polyfed flower init {self.path}"
+                f"{self.path} is not a project of a federation: it has no app/pyproject.toml; "
+                f"polyfed flower init {self.path}"
             )
 
     @property
@@ -58,7 +59,7 @@ class DeploymentProject:
         """Returns the server's configuration as a dict: the table `[tool.flwr.app.config]` of `app/pyproject.toml`.
 
         Raises:
-            UserError: the file is no valid TOML, or lacks the table.
+            UserError: the file is not valid TOML, or lacks the table.
         """
         file = self.app_folder / "pyproject.toml"
         try:

@@ -60,7 +60,7 @@ class NodePlan:
 def plan_operation(
     n: fx.Node, module: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> NodePlan | None:
-    """Returns the nodes that an operation becomes; None if it is no layer that this file knows.
+    """Returns the nodes that an operation becomes; None if it is not a layer that this file knows.
 
     Args:
         n: an operation of the traced program.
@@ -206,7 +206,7 @@ def _plan_lookup(weight: Tensor) -> NodePlan | None:
 
 
 def plan_recurrent_layers(
-    cell: _Cell, tensors: Sequence[Tensor], biased: bool, layers: int, directions: int
+    cell: _Cell, tensors: Sequence[Tensor], has_bias: bool, layers: int, directions: int
 ) -> NodePlan | None:
     """Returns the nodes of an LSTM, GRU or RNN. Each layer and direction has one node for the input's matrix, one for
     the hidden state's, and one for an LSTM's projection, if there is one.
@@ -214,7 +214,7 @@ def plan_recurrent_layers(
     Args:
         cell: kind of the cell.
         tensors: parameters in torch's order.
-        biased: whether there are biases.
+        has_bias: whether there are biases.
         layers: how many layers.
         directions: 2 for a bidirectional layer, else 1.
 
@@ -222,7 +222,7 @@ def plan_recurrent_layers(
         The plan, or None if the number of tensors is another one.
     """
     each = len(tensors) // (layers * directions)
-    if each * layers * directions != len(tensors) or each not in ((4, 5) if biased else (2, 3)):
+    if each * layers * directions != len(tensors) or each not in ((4, 5) if has_bias else (2, 3)):
         return None
     planned: list[PlannedNode] = []
     before: tuple[int, ...] | None = None
@@ -230,13 +230,13 @@ def plan_recurrent_layers(
         ends: list[int] = []
         for direction in range(directions):
             first = (layer * directions + direction) * each
-            matrices, biases = tensors[first : first + 2], tensors[first + 2 : first + 4] if biased else ()
+            matrices, biases = tensors[first : first + 2], tensors[first + 2 : first + 4] if has_bias else ()
             after = before
             place = f"layer {layer}" * (layers > 1) + " reverse" * direction
             for number, (matrix, name) in enumerate(zip(matrices, ("input", "hidden"), strict=True)):
-                roles = {"weight": matrix, **({"bias": biases[number]} if biased else {})}
+                roles = {"weight": matrix, **({"bias": biases[number]} if has_bias else {})}
                 kind = cast(RecurrentKind, f"{cell}_{name}")
-                width = LayerType(kind, matrix.shape[1], matrix.shape[0], bias=biased)
+                width = LayerType(kind, matrix.shape[1], matrix.shape[0], bias=has_bias)
                 planned.append(PlannedNode(width, roles, f"{place} {name}".strip(), after))
                 after = (len(planned) - 1,)
             if each in (3, 5):

@@ -18,8 +18,7 @@ from polyfed.graphs.tracing.layer_flow import Root, TracedProgram, iterate_tenso
 
 
 def trace_with_export(root: Root, x: Inputs) -> TracedProgram:
-    """Traces a model into a program of ATen operators, with branches on shapes and types as for the example `x`; raises
-    an exception of any class if that fails.
+    """Traces a model into a program of ATen operators, with branches on shapes and types as for the example `x`.
 
     Args:
         root: module around a copy of the model.
@@ -39,8 +38,7 @@ def trace_with_export(root: Root, x: Inputs) -> TracedProgram:
 
 
 def trace_on_example(root: Root, x: Inputs) -> TracedProgram:
-    """Traces a model into the program of ATen operators that it runs on the example `x`, whatever its values decide; raises
-    an exception of any class if that fails.
+    """Traces a model into the program of ATen operators that it runs on the example `x`, whatever its values decide.
 
     Args:
         root: module around a copy of the model.

@@ -14,8 +14,7 @@ from polyfed.graphs.tracing.traced_modules import inherits_torch_forward
 
 
 def trace_with_fx(root: Root, x: Inputs) -> TracedProgram:
-    """Traces a model into a program in which each call of a layer is one operation; raises an exception of any class if
-    that fails.
+    """Traces a model into a program in which each call of a layer is one operation.
 
     Args:
         root: module around a copy of the model; symbols may remain in it.

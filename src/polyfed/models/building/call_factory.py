@@ -19,7 +19,7 @@ def call_factory(
     arguments: Mapping[str, Any],
 ) -> nn.Module:
     """Builds a network by calling `factory` with `arguments`, and `input_shape` and `num_classes` if it has such
-    parameters; raises a `UserError` if they do not fit.
+    parameters.
 
     Args:
         label: name of the factory in error messages.

@@ -63,7 +63,7 @@ def plain_cnn(
     global_pool: bool = False,
 ) -> nn.Sequential:
     """Builds a CNN without branches: convolutions, each with ReLU and optional norm and max-pooling, then fully
-    connected layers. Raises a `UserError` if the image is too small.
+    connected layers.
 
     The layers are named conv1, norm1, pool1, relu1, conv2, ..., flatten, fc1, relu_fc1, ...; the last fc is the output.
 

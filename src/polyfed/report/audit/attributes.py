@@ -74,7 +74,7 @@ def guess_attributes(network: nn.Module, examples: Examples) -> Guesses:
 
 def columns_of_few_values(examples: Examples) -> dict[str, tuple[int, Tensor, Tensor]]:
     """Returns position, values and frequencies of the first 20 columns of a table that have 2 to 10 values, the most
-    frequent value first; empty if the inputs are no table."""
+    frequent value first; empty if the inputs are not a table."""
     rows = examples.raw_inputs
     if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
         return {}

@@ -264,14 +264,14 @@ def _measure_attack(name: str, num_examples: int, part: ScoredExamples, epsilon:
     return ClientAudit(name, num_examples, attack_auc(*part), at_1_percent, at_10_percent, epsilon)
 
 
-def _describe_attempt(num_runs: int, few: bool, with_attributes: bool) -> tuple[str, ...]:
+def _describe_attempt(num_runs: int, has_few_scores: bool, with_attributes: bool) -> tuple[str, ...]:
     """Returns what was tried to find members and attributes, and what the rates do not say, as sentences."""
     sentences = [
         f"Tried: membership inference by a likelihood ratio (LiRA, one variance for each client) on each client's personal "
         f"network; {num_runs} runs, each on a random half of the training examples, each attacked with the "
         f"{num_runs - 1} others. In parentheses: 95 % intervals."
     ]
-    if few:
+    if has_few_scores:
         sentences.append(
             "Fewer than 100 scores of non-members for a client: there the rate at 1 % is the one without any false positive."
         )

@@ -78,7 +78,7 @@ def parse_answer_for_mean_over_sites(comparison_results: Mapping[str, Any]) -> S
     gives none.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the entry is damaged.
     """
     entry = comparison_results.get("mean_answer")
     return None if entry is None else _parse_answer(entry)

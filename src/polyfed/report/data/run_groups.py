@@ -203,7 +203,7 @@ class RunGroups(NamedTuple):
 
 
 def read_run_groups(folders: Sequence[Path]) -> RunGroups:
-    """Reads runs and comparisons, and groups runs with comparable scores; raises an error if none is evaluated yet.
+    """Reads runs and comparisons, and groups runs with comparable scores.
 
     Baselines in a run directory are read too. Returns the groups, and a sentence on each run that was left out.
 

@@ -250,7 +250,7 @@ def _deciding_metric(config: Mapping[str, Any]) -> str | None:
 
 def read_checked_round_records(path: Path, score_names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Reads a `metrics.jsonl` file, and returns one dict per round, none if it is missing; leaves out a partly written
-    last line, and raises an error if another line is not a valid round.
+    last line.
 
     Args:
         path: the file.
@@ -285,7 +285,7 @@ def read_checked_round_records(path: Path, score_names: Sequence[str] = ()) -> l
 def _round_error(record: Any, score_names: Set[str]) -> str | None:
     """Returns a text that says why `record` is not a valid record of a round; None if it is valid."""
     if not isinstance(record, Mapping):
-        return "it is no round"
+        return "it is not a round"
     number = record.get("round")
     if not is_whole_number(number):
         return f"its round is {_short_json(number)}" if "round" in record else "it has no round"
@@ -293,23 +293,21 @@ def _round_error(record: Any, score_names: Set[str]) -> str | None:
         if name not in record and name in _TOTALS:
             return f"round {number} has no {name}"
         if not _is_number(record.get(name, 0)):
-            return f"{name} of round {number} is {_short_json(record[name])}, which is no number"
+            return f"{name} of round {number} is {_short_json(record[name])}, which is not a number"
     if "clients" not in record:
         return f"round {number} has no clients"
     clients = record["clients"]
     if not isinstance(clients, Mapping) or not all(isinstance(row, Mapping) for row in clients.values()):
-        return f"the clients of round {number} are no mapping from ids to values"
+        return f"the clients of round {number} are not a mapping from ids to values"
     for client, row in clients.items():
         for score in sorted(score_names & row.keys()):
             if row.get(score) is not None and not _is_number(row[score]):
-                return (
-                    f"{score} of client {client!r} in round {number} is {_short_json(row[score])}, which is no number"
-                )
+                return f"{score} of client {client!r} in round {number} is {_short_json(row[score])}, which is not a number"
     for name in ("failures", "warnings"):
         if not isinstance(record.get(name, []), list):
-            return f"the {name} of round {number} are no list"
+            return f"the {name} of round {number} are not a list"
     texts = all(isinstance(sentence, str) for sentence in record.get("warnings", []))
-    return None if texts else f"a warning of round {number} is no text"
+    return None if texts else f"a warning of round {number} is not text"
 
 
 def _is_number(value: Any) -> bool:

@@ -145,7 +145,7 @@ def _folder_contents(trained: TrainedModel, format: Format) -> dict[str, bytes]:
     file_contents = {
         SIGNATURE: encode_json(signature),
         WEIGHTS: safetensors.torch.save(weights),
-        CARD: build_model_card(trained, file, outputs, checked=checked, versions=version_by_package).encode(),
+        CARD: build_model_card(trained, file, outputs, outputs_checked=checked, versions=version_by_package).encode(),
     }
     if file is not None and content is not None:
         file_contents[file] = content
@@ -195,7 +195,7 @@ class ExportedModel:
         folder: that `export_model` wrote.
 
     Raises:
-        UserError: it is damaged, its inputs are no table, or its network is code that nobody allowed.
+        UserError: the file is damaged, its inputs are not a table, or its network is code that nobody allowed.
     """
 
     def __init__(self, folder: Path) -> None:

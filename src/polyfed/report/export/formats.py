@@ -31,7 +31,7 @@ def validate_format(name: str) -> None:
     package that is not installed.
 
     Raises:
-        UserError: which, and what to do.
+        UserError: the name is not a format, or a package is missing; the message says which to install.
 
     >>> validate_format("onxx")
     Traceback (most recent call last):
@@ -66,8 +66,7 @@ class SerializedNetwork(NamedTuple):
 
 @exclusive_single_torch_thread_with_grad()
 def serialize_network(trained: TrainedModel, name: str) -> SerializedNetwork:
-    """Exports a network as the bytes of a file in the given format; raises an error if the export fails, or its outputs
-    differ from the network's.
+    """Exports a network as the bytes of a file in the given format.
 
     Args:
         trained: with its network.

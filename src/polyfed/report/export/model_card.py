@@ -19,7 +19,7 @@ def build_model_card(
     network_file: str | None,
     output_signature: Mapping[str, Any],
     *,
-    checked: bool,
+    outputs_checked: bool,
     versions: Mapping[str, str],
 ) -> str:
     """Returns the text of the model card of an exported network, as Markdown.
@@ -28,7 +28,7 @@ def build_model_card(
         trained: what is exported.
         network_file: the network's file, "network.ts" or "network.onnx"; None where the weights are alone.
         output_signature: what the signature says of the outputs.
-        checked: whether the file was read back and compared with the network.
+        outputs_checked: whether the file was read back and compared with the network.
         versions: of the packages that decide results.
     """
     client = _escape_markdown(trained.signature["client"])
@@ -52,7 +52,7 @@ def build_model_card(
         "## Inputs and outputs",
         _signature_section(trained, output_signature),
         "## Use without polyfed",
-        _usage_section(trained, network_file, checked),
+        _usage_section(trained, network_file, outputs_checked),
         "## Use with polyfed",
         "`polyfed predict THIS-FOLDER FILE.csv` applies the preprocessing and names the classes."
         if trained.preprocessor is not None
@@ -157,7 +157,7 @@ def _signature_section(trained: TrainedModel, outputs: Mapping[str, Any]) -> str
     return f"{text}{f' In this order: {names}.' if names else ''}"
 
 
-def _usage_section(trained: TrainedModel, file: str | None, checked: bool) -> str:
+def _usage_section(trained: TrainedModel, file: str | None, outputs_checked: bool) -> str:
     if file is None:
         return "Only the weights are here (`--format weights`): load them into the network's own code."
     table = trained.preprocessor is not None
@@ -180,7 +180,7 @@ def _usage_section(trained: TrainedModel, file: str | None, checked: bool) -> st
                  f"print(network.run(None, {feeds_code})[0])"]  # fmt: skip
         needs = "onnxruntime and numpy"
     code = "\n".join(lines)
-    check_note = "It was read back and gave the outputs of the network." if checked else (
+    check_note = "It was read back and gave the outputs of the network." if outputs_checked else (
         "It was not read back, since onnxruntime was not installed: compare it before you use it."
     )  # fmt: skip
     more = " TorchScript is code: load such files only from people whom you trust." if file.endswith(".ts") else ""
@@ -211,8 +211,8 @@ def _limits_section(client: str) -> str:
             f"- The scores are of {client}'s examples at one time. For other places, devices, groups of people or years "
             "nothing is known.",
             "- Weights can give away examples that they were trained on. Whoever gets this folder gets them.",
-            "- It is no medical device, and no decision by itself: who uses it tests it, by subgroup and for calibration, "
-            "and answers for it.",
+            "- It is not a medical device and makes no decision by itself: who uses it tests it, by subgroup and for "
+            "calibration, and answers for it.",
             "- Outputs are not calibrated unless you have checked that they are.",
         ]
     )

@@ -104,8 +104,7 @@ class TrainedModel:
 
 
 def trained_model_of_run(run: Run, client: str) -> TrainedModel:
-    """Returns a client's trained network, with its preprocessing and scores, from a run in memory; raises an error if
-    no client has the id.
+    """Returns a client's trained network, with its preprocessing and scores, from a run in memory.
 
     Raises:
         UserError: no client has this id.
@@ -172,7 +171,7 @@ def read_trained_model(folder: Path, client: str | None, network: Architecture |
         network: builds the network, where the directory does not say how.
 
     Raises:
-        UserError: there is none of this client, its files are damaged, or its network cannot be built.
+        UserError: there is no network of this client, its files are damaged, or its network cannot be built.
     """
     path, signature = _find_model(folder, client)
     try:
@@ -251,7 +250,7 @@ def read_preprocessor(path: Path) -> TablePreprocessor | None:
     """Reads from a file the preprocessing that was fitted to a table; None if the file does not exist.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the file is damaged.
     """
     if not path.is_file():
         return None
@@ -262,11 +261,10 @@ def read_preprocessor(path: Path) -> TablePreprocessor | None:
 
 
 def read_architecture_description(path: Path) -> Mapping[str, Any]:
-    """Reads from a JSON file the description from which a method builds a client's network, as a dict; raises an error
-    if the file is missing or damaged.
+    """Reads from a JSON file the description from which a method builds a client's network, as a dict.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: the file is missing or damaged.
     """
     try:
         content = parse_json(read_file(path))

@@ -38,8 +38,7 @@ class AggregationWeights:
 
 
 def read_aggregation_weights(run_directory: str | Path) -> AggregationWeights:
-    """Reads the aggregation weights of every round from the files `analysis/round-N.npz` in a run directory; raises an
-    error if there are none, or one is damaged.
+    """Reads the aggregation weights of every round from the files `analysis/round-N.npz` in a run directory.
 
     Raises:
         UserError: there are no such files, or one of them is damaged or does not fit the others.
@@ -85,7 +84,7 @@ def _read_weights_file(file: Path) -> dict[str, NDArray[Any]]:
         names = " and ".join(f"{key} {arrays[key].shape}" for key in _KEYS)
         raise UserError(f"{file} holds shapes that do not fit: {names}; alpha must be (rows, layers, clients)")
     if not set(rows.tolist()) <= set(clients.tolist()) or not np.isfinite(arrays["alpha"]).all():
-        raise UserError(f"{file} is damaged (rows of unknown clients, or weights that are no numbers); run again")
+        raise UserError(f"{file} is damaged (rows of unknown clients, or weights that are not numbers); run again")
     return arrays
 
 

@@ -85,8 +85,7 @@ class ArchitectureSearchResult:
     cells: tuple[tuple[SearchedCell, ...], ...]
 
     def cells_of(self, client: str) -> tuple[SearchedCell, ...]:
-        """Returns the cells of the client with the given id, first those whose weights all clients share (base cells);
-        raises an error if no client has the id.
+        """Returns the cells of the client with the given id, first those whose weights all clients share (base cells).
 
         Raises:
             UserError: the run has no client of this id.

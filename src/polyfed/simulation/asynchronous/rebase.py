@@ -27,7 +27,7 @@ def rebase_update(
         buffer_names: names of tensors that are buffers of the network.
 
     Raises:
-        ValueError: a tensor of the reply is in no message, so that it has no change; half a sentence.
+        ValueError: a tensor of the reply is in no message, so that it has no change; the message is half a sentence.
 
     >>> w = lambda value: Message({"model": {"w": torch.tensor([value])}})
     >>> rebase_update(w(3.0), w(1.0), w(10.0), 0.5).tensors["model"]["w"]
@@ -56,7 +56,7 @@ def mix_model(reply: Message, newest: Message, share: float) -> Message:
     """Returns (1 − share)·newest + share·reply, tensor by tensor; the reply itself for a share of 1.
 
     Raises:
-        ValueError: a tensor of the reply is not in `newest`; half a sentence.
+        ValueError: a tensor of the reply is not in `newest`; the message is half a sentence.
 
     >>> w = lambda value: Message({"model": {"w": torch.tensor([value])}})
     >>> mix_model(w(3.0), w(1.0), 0.25).tensors["model"]["w"]

@@ -105,8 +105,7 @@ RULES: Mapping[str, type[FedBuff] | type[FedAsync]] = {"fedbuff": FedBuff, "feda
 
 
 def parse_asynchronous(value: Any) -> AsynchronousRule | None:
-    """Returns the rule that the setting `asynchronous` describes, None for a synchronous run; raises a `UserError` for any
-    other value.
+    """Returns the rule that the setting `asynchronous` describes, None for a synchronous run.
 
     Args:
         value: a `FedBuff` or `FedAsync`; the name of one, for its defaults; a mapping with `rule` and its fields; or None.
@@ -145,11 +144,7 @@ def describe_asynchronous(rule: AsynchronousRule) -> dict[str, Any]:
 
 
 def check_concurrency(value: Any, rule: str) -> None:
-    """Raises a `UserError` unless a value is None, a whole number of at least 1, or a fraction above 0 and at most 1.
-
-    Raises:
-        UserError: another value.
-    """
+    """Raises a `UserError` unless a value is None, a whole number of at least 1, or a fraction above 0 and at most 1."""
     if value is not None and not is_whole_number(value, 1) and not (isinstance(value, float) and 0 < value <= 1):
         raise UserError(
             f"{rule}: concurrency must be a number of clients from 1, or a fraction above 0 and at most 1.0, got {value!r}"

@@ -17,7 +17,7 @@ def check_staleness(text: object) -> None:
 
 
 def build_staleness_function(text: object) -> Callable[[int], float]:
-    """Builds the function s(τ) that a text describes; raises a `UserError` for any other text.
+    """Builds the function s(τ) that a text describes.
 
     τ is the number of server updates between the start of a client's local update and the server's use of it; s(0) = 1.
 

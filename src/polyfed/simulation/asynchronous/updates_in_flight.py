@@ -75,7 +75,7 @@ class UpdatesInFlight:
 
     @classmethod
     def from_plain_state(cls, entry: Any) -> "UpdatesInFlight":
-        """Builds the flights from a checkpoint's nested dicts; raises a `UserError` if they are damaged.
+        """Builds the flights from a checkpoint's nested dicts.
 
         Raises:
             UserError: a field is missing or of another type, or the server state of a version is missing.

@@ -93,11 +93,10 @@ def asks_to_stop(answer: Any) -> bool:
 
 
 def validate_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """Returns the callbacks that a user gave as a tuple of `Callback` objects; raises a `UserError` unless they are a
-    list of such objects and functions.
+    """Returns the callbacks that a user gave as a tuple of `Callback` objects.
 
     Raises:
-        UserError: it is no list, or an entry is neither an object of a subclass of `Callback` nor a function.
+        UserError: `callbacks` is not a list, or an entry is neither an object of a subclass of `Callback` nor a function.
 
     >>> [name_of_callback(callback) for callback in validate_callbacks([print])]
     ['print']

@@ -16,8 +16,7 @@ from polyfed.simulation.checks.requirements import architecture_keys_by_client, 
 
 
 def initial_weights_fingerprint(clients: Sequence[Client]) -> str:
-    """Returns a short hash of the initial weights of all clients' networks, as built with seed 0; skips networks whose
-    initial weights differ at each call.
+    """Returns a short hash of the initial weights of all clients' networks, as built with seed 0.
 
     It tells networks with the same architecture but other weights of their own apart. Networks whose initial weights
     differ at each call, because they draw from more than torch's generator, are not hashed.
@@ -70,8 +69,6 @@ def data_fingerprint(
 ) -> str:
     """Returns a short hash of all clients (ids, tasks, architectures and every example) and of the public examples; a
     run can be resumed only with the same.
-
-    A run may only be resumed with the same.
 
     Args:
         clients: the clients.

@@ -53,7 +53,7 @@ def check_clients(clients: Sequence[Client]) -> None:
     that are also training examples, and of unusable targets (`Task.target_warning`).
 
     Raises:
-        UserError: no clients, something that is no client, an id that occurs twice, or several tasks.
+        UserError: no clients, something that is not a client, an id that occurs twice, or several tasks.
 
     For the warning see `polyfed.simulation.checks.clients.data_leakage`.
     """
@@ -188,8 +188,7 @@ def representation_width(client: Client) -> int:
 
 
 def client_data_spec(client: Client) -> DataSpec:
-    """Returns the shape of a client's inputs, and the number of logits that its labels need; raises a `UserError` if
-    its network takes several tensors as input.
+    """Returns the shape of a client's inputs, and the number of logits that its labels need.
 
     Raises:
         UserError: the network takes several tensors, which a `DataSpec` cannot describe.
@@ -213,7 +212,7 @@ def _first_input(client: Client) -> Any:
 
 def common_data_spec(clients: Sequence[Client], name: str = "the method") -> DataSpec:
     """Returns the input shape and the number of classes (the largest label of any client plus one) that suit the data
-    of all clients; raises a `UserError` if they differ in shape.
+    of all clients.
 
     Raises:
         UserError: input shapes or numbers of outputs differ.

@@ -13,8 +13,7 @@ def check_engine_installed(engine: str) -> None:
 
 
 def choose_client_device(settings: Settings) -> torch.device:
-    """Returns the torch device on which the clients of a run compute; raises a `UserError` if the device is unknown or
-    unavailable.
+    """Returns the torch device on which the clients of a run compute.
 
     With Ray the cluster's nodes may differ from this machine, so that it is CUDA if workers have GPUs, else the CPU.
 
@@ -27,8 +26,7 @@ def choose_client_device(settings: Settings) -> torch.device:
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the torch device for a name: "auto" (CUDA if available, else CPU), "cpu", "cuda", "cuda:1", "mps", ...;
-    raises a `UserError` if it is unknown or unavailable.
+    """Returns the torch device for a name: "auto" (CUDA if available, else CPU), "cpu", "cuda", "cuda:1", "mps", ....
 
     Raises:
         UserError: an unknown or unavailable device.

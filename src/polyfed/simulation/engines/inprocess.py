@@ -142,8 +142,7 @@ class InProcessEngine(Engine):
         return metrics | {f"val_{name}": value for name, value in row.items()}, outputs | {"val": stored}
 
     def predict(self, task: ClientTask, examples: Examples) -> torch.Tensor:
-        """Returns the outputs of a client's personal network for these examples, computed as in an evaluation; raises a
-        `ClientError` if the network or the method fails.
+        """Returns the outputs of a client's personal network for these examples, computed as in an evaluation.
 
         Returns:
             float32 on the CPU, shape (n, ...).

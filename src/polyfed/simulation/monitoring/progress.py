@@ -203,17 +203,17 @@ class ProgressBar(Progress):
         self._bar.stop()
 
 
-def build_terminal_progress(*, quiet: bool = False, lines: bool = True, warns: bool = False) -> Progress:
+def build_terminal_progress(*, quiet: bool = False, prints_lines: bool = True, warns: bool = False) -> Progress:
     """Builds the progress display of the command line: a bar if standard error is a terminal, otherwise lines if
-    `lines` is True, or nothing.
+    `prints_lines` is True, or nothing.
 
     Args:
         quiet: shows nothing at all.
-        lines: whether to print lines where there is no terminal.
+        prints_lines: whether to print lines where there is no terminal.
         warns: as for `SilentProgress`.
     """
     if quiet:
         return SilentProgress()
     if sys.stderr.isatty():
         return ProgressBar()
-    return LineProgress() if lines else SilentProgress(warns=warns)
+    return LineProgress() if prints_lines else SilentProgress(warns=warns)

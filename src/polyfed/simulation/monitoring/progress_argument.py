@@ -8,8 +8,7 @@ from polyfed.simulation.monitoring.progress import FunctionProgress, Progress, b
 
 
 def resolve_progress(progress: Any = None, *, quiet: bool = False) -> Progress:
-    """Returns the progress display for the argument `progress` of `federate` or `resume`; raises a `UserError` if it is
-    none of True, False, None, a `Progress` and a function.
+    """Returns the progress display for the argument `progress` of `federate` or `resume`.
 
     That is `progress` itself, or a bar in a notebook or on a terminal if it is None or True, or nothing if it is False or
     `quiet` is True.
@@ -26,7 +25,7 @@ def resolve_progress(progress: Any = None, *, quiet: bool = False) -> Progress:
     own_display = resolve_own_progress(progress, quiet=quiet)
     if own_display is not None:
         return own_display
-    return build_terminal_progress(quiet=quiet or progress is False, lines=False, warns=True)
+    return build_terminal_progress(quiet=quiet or progress is False, prints_lines=False, warns=True)
 
 
 def resolve_own_progress(progress: Any = None, *, quiet: bool = False) -> Progress | None:

@@ -269,16 +269,17 @@ def build_tracker(names: str | Sequence[str], out: str | Path, display: Progress
         except Exception as error:  # of any type that the package raises
             raise UserError(f"cannot track with {name}: {_first_line(error)}") from error
     return TrackingProgress(
-        loggers, expand_user_path(out, "out"), build_terminal_progress(lines=False) if display is None else display
+        loggers,
+        expand_user_path(out, "out"),
+        build_terminal_progress(prints_lines=False) if display is None else display,
     )
 
 
 def validate_logger_names(names: str | Sequence[str]) -> list[str]:
-    """Returns the named tracking services as a list; raises a `UserError` if one is unknown or its package is not
-    installed.
+    """Returns the named tracking services as a list.
 
     Raises:
-        UserError: one is not.
+        UserError: a name is unknown, or its package is not installed.
     """
     logger_names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     for name in logger_names:

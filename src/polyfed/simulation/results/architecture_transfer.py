@@ -50,7 +50,7 @@ def transfer_network(
     seed: int = 0,
 ) -> TransferResult:
     """Retrains on a new task the network that FedPNAS or FedDSNAS searched for a client, with the architecture samplers
-    frozen; raises a `UserError` if run, client or task do not fit.
+    frozen.
 
     Args:
         run: of `fedpnas`, `ca_fedpnas`, `feddsnas` or `ca_feddsnas`.
@@ -112,7 +112,7 @@ def score_after_adaptation(run: Run, client_id: str, *, epochs: int = 1) -> Metr
     Args:
         run: of `fedpnas`, `ca_fedpnas`, `feddsnas` or `ca_feddsnas`.
         client_id: id of the client.
-        epochs: 0 is no adaptation.
+        epochs: 0 leaves the network as it is.
 
     Raises:
         UserError: a run of another method, no such client, or a negative number.
@@ -131,7 +131,7 @@ def score_after_adaptation(run: Run, client_id: str, *, epochs: int = 1) -> Metr
 
 
 def _require_search_method(run: Run, client_id: str) -> SupernetMethod:
-    """Returns the method of a run; raises a `UserError` if it is no architecture search, or the run has no such client."""
+    """Returns the method of a run; raises a `UserError` if it searches no architecture, or the run has no such client."""
     method = run.federation.algorithm
     if not isinstance(method, SupernetMethod):
         raise UserError(

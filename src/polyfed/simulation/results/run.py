@@ -84,7 +84,7 @@ class Run:
         return {metric.name: metric.unit for metric in self.federation.metrics}
 
     def to_frame(self) -> Any:
-        """Returns the scores of all rounds as a pandas `DataFrame`; raises a `UserError` if pandas is not installed.
+        """Returns the scores of all rounds as a pandas `DataFrame`.
 
         A row per round and client; columns `round`, `client`, and those of `table`. Without evaluation, scores are missing.
 
@@ -94,8 +94,7 @@ class Run:
         return build_frame(list_scores_by_round(self.history), ["round", "client", *self._units])
 
     def plot(self, metric: str | None = None, *, ax: Any = None) -> Any:
-        """Draws each client's score by round, and the mean over clients; returns the matplotlib axes. Raises a
-        `UserError` for an unknown score.
+        """Draws each client's score by round, and the mean over clients; returns the matplotlib axes.
 
         Args:
             metric: a column of `table`, such as "accuracy", "val_auc" or "loss"; None is the metric that decides.
@@ -109,8 +108,7 @@ class Run:
         return plot_learning_curves(self.history, name, unit_of_column(name, self._units), title, ax)
 
     def report(self, out: str | Path | None = None, *, images_of: Sequence[Client] | None = None) -> Path:
-        """Writes the run's HTML page, as the command `polyfed report` does, and returns its path; raises a `UserError`
-        if the run was kept in memory.
+        """Writes the run's HTML page, as the command `polyfed report` does, and returns its path.
 
         Args:
             out: the page; None for `report.html` in the run directory.
@@ -143,7 +141,7 @@ class Run:
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
         """Returns the metrics after the "last" or "best" round as a list of dicts: one per client, sorted by id, then
-        one with the means. Raises a `UserError` for "best" without validation examples.
+        one with the means.
 
         Columns: `client`, the metrics (the first decides), `loss`, `num_examples` (for training), `val_...` and
         `global_...` if there are such sets, and other networks that the method evaluates (`trained_...` of pFedLA,
@@ -175,7 +173,7 @@ class Run:
 
     def model(self, client: str) -> nn.Module:
         """Returns a client's personal network as evaluated after the last round, or after the round that the setting
-        `keep` selects; raises a `UserError` for an unknown client id.
+        `keep` selects.
 
         It is independent of the run, in evaluation mode on the CPU.
 
@@ -211,8 +209,7 @@ class Run:
             return deep_copy(model).eval()
 
     def predict(self, client: str, x: Any) -> Tensor:
-        """Returns the outputs of a client's personal network for new inputs, as a tensor of shape (n, ...); raises a
-        `UserError` if they differ in form from the client's.
+        """Returns the outputs of a client's personal network for new inputs, as a tensor of shape (n, ...).
 
         Args:
             client: its id.
@@ -250,7 +247,7 @@ class Run:
 
     def predictions(self, client: str, split: Literal["test", "val"] = "test", round: int | None = None) -> Predictions:
         """Returns the outputs of a client's personal network for its test or validation examples, stored when a round
-        was evaluated; raises a `UserError` if they were not kept.
+        was evaluated.
 
         Args:
             client: its id.
@@ -259,7 +256,7 @@ class Run:
                 `polyfed.simulation.storage.predictions.prediction_store`.
 
         Raises:
-            UserError: they were not kept, or the file of the run directory is missing or damaged.
+            UserError: the predictions were not kept, or the file of the run directory is missing or damaged.
         """
         self._check_client(client, "predictions")
         if self.prediction_store is None:
@@ -270,7 +267,7 @@ class Run:
 
     def cross_site(self) -> CrossSiteScores:
         """Returns the scores, with intervals, of every client's personal network (rows) on every client's test examples
-        (columns), computed now or during the run; raises a `UserError` for real sites.
+        (columns), computed now or during the run.
 
         The networks are those of `model`. `print` shows the matrix; `table()` has a row for each cell.
 

@@ -49,8 +49,7 @@ class SavedModel:
     client: str
 
     def predict(self, table: Any) -> dict[str, list[Any]]:
-        """Predicts for each row of a `pyarrow.Table`, and returns `{column name: one value for each row}`; raises a
-        `UserError` if a column is missing or of another type.
+        """Predicts for each row of a `pyarrow.Table`, and returns `{column name: one value for each row}`.
 
         Returns:
             Columns: for classes `predicted` and a probability each; for labels a probability each; for regression the
@@ -84,15 +83,15 @@ def convert_outputs_to_columns(outputs: Tensor, prepared: TablePreprocessor) -> 
 
 
 def load_saved_model(folder: str | Path, client: str | None = None) -> SavedModel:
-    """Loads a client's model and preprocessing from the directory of a run on table data; raises a `UserError` if the
-    model is missing, damaged, or needs code that is not there.
+    """Loads a client's model and preprocessing from the directory of a run on table data.
 
     Args:
         folder: the run directory.
         client: its id; None for the only one.
 
     Raises:
-        UserError: there is none of this client, its files are damaged, or its network needs code that is not trusted.
+        UserError: there is no model of this client, its files are damaged, or its network needs code that is not
+            trusted.
     """
     folder = expand_user_path(folder, "the run directory")
     config, models = read_config(folder), folder / "models"

@@ -91,7 +91,7 @@ class SavedRun:
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
         """Returns the metrics after the last evaluated or the best round as a list of dicts, one per client and one
-        with the means; raises a `UserError` if there is no such round.
+        with the means.
 
         Raises:
             UserError: no round has been evaluated, or "best" without validation examples.
@@ -109,8 +109,7 @@ class SavedRun:
         return write_page_of(self.out, out, images_of)
 
     def model(self, client: str, build: Callable[[], nn.Module] | None = None) -> nn.Module:
-        """Returns a client's personal network as stored at the end of the run, in evaluation mode on the CPU; raises a
-        `UserError` if there is none.
+        """Returns a client's personal network as stored at the end of the run, in evaluation mode on the CPU.
 
         Args:
             client: its id.
@@ -197,10 +196,9 @@ class SavedRun:
 
 
 def load_run(folder: Path) -> SavedRun:
-    """Reads a finished or unfinished run from its directory; raises a `UserError` if it is no run directory, or a file
-    is damaged.
+    """Reads a finished or unfinished run from its directory.
 
     Raises:
-        UserError: it is no run directory, or a file is damaged.
+        UserError: `folder` is not a run directory, or a file is damaged.
     """
     return SavedRun(folder, RunFiles.read(folder))

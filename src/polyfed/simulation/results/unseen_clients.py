@@ -51,8 +51,7 @@ _HELD_OUT = 0.2  # share of an unseen client's data, if it has no test set
 @final
 @dataclass(frozen=True, eq=False)
 class TrainedServer:
-    """Holds the trained hypernetwork of a `flha_ghn` run: method, server state and settings; raises a `UserError` for a
-    method that cannot generate weights.
+    """Holds the trained hypernetwork of a `flha_ghn` run: method, server state and settings.
 
     Attributes:
         algorithm: the method.
@@ -137,8 +136,7 @@ class UnseenClientCurves:
 
 @grad_enabled()  # the state is trained further
 def load_trained_server(out: str | Path) -> TrainedServer:
-    """Loads the trained hypernetwork from the last saved round of a `flha_ghn` run; raises a `UserError` if the
-    directory holds no complete run of this method.
+    """Loads the trained hypernetwork from the last saved round of a `flha_ghn` run.
 
     It reads the run directory alone, not the clients or their data, and changes nothing there.
 
@@ -234,7 +232,7 @@ def _hold_out_test(data: Examples, seed: int, name: str) -> tuple[Examples, Exam
 
 def compute_warm_start(server: TrainedServer, client: Client, *, held_out: int = 0) -> WarmStart:
     """Generates the weights of a new client's network with a trained hypernetwork, from the graph of its layers, and
-    scores the network; raises a `UserError` if it does not suit.
+    scores the network.
 
     Nothing is trained but the unseen client's linear head, for one epoch ("Inference and local refinement"). The
     method itself generates and refines, as for its own clients: an unseen client with the id, network and data of a
@@ -318,7 +316,7 @@ def training_curve(
     device: str = "auto",
 ) -> list[MetricValues]:
     """Trains a client's whole network, and returns a list of its scores on the test examples after 0, 1, ..., `epochs`
-    epochs; raises a `UserError` for negative `epochs`.
+    epochs.
 
     Each epoch is a call of `fit` at a constant learning rate, so that momentum starts at zero in each, as in each
     round of a run; BatchNorm's statistics are updated, as in training.

@@ -129,8 +129,7 @@ class Federation:
         return self.settings.cohort_size(len(self.client_registry.ids))
 
     def initial_checkpoint(self) -> Checkpoint:
-        """Builds the state of the run before round 1; raises a `UserError` if the method refuses these clients, and a
-        `TypeError` if its state cannot be saved.
+        """Builds the state of the run before round 1.
 
         Raises:
             TypeError: the server's state holds a value that a checkpoint cannot restore.
@@ -303,12 +302,12 @@ class Federation:
 
     def decode_reply_for_server(self, reply: Any, message: Message) -> Any:
         """Returns a client's reply in the form that the server half of the method takes: decompressed, with full
-        adapters. Raises a `ValueError` if it is not compressed as the settings say.
+        adapters.
 
-        An object that is no valid message is returned unchanged, for `reply_error` to refuse.
+        An object that is not a valid message is returned unchanged, for `reply_error` to refuse.
 
         Raises:
-            ValueError: the reply is not compressed as the settings say; the reason is half a sentence.
+            ValueError: the reply is not compressed as the settings say; the message is half a sentence.
         """
         return (
             reply
@@ -317,11 +316,10 @@ class Federation:
         )
 
     def decompress_reply(self, reply: Message, message: Message) -> Message:
-        """Returns a client's reply to `message` without compression; raises a `ValueError` if it is not compressed as
-        the settings say.
+        """Returns a client's reply to `message` without compression.
 
         Raises:
-            ValueError: the reply is not compressed as the settings say; the reason is half a sentence.
+            ValueError: the reply is not compressed as the settings say; the message is half a sentence.
         """
         return reply if self.reply_compression is None else decompress_message(reply, message, self.reply_compression)
 

@@ -207,7 +207,7 @@ def train_and_aggregate_round(
     plan: RoundPlan | None = None,
 ) -> Checkpoint:
     """Runs one training round: clients train, and the server aggregates their replies; all are evaluated during the
-    next round's training. Raises a `RoundError` for fewer than `min_replies` replies.
+    next round's training.
 
     Args:
         federation, engine, progress: of the run.

@@ -27,7 +27,7 @@ class PowerOfChoice(Sampler):
         candidates: d, at least the number of clients of a round; None takes twice that number (polyfed's choice).
 
     Raises:
-        UserError: `candidates` is no whole number of at least 1.
+        UserError: `candidates` is not a whole number of at least 1.
     """
 
     reads_losses: ClassVar[bool] = True

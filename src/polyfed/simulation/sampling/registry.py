@@ -20,8 +20,7 @@ SAMPLERS: Mapping[str, type[Sampler]] = {
 
 
 def build_sampler(description: str | Mapping[str, Any]) -> Sampler:
-    """Builds the sampler that a setting describes; raises a `UserError` for an unknown name or option, or for a class of the
-    user's own that is not trusted.
+    """Builds the sampler that a setting describes.
 
     Args:
         description: a name of `SAMPLERS`, "power_of_choice:CANDIDATES", "module:Class", or a mapping with `name` and the

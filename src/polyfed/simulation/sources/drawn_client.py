@@ -20,7 +20,7 @@ from polyfed.simulation.checks.networks.trial_forward import output_shape
 
 
 def make_client(source: ClientSource, client: str) -> Client:
-    """Makes a client of a source; raises a `UserError` unless it is a `Client` with the id that was asked for.
+    """Makes a client of a source.
 
     Raises:
         UserError: the source fails, or makes something else.

@@ -32,7 +32,7 @@ class SourceClients(Mapping[str, Client]):
         source: makes the clients.
 
     Raises:
-        UserError: no ids, an id that is no text or occurs twice, or a manifest that does not fit them.
+        UserError: no ids, an id that is not text or occurs twice, or a manifest that does not fit them.
     """
 
     def __init__(self, source: ClientSource) -> None:
@@ -155,7 +155,7 @@ def read_manifest_of_source(source: ClientSource, num_clients: int) -> SourceMan
     """Returns the manifest of a source, or an empty one if it has none.
 
     Raises:
-        UserError: it is no `SourceManifest`, or of another number of clients.
+        UserError: the manifest is not a `SourceManifest`, or one of another number of clients.
     """
     manifest: Any = getattr(source, "manifest", None)
     try:

@@ -49,8 +49,7 @@ class RestoredConfiguration(NamedTuple):
 def restore_settings_and_method(
     config: Mapping[str, Any], algorithm: Algorithm[Any, Any] | None
 ) -> RestoredConfiguration:
-    """Restores the settings and the method of a run from its `config.yaml`; raises a `UserError` if `algorithm` is
-    given and is not the run's method.
+    """Restores the settings and the method of a run from its `config.yaml`.
 
     Args:
         config: the content of `config.yaml`.
@@ -84,8 +83,7 @@ def restore_settings_and_method(
 
 
 def build_settings(config: Mapping[str, Any]) -> Settings:
-    """Builds the `Settings` from a configuration; raises a `UserError` for a value of the wrong type or outside its
-    range.
+    """Builds the `Settings` from a configuration.
 
     Raises:
         UserError: a value of the wrong type or outside its range.
@@ -95,11 +93,10 @@ def build_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns a section of a configuration as a mapping with the key `name` and further fields; raises a `UserError` if
-    it is missing or has another form.
+    """Returns a section of a configuration as a mapping with the key `name` and further fields.
 
     Raises:
-        UserError: it is missing, or no such mapping.
+        UserError: the section is missing, or no such mapping.
     """
     if name not in config:
         raise UserError(f"the configuration lacks {name!r}; `polyfed run --print-config` shows a complete one")
@@ -109,8 +106,7 @@ def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def build_method(fields: Mapping[str, Any]) -> Algorithm[Any, Any]:
-    """Builds a method from its name and fields, as in a configuration file; raises a `UserError` for an unknown method
-    or field.
+    """Builds a method from its name and fields, as in a configuration file.
 
     Raises:
         UserError: an unknown method, or a field that it does not have.
@@ -122,11 +118,10 @@ def build_method(fields: Mapping[str, Any]) -> Algorithm[Any, Any]:
 
 
 def find_method_class(name: str) -> type[Algorithm[Any, Any]]:
-    """Returns the class of a method, by its name in the registry, or by `module:Name` for a user's class; raises a
-    `UserError` if there is none.
+    """Returns the class of a method, by its name in the registry, or by `module:Name` for a user's class.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such method.
 
     >>> find_method_class("fedavg").__name__
     'FedAvg'
@@ -139,8 +134,7 @@ def find_method_class(name: str) -> type[Algorithm[Any, Any]]:
 
 
 def restore_metrics(settings: Settings, metrics: Any, task: Task | TaskSpec, out: Any) -> tuple[Metric, ...]:
-    """Restores the metrics of a run from their names in its `config.yaml`; raises a `UserError` if `metrics` are not
-    those of the run, or one that is not built in is missing.
+    """Restores the metrics of a run from their names in its `config.yaml`.
 
     Args:
         settings: of the run.

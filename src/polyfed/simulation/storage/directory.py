@@ -72,7 +72,7 @@ class RunDirectory:
 
     @cached_property
     def state_store(self) -> "StateStore":
-        """The file with the states of clients."""
+        """Returns the file with the states of clients."""
         from polyfed.simulation.storage.checkpoints.state_store import (  # late, since it imports torch
             STORE_FILE,
             StateStore,
@@ -82,11 +82,10 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path) -> "RunDirectory":
-        """Creates a run directory; raises a `UserError` if the folder is not empty. A folder without
-        `config.yaml`, left by an interrupted start, counts as empty.
+        """Creates a run directory. A folder without `config.yaml`, left by an interrupted start, counts as empty.
 
         Raises:
-            UserError: it exists and is not empty, or cannot be written.
+            UserError: the folder exists and is not empty, or cannot be written.
         """
         folder = expand_user_path(path, "out")
         check_can_become_run_directory(folder)
@@ -99,11 +98,10 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path) -> "RunDirectory":
-        """Opens an existing run directory to resume the run; raises a `UserError` if it is no run directory, or another
-        process is writing to it.
+        """Opens an existing run directory to resume the run.
 
         Raises:
-            UserError: it is not a run directory, or another process is writing to it.
+            UserError: the folder is not a run directory, or another process is writing to it.
         """
         folder = expand_user_path(path, "the run directory")
         if not (folder / "config.yaml").exists():
@@ -179,7 +177,7 @@ class RunDirectory:
 
     def truncate_metrics_after(self, last_round: int) -> list[dict[str, Any]]:
         """Removes the rounds after `last_round`, and an incomplete line, from `metrics.jsonl`; returns the remaining
-        records, and raises a `UserError` if one of them is missing or damaged.
+        records.
 
         Raises:
             UserError: a round up to `last_round` is missing or damaged.
@@ -210,11 +208,10 @@ def encode_json(content: Any) -> bytes:
 
 
 def to_plain_values(value: Any, name: str) -> Any:
-    """Converts a nested value for YAML and JSON (NumPy scalars become Python numbers, tuples become lists); raises a
-    `UserError` for a value that cannot be written.
+    """Converts a nested value for YAML and JSON (NumPy scalars become Python numbers, tuples become lists).
 
     Raises:
-        UserError: something that cannot be written, with its place.
+        UserError: a value cannot be written; the message has its place.
 
     >>> import numpy as np
     >>> to_plain_values({"lr": np.float64(0.1), "milestones": (3, np.int64(6))}, "algorithm")
@@ -237,11 +234,10 @@ def to_plain_values(value: Any, name: str) -> Any:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Returns the content of the `config.yaml` at this path or in this folder; raises a `UserError` if it is missing,
-    or no YAML mapping.
+    """Returns the content of the `config.yaml` at this path or in this folder.
 
     Raises:
-        UserError: it is missing, or no YAML mapping.
+        UserError: the file is missing, or no YAML mapping.
     """
     place = expand_user_path(path, "the run directory")
     file = place / "config.yaml" if place.is_dir() else place
@@ -256,7 +252,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{file} must hold a mapping of settings, found {type(content).__name__}")
     if wrong := _plainness_error(content):
-        raise UserError(f"{file} is no configuration: {wrong}")
+        raise UserError(f"{file} is not a configuration: {wrong}")
     return content
 
 
@@ -277,7 +273,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     """Returns the content of `manifest.json` in a run directory; an empty dict if it is missing or damaged.
 
     Raises:
-        UserError: there is something else than a file, it cannot be read, or a newer polyfed wrote it.
+        UserError: the path is not a file, it cannot be read, or a newer polyfed wrote it.
     """
     try:
         data = read_file(Path(folder) / "manifest.json")
@@ -295,8 +291,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 
 def describe_changed_files_of_run(folder: str | Path, *, include_outputs: bool = True) -> list[str]:
-    """Returns a sentence for each file of a run directory that was changed after the run wrote it, or an empty list;
-    raises a `UserError` if the configuration cannot be read.
+    """Returns a sentence for each file of a run directory that was changed after the run wrote it, or an empty list.
 
     Args:
         folder: the run directory.
@@ -343,7 +338,7 @@ def check_can_become_run_directory(folder: Path) -> None:
     creates nothing.
 
     Raises:
-        UserError: it exists and is not empty, or is a file, or cannot be read.
+        UserError: the folder exists and is not empty, or is a file, or cannot be read.
     """
     try:
         if folder.exists() and not folder.is_dir():

@@ -5,7 +5,7 @@
   the lines of `metrics.jsonl`; of the first `records` lines, where its own round has not been evaluated) and its own files.
 
 This finds accidents: a copied checkpoint, an edited file, a bad disk. Somebody who wants to deceive can write the hashes
-anew, since they are no signatures.
+anew, since they are not signatures.
 """
 
 import hashlib
@@ -53,10 +53,10 @@ def hash_line_prefixes(text: str) -> list[str]:
 
 
 def hash_file(path: Path) -> str:
-    """Returns the SHA-256 hash of a file's content; raises an `OSError` if it cannot be read.
+    """Returns the SHA-256 hash of a file's content.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with open_file(path, UNLIMITED_BYTES) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it supports readinto
@@ -106,9 +106,6 @@ def expected_run_hashes_by_round(
 def check_config_unchanged(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
     """Raises a `UserError` if the configuration is not the one with which the run began, or if `manifest.json` is
     missing or damaged.
-
-    Raises:
-        UserError: it was changed, or `manifest.json` is missing or damaged.
     """
     if not manifest:
         raise UserError(
@@ -124,9 +121,6 @@ def check_manifest_unchanged(folder: Path, fingerprint: str) -> None:
     names.
 
     Raises an error if the checkpoints store the hash of the given data: then the manifest was changed, not the data.
-
-    Raises:
-        UserError: `manifest.json` was changed.
     """
     if read_run_hashes_of_newest_checkpoint(folder / "checkpoint").get("data") == fingerprint:
         raise UserError(

@@ -216,11 +216,10 @@ def remove_other_models(folder: Path, clients: Sequence[str]) -> None:
 
 
 def read_signature(path: Path) -> Signature:
-    """Reads the signature file of a saved network, which describes its inputs, task and architecture; raises a
-    `UserError` if it is damaged.
+    """Reads the signature file of a saved network, which describes its inputs, task and architecture.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the file is damaged.
         OSError: it cannot be read.
     """
     try:

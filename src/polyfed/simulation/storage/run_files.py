@@ -32,11 +32,10 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path) -> "RunFiles":
-        """Reads the configuration, manifest and records of a run from its directory; raises a `UserError` if it is no
-        run directory, or the configuration is damaged.
+        """Reads the configuration, manifest and records of a run from its directory.
 
         Raises:
-            UserError: it is no run directory, or its configuration is damaged.
+            UserError: `folder` is not a run directory, or its configuration is damaged.
         """
         if not (folder / "config.yaml").is_file():
             raise UserError(f"{folder} is not a run directory: it has no config.yaml")
@@ -94,7 +93,7 @@ class RunFiles:
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
         """Returns the metrics after the last evaluated round, or the best by validation score, as a list of dicts, one
-        per client and one with the means; raises a `UserError` without such a round.
+        per client and one with the means.
 
         Raises:
             UserError: no round has been evaluated, or "best" without validation examples.

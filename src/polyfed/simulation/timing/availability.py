@@ -16,7 +16,7 @@ from polyfed.simulation.timing.device_files import (
     read_json_mapping,
 )
 
-_LONGEST_PERIOD, _SMALLEST_SHARE = 1e15, 1e-9  # beyond them simulated times are no finite numbers
+_LONGEST_PERIOD, _SMALLEST_SHARE = 1e15, 1e-9  # beyond them simulated times are not finite numbers
 
 
 @final
@@ -96,8 +96,7 @@ class AvailabilityTrace:
 
 
 def read_availability(value: Any, client_ids: Sequence[str]) -> Mapping[str, AvailabilityTrace]:
-    """Reads the availability of each client; raises a `UserError` if the file or mapping has another form, or nothing for
-    a client.
+    """Reads the availability of each client.
 
     Args:
         value: `{client: [[start, end], ...]}`; or the path of a CSV file with the columns `client`, `start` and `end`, in
@@ -125,11 +124,7 @@ def read_availability(value: Any, client_ids: Sequence[str]) -> Mapping[str, Ava
 
 
 def check_availability(value: Any) -> None:
-    """Raises a `UserError` unless a setting is a path, or maps clients to lists of [start, end]; files are not opened.
-
-    Raises:
-        UserError: another form.
-    """
+    """Raises a `UserError` unless a setting is a path, or maps clients to lists of [start, end]; files are not opened."""
     if isinstance(value, str) and value.endswith((".csv", ".json")):
         return
     if isinstance(value, Mapping) and value:

@@ -19,10 +19,10 @@ _BYTES_OF_KILOBIT = 128.0
 
 
 def load_device_text(path: str, name: str) -> str:
-    """Returns the text of a file; raises a `UserError` that begins with `name` if it cannot be read.
+    """Returns the text of a file.
 
     Raises:
-        UserError: the file cannot be read, or is no text.
+        UserError: the file cannot be read, or is not text.
     """
     file = expand_user_path(path, name)
     try:
@@ -32,7 +32,7 @@ def load_device_text(path: str, name: str) -> str:
 
 
 def read_csv_rows(text: str, columns: Sequence[str], place: str) -> list[tuple[int, dict[str, str]]]:
-    """Returns the rows of a CSV text as (line number, {column: text}); raises a `UserError` if a column is missing.
+    """Returns the rows of a CSV text as (line number, {column: text}).
 
     Raises:
         UserError: a column is missing, or a row is not complete.
@@ -59,10 +59,10 @@ def read_csv_rows(text: str, columns: Sequence[str], place: str) -> list[tuple[i
 
 
 def parse_number(text: str, place: str, column: str) -> float:
-    """Returns a finite number of at least 0 from a cell; raises a `UserError` for any other text.
+    """Returns a finite number of at least 0 from a cell.
 
     Raises:
-        UserError: the text is no such number.
+        UserError: the text is not such a number.
     """
     try:
         number = float(text)
@@ -105,15 +105,15 @@ def read_device_file(path: str, column: str, name: str) -> dict[str, float]:
 
 
 def read_json_mapping(text: str, path: str, name: str) -> dict[str, Any]:
-    """Returns the mapping that a JSON text holds; raises a `UserError` if it holds none.
+    """Returns the mapping that a JSON text holds.
 
     Raises:
-        UserError: it is no JSON, or no mapping with entries.
+        UserError: the text is not JSON, or not a mapping with entries.
     """
     try:
         value = parse_json(text)
     except ValueError as error:
-        raise UserError(f"{name}: {path!r} is no JSON ({error})") from error
+        raise UserError(f"{name}: {path!r} is not JSON ({error})") from error
     if not isinstance(value, dict) or not value:
         what = "nothing" if value == {} else type(value).__name__
         raise UserError(f"{name}: {path!r} must map clients to entries, got {what}")
@@ -121,7 +121,7 @@ def read_json_mapping(text: str, path: str, name: str) -> dict[str, Any]:
 
 
 def deal_entries_to_clients(entries: Mapping[str, T], client_ids: Sequence[str], name: str) -> Mapping[str, T]:
-    """Returns the entry of each client; raises a `UserError` if a client has none.
+    """Returns the entry of each client.
 
     A public trace names its devices by numbers. If no client has such a name, the devices are dealt to the clients: the
     first client gets the first device, and after the last device the first follows again.

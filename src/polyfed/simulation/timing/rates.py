@@ -10,7 +10,7 @@ from polyfed.core.io.number_checks import is_positive_number
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.simulation.timing.device_files import deal_entries_to_clients, is_device_file, read_device_file
 
-_LOWEST, _HIGHEST, _LARGEST_SIGMA = 1e-9, 1e15, 10.0  # beyond them simulated times are no finite numbers
+_LOWEST, _HIGHEST, _LARGEST_SIGMA = 1e-9, 1e15, 10.0  # beyond them simulated times are not finite numbers
 _FORMS = "'constant:5', 'uniform:1-20', 'lognormal:1.0', 'lognormal:1.0:200', a CSV or JSON file, or {client: number}"
 
 
@@ -53,7 +53,7 @@ class ClientRates:
 
 
 def parse_rates(value: Any, name: str, seed: int, client_ids: Sequence[str]) -> ClientRates:
-    """Builds the rates that a setting describes; raises a `UserError` for another form, or a client without a rate.
+    """Builds the rates that a setting describes.
 
     Args:
         value: a number or "constant:RATE" for all, "uniform:LOW-HIGH", "lognormal:SIGMA" or "lognormal:SIGMA:MEDIAN" (the

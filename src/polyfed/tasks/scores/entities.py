@@ -48,8 +48,8 @@ class BioTags:
         for name in self.names:
             if name != "O" and (name[:2] not in ("B-", "I-") or len(name) < 3):
                 raise UserError(
-                    f"tags: {name!r} is no BIO tag; give 'O', 'B-kind' and 'I-kind', or names of which none begins with "
-                    "'B-' for classes that are no parts of entities"
+                    f"tags: {name!r} is not a BIO tag; give 'O', 'B-kind' and 'I-kind', or names of which none begins with "
+                    "'B-' for classes that are not parts of entities"
                 )
 
     def count(self, predicted: Integers, true: Integers, documents: Integers, num_documents: int) -> EntityCounts:

@@ -97,7 +97,7 @@ def score_table(outputs: Tensor, targets: Tensor, names: frozenset[str]) -> Tens
 
 def ignored_pixels(targets: Tensor) -> Tensor:
     """Returns which pixels are neither trained on nor scored, bool in the shape of the targets."""
-    if not targets.dtype.is_signed:  # torch would compare with 156, since −100 is no uint8
+    if not targets.dtype.is_signed:  # torch would compare with 156, since −100 is not a uint8
         return torch.zeros_like(targets, dtype=torch.bool)
     return targets == IGNORED
 

@@ -98,11 +98,11 @@ def kaplan_meier(time: Floats, event: NDArray[np.bool_]) -> tuple[Floats, Floats
     return times, np.asarray(np.cumprod(1 - events / at_risk), dtype=np.float64)
 
 
-def value_of_step_curve(times: Floats, values: Floats, at: Floats, *, before: bool = False) -> Floats:
+def value_of_step_curve(times: Floats, values: Floats, at: Floats, *, just_before: bool = False) -> Floats:
     """Evaluates a step curve at the times `at`, or just before them. The curve begins at 1, and takes the next of `values`
     at each of `times`.
     """
-    steps = np.searchsorted(times, at, side="left" if before else "right")
+    steps = np.searchsorted(times, at, side="left" if just_before else "right")
     return np.concatenate([[1.0], values])[steps]
 
 
@@ -116,7 +116,7 @@ def _uncensored_before(time: Floats, event: NDArray[np.bool_], at: Floats) -> Fl
     num_before = np.searchsorted(ordered, times) + (
         np.searchsorted(ordered_events, times, side="right") - np.searchsorted(ordered_events, times)
     )
-    return value_of_step_curve(times, np.cumprod(1 - number / (len(time) - num_before)), at, before=True)
+    return value_of_step_curve(times, np.cumprod(1 - number / (len(time) - num_before)), at, just_before=True)
 
 
 def integrated_brier(logits: Tensor, targets: Tensor, cuts: Sequence[float]) -> float:

@@ -148,7 +148,7 @@ def test_weights_that_the_network_brings_stay(method):
 
 
 def test_layers_that_cannot_be_started_again_stay():
-    """A parametrised layer and one without reset_parameters; norms, whose start is no draw, too."""
+    """A parametrised layer and one without reset_parameters; norms, whose start is not a draw, too."""
 
     def net():
         parametrised = nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))

@@ -120,7 +120,7 @@ def test_intervals_hold_for_the_mean_over_all_clients():
     ]
     assert 0.93 < np.mean(held) < 0.97
     assert mean_interval([0.5], 9) is None
-    assert mean_interval([0.0, 1.0], 9, in_shares=True) == [0.0, 1.0]
+    assert mean_interval([0.0, 1.0], 9, are_shares=True) == [0.0, 1.0]
 
 
 def test_every_client_is_as_likely():

@@ -78,8 +78,7 @@ def class_means_from_sums(sums_and_weights: StateDict) -> ClassMeans:
 
 
 def class_means_spec(reply: Message, expected: Mapping[str, StateDictSpec] | None) -> Mapping[str, StateDictSpec]:
-    """Returns the shapes and dtypes that the class means in a client's reply must have; raises a `ValueError` if
-    weights are outside 0 to 1, or the numbers of classes differ.
+    """Returns the shapes and dtypes that the class means in a client's reply must have.
 
     They are `expected`, or if that is None any number of classes and any width.
 
@@ -96,8 +95,7 @@ def class_means_spec(reply: Message, expected: Mapping[str, StateDictSpec] | Non
 
 
 def class_means_as_examples(replies: Mapping[str, Message]) -> Examples:
-    """Returns all clients' class means as training examples, each labelled with its class, in the order of client ids;
-    raises a `UserError` if two clients' means differ in shape.
+    """Returns all clients' class means as training examples, each labelled with its class, in the order of client ids.
 
     Raises:
         UserError: the class means of two clients differ in shape.
@@ -122,8 +120,7 @@ def count_outputs(model: nn.Module, client: Client) -> int:
 
 
 def find_replaceable_head(model: nn.Module, client: Client, method: str) -> nn.Linear:
-    """Returns the last linear layer of a client's network; raises a `UserError` unless it computes the outputs and its
-    weights can be replaced by others.
+    """Returns the last linear layer of a client's network.
 
     Raises:
         UserError: another layer computes the outputs, or the weights of this one cannot be replaced.

@@ -57,7 +57,7 @@ def expand_update(factors: StateDict, like: StateDict) -> dict[str, Tensor]:
 
 def compressed_update_spec(tree: StateDict, like: StateDict) -> StateDictSpec:
     """Returns the shapes and dtypes that a compressed update in a reply must have: each tensor whole, or as two
-    factors; raises a `ValueError` if two factors do not fit each other.
+    factors.
 
     Raises:
         ValueError: two factors do not fit each other.

@@ -136,7 +136,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
 
     @property
     def _divides_by_loss(self) -> bool:
-        """Whether the method divides by the loss of a minibatch; False by default."""
+        """Returns whether the method divides by the loss of a minibatch; False by default."""
         return False
 
     def validate_network(self, client: Client) -> None:

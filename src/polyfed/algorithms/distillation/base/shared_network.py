@@ -37,8 +37,7 @@ class SharedNetworkFactory:
 
 
 def build_model_spec(network_options: Mapping[str, Any], input_shape: Sequence[int], outputs: int) -> ModelSpec:
-    """Returns the specification of a network from its name and arguments, its input shape and its number of outputs;
-    raises a `UserError` if the name is unknown.
+    """Returns the specification of a network from its name and arguments, its input shape and its number of outputs.
 
     Raises:
         UserError: the name is unknown.
@@ -86,8 +85,7 @@ def client_with_shared_network(
 def infer_shared_network_sizes(
     network_options: Mapping[str, Any], weights: StateDict, client: Client, method: str, field: str
 ) -> dict[str, Any]:
-    """Returns, as a dict, the input shape and number of outputs that the shared network needs for a client; raises a
-    `UserError` if the network does not suit the client's data.
+    """Returns, as a dict, the input shape and number of outputs that the shared network needs for a client.
 
     Args:
         network_options: name and arguments of the shared network.

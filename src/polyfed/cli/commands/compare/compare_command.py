@@ -86,7 +86,7 @@ def run_compare_command(config: Mapping[str, Any], options: CompareOptions, titl
         plan = _plan_seeds_or_folds(options, description, methods, folds, title, out)
     plan = replace(plan, criteria=options.result_criteria(), search_space=search, num_trials=options.trials)
     plan = replace(plan, parallel_runs=options.parallel, quiet=options.quiet, forecast_only=options.plan)
-    _run_plan(plan, options.logger, tables=options.tables)
+    _run_plan(plan, options.logger, with_tables=options.tables)
 
 
 def resume_comparison(folder: Path, options: CompareOptions, extra_arguments: Sequence[str] = ()) -> None:
@@ -109,12 +109,12 @@ def resume_comparison(folder: Path, options: CompareOptions, extra_arguments: Se
         raise UserError(f"{folder} decides what is compared, so {misplaced[0]} cannot be given; with a directory, "
                         "polyfed compare takes --budget, --target, --parallel, --logger, --tables and --quiet")  # fmt: skip
     validate_logger_names(options.logger)
-    _run_plan(read_comparison_plan(folder, options), options.logger, tables=options.tables)
+    _run_plan(read_comparison_plan(folder, options), options.logger, with_tables=options.tables)
 
 
 def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPlan:
     """Builds the plan of a comparison from the description in its directory and the options of the command line, which
-    replace stored values; raises an error if the description is damaged.
+    replace stored values.
 
     Raises:
         UserError: its description is damaged, or the clients were made in Python.
@@ -142,13 +142,13 @@ def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPla
     return replace(plan, parallel_runs=options.parallel, quiet=options.quiet)
 
 
-def _run_plan(plan: ComparisonPlan, logger: Sequence[str], *, tables: bool) -> None:
+def _run_plan(plan: ComparisonPlan, logger: Sequence[str], *, with_tables: bool) -> None:
     comparison, console = run_comparison(plan), Console()
     if plan.forecast_only:
         for sentence in comparison.verdicts:
             print_line(console, sentence)
         return
-    show_comparison(comparison, console, tables=tables)
+    show_comparison(comparison, console, with_tables=with_tables)
     if logger and comparison.out is not None:
         # imported late: most comparisons do without
         from polyfed.report.export.mlflow_models import log_comparison_to_trackers

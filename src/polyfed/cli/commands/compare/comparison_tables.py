@@ -16,15 +16,15 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.number_format import count_with_noun
 
 
-def show_comparison(comparison: Comparison, console: Console, *, tables: bool = False) -> None:
+def show_comparison(comparison: Comparison, console: Console, *, with_tables: bool = False) -> None:
     """Prints the methods that were left out or failed, and the answers of a comparison.
 
     Args:
         comparison: a finished comparison.
         console: where to print.
-        tables: whether to print each method's scores, gains and costs, what was searched, and what the answers cover.
+        with_tables: whether to print each method's scores, gains and costs, what was searched, and what the answers cover.
     """
-    if tables:
+    if with_tables:
         _print_tables(comparison, console)
     for label, reason in comparison.skipped.items():
         print_line(console, f"left out {label}: {reason}")

@@ -104,7 +104,7 @@ def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[D
     for key in values:
         if key not in choices and not key.startswith("algorithm."):
             yield problem_finding(
-                "configuration", f"{file} has {key!r}, which is no word of it; {did_you_mean(key, choices)}"
+                "configuration", f"{file} has {key!r}, which is not a word of it; {did_you_mean(key, choices)}"
             )
     for key in ("join-seconds", "round-seconds", "max-megabytes"):
         value = values.get(key, 1)
@@ -190,7 +190,7 @@ def _method_findings(fields: Mapping[str, Any], values: Mapping[str, Any], file:
         if not catalogue or not (project_folder / Path(str(catalogue)).expanduser()).is_file():
             yield problem_finding(
                 "configuration",
-                f"{file}: {name} needs a catalogue of layer types, and {str(catalogue)!r} is no file; "
+                f"{file}: {name} needs a catalogue of layer types, and {str(catalogue)!r} is not a file; "
                 "polyfed graph MODEL --catalogue FILE writes one",
             )
     disclosures = sorted(disclosures_needing_consent(method.discloses))

@@ -59,27 +59,27 @@ def check_logger_names(names: Sequence[str]) -> None:
 
 
 def check_algorithm_names(names: Sequence[str]) -> None:
-    """Raises a `UserError` if a name is no method of polyfed and not MODULE:NAME."""
+    """Raises a `UserError` if a name is not a method of polyfed and not MODULE:NAME."""
     for name in names:
         if name not in ALGORITHMS and ":" not in name:
             raise UserError(f"unknown algorithm {name!r}; {did_you_mean(name, ALGORITHMS, 'polyfed list algorithms')}")
 
 
 def check_model_name(name: str) -> None:
-    """Raises a `UserError` if a name is no network of polyfed and not MODULE:FACTORY."""
+    """Raises a `UserError` if a name is not a network of polyfed and not MODULE:FACTORY."""
     if name not in MODELS and ":" not in name:
         raise UserError(f"there is no model {name!r}; {did_you_mean(name, MODELS, 'polyfed list models')}. A network of "
                         "your own is given as module:factory")  # fmt: skip
 
 
-def check_run_directory(folder: Path, *, or_comparison: bool = False) -> None:
+def check_run_directory(folder: Path, *, allows_comparison: bool = False) -> None:
     """Raises a `UserError` unless a folder is a run directory, or a comparison's where that is taken, too."""
-    if or_comparison and (folder / DESCRIPTION).exists():
+    if allows_comparison and (folder / DESCRIPTION).exists():
         return
-    if not or_comparison and (folder / DESCRIPTION).exists():
+    if not allows_comparison and (folder / DESCRIPTION).exists():
         raise UserError(f"{folder} is a comparison; give one of its runs, such as {folder}/METHOD/seed-0")
     if not (folder / "config.yaml").exists():
-        more = f" (nor {DESCRIPTION}, of a comparison)" if or_comparison else ""
+        more = f" (nor {DESCRIPTION}, of a comparison)" if allows_comparison else ""
         raise UserError(f"{folder} is not a run directory: it has no config.yaml{more}")
 
 

@@ -53,19 +53,18 @@ class Recipe:
 
     def chosen_or_first_variant(self, name: str | None = None) -> str | None:
         """Returns the name of the variant to run: `name`, or the first variant by default; None for a recipe without
-        variants. Raises an error if there is no such variant.
+        variants.
 
         Raises:
-            UserError: there is none of this name.
+            UserError: the recipe has no such variant.
         """
         return _resolve_choice(self.name, "variant", name, self.variants, next(iter(self.variants), None))
 
     def resolve_scale_name(self, name: str | None = None) -> str | None:
-        """Returns the name of the scale to run: `name`, or "cpu" by default; None for a recipe without scales. Raises
-        an error if there is no such scale.
+        """Returns the name of the scale to run: `name`, or "cpu" by default; None for a recipe without scales.
 
         Raises:
-            UserError: there is none of this name.
+            UserError: the recipe has no such scale.
         """
         default = _DEFAULT_SCALE if _DEFAULT_SCALE in self.scales else next(iter(self.scales), None)
         return _resolve_choice(self.name, "scale", name, self.scales, default)
@@ -142,7 +141,7 @@ def load_shipped_yaml(file: Path) -> Any:
 
 def read_recipe(name_or_path: str) -> Recipe:
     """Reads a recipe by its name, from a YAML file, or from a run directory's `config.yaml` (then without variants and
-    scales); raises an error if there is no such recipe or file.
+    scales).
 
     Raises:
         UserError: there is no such recipe or file, or its variants or scales are not what they should be, or it is of a run
@@ -253,7 +252,7 @@ def pop_recipe(argv: list[str], scale: str | None, variant: str | None) -> Chose
 
 
 def _data_options(word: str) -> list[str]:
-    """Returns the options that stand for a data file or for the name of a data set that is no recipe; else nothing.
+    """Returns the options that stand for a data file or for the name of a data set that is not a recipe; else nothing.
 
     Raises:
         UserError: a spreadsheet.

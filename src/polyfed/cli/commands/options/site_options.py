@@ -37,7 +37,7 @@ def parse_networks_by_site(model_option: str) -> dict[str, Any] | None:
     or several names separated by commas.
 
     Raises:
-        UserError: it begins as a mapping and is none of networks.
+        UserError: the text begins as a mapping, and is not a mapping of networks.
 
     >>> parse_networks_by_site("{north: mlp, south: my_nets:make}"), parse_networks_by_site("mlp")
     ({'north': 'mlp', 'south': 'my_nets:make'}, None)
@@ -73,7 +73,6 @@ def partition_options_of_site_column(
     fields: Mapping[str, Any], config_values: Mapping[str, Any], argv: Sequence[str], partition_name: str | None
 ) -> dict[str, Any]:
     """Returns the options that make each site one client, as {key: value}; {} if the user chose another partition.
-    Raises an error if neither a site column nor a partition is given.
 
     Args:
         fields: the options of the source, with their defaults.

@@ -7,7 +7,7 @@ column's laid over it, and the row's over that. `recipe`, `variant` (`{field}` i
 `method` (of the run; default: the recipe's own) and `metric` say what polyfed's value is; other fields say which part of it
 (`polyfed.cli.commands.papers.cell_metrics`).
 `cells` of a row are the paper's figures in the order of the columns, numbers or "71.5 ± 0.5";
-null is not stated, "-" is no cell.
+null is not stated, "-" means no cell.
 """
 
 import re
@@ -142,10 +142,10 @@ def load_papers() -> Mapping[str, Paper]:
 
 
 def find_paper(name: str) -> Paper:
-    """Returns the paper with this name, ignoring case and punctuation; raises a `UserError` if there is none.
+    """Returns the paper with this name, ignoring case and punctuation.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: there is no such paper.
 
     >>> find_paper("FLHA-GHN").name
     'flha'
@@ -159,7 +159,7 @@ def find_paper(name: str) -> Paper:
 
 def find_table(paper: str, table: str) -> PaperTable:
     """Returns the table or figure of a paper by a name such as "table1", "Table 1", "1", "Fig. 3" or "appendix B", or
-    by its recipe's name; raises an error if there is none.
+    by its recipe's name.
 
     A bare number is the table, or where there is no such table the figure.
 

@@ -60,7 +60,7 @@ def describe_directory(folder: Path) -> ShownDirectory:
     """Returns the content of a directory of a run or a comparison, for `polyfed show`.
 
     Raises:
-        UserError: it holds neither, or a file is damaged.
+        UserError: the folder holds neither, or a file is damaged.
     """
     if (folder / DESCRIPTION).is_file():
         return _describe_comparison(folder)
@@ -73,7 +73,7 @@ def show_directory(folder: Path, *, as_json: bool = False, console: Console | No
     """Prints what a directory holds: answers, a table, where things are, and how to go on; or the same as JSON.
 
     Raises:
-        UserError: it holds neither a run nor a comparison, or a file is damaged.
+        UserError: the folder holds neither a run nor a comparison, or a file is damaged.
     """
     content = describe_directory(folder)
     if as_json:

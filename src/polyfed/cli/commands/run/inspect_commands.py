@@ -107,7 +107,7 @@ def graph_command(argv: list[str]) -> None:
     layer_graph.print_and_draw_layer_graph(
         spec,
         method.contraction,
-        integer=options.integer,
+        has_integer_inputs=options.integer,
         plot=expand_optional_path(options.plot, "--plot"),
         catalogue=expand_optional_path(options.catalogue, "--catalogue"),
     )

@@ -26,7 +26,7 @@ def print_and_draw_layer_graph(
     spec: ModelSpec,
     contraction: ContractionOptions,
     *,
-    integer: bool,
+    has_integer_inputs: bool,
     plot: Path | None = None,
     catalogue: Path | None = None,
 ) -> None:
@@ -36,7 +36,7 @@ def print_and_draw_layer_graph(
     Args:
         spec: the network.
         contraction: which operations are nodes.
-        integer: whether its inputs are whole numbers (tokens).
+        has_integer_inputs: whether its inputs are whole numbers (tokens).
         plot: the picture to write, .png or .svg; None writes none.
         catalogue: the file to write, or to add to if it is there; None writes none.
 
@@ -45,7 +45,7 @@ def print_and_draw_layer_graph(
     """
     graph = contraction.apply(
         extract_with_disk_cache(
-            build_module(spec, seed=0), _random_example(spec.input_shape, integer), contraction.kinds
+            build_module(spec, seed=0), _random_example(spec.input_shape, has_integer_inputs), contraction.kinds
         )
     )
     lines = []
@@ -62,9 +62,9 @@ def print_and_draw_layer_graph(
         print_line(console, line)
 
 
-def _random_example(shape: Sequence[int], integer: bool) -> Tensor:
+def _random_example(shape: Sequence[int], has_integer_inputs: bool) -> Tensor:
     generator = torch_generator(0)
-    if integer:
+    if has_integer_inputs:
         return torch.randint(0, 2, (2, *shape), generator=generator)  # 0 and 1 are tokens of any vocabulary
     return torch.randn(2, *shape, generator=generator)
 

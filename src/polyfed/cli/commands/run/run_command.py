@@ -187,10 +187,10 @@ def _resume_method(
 
 
 def load_checked_participants(experiment: Experiment) -> Participants:
-    """Loads the clients of an experiment; raises an error unless they suit all of the experiment's methods.
+    """Loads the clients of an experiment.
 
     Raises:
-        UserError: they do not.
+        UserError: the clients do not suit a method.
     """
     check_ray_cluster_trusted(experiment.settings)
     with collect_data_warnings() as data_warnings:

@@ -85,7 +85,7 @@ class WarmStartOptions:
 
 def run_warmstart(folder: Path, argv: Sequence[str], warmstart_options: WarmStartOptions) -> None:
     """Generates weights for the networks of unseen clients, writes the weights to files, and prints the networks'
-    scores; raises an error before writing if something does not fit.
+    scores.
 
     Args:
         folder: run directory of a run of flha_ghn.

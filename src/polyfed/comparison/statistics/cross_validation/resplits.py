@@ -15,14 +15,13 @@ from polyfed.core.errors import UserError
 
 def variance_of_mean_over_resplits(differences: Sequence[float], num_train: float, num_test: float) -> float:
     """Returns the variance of the mean difference over several random splits of one data set, corrected for overlapping
-    training sets; raises a `UserError` for fewer than two differences.
+    training sets.
 
     It is (1/K + test/train)·s², where s² is the sample variance of the differences.
 
     The splits share most of their training examples and many of their test examples, so that their differences are
     correlated. s²/K, which takes them as independent, is several times too small, and tests with it find differences
-    where there are none. s² is the sample variance of the differences (K − 1). Confidence interval: mean ± t(K − 1) ·
-    the root of the result.
+    where there are none. Confidence interval: mean ± t(K − 1) · the root of the result.
 
     Args:
         differences: of two methods, one per split; at least two.

@@ -22,7 +22,7 @@ def build_learning_curve(history: Sequence[Mapping[str, Any]], metric_name: str)
     """Returns the learning curve of a run from the records of its `metrics.jsonl`: a `CurvePoint`, with mean score and
     costs so far, for each evaluated round.
 
-    Seconds are those of clients and server: evaluation is no cost of the method.
+    Seconds are those of clients and server: evaluation is not counted.
 
     >>> rounds = [{"round": t, "bytes_down_total": t, "bytes_up_total": t, "seconds_clients": 1.0, "seconds_server": 0.5,
     ...     "summary": {"accuracy": {"mean": t / 4}} if t == 2 else {}} for t in (1, 2)]

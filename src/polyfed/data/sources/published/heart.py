@@ -35,7 +35,7 @@ class Heart(Source):
         site: column that says which client a patient belongs to: the hospital.
         positive: which values of `num` (0 to 4) are the class of the ill; null keeps five classes.
         columns: features; none takes all 13.
-        drop: columns that are no features.
+        drop: columns that are not features.
         categorical: columns of numbers that are codes.
         preprocess: see the source `table`.
 
@@ -87,7 +87,7 @@ def heart(
     **options: Any,
 ) -> ClientTables:
     """Returns the heart disease patients of four hospitals (`Heart`), divided into training, validation and test rows,
-    with one client per hospital; raises a `UserError` for unknown options.
+    with one client per hospital.
 
     Args:
         test_fraction, val_fraction, public_fraction: see `polyfed.data.Split`.
@@ -95,7 +95,7 @@ def heart(
         options: positive, columns, drop, categorical, preprocess: see `Heart`.
 
     Raises:
-        UserError: an option that there is not, or of a wrong type.
+        UserError: an unknown option, or one of a wrong type.
 
     >>> sites = heart(val_fraction=0.15)
     >>> [(part.id, len(part.train)) for part in sites.client_data]

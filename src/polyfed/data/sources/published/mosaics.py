@@ -31,7 +31,7 @@ class FashionMosaics(Source):
         num_train, num_test: numbers of mosaics.
 
     Raises:
-        UserError: `filled` is no probability above 0, or a number is below 1.
+        UserError: `filled` is not a probability above 0, or a number is below 1.
     """
 
     path: str | None = None

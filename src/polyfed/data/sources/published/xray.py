@@ -104,7 +104,9 @@ class ChestXray14(Source):
             try:
                 np.save(cache, x.numpy())
             except OSError as error:
-                raise UserError(f"cannot write the cache {self.cache!r} ({error.strerror})") from error
+                raise UserError(
+                    f"cannot write the cache {self.cache!r} ({error.strerror}); give another path, cache=... (--data.cache)"
+                ) from error
         return x
 
     def _from_hub(self) -> PooledDataset:
@@ -165,7 +167,7 @@ def _encode_findings(findings: list[list[str]]) -> Tensor:
         for name in names:
             if name != "No Finding":
                 if name not in number:
-                    raise UserError(f"finding {name!r} is none of the 14: {', '.join(FINDINGS)}")
+                    raise UserError(f"unknown finding {name!r}; the file may name {', '.join(FINDINGS)}")
                 y[row, number[name]] = 1
     return y
 

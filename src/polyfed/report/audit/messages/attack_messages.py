@@ -76,7 +76,7 @@ def _attack_reply(
         labels = _infer_labels(recorded, num_classes, inputs, _sum_of_step_sizes(method, recorded, steps))
     candidates, note = torch.empty(0), ""
     if images is None:
-        note = "inputs are no images"
+        note = "inputs are not images"
     elif iterations == 0:
         note = "not attacked: 0 iterations"
     elif recorded.weights is None:
@@ -154,7 +154,7 @@ def _infer_labels(
 
 
 def _images_of(examples: Examples) -> Tensor | None:
-    """Returns the examples as the network gets them, shape (n, channels, height, width); None if they are no images."""
+    """Returns the examples as the network gets them, shape (n, channels, height, width); None if they are not images."""
     inputs = examples.batch(torch.arange(len(examples)))[0]
     is_image = isinstance(inputs, Tensor) and inputs.dim() == 4 and inputs.is_floating_point()
     return inputs.detach().cpu() if is_image else None

@@ -15,7 +15,7 @@ class MessageAudit:
         client: its id.
         round: of the message: 1, or 2 if the server knows no weights before round 1.
         senders: number of clients in what the server sees: 1, or those of a secure sum.
-        images: number of training examples of the client; 0 if these are no images.
+        images: number of training examples of the client; 0 if these are not images.
         steps: number of local steps that the message comes from, about; of differentially private training on average.
         candidates: number of reconstructions that were compared with the images.
         best_psnr: of the image that was reconstructed best, in dB; None without candidates.

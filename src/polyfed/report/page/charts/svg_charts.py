@@ -92,12 +92,12 @@ def svg_line_chart(
     for tick in ticks_y:
         parts.append(f'<path class="grid" d="M{left} {py(tick):.1f}H{CHART_WIDTH - right}"/>')
         parts.append(svg_text(left - 6, py(tick) + 4, format_axis_tick(tick, unit), "end"))
-    for tick in choose_axis_ticks(x0, x1, integer=integer_x):
+    for tick in choose_axis_ticks(x0, x1, integers_only=integer_x):
         if x0 <= tick <= x1:
             parts.append(f'<path class="grid" d="M{px(tick):.1f} {top}V{height - bottom}"/>')
             parts.append(svg_text(px(tick), height - bottom + 16, format_axis_tick(tick, ""), "middle"))
     parts.append(svg_text((left + CHART_WIDTH - right) / 2, height - 6, x_label, "middle"))
-    parts.append(svg_text(-(top + height - bottom) / 2, 11, y_label, "middle", turned=True))
+    parts.append(svg_text(-(top + height - bottom) / 2, 11, y_label, "middle", rotated=True))
     for position, curve in enumerate(curves):
         parts.append(
             f'<g data-line="{position}" class="s{curve.style % COLOUR_COUNT} d{curve.style // COLOUR_COUNT % 3}">'
@@ -184,7 +184,7 @@ def svg_bar_chart(
             )
         parts.append("</g>")
     if not labelled:
-        parts.append(svg_text(-(top + height - bottom) / 2, 11, f"{len(finite_bars)} clients", "middle", turned=True))
+        parts.append(svg_text(-(top + height - bottom) / 2, 11, f"{len(finite_bars)} clients", "middle", rotated=True))
     parts.append(f'<path class="axis" d="M{px(0):.1f} {top}V{height - bottom}"/>')
     description = (
         f"{len(finite_bars)} bars, from {format_number(finite_bars[0].value, unit, signed)} to "
@@ -247,7 +247,9 @@ def svg_heat_map(
         x, y = left + (k + 0.5) * cell_width, top + inside + (6 if upright else 14)
         anchor: Literal["end", "middle"] = "end" if upright else "middle"
         parts.append(
-            svg_text(x + (4 if upright else 0), y, shorten_name(columns[k]), anchor, turned=upright, pivot=upright)
+            svg_text(
+                x + (4 if upright else 0), y, shorten_name(columns[k]), anchor, rotated=upright, about_position=upright
+            )
         )
     if values.size <= _CELLS:
         write = values.size <= _WRITTEN and cell_width >= 19
@@ -329,22 +331,28 @@ def svg_text(
     text: str,
     anchor: Literal["start", "middle", "end"],
     *,
-    turned: bool = False,
-    pivot: bool = False,
+    rotated: bool = False,
+    about_position: bool = False,
 ) -> str:
-    """Returns an SVG text element, turned by 90° about the origin or about its position if asked for."""
-    turn = "" if not turned else f' transform="rotate(-90 {x:.1f} {y:.1f})"' if pivot else ' transform="rotate(-90)"'
+    """Returns an SVG text element; `rotated` turns it by 90° about the origin, or `about_position` about its own."""
+    turn = (
+        ""
+        if not rotated
+        else f' transform="rotate(-90 {x:.1f} {y:.1f})"'
+        if about_position
+        else ' transform="rotate(-90)"'
+    )
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}>{escape(text)}</text>'
 
 
-def choose_axis_ticks(low: float, high: float, *, integer: bool = False, max_ticks: int = 5) -> list[float]:
+def choose_axis_ticks(low: float, high: float, *, integers_only: bool = False, max_ticks: int = 5) -> list[float]:
     """Returns the tick values of an axis that covers `low` to `high`, as round numbers."""
     from matplotlib.ticker import MaxNLocator
 
     if low == high:
         margin = abs(low) * 0.1 or 0.05
         low, high = low - margin, high + margin
-    ticks = MaxNLocator(max_ticks, integer=integer, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+    ticks = MaxNLocator(max_ticks, integer=integers_only, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
     return [float(tick) for tick in ticks]
 
 

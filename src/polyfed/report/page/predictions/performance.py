@@ -262,7 +262,7 @@ def svg_unit_square(
         ]
     parts.append(f'<path class="diagonal" d="M{unit_square_point(0, 0)}L{unit_square_point(1, 1)}"/>')
     parts.append(svg_text((LEFT + CHART_WIDTH - RIGHT) / 2, HEIGHT - 6, x_label, "middle"))
-    parts.append(svg_text(-(TOP + HEIGHT - BOTTOM) / 2, 11, y_label, "middle", turned=True))
+    parts.append(svg_text(-(TOP + HEIGHT - BOTTOM) / 2, 11, y_label, "middle", rotated=True))
     attributes = f' data-frame="{script_name}"' if script_name else ""
     return svg_element_with_title(key, title, description, HEIGHT, [*parts, *elements], attributes)
 

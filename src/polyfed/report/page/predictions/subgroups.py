@@ -101,9 +101,9 @@ def _rows_by_quartile(value_by_row: dict[int, Any]) -> dict[str, list[int]]:
     return groups
 
 
-def _quartile_label(low: float, high: float, first: bool, last: bool) -> str:
+def _quartile_label(low: float, high: float, is_first: bool, is_last: bool) -> str:
     """Returns a short label for a quarter of a column of fractional numbers; the chart has little room."""
-    return f"up to {high:.4g}" if first else f"above {low:.4g}" if last else f"{low:.4g} to {high:.4g}"
+    return f"up to {high:.4g}" if is_first else f"above {low:.4g}" if is_last else f"{low:.4g} to {high:.4g}"
 
 
 def score_subgroups(

@@ -60,7 +60,7 @@ def html_survival_curves(predictions: GroupPredictions, key: str) -> Markup:
     )
     note = (
         "Test patients, divided by predicted risk within each client: a network that orders patients well has curves that "
-        f"lie apart, high risk lowest. These curves are no test of a difference; the scores above have intervals.{seeds}"
+        f"lie apart, high risk lowest. These curves do not test a difference; the scores above have intervals.{seeds}"
     )
     return html_paragraph(note) + html_dropdown_panels(f"{key}-km", "Method and client", panels)
 

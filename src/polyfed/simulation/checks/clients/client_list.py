@@ -14,8 +14,7 @@ _SETS = ("train", "test", "val", "global_test")
 
 
 def list_clients(clients: Any) -> list[Client]:
-    """Returns the clients as a list, from any iterable of them (list, generator, `dict.values()`, array of objects);
-    raises a `UserError` if it is empty or holds anything else.
+    """Returns the clients as a list, from any iterable of them (list, generator, `dict.values()`, array of objects).
 
     Where labels were given as texts, they are numbered by the classes of all clients together.
 

@@ -1,7 +1,7 @@
 """Warns of data leakage: test examples that are also training examples, so that their scores say nothing about new data.
 
 Two examples are equal if their stored inputs and targets are equal byte for byte. Examples that repeat by nature (few
-categories, constants) are no leakage: the warning depends on how many more test examples occur among training examples than
+categories, constants) are not leakage: the warning depends on how many more test examples occur among training examples than
 training examples repeat among themselves.
 """
 
@@ -95,7 +95,7 @@ def warn_of_test_leakage(clients: Sequence[Client]) -> None:
         return
     _SEEN.update({(group_key, id(client)): client for client in clients})
     groups = list(_groups(clients))
-    all_leaks = [leak for group in groups for leak in _find_leaks(group, between=len(groups) == 1)]
+    all_leaks = [leak for group in groups for leak in _find_leaks(group, between_clients=len(groups) == 1)]
     sentences = []
     for kind, description in _KINDS.items():
         if leaks := [leak for leak in all_leaks if leak.kind == kind]:
@@ -158,8 +158,8 @@ def _groups(clients: Sequence[Client]) -> Iterator[list[Client]]:
     yield group
 
 
-def _find_leaks(clients: Sequence[Client], between: bool) -> Iterator[_Leak]:
-    """Finds the leaked examples within each client and, if `between` is True, also those shared between clients."""
+def _find_leaks(clients: Sequence[Client], between_clients: bool) -> Iterator[_Leak]:
+    """Finds the leaked examples within each client and, if `between_clients`, also those that clients share."""
     number = len(clients)
     train, owner = _concat_hashes(dict(enumerate(client.train for client in clients)))
     train_keys = _keys_by_client(train, owner)
@@ -182,7 +182,7 @@ def _find_leaks(clients: Sequence[Client], between: bool) -> Iterator[_Leak]:
             ):
                 own_counts[k] = int(same.sum())
         yield from (_Leak(clients[k].id, kind, count, len(sets[k])) for k, count in own_counts.items())
-        if kind == "test" and between and number > 1:
+        if kind == "test" and between_clients and number > 1:
             alike = _count_occurrences(np.sort(train), hashes) > own_matches
             other_counts = _suspicious_counts(alike, keys, whose, np.full(number, _SHARE + _OTHERS * pooled))
             for k in (k for k in other_counts if k not in own_counts):

@@ -98,9 +98,6 @@ def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any
     all clients.
 
     Tables that have yet to agree on one preprocessing need the same columns only: categories and classes are merged.
-
-    Raises:
-        UserError: they differ.
     """
     for client in clients:
         _check_sets_of_client(client)
@@ -120,7 +117,7 @@ def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any
         merge_table_definitions(table_by_client)
         return
     if not needs_common_inputs(algorithm.requires, algorithm.discloses):
-        _check_same_schema({i: table_class_names(train) for i, train in tables.items()}, tables, classes_alone=True)
+        _check_same_schema({i: table_class_names(train) for i, train in tables.items()}, tables, classes_only=True)
         return
     if ids_without_table := [client.id for client in clients if client.id not in tables]:
         raise UserError(f"client {ids_without_table[0]!r} has no table, as {next(iter(tables))!r} has; {SCHEMA_ADVICE}")
@@ -139,9 +136,6 @@ def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any
 def check_public_table(client: Client, public: Examples) -> None:
     """Raises a `UserError` unless a client's inputs and the public examples come from tables with the same columns and
     scaling, or both from no table.
-
-    Raises:
-        UserError: they do not.
     """
     ours, theirs = table_preprocessors_by_part(client.train), table_preprocessors_by_part(public)
     if ours.keys() != theirs.keys():
@@ -245,13 +239,13 @@ def _check_sets_of_client(client: Client) -> None:
 
 
 def _check_same_schema(
-    marks: Mapping[str, Hashable], tables: Mapping[str, Examples], *, classes_alone: bool = False
+    marks: Mapping[str, Hashable], tables: Mapping[str, Examples], *, classes_only: bool = False
 ) -> None:
     """Checks that all clients have the same mark (a value that stands for the columns and classes of a table). Raises a
     `UserError` that describes the difference if not."""
     if (pair := find_deviating_pair(marks)) is None:
         return
-    if classes_alone:
+    if classes_only:
         sentences = ["its classes are others, or in another order"]
     else:
         reference, deviant = (

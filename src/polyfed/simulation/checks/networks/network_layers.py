@@ -28,7 +28,7 @@ def cached_module_of(client: Client) -> CachedModule:
     assert client.model is not None
     try:
         return cached_module(client.model)
-    except AttributeError as error:  # an extra state that is no tensor cannot be copied as one
+    except AttributeError as error:  # an extra state that is not a tensor cannot be copied as one
         state = build_module(client.model, seed=0).state_dict()
         non_tensors = [name for name, value in state.items() if not isinstance(value, Tensor)]
         if not non_tensors:

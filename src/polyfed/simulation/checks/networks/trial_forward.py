@@ -22,8 +22,7 @@ _LOG = logging.getLogger("polyfed.simulation")
 
 @grad_enabled()
 def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[int, ...]:
-    """Runs a network on one example, and returns the shape of its output without the batch dimension; raises a
-    `UserError` if the network fails.
+    """Runs a network on one example, and returns the shape of its output without the batch dimension.
 
     Args:
         module: the network; a copy of it is run, so that nothing in it changes.
@@ -31,7 +30,7 @@ def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[i
         client_name: the client, for error messages.
 
     Raises:
-        UserError: the network fails, in evaluation or in training; its output is no tensor
+        UserError: the network fails, in evaluation or in training; its output is not a tensor
             with a row for each example, or has no gradient; or it creates layers or tensors as it runs.
     """
     report_unused_training_code(module, client_name)

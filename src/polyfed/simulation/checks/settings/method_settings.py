@@ -23,9 +23,6 @@ def check_settings_suit_method(algorithm: Algorithm[Any, Any], settings: Setting
     Args:
         algorithm, settings: of the run.
         client_ids: of all clients, sorted.
-
-    Raises:
-        UserError: a setting does not suit.
     """
     cohort_size = settings.cohort_size(len(client_ids))
     check_evaluation_sample(settings, client_ids)

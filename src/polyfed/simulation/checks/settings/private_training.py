@@ -20,8 +20,7 @@ from polyfed.simulation.checks.networks.trial_forward import name_of_buffer_from
 def check_and_complete_privacy(
     algorithm: Algorithm[Any, Any], clients: Sequence[Client], rounds: int
 ) -> Algorithm[Any, Any]:
-    """Returns the method with the number of steps of the run in its `privacy`, or the method itself if it has none; raises a
-    `UserError` if privacy cannot be kept, or its ε cannot be met.
+    """Returns the method with the number of steps of the run in its `privacy`, or the method itself if it has none.
 
     Raises:
         UserError: a method, an option, a network or a task that noise on gradients does not cover, or an ε that no noise

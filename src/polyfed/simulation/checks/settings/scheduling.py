@@ -60,9 +60,6 @@ def check_asynchronous_support(algorithm: Algorithm[Any, Any], rule: Asynchronou
     """Raises a `UserError` if a method cannot run in asynchronous rounds.
 
     The server must need no more than the mean of replies, and replies must hold weights of which an earlier version exists.
-
-    Raises:
-        UserError: the method cannot.
     """
     name = registry_name(algorithm)
     if getattr(algorithm, "adapters", None) is not None:

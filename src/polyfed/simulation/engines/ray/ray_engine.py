@@ -136,7 +136,7 @@ class RayEngine(Engine):
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
         """Runs the tasks on the workers, and yields each result as soon as it is finished; a task whose worker died
-        twice has an error in `failure`. Raises a `RoundError` if no worker starts.
+        twice has an error in `failure`.
 
         Raises:
             UserError: a worker cannot read the clients: a module of theirs is missing on its node.

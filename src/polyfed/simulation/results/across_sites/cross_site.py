@@ -39,8 +39,7 @@ _MIN_OF_CLASS = 5  # test examples of the rarest class, below which a ranking ha
 
 @exclusive_single_torch_thread_with_grad()
 def compute_cross_site(federation: Federation, checkpoint: Checkpoint) -> CrossSiteScores:
-    """Scores every client's model of a checkpoint on every client's test examples; raises a `UserError` if the clients
-    are not in this process.
+    """Scores every client's model of a checkpoint on every client's test examples.
 
     Raises:
         UserError: the clients are not in this process.

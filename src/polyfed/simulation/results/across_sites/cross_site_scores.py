@@ -137,8 +137,7 @@ def write_cross_site(scores: CrossSiteScores, folder: Path) -> None:
 
 
 def read_cross_site(folder: Path) -> CrossSiteScores | None:
-    """Reads the cross-site scores from a run directory; returns None if it has none, and raises a `UserError` if the
-    file is damaged.
+    """Reads the cross-site scores from a run directory; returns None if it has none.
 
     Raises:
         UserError: the file is damaged.

@@ -20,7 +20,7 @@ class IncompatibleExamplesError(ValueError):
 
 def adapt_test_examples_to_model_of(owner: Client, client: Client) -> tuple[Examples, Callable[[Tensor], Tensor]]:
     """Returns a client's test examples as the owner's model takes them, and a function that converts the model's
-    outputs to the client's classes or unit; raises an error if they are incompatible.
+    outputs to the client's classes or unit.
 
     Raises:
         IncompatibleExamplesError: tables, inputs or classes differ.

@@ -9,7 +9,7 @@ from polyfed.core.errors import UserError
 
 
 def build_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Any:
-    """Returns a pandas `DataFrame` with these rows; raises a `UserError` if pandas is not installed.
+    """Returns a pandas `DataFrame` with these rows.
 
     Args:
         rows: dicts.

@@ -12,8 +12,7 @@ _FEW = 8  # clients up to which each has a line with its name
 def plot_learning_curves(
     history: Sequence[Mapping[str, Any]], metric: str, unit: NumberUnit, title: str, ax: Any = None
 ) -> Any:
-    """Draws a score of each client by round, and the mean over clients; returns the matplotlib axes. Raises a
-    `UserError` if the records have no such score.
+    """Draws a score of each client by round, and the mean over clients; returns the matplotlib axes.
 
     Args:
         history: the records of a run.
@@ -51,7 +50,7 @@ def plot_intervals(
     label: str,
     title: str,
     *,
-    zero: bool,
+    draws_zero_line: bool,
     ax: Any = None,
 ) -> Any:
     """Draws values with their intervals, one below another, and returns the matplotlib axes.
@@ -61,7 +60,7 @@ def plot_intervals(
         unit: of the values; shares are drawn in per cent, and their differences in points.
         label: of the axis of values.
         title: of the axes.
-        zero: whether to draw a line at zero, for differences.
+        draws_zero_line: whether to draw a line at zero, for differences.
         ax: axes to draw into; None makes new ones.
     """
     ax, scale = ax if ax is not None else _new_axes(), 100 if unit == "%" else 1
@@ -69,7 +68,7 @@ def plot_intervals(
         if interval is not None:
             ax.plot([scale * end for end in interval], [position, position], color="tab:blue", linewidth=2)
         ax.plot([scale * value], [position], "o", color="tab:blue")
-    if zero:
+    if draws_zero_line:
         ax.axvline(0, color="grey", linewidth=1)
     ax.set(xlabel=label, title=title, yticks=range(len(entries)), yticklabels=[name for name, *_ in entries])
     ax.invert_yaxis()

@@ -42,11 +42,10 @@ def columns_to_json(columns: Sequence[LookColumn]) -> str:
 
 
 def columns_from_json(text: str) -> tuple[LookColumn, ...]:
-    """Reads descriptions of table columns from a text made by `columns_to_json`; raises a `UserError` for any other
-    text.
+    """Reads descriptions of table columns from a text made by `columns_to_json`.
 
     Raises:
-        UserError: it is no such text.
+        UserError: the text is not such a list.
 
     >>> columns_from_json(columns_to_json([LookColumn("age"), LookColumn("ill", ("no", "yes"), True)]))[1].values
     ('no', 'yes')
@@ -54,17 +53,17 @@ def columns_from_json(text: str) -> tuple[LookColumn, ...]:
     try:
         content = parse_json(text)
     except ValueError as error:
-        raise UserError(f"these are no columns of a look: {error}") from error
+        raise UserError(f"these are not columns of a look: {error}") from error
     if wrong := validation_error(content, list[list[Any]], "columns"):
-        raise UserError(f"these are no columns of a look: {wrong}")
+        raise UserError(f"these are not columns of a look: {wrong}")
     columns = []
     for entry in content:
         is_column = len(entry) == 3 and isinstance(entry[0], str) and isinstance(entry[2], bool)
         if not is_column or validation_error(entry[1], list[str] | None):
-            raise UserError("these are no columns of a look: a column needs a name, its categories and true or false")
+            raise UserError("these are not columns of a look: a column needs a name, its categories and true or false")
         columns.append(LookColumn(entry[0], None if entry[1] is None else tuple(entry[1]), entry[2]))
     if len({column.name for column in columns}) < len(columns):
-        raise UserError("these are no columns of a look: a name occurs twice")
+        raise UserError("these are not columns of a look: a name occurs twice")
     return tuple(columns)
 
 
@@ -188,8 +187,7 @@ class FederatedLook(Averaging):
 
 
 def read_columns_if_enough_examples(client: Client) -> SiteColumns:
-    """Returns the columns of one client's examples; raises a `UserError` if the client has too few examples for any
-    count of them to be sent.
+    """Returns the columns of one client's examples.
 
     Raises:
         UserError: the client has too few examples for any count of them to leave it.
@@ -202,8 +200,7 @@ def read_columns_if_enough_examples(client: Client) -> SiteColumns:
 
 @exclusive_single_torch_thread_with_grad()
 def look_between_sites(clients: Iterable[Client], *, seed: int = 0, secure: bool = False) -> Look:
-    """Summarises the data columns of clients in this process by messages, as real sites would; raises a `UserError` if
-    a client has too few examples.
+    """Summarises the data columns of clients in this process by messages, as real sites would.
 
     Args:
         clients: the clients.

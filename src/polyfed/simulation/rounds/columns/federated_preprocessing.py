@@ -239,8 +239,7 @@ def _warn_of_inexact_columns(template: TablePreprocessor, variance: Tensor, coun
 
 
 def apply_preprocessing(client: Client, common: TablePreprocessor) -> Client:
-    """Returns the client with all examples, and a built-in network, converted to the common table's preprocessing;
-    raises a `UserError` if the common table is not that of the client.
+    """Returns the client with all examples, and a built-in network, converted to the common table's preprocessing.
 
     Raises:
         UserError: the common table is not that of the client.
@@ -260,8 +259,7 @@ def apply_preprocessing(client: Client, common: TablePreprocessor) -> Client:
 
 
 def unify_preprocessing_of_clients(clients: Sequence[Client], seed: int, secure: bool) -> Sequence[Client]:
-    """Returns the clients with one common preprocessing if their tables were read one by one, otherwise unchanged;
-    raises a `UserError` if their tables differ, or some have none.
+    """Returns the clients with one common preprocessing if their tables were read one by one, otherwise unchanged.
 
     Raises:
         UserError: their tables differ, or some have none.

@@ -107,12 +107,12 @@ def describe_evaluation_sample(
         entry["mean_interval"] = {
             m.name: interval
             for m in metrics
-            if m.name in summary and (interval := mean_interval(values[m.name], num_clients, in_shares=m.unit == "%"))
+            if m.name in summary and (interval := mean_interval(values[m.name], num_clients, are_shares=m.unit == "%"))
         }
     return {"evaluated": entry}
 
 
-def mean_interval(values: Sequence[float], population: int, *, in_shares: bool = False) -> list[float] | None:
+def mean_interval(values: Sequence[float], population: int, *, are_shares: bool = False) -> list[float] | None:
     """Returns the ends of a 95 % interval of the mean over `population` clients, from the values of those drawn; None for
     fewer than two values.
 
@@ -122,7 +122,7 @@ def mean_interval(values: Sequence[float], population: int, *, in_shares: bool =
     Args:
         values: of the drawn clients.
         population: N, the number of all clients.
-        in_shares: whether the values are shares, so that the interval ends at 0 and 1.
+        are_shares: whether the values are shares, so that the interval ends at 0 and 1.
 
     >>> [round(end, 3) for end in mean_interval([0.4, 0.6, 0.5, 0.7], population=8)]
     [0.405, 0.695]
@@ -140,4 +140,4 @@ def mean_interval(values: Sequence[float], population: int, *, in_shares: bool =
         ends = [float(sample.mean()) - half, float(sample.mean()) + half]
     if not all(map(math.isfinite, ends)):
         return None
-    return [min(max(end, 0.0), 1.0) for end in ends] if in_shares else ends
+    return [min(max(end, 0.0), 1.0) for end in ends] if are_shares else ends

@@ -179,8 +179,7 @@ class RoundScheduler:
 
 
 def find_concurrency(federation: Federation) -> int:
-    """Returns how many clients of an asynchronous run are at work at once; raises a `UserError` if there are not so
-    many clients.
+    """Returns how many clients of an asynchronous run are at work at once.
 
     Raises:
         UserError: `concurrency` is more than the number of clients.

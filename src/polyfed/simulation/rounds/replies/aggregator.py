@@ -133,7 +133,7 @@ class ReplyAggregator:
 
     def aggregate(self, server: ServerContext, *, leave_out_bad_replies: bool) -> AggregatedReplies:
         """Computes the server's next state from the replies, and returns it with the clients whose replies were left
-        out; raises a `RoundError` if the state would be invalid.
+        out.
 
         Args:
             server: what the server knows.

@@ -124,13 +124,12 @@ class RegionalSum(ReplySum):
         return dict.fromkeys(sorted(self._ids_by_region), nbytes)
 
     def add(self, client_id: str, reply: Message, message: Message | None = None) -> None:
-        """Adds a client's reply, encoded by `encode_reply_in_fixed_point`, to the sum of its region; raises a `UserError`
-        if its layout differs from that of the region's first reply.
+        """Adds a client's reply, encoded by `encode_reply_in_fixed_point`, to the sum of its region.
 
         A reply without words is noted only: the engine adds it up itself, and `add_partial_sum` gets the sum.
 
         Raises:
-            UserError: its layout differs from that of the first.
+            UserError: the reply's layout differs from that of the region's first reply.
         """
         region = find_region(client_id, self._regions)
         self._ids_by_region.setdefault(region, []).append(client_id)

@@ -24,7 +24,7 @@ class ValidatedReply(NamedTuple):
 
 
 def validate_reply(federation: Federation, result: TaskResult, checkpoint: Checkpoint) -> ValidatedReply:
-    """Decodes a client's reply and checks it; raises a `ValueError` if it is not valid.
+    """Decodes a client's reply and checks it.
 
     Args:
         federation: of the run.
@@ -32,7 +32,7 @@ def validate_reply(federation: Federation, result: TaskResult, checkpoint: Check
         checkpoint: the state from which the client has started.
 
     Raises:
-        ValueError: the reply cannot be accepted; the reason is half a sentence.
+        ValueError: the reply cannot be accepted; the message is half a sentence.
     """
     task, reply = result.task, result.reply
     if result.masked:

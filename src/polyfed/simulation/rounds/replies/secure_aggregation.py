@@ -75,9 +75,6 @@ def disclosures_to_allow(algorithm: Algorithm[Any, Any], secure: bool) -> list[s
 def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> None:
     """Raises a `UserError` if a method cannot run with secure aggregation: it needs single replies, or only one client
     takes part in a round.
-
-    Raises:
-        UserError: it needs single replies; or a round has one client, whose reply would be the sum.
     """
     if uses_default_mean(algorithm) and not algorithm.aggregates_by_sum:
         raise UserError(
@@ -102,11 +99,7 @@ def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> No
 
 
 def check_secure_rule(algorithm: Algorithm[Any, Any]) -> None:
-    """Raises a `UserError` if a method's robust rule needs single replies, which secure sums hide.
-
-    Raises:
-        UserError: the rule compares replies.
-    """
+    """Raises a `UserError` if a method's robust rule needs single replies, which secure sums hide."""
     rule = parse_robust_rule(getattr(algorithm, "robust", None))
     if rule is not None and not isinstance(rule, Clip):
         raise UserError(
@@ -286,11 +279,10 @@ class SecureSum(ReplySum):
         return sorted(self._ids)
 
     def add(self, client_id: str, reply: Message, message: Message | None = None) -> None:
-        """Adds a client's reply, encoded by `encode_reply_in_fixed_point`; raises a `UserError` if its layout differs
-        from that of the first reply.
+        """Adds a client's reply, encoded by `encode_reply_in_fixed_point`.
 
         Raises:
-            UserError: its layout differs from that of the first.
+            UserError: the reply's layout differs from that of the first reply.
         """
         words, layout = parse_sum_message(reply)
         self._add_words(words, layout, [client_id])
@@ -302,10 +294,10 @@ class SecureSum(ReplySum):
             self._messages.append(message)
 
     def add_sum(self, other: "SecureSum") -> None:
-        """Adds another sum of the same round; raises a `UserError` if its layout differs.
+        """Adds another sum of the same round.
 
         Raises:
-            UserError: its layout differs.
+            UserError: the sum's layout differs from that of the first reply.
         """
         assert other._layout is not None
         self._add_words(other._total, other._layout, other._ids)

@@ -46,8 +46,7 @@ def check_and_build_federation(
     clients_are_checked: bool = False,
     sampler: Sampler | None = None,
 ) -> Federation:
-    """Builds the `Federation` of a run; first checks its clients, method, settings and data, and raises a `UserError`
-    for anything that is wrong.
+    """Builds the `Federation` of a run; first checks its clients, method, settings and data.
 
     Args:
         clients, algorithm, settings, public, metrics: of the run.
@@ -57,7 +56,7 @@ def check_and_build_federation(
         sampler: an object of the user's own class; None builds the one that the settings name.
 
     Raises:
-        UserError: something does not fit.
+        UserError: a client, the method, a setting or the data do not fit.
     """
     if not isinstance(algorithm, Algorithm):
         raise UserError(
@@ -102,9 +101,6 @@ def check_and_build_federation(
 def check_method(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:
     """Raises a `UserError` if the clients do not meet the method's requirements, or if the method's own network, if it
     has one, fails on their data.
-
-    Raises:
-        UserError: they have not, or the network fails.
     """
     requirements.check_requirements(clients, algorithm, public)
     if isinstance(algorithm, BringsNetwork):
@@ -114,8 +110,7 @@ def check_method(clients: Sequence[Client], algorithm: Algorithm[Any, Any], publ
 def create_run_directory(
     out: str | Path, federation: Federation, start: Checkpoint, config: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> RunDirectory:
-    """Creates the directory of a new run, with its configuration and manifest; raises a `UserError` if the folder
-    exists and is not empty.
+    """Creates the directory of a new run, with its configuration and manifest.
 
     Args:
         out: the folder, which must not exist or be empty.
@@ -158,9 +153,6 @@ def create_run_directory(
 def check_clients_are_those_of_run(directory: RunDirectory, federation: Federation) -> None:
     """Raises a `UserError` if a run is resumed with clients or data that differ from those it started with; warns if
     the user's code does.
-
-    Raises:
-        UserError: the fingerprint of their data is another.
     """
     out, fingerprint_before = directory.path, directory.read_manifest().get("data_fingerprint")
     fingerprint_now = _data_fingerprint(federation)

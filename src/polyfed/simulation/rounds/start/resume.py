@@ -24,8 +24,7 @@ class RewoundRun(NamedTuple):
 
 
 def rewind_to_newest_checkpoint(directory: RunDirectory, federation: Federation) -> RewoundRun:
-    """Loads the newest usable checkpoint of a run, and removes everything newer from the run directory; raises a
-    `UserError` if there are checkpoints, but none is usable.
+    """Loads the newest usable checkpoint of a run, and removes everything newer from the run directory.
 
     If the run keeps another round than the last, the checkpoint of that round must be whole too.
 

@@ -238,10 +238,10 @@ def load_round_checkpoint(
     expected_run_hashes_of_round: Callable[[int], RunHashes] | None = None,
     store: StateStore | None = None,
 ) -> Checkpoint:
-    """Loads the checkpoint of one round; raises a `UserError` if it is missing, damaged or from another run.
+    """Loads the checkpoint of one round.
 
     Raises:
-        UserError: it is missing, damaged, or of another run.
+        UserError: the checkpoint is missing, damaged, or of another run.
     """
     round_folder = _folder_of(folder, round_number)
     try:

@@ -203,7 +203,7 @@ class ClientStates(Mapping[str, PyTree]):
 
 def check_and_wrap_server_state(state: PyTree, algorithm: Algorithm[Any, Any], name: str) -> PyTree:
     """Returns a server's state with every tensor in row-major order, and with the groups that have an entry for each
-    client as `ClientStates`; raises a `TypeError` if it holds a value that a checkpoint cannot restore.
+    client as `ClientStates`.
 
     Args:
         state: what the method returned.

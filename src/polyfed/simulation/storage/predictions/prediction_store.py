@@ -68,7 +68,7 @@ class Predictions:
 
 
 def read_predictions(folder: str | Path, client: str, *, split: str = "test", round: int | None = None) -> Predictions:
-    """Reads the predictions of one client after a round from a run directory; raises a `UserError` if there are none.
+    """Reads the predictions of one client after a round from a run directory.
 
     Args:
         folder: of a run that has ended.
@@ -77,7 +77,7 @@ def read_predictions(folder: str | Path, client: str, *, split: str = "test", ro
         round: None takes the one that the run keeps (`keep`).
 
     Raises:
-        UserError: there are none for this client, split or round, or the file is damaged.
+        UserError: there are no predictions for this client, split or round, or the file is damaged.
     """
     file = _predictions_file(folder, client)
     available = predictions_parquet.list_rounds_in_file(file, split)
@@ -209,11 +209,10 @@ class PredictionStore:
         shutil.rmtree(self._folder / _OLD)
 
     def get_predictions(self, client: str, split: str, round: int) -> Predictions:
-        """Returns the stored predictions of a client after a round; raises a `UserError` if they were not kept, or
-        their file is damaged.
+        """Returns the stored predictions of a client after a round.
 
         Raises:
-            UserError: they were not kept, or their file is damaged.
+            UserError: the predictions were not kept, or their file is damaged.
         """
         if self._folder is not None:
             return read_predictions(self._folder.parent, client, split=split, round=round)

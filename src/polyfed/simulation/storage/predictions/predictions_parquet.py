@@ -81,11 +81,10 @@ def write_outputs_of_client(path: Path, client: Client, outputs_by_round: Mappin
 
 
 def list_rounds_in_file(path: Path, split: str) -> list[int]:
-    """Returns, in ascending order, the rounds for which the file holds predictions of a split; raises a `UserError` if
-    it holds none or is damaged.
+    """Returns, in ascending order, the rounds for which the file holds predictions of a split.
 
     Raises:
-        UserError: it is damaged, or there is no such split.
+        UserError: the file is damaged, or there is no such split.
     """
     table = _read_table(path, split, None, ["round", "split"])
     numbers = table.column("round").unique().to_pylist()
@@ -109,7 +108,7 @@ class StoredOutputs(NamedTuple):
 
 def read_outputs_and_targets(path: Path, split: str, round: int) -> StoredOutputs:
     """Reads the network's outputs for one split ("test" or "val") after a round, with the targets, further columns and
-    groups of the examples; raises a `UserError` if there are none.
+    groups of the examples.
 
     Raises:
         UserError: the file is damaged, or there is no such split.
@@ -149,8 +148,8 @@ def _read_table(path: Path, split: str, round: int | None, columns: list[str] | 
 
 
 def _check_size(metadata: "pyarrow.parquet.FileMetaData") -> None:
-    """Checks that the file holds no more than a run can have stored, before it is read; raises an error if it does. Equal
-    values take no space in the file but do in memory.
+    """Checks that the file holds no more than a run can have stored, before it is read. Equal values take no space in
+    the file but do in memory.
 
     Raises:
         ValueError: there is more.
