@@ -25,6 +25,16 @@ DATA = {
 }  # fmt: skip
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 DRAWING = "a drawing: nothing to reproduce"
+COST = SCALED.parent / "paper_scale_cost.json"
+APPENDICES = {
+    "flha": "Its appendices: A is Figure 5, B and D are in the table, C is Figure 6, E and F are settings of distillation "
+    "([fedavg_kd](methods/fedavg_kd.md)) and [pFedHN](methods/pfedhn.md), G is Tables 4 and 5, H is Tables 6 and 7 and "
+    "Figure 7.",
+    "fedhenn": "It has no appendix.",
+    "pfedla": "Its supplement, with the sizes of the hypernetworks, was not at hand.",
+    "fedpnas": "Its appendices: A has the two algorithms, B is Table 3, C is Figure 4, D is equation 5 and Proposition 1, E "
+    "derives equation 5, F proves the proposition.",
+}
 HEAD = """# Tables and figures of the papers
 
 Which results of the four papers can you reproduce, and has anybody? Here is every table and every figure of each paper, and
@@ -65,8 +75,10 @@ class Item:
     rows: str = "*"
 
 
+PROVED = "shown by a test: rounds in plain torch ([what proves it](methods/{}.md#what-proves-it))"
 CONTENTS = {
     "flha": (
+        Item("Algorithm 1", "local updates of the hypernetwork and their mean", state=PROVED.format("flha_ghn")),
         Item("Figure 1", "overview of the method", state=DRAWING),
         Item("Figure 2", "the graph hypernetwork", state=DRAWING),
         Item("Table 1", "accuracy on CIFAR-10 and CIFAR-100, four architectures", "table1"),
@@ -91,6 +103,8 @@ CONTENTS = {
         Item("Appendix D", "the search of hyper-parameters", "appendix_d"),
     ),
     "fedhenn": (
+        Item("Algorithm 1", "clients of one architecture", state=PROVED.format("fedhenn_homo")),
+        Item("Algorithm 2", "clients of several architectures", state=PROVED.format("fedhenn")),
         Item("Figure 1", "some clients are too poor for the full network", "fig1"),
         Item("Figure 2", "representation and prediction parts of a network", state=DRAWING),
         Item("Table 1", "accuracy of the global model (Table 2 of the web text)", "table1"),
@@ -103,6 +117,8 @@ CONTENTS = {
         Item("Lemma 3.2", "with a large η linear models become alike", state="shown by a test, with its limits"),
     ),
     "pfedla": (
+        Item("Algorithm 1", "pFedLA", state=PROVED.format("pfedla")),
+        Item("Algorithm 2", "HeurpFedLA", state=PROVED.format("heur_pfedla")),
         Item("Figure 1", "toy example: weights by layer against one weight a client", "fig1"),
         Item("Figure 2", "overview of the method", state=DRAWING),
         Item("Figure 3", "a hypernetwork", state=DRAWING),
@@ -115,6 +131,8 @@ CONTENTS = {
         Item("Figure 7", "weights by layer", "fig7"),
     ),
     "fedpnas": (
+        Item("Algorithm 1", "the two passes of a step, and the mean", state=PROVED.format("fedpnas")),
+        Item("Algorithm 2", "sampling and evaluation, cell by cell", state=PROVED.format("fedpnas")),
         Item("Figure 1", "overview of the method", state=DRAWING),
         Item("Figure 2", "cells of the two stacks", state=DRAWING),
         Item("Figure 3", "accuracy by rounds on MNIST (a) and CIFAR-10 (b), time (c)", "fig3"),
@@ -151,7 +169,8 @@ def page(results):
     """The page's text."""
     parts = [HEAD]
     for paper, (name, what) in PAPERS.items():
-        parts.append(f"## {name}\n\n{what}. With intervals and remarks: [results](results.md#{name.lower()}).\n")
+        parts.append(f"## {name}\n\n{what}. With intervals and remarks: [results](results.md#{name.lower()}).")
+        parts.append(f"{APPENDICES[paper]}\n")
         parts += ["| in the paper | what it shows | command | state |", "|---|---|---|---|"]
         listed = set()
         for item in sorted(CONTENTS[paper], key=kind):
@@ -251,11 +270,14 @@ def at_length():
 One table or figure of each paper at scale `paper`: one variant, one seed, one processor core. Runs that do not have all
 their rounds were stopped: they say how far a method came, and not what the end would be. The last but one column has the
 paper's numbers for the end. `python benchmarks/paper_scale.py run NAME` makes such runs, goes on with those that were
-stopped, and writes what they reached. Hours are of a machine that did other work, too.
+stopped, and writes what they reached. Hours are of a machine that did other work, too. What whole runs would take is
+computed from a few steps of local training, in hours of the processor (`python benchmarks/paper_scale_cost.py NAME`);
+evaluations come on top.
 """,
     ]
     reached = {(found["paper"], found["table"]): found for found in scaled()}
-    for plan in PLANS.values():
+    cost = json.loads(COST.read_text(encoding="utf-8"))
+    for key, plan in PLANS.items():
         found = reached.get((plan.paper, plan.table), {"methods": {}})
         lines.append(
             f"### {PAPERS[plan.paper][0]}, {find_table(plan.paper, plan.table).printed_name}, {plan.variant}\n"
@@ -274,8 +296,15 @@ stopped, and writes what they reached. Hours are of a machine that did other wor
             )
         if lacking := [f"`{name}`" for name in plan.methods if name not in found["methods"]]:
             lines += [*([""] if found["methods"] else []), f"Not begun: {', '.join(lacking)}."]
+        if key in cost:
+            hours = ", ".join(f"`{name}` {spoken_hours(of['hours'])}" for name, of in cost[key].items())
+            lines.append(f"\nLocal training in all rounds would take one core about so long: {hours}.")
         lines.append("")
     return "\n".join(lines)
+
+
+def spoken_hours(hours):
+    return f"{hours:.1f} hours" if hours < 10 else f"{hours:.0f} hours"
 
 
 def course(of, unit):

@@ -20,10 +20,10 @@ ROOT = Path(__file__).parent.parent
 # As printed: the last table and figure of each paper. Captions number them from 1 without a gap.
 LAST = {"flha": (7, 7), "fedhenn": (3, 3), "pfedla": (3, 7), "fedpnas": (3, 4)}
 CLAIMS = {  # of the text and of appendices, without a table or figure
-    "flha": ("Section 4.2", "Section 4.3", "Section 5.4", "Appendix B", "Appendix D"),
-    "fedhenn": ("Section 4.1", "Section 4.2", "Lemma 3.2"),
-    "fedpnas": ("Proposition 1",),
-    "pfedla": (),
+    "flha": ("Algorithm 1", "Section 4.2", "Section 4.3", "Section 5.4", "Appendix B", "Appendix D"),
+    "fedhenn": ("Algorithm 1", "Algorithm 2", "Section 4.1", "Section 4.2", "Lemma 3.2"),
+    "fedpnas": ("Algorithm 1", "Algorithm 2", "Proposition 1"),
+    "pfedla": ("Algorithm 1", "Algorithm 2"),
 }
 
 
@@ -64,6 +64,15 @@ def test_every_table_and_figure_of_the_papers_is_on_the_page(rows, paper):
     tables, figures = LAST[paper]
     printed = {*(f"Table {n + 1}" for n in range(tables)), *(f"Figure {n + 1}" for n in range(figures)), *CLAIMS[paper]}
     assert {row[0] for row in rows[paper]} - {"polyfed's own"} == printed
+
+
+@pytest.mark.parametrize(("paper", "letters"), [("flha", "ABCDEFGH"), ("fedpnas", "ABCDEF")])
+def test_every_appendix_is_named(made, paper, letters):
+    text = made.APPENDICES[paper]
+    assert [
+        letter for letter in letters if not re.search(rf"\b{letter}\b", text.removeprefix("Its appendices: "))
+    ] == []
+    assert text in (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 
 
 def test_every_entry_of_the_recipes_is_on_the_page(rows):
