@@ -9,6 +9,7 @@ from polyfed.comparison.plan import ComparisonPlan, Method, settings_of_method
 from polyfed.comparison.planning.budget import Budget
 from polyfed.comparison.planning.client_set import ClientSet
 from polyfed.comparison.planning.method_selection import check_equal_training
+from polyfed.comparison.planning.undefined_scores import list_clients_without_score, warn_of_undefined_scores
 from polyfed.comparison.storage import comparison_directory
 from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT, SELECTION_RULE
 from polyfed.comparison.tuning import hyperparameter_search
@@ -39,6 +40,7 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
     skipped: dict[str, str] = {}
     data: dict[str, Any] = {}
     fingerprints, first_weights = dict[str, str](), ""
+    clients_without_score = dict[int, list[str]]()
     for seed in plan.seeds:
         client_set = plan.build_client_set(seed)
         settings = dataclasses.replace(plan.settings, seed=seed)
@@ -57,12 +59,15 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
                 if None in reasons:
                     raise UserError(f"not all values that are to be searched for {label} suit these clients: {reason}")
                 skipped[label] = reason
-        data[str(seed)] = count_client_examples(plan.panel.select(client_set.clients), client_set.class_names)
+        evaluated = plan.panel.select(client_set.clients)
+        clients_without_score[seed] = list_clients_without_score(plan.metrics[0], evaluated)
+        data[str(seed)] = count_client_examples(evaluated, client_set.class_names)
         fingerprints[str(seed)] = client_set.fingerprint_of_run()
         first_weights = first_weights or initial_weights_fingerprint(client_set.clients)
     methods = {label: method for label, method in plan.methods.items() if label not in skipped}
     if all(isinstance(method, Local) for method in methods.values()):
         raise UserError(f"no method that federates suits these clients: {'; '.join(skipped.values())}")
+    warn_of_undefined_scores(plan, evaluated, clients_without_score)
     skipped = {k: v for k, v in skipped.items() if k not in plan.unasked or NEEDS_ONE_ARCHITECTURE not in v}
     check_equal_training(methods)
     settings_kept = {k: v for k, v in plan.settings.without_default_scheduling.items() if k not in NOT_RESULTS}

@@ -130,7 +130,7 @@ class MethodStatisticsEntry(TypedDict, total=False):
     """Over the reference."""
     gain_interval: IntervalEnds
     """Holds together with the intervals of the other methods."""
-    gain_per_seed: list[float] | None
+    gain_per_seed: list[Score] | None
     losers: int | None
     """Participants whose score is worse than the reference's."""
     participants: float | None

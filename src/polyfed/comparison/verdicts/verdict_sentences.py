@@ -146,6 +146,7 @@ def _answer_entry(
 def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not: str) -> str:
     """Formats an answer as a sentence."""
     subject = "mean over clients" if row["client"] is None else row["client"]
+    unit, label = content["score_unit"], content["score_label"]
     reference, leader, interval, basis = content["reference"], row["method"], row["interval"], row["basis"]
     if leader is None:
         return f"{subject}: not decided: {why_not or f'no method can be compared with {reference}'}"
@@ -154,9 +155,10 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
     first = f"{rival} is as good; " if is_simple_model and row["gain"] is not None and row["gain"] <= 0 else ""
     if interval is None:
         few = f"too few {get_task(content['task']).limiting_examples} for an interval of {leader}"
+        if row["gain"] is None:
+            few = f"{leader} has no {label} there"
         why = why_not or (few if content["predictions"] else "no predictions were kept")
         return f"{subject}: {first}not decided: {why} ({basis})"
-    unit, label = content["score_unit"], content["score_label"]
     rests = f"(best estimate {_better_or_worse(row['gain'], unit, label)}; {basis})"
     much = format_difference_range(interval[0], interval[1], unit, label)
     if row["answer"] == "join":

@@ -1,0 +1,72 @@
+"""Finds, before anything is trained, the test sets on which the score that decides is not defined: an AUC without two
+classes, a C-index without an event."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from polyfed.comparison.plan import ComparisonPlan
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError, warn_of_data
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.io.number_format import join_first_and_count_rest
+from polyfed.core.task import Task
+
+
+def list_clients_without_score(metric: Metric, clients: Sequence[Client]) -> list[str]:
+    """Returns the ids of the clients on whose test examples the metric is not defined, whatever a network predicts.
+
+    >>> from polyfed.core.evaluation.metrics import metric_by_name
+    >>> from polyfed.testing import small_clients
+    >>> list_clients_without_score(metric_by_name("auc"), small_clients(2))
+    []
+    """
+    task = clients[0].task
+    if not task.rarest_limits_score or metric.per_example is not None or metric not in task.metrics:
+        return []
+    return [client.id for client in clients if not _is_defined(metric, task, client.test.labels.cpu())]
+
+
+def _is_defined(metric: Metric, task: Task, targets: torch.Tensor) -> bool:
+    num_outputs = max(task.num_outputs(targets), 2 if task.outputs_are_classes else 1)
+    outputs = torch.randn(len(targets), num_outputs, generator=torch.Generator().manual_seed(0))
+    return math.isfinite(metric(outputs, targets))
+
+
+def warn_of_undefined_scores(
+    plan: ComparisonPlan, clients: Sequence[Client], clients_without_score: Mapping[int, Sequence[str]]
+) -> None:
+    """Warns of clients whose score is not defined in some runs, and refuses a comparison in which a run has no score at all.
+
+    Args:
+        plan: the plan, with resolved metrics.
+        clients: of one run.
+        clients_without_score: seed -> ids of the clients without a score.
+
+    Raises:
+        UserError: in one run no client has a score, so that no method could have a mean.
+    """
+    if not any(clients_without_score.values()):
+        return
+    metric, task = plan.metrics[0], clients[0].task
+    why = task.describe_rarest(0, "", 0)
+    remedies = ["give fewer folds (folds, --folds)"] if plan.folds is not None else []
+    remedies += ["leave small sites out"]
+    if others := sorted(other.name for other in task.metrics if other.per_example is not None):
+        remedies.append(f"decide by a score that every example has (metrics, --metrics): {', '.join(others)}")
+    remedy = "; or ".join(remedies)
+    for seed, ids in clients_without_score.items():
+        if len(ids) == len(clients):
+            raise UserError(
+                f"{metric.label} is not defined at any client in {plan.describe_seed(seed)}: their test examples are {why} "
+                f"({join_first_and_count_rest(ids)}), so that no method could be compared; {remedy}"
+            )
+    noun = "folds" if plan.folds is not None else "runs"
+    counts = {id_: sum(id_ in ids for ids in clients_without_score.values()) for id_ in sorted({c.id for c in clients})}
+    missing = [f"{id_} in {count} of {len(clients_without_score)} {noun}" for id_, count in counts.items() if count]
+    if missing:
+        warn_of_data(
+            f"{metric.label} is not defined at {join_first_and_count_rest(missing)}: the test examples there are {why}. "
+            f"These {noun} do not count for the client; {remedy}"
+        )
