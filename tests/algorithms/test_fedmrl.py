@@ -70,6 +70,13 @@ def test_a_round_written_out_in_plain_torch_is_the_same(weighted):
         torch.testing.assert_close(tensor, mean, rtol=1e-5, atol=1e-6)
 
 
+def test_clients_of_one_architecture_begin_with_one_projector():
+    projectors = [FedMRL(shared=SHARED).client_init(c, seed)["projector"] for c in plain(mixed()) for seed in (3, 4)]
+    first, other_seed, *later = (projector["weight"] for projector in projectors)
+    assert all(torch.equal(weight, (first, other_seed)[k % 2]) for k, weight in enumerate(later))
+    assert not torch.equal(first, other_seed)
+
+
 @pytest.mark.parametrize("which", ["m_local", "m_global"])
 def test_a_head_whose_loss_has_no_weight_stays_as_it_is(which):
     clients = plain(mixed())
@@ -80,6 +87,22 @@ def test_a_head_whose_loss_has_no_weight_stays_as_it_is(which):
     kept_own = torch.equal(own["2.weight"], first["own"]["2.weight"])
     kept_common = torch.equal(common["fc2.weight"], play(method, clients, rounds=1)[1]["model"]["fc2.weight"])
     assert (kept_own, kept_common) == ((True, False) if which == "m_local" else (False, True))
+
+
+@pytest.mark.parametrize("policy", ["average", "local", "recompute"])
+def test_the_shared_network_is_evaluated_with_the_statistics_of_the_policy(policy):
+    """Which are the server's, the client's own, or the means over its training data."""
+    method, clients = FedMRL(**OPTIONS, shared="polyfed.testing:SmallNet", buffers=policy), plain(mixed())
+    found = run(method, clients)
+    for c in clients:
+        shared = found.model(c.id).shared.eval()
+        if policy == "recompute":
+            with torch.no_grad():
+                expected = shared.body[0](c.train.x).mean(0)
+        else:
+            buffers = found.last.state["model"] if policy == "average" else found.last.client_states[c.id]["buffers"]
+            expected = buffers["body.1.running_mean"]
+        torch.testing.assert_close(shared.body[1].running_mean, expected)
 
 
 def test_a_network_is_built_again_around_the_clients():

@@ -9,6 +9,7 @@ from halves import OPTIONS, mixed, plain, play, run, short
 
 import polyfed as pf
 from polyfed.algorithms import TAKFL, FedAvg, FedDF
+from polyfed.algorithms.distillation import takfl
 from polyfed.core.seeds import torch_generator
 from polyfed.data import SOURCES, ClassesPerClient, Split, make_clients
 from polyfed.models import ModelSpec
@@ -88,6 +89,24 @@ def test_a_round_of_the_server_written_out_in_plain_torch_is_the_same(merge):
             for name, tensor in student.state_dict().items():
                 merged[name] += share * (tensor - average[name])
         assert_close(merged, state["model"][key], rtol=1e-4, atol=2e-5)
+
+
+def with_frozen_part():
+    network = torch.nn.Sequential(torch.nn.Linear(6, 100), torch.nn.Tanh(), torch.nn.Linear(100, 3))
+    network[0].requires_grad_(False)
+    return network
+
+
+def test_architectures_weigh_by_the_parameters_that_are_trained(monkeypatch):
+    """83 and, beside 700 that are frozen, 303."""
+    clients = [
+        pf.Client(c.id, kind, c.train, c.test) for c, kind in zip(mixed(), [short, with_frozen_part] * 2, strict=False)
+    ]
+    shares = []
+    monkeypatch.setattr(takfl, "add_task_vectors", lambda start, _, of: shares.append(sorted(of)) or start)
+    play(TAKFL(**OPTIONS, server_steps=1, merge="size"), clients, public=pf.Examples(*PUBLIC))
+    assert shares
+    assert all(of == pytest.approx([83 / 386, 303 / 386]) for of in shares)
 
 
 def test_counters_stay_those_of_the_average():

@@ -4,6 +4,7 @@ import torch
 from adapter_nets import BASE, FULL, A, B, adapter_alone, clients, descend, first_state, mean, one_round, run
 
 from polyfed.algorithms import FedAvg, FFALoRA
+from polyfed.algorithms.adapters.factors import freeze_within_block
 
 
 def test_a_never_changes_and_never_travels():
@@ -15,6 +16,15 @@ def test_a_never_changes_and_never_travels():
         assert torch.equal(found.model(client.id).state_dict()[A], first[A])
         assert torch.equal(found.last.client_states[client.id]["local"][A], first[A])
     assert found.last.state["model"][B].abs().max() > 0.01
+
+
+def test_what_was_frozen_before_stays_frozen_and_the_rest_is_trained_again():
+    layer = torch.nn.Linear(2, 1)
+    layer.bias.requires_grad_(False)
+    with freeze_within_block(layer, ["weight", "bias"]):
+        assert not layer.weight.requires_grad
+    assert layer.weight.requires_grad
+    assert not layer.bias.requires_grad
 
 
 def test_the_mean_of_products_is_the_product_of_means():

@@ -22,7 +22,11 @@ from polyfed.core.capabilities import WrapsNetwork
 from polyfed.core.errors import UserError
 from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.method_card import MethodCard
-from polyfed.core.nn.buffers import extract_sent_tensors_and_client_state, load_client_model
+from polyfed.core.nn.buffers import (
+    extract_sent_tensors_and_client_state,
+    load_client_model,
+    recompute_norm_statistics_if_needed,
+)
 from polyfed.core.nn.module_cache import (
     CachedModule,
     build_module,
@@ -153,7 +157,9 @@ class FedMRL(MutualLearningMethod, WrapsNetwork):
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """Returns the network to evaluate for the client: its network and the averaged shared one, joined."""
-        return self._load_pair(message, client_state, client, seed)[0]
+        pair, shared = self._load_pair(message, client_state, client, seed)
+        recompute_norm_statistics_if_needed(shared, client, client_state, self.buffers)
+        return pair
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
