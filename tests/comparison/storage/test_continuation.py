@@ -60,6 +60,8 @@ def test_descriptions_of_the_command_line_are_compared_alike():
     assert find_invalidating_change(before, now) is None
     assert find_invalidating_change(before, {**now, "experiment": {**now["experiment"], "same_data": False}})
     assert find_invalidating_change({**before, "resplit": 1}, {**now, "resplit": 2})
+    unsuited = {**before, "skipped": {"fedmd": "fedmd needs public examples"}}
+    assert find_invalidating_change(unsuited, {**now, "skipped": {}}) is None, "no run was one of it"
 
 
 def hospitals(rows=90):

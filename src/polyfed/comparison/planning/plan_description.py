@@ -65,10 +65,10 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
         fingerprints[str(seed)] = client_set.fingerprint_of_run()
         first_weights = first_weights or initial_weights_fingerprint(client_set.clients)
     methods = {label: method for label, method in plan.methods.items() if label not in skipped}
+    skipped = {k: v for k, v in skipped.items() if k not in plan.unasked or NEEDS_ONE_ARCHITECTURE not in v}
     if all(isinstance(method, Local) for method in methods.values()):
         raise UserError(f"no method that federates suits these clients: {'; '.join(skipped.values())}")
     warn_of_undefined_scores(plan, evaluated, clients_without_score)
-    skipped = {k: v for k, v in skipped.items() if k not in plan.unasked or NEEDS_ONE_ARCHITECTURE not in v}
     check_equal_training(methods)
     settings_kept = {k: v for k, v in plan.settings.without_default_scheduling.items() if k not in NOT_RESULTS}
     if not plan.panel.clients:

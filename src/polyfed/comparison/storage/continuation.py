@@ -4,15 +4,16 @@ descriptions."""
 from collections.abc import Mapping
 from typing import Any
 
-_OF_READING = ("reading", "title", "references")  # how results are read and headed; no run knows of them
-_MAY_GROW = ("methods", "evaluated", "skipped", "fingerprints")  # by label or seed
+_OF_READING = ("reading", "title", "references", "skipped")  # what is said of results; no run knows of it
+_MAY_GROW = ("methods", "evaluated", "fingerprints")  # by label or seed
 
 
 def find_invalidating_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
     """Returns a text that names the first changed setting, between two descriptions of a comparison, by which finished
     runs become invalid; None if they stay valid.
 
-    Title, references, further methods and further seeds at the end change nothing of finished runs.
+    Title, references, methods that do not suit the clients, further methods and further seeds at the end change nothing of
+    finished runs.
 
     >>> find_invalidating_change({"seeds": [0], "references": True}, {"seeds": [0, 1], "references": False})
     >>> find_invalidating_change({"methods": {"local": {"lr": 0.1}}}, {"methods": {"local": {"lr": 0.2}, "fedavg": {}}})
