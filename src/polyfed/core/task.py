@@ -252,6 +252,12 @@ class Task(ABC):
             raise UserError(f"label_smoothing={label_smoothing!r} is for classes, and the task is {self}; leave it out")
         return self.loss
 
+    def minibatch_weight(self, targets: Tensor, class_weights: Any = None) -> Callable[[Tensor], float]:
+        """Returns the function (targets of a minibatch) -> its weight among several whose mean loss is that of all their
+        examples at once; by default the number of examples. The arguments are those of `training_loss`.
+        """
+        return len
+
     def trim_minibatch(self, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:
         """Returns a training minibatch without the columns that are padding in all of its examples; by default
         unchanged."""

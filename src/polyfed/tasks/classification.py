@@ -1,7 +1,7 @@
 """Defines the task of choosing one of several classes for each example."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar, final
@@ -145,9 +145,15 @@ class Classification(Task):
         def weighted_loss(outputs: Tensor, labels: Tensor) -> Tensor:
             weights = resolve_class_weights(class_weights, targets, outputs.shape[1])
             weights = weights.to(outputs.device, outputs.dtype)
+            if not bool(weights[labels].any()):  # torch would divide 0 by 0
+                return outputs.sum() * 0
             return F.cross_entropy(outputs, labels, weight=weights, label_smoothing=label_smoothing)
 
         return weighted_loss
+
+    def minibatch_weight(self, targets: Tensor, class_weights: Any = None) -> Callable[[Tensor], float]:
+        """Returns the function (labels of a minibatch) -> the sum of their class weights."""
+        return len if class_weights is None else sum_of_class_weights(class_weights, targets)
 
     def output_distance(self, teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
         """Returns the divergence KL(teacher ‖ student) of class probabilities, softened by a temperature and averaged
@@ -276,6 +282,18 @@ def resolve_class_weights(class_weights: Any, labels: Tensor, num_outputs: int) 
         return fixed_class_weights(class_weights, num_outputs)
     counts = torch.bincount(labels, minlength=num_outputs).to(torch.float64)
     return torch.where(counts > 0, len(labels) / (int((counts > 0).sum()) * counts), 1.0)
+
+
+def sum_of_class_weights(class_weights: Any, labels: Tensor) -> Callable[[Tensor], float]:
+    """Returns the function (some labels) -> the sum of their class weights, by which their weighted mean loss counts.
+
+    Args:
+        class_weights: as `resolve_class_weights` has them.
+        labels: all training labels.
+    """
+    number = int(labels.max()) + 1 if class_weights == "balanced" else len(class_weights)
+    weights = resolve_class_weights(class_weights, labels, number)
+    return lambda some_labels: float(weights.to(some_labels.device)[some_labels].sum())
 
 
 def _log_class_shares(labels: NDArray[Any], classes: int) -> Floats:

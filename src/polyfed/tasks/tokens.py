@@ -1,6 +1,6 @@
 """Defines the task of predicting a class for each token of a sequence: a tag, or the next token of a text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, final
@@ -16,7 +16,7 @@ from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, Floats
 from polyfed.core.examples.pytree import Inputs, named_leaves, tree_map
 from polyfed.core.task import Loss, Task
-from polyfed.tasks.classification import resolve_class_weights, softened_divergence
+from polyfed.tasks.classification import resolve_class_weights, softened_divergence, sum_of_class_weights
 from polyfed.tasks.scores.entities import BioTags, EntityF1, has_entities
 
 IGNORED = -100
@@ -167,6 +167,13 @@ class Tokens(Task):
 
         return weighted_loss
 
+    def minibatch_weight(self, targets: Tensor, class_weights: Any = None) -> Callable[[Tensor], float]:
+        """Returns the function (targets of a minibatch) -> the number of its tokens that are not ignored, or the sum of
+        their class weights.
+        """
+        count = len if class_weights is None else sum_of_class_weights(class_weights, targets[targets != IGNORED])
+        return lambda some_targets: count(some_targets[some_targets != IGNORED])
+
     def trim_minibatch(self, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:
         """Returns the minibatch without the last positions that are padding in all of its examples."""
         tokens = _token_part(inputs)
@@ -272,7 +279,8 @@ def _mean_cross_entropy(
 ) -> Tensor:
     if outputs.dim() == 2:  # one row of logits for all tokens of an example, as the constant model gives
         outputs = outputs.unsqueeze(1).expand(-1, targets.shape[1], -1)
-    if not bool((targets != IGNORED).any()):
+    counted = targets[targets != IGNORED]
+    if not len(counted) or (weights is not None and not bool(weights[counted].any())):  # torch would divide 0 by 0
         return outputs.sum() * 0
     return F.cross_entropy(
         outputs.flatten(0, 1), targets.flatten(), weight=weights, ignore_index=IGNORED, label_smoothing=label_smoothing

@@ -18,7 +18,7 @@ from polyfed.core.seeds import torch_generator
 from polyfed.core.training.loop import fit
 from polyfed.core.training.losses import build_loss, sampling_weights
 from polyfed.simulation.checks.fingerprints import data_fingerprint
-from polyfed.simulation.checks.requirements import check_training_options
+from polyfed.simulation.checks.settings.training_options import check_training_options
 from polyfed.simulation.engines.factory import unpicklable_client_error
 from polyfed.simulation.engines.ray.object_store import store_clients, unflatten_tensor
 from polyfed.testing import SmallNet, assert_runs_equal, small_clients
@@ -116,7 +116,7 @@ def test_losses_and_weights_that_do_not_fit_are_refused():
         pf.federate(own(one, nn.CrossEntropyLoss(reduction="none")), FedAvg(), rounds=1, workers=0)
     with pytest.raises(UserError, match="'client-0': class_weights and label_smoothing are of the task's loss"):
         pf.federate(own(one, F.cross_entropy), FedAvg(class_weights="balanced"), rounds=1, workers=0)
-    with pytest.raises(ClientError, match="has 2 numbers, but the network has 3 outputs"):
+    with pytest.raises(UserError, match="has 2 numbers, but the network of client 'client-0' has 3 outputs"):
         pf.federate(one, FedAvg(class_weights=(1, 2)), rounds=1, workers=0)
     line = pf.Client(
         "a", lambda: nn.Linear(6, 1), (one[0].train.x, one[0].train.x[:, 0]), one[0].test, task="regression"

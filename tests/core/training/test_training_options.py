@@ -131,6 +131,43 @@ def test_accumulation_over_k_minibatches_is_one_of_k_times_the_size(number, more
     assert found.loss == pytest.approx(expected.loss, rel=1e-12)
 
 
+@pytest.mark.parametrize("weights", [(1.0, 5.0, 0.5), (1.0, 0.0, 0.0), "balanced"], ids=str)
+def test_accumulation_weighs_minibatches_by_the_class_weights_of_their_examples(weights):
+    examples, more = data(22), {"local_epochs": 3, "class_weights": weights}
+    small, large = (trained(Local(batch_size=b, accumulate=k, **more), examples)[0] for b, k in ((4, 3), (12, 1)))
+    assert_close(small, large)
+
+
+def test_accumulation_weighs_minibatches_by_their_tokens():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(5, (12, 6), generator=generator)
+    y = torch.where(torch.rand(12, 6, generator=generator) < 0.7, -100, x)
+    y[:, 0] = x[:, 0]
+    for class_weights in (None, "balanced"):
+        models = []
+        for size, accumulate in ((2, 3), (6, 1)):
+            model = build_module(lambda: nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5)).double(), 0)
+            options = Local(batch_size=size, accumulate=accumulate, class_weights=class_weights)
+            fit(model, Examples(x, y), options, lr=0.1, seed=3, task="tokens")
+            models.append(model)
+        assert_close(*models)
+
+
+def test_a_minibatch_of_classes_without_weight_changes_nothing():
+    model, before = build_module(net, 0), build_module(net, 0)
+    examples = data(8)
+    ones = Examples(examples.x, torch.ones(8, dtype=torch.int64))
+    assert fit(model, ones, Local(class_weights=(1.0, 0.0, 2.0)), lr=0.1, seed=0).loss == 0
+    assert_close(model, before)
+
+
+def test_another_number_of_class_weights_than_outputs_is_refused_before_round_1():
+    with pytest.raises(
+        UserError, match=r"class_weights has 2 numbers, but the network of client 'client-0' has \d outputs"
+    ):
+        pf.federate(small_clients(2), FedAvg(class_weights=(1.0, 2.0)), rounds=1, workers=0)
+
+
 def test_accumulation_counts_steps_and_takes_a_penalty_once():
     assert trained(Local(local_steps=5, batch_size=4, accumulate=2))[1].steps == 5
     whole = [trained(Local(batch_size=b, accumulate=k), penalty=None)[0] for b, k in ((4, 3), (12, 1))]

@@ -1,7 +1,7 @@
 """What is checked before the first round, and the fingerprint by which a resumed run knows its clients."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -362,3 +362,20 @@ class TestFingerprint:
         prints = [data_fingerprint([variant]) for variant in variants]
         prints += [data_fingerprint([client()], Examples(X, Y)), data_fingerprint([client()], Examples(nudged, Y))]
         assert len(set(prints)) == len(prints)
+
+
+def test_the_fingerprint_knows_groups_and_columns():
+    rows = torch.arange(6)
+    plain, *others = (
+        Examples(X[:6], Y[:6], rows, **more)
+        for more in (
+            {},
+            {"group": list("aabbcc")},
+            {"group": list("abcabc")},
+            {"columns": {"weight": [1.0] * 6}},
+            {"columns": {"weight": [1.0] * 5 + [2.0]}},
+        )
+    )
+    prints = [data_fingerprint([replace(client(), train=examples)]) for examples in (plain, *others)]
+    assert len(set(prints)) == len(prints)
+    assert prints[1] == data_fingerprint([replace(client(), train=Examples(X[:6], Y[:6], rows, group=list("aabbcc")))])

@@ -48,6 +48,16 @@ def _printable(letter: str) -> str:
     return "\N{REPLACEMENT CHARACTER}" if unicodedata.category(letter) in _CONTROL_CATEGORIES else letter
 
 
+def fold_spelling(text: str) -> str:
+    """Returns one text for all that readers take for the same: capital and small letters, one letter or a letter with a
+    combining accent, wide letters, further spaces.
+
+    >>> fold_spelling("Zu\u0308rich  Nord") == fold_spelling("ZÜRICH Nord ")
+    True
+    """
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
 def escape_spreadsheet_formula(text: str) -> str:
     """Returns the text for a cell of a CSV file, with an apostrophe in front if a spreadsheet would read the text as a
     formula.

@@ -46,6 +46,10 @@ class TrainingBackend(ABC):
     def criterion(self, task: Task) -> Loss:
         """Returns the function (outputs, targets) -> mean loss of a minibatch."""
 
+    def minibatch_weight(self, task: Task) -> Callable[[Tensor], float]:
+        """Returns the function (targets) -> weight of a minibatch among those whose gradients are accumulated."""
+        return len
+
     @abstractmethod
     def iter_minibatches(self, optimizer: Optimizer) -> Iterator[Sequence[Sequence[Minibatch]]]:
         """Yields the minibatches of each optimiser step, as a list of lists; minibatches whose gradients are
@@ -130,6 +134,12 @@ class SingleClientBackend(OneNetworkBackend):
         """Returns the client's loss function (outputs, targets) -> mean loss, if it has one; else that of the task."""
         client_loss, options = None if self._client is None else self._client.loss, self._options
         return build_loss(self._examples, task, client_loss, options.label_smoothing, options.class_weights)
+
+    def minibatch_weight(self, task: Task) -> Callable[[Tensor], float]:
+        """Returns the task's function (targets) -> weight of a minibatch; the number of examples for a client's own loss."""
+        if self._client is not None and self._client.loss is not None:
+            return len
+        return task.minibatch_weight(self._examples.labels, self._options.class_weights)
 
     def iter_minibatches(self, optimizer: Optimizer) -> Iterator[Sequence[Sequence[Minibatch]]]:
         """Yields the minibatches of each optimiser step, epoch by epoch, each epoch in a new random order.

@@ -135,6 +135,7 @@ def fit(
     else:
         backend = create_backend(model, examples, options, task, batches_per_step, seed)  # or many at once
     criterion = backend.criterion(task)
+    weight_of = len if options.accumulate == 1 or loss is not None else backend.minibatch_weight(task)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(
         _group_by_lr(model, lr, options, lr_factor), options.optimizer, momentum=options.momentum, nesterov=options.nesterov,
@@ -149,14 +150,19 @@ def fit(
 
     def loss_of(minibatches: Sequence[Sequence[Minibatch]], k: int = 0) -> Tensor:
         parts = minibatches[k % len(minibatches)]
-        rows = sum(len(part.y) for part in parts)
+        weights = [weight_of(part.y) for part in parts]
+        total_weight = sum(weights) or 1.0  # 0 if nothing counts
         optimizer.zero_grad()
         if isinstance(backend, PrivateBackend):
             if loss is not None:
                 raise UserError(f"{type(options).__name__}: its own loss cannot be trained privately")
             term = None if penalty is None else partial(backend.compute_penalty_per_client, penalty, parameters)
             return backend.write_private_gradient(parts[0], criterion, term)
-        losses = [backward_pass(part, len(part.y) / rows, with_penalty=not k) for k, part in enumerate(parts)]
+        shares = [weight / total_weight for weight in weights]
+        losses = [
+            backward_pass(part, share, with_penalty=not k)
+            for k, (part, share) in enumerate(zip(parts, shares, strict=True))
+        ]
         if options.clip_norm is not None:
             backend.clip_gradients(parameters, options.clip_norm)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()

@@ -25,7 +25,7 @@ from polyfed.data.tabular.columns import (
 from polyfed.data.tabular.positive_class import is_condition_or_value_list
 from polyfed.data.tabular.preprocessing import Column, Scope, TablePreprocessor, encode_table
 from polyfed.data.tabular.schema import read_schema, recode_targets_to_schema
-from polyfed.data.tabular.suspicious_columns import warn_of_names_that_differ_in_case, warn_of_suspicious_columns
+from polyfed.data.tabular.suspicious_columns import warn_of_names_that_look_alike, warn_of_suspicious_columns
 from polyfed.data.tabular.table_reader import (
     PATH_ADVICE,
     check_columns_exist,
@@ -181,7 +181,7 @@ class TableFile(Source):
                 spellings[target_names[0]] = classes
             if self.site is not None:
                 spellings[self.site] = tuple(dict.fromkeys(column_as_texts(table, self.site).tolist()))
-            warn_of_names_that_differ_in_case(spellings)
+            warn_of_names_that_look_alike(spellings)
             warn_of_duplicate_rows(table, self.site)
             feature_names, own_roles = [c.name for c in features], [n for n in (self.group, self.time) if n is not None]
             warn_of_suspicious_columns(table, y, target_names, feature_names, self.site, own_roles)

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import warn_of_data
+from polyfed.core.io.terminal_text import fold_spelling
 from polyfed.data.formats.files import Table
 from polyfed.data.tabular.columns import has_identifier_name
 from polyfed.data.tabular.table_reader import (
@@ -31,18 +32,19 @@ _LEAST_OF_CLASS = 10  # examples of a class for that AUC
 Codes = NDArray[np.int64]
 
 
-def warn_of_names_that_differ_in_case(names_by_column: Mapping[str, Sequence[str]]) -> None:
-    """Issues a warning for each column (of sites, classes or categories) of whose names two differ in capital letters
-    alone, such as "yes" and "Yes".
+def warn_of_names_that_look_alike(names_by_column: Mapping[str, Sequence[str]]) -> None:
+    """Issues a warning for each column (of sites, classes or categories) of whose names two look alike: they differ in
+    capital letters alone, such as "yes" and "Yes", in spaces, or in how an accent is encoded.
     """
     for column, names in names_by_column.items():
         first_of_spelling: dict[str, str] = {}
         for name in names:
-            other = first_of_spelling.setdefault(name.casefold(), name)
+            other = first_of_spelling.setdefault(fold_spelling(name), name)
             if other != name:
+                show = repr if other.casefold() == name.casefold() else ascii  # which tells accents apart
                 warn_of_data(
-                    f"column {column!r} has {other!r} and {name!r}, which are two different values here; if they mean the "
-                    "same, spell them alike in the table"
+                    f"column {column!r} has {show(other)} and {show(name)}, which are two different values here; if they "
+                    "mean the same, spell them alike in the table"
                 )
                 break
 

@@ -17,6 +17,7 @@ from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
 from polyfed.core.errors import ClientError, UserError
+from polyfed.core.io.terminal_text import fold_spelling
 from polyfed.deploy.flower.envelopes import (
     envelope_from_record,
     envelope_to_record,
@@ -112,8 +113,15 @@ class SiteRegistry:
         """Registers a Flower node as the site that it claims to be, or records why it is not accepted."""
         client, name = sanitize_line(head.get("client")), names.get(node, "")
         if client not in self._site_names:
+            alike = next((i for i in self._site_names if fold_spelling(i) == fold_spelling(client)), None)
+            hint = "" if alike is None else f" (it looks like {alike!a}; write both alike)"
+            written = repr(client) if alike is None else ascii(client)  # which tells accents apart
             _LOG.warning(
-                "node %d (%s) says that it is %r, which is not among the sites; it stays out", node, name, client
+                "node %d (%s) says that it is %s, which is not among the sites%s; it stays out",
+                node,
+                name,
+                written,
+                hint,
             )
         elif name != client:
             _LOG.warning("node %d says that it is %r, but is registered as %r; it stays out", node, client, name)

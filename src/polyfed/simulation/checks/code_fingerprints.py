@@ -101,8 +101,8 @@ def _is_of_user(thing: Any) -> bool:
 
 def _hash_code(root: Any) -> str:
     """Returns a hash of a class or function, and of all the user's code that it calls by name."""
-    texts, queue, known = list[str](), [root], {id(root)}
-    while queue and len(known) <= _MAX_PARTS:
+    texts, queue, visited = list[str](), [root], {id(root)}
+    while queue and len(visited) <= _MAX_PARTS:
         thing = queue.pop()
         functions, used = {thing.__qualname__: thing}, list[Any]()
         if isinstance(thing, type):
@@ -118,8 +118,8 @@ def _hash_code(root: Any) -> str:
             used += [_class_or_function(v) for v in values.values() if isinstance(v, type) or inspect.isroutine(v)]
             used += [value for value in values.values() if isinstance(value, type)]
         for other in used:
-            if id(other) not in known and _is_of_user(other):
-                known.add(id(other))
+            if id(other) not in visited and _is_of_user(other):
+                visited.add(id(other))
                 queue.append(other)
     return hashlib.sha256("\n".join(sorted(texts)).encode(errors="surrogatepass")).hexdigest()[:16]
 

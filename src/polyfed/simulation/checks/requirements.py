@@ -1,7 +1,6 @@
 """Checks before the first round that the clients meet the method's requirements, and that the networks fit their
 data."""
 
-import fnmatch
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from polyfed.alignment.representations import compute_representations
 from polyfed.core.algorithm import Algorithm, Architecture, Client, DataSpec
 from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.declared_words import MODEL_REQUIREMENTS, ONE_CLASS, check_declared_words_are_known
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.core.examples.pytree import input_spec_of, named_leaves
 from polyfed.core.messages.lora import (
@@ -33,8 +32,6 @@ from polyfed.core.nn.module_cache import (
     hash_tensors,
 )
 from polyfed.core.task import Task
-from polyfed.core.training.config import LocalTraining
-from polyfed.core.training.losses import sampling_weights
 from polyfed.simulation.checks.clients.client_init import check_client_init
 from polyfed.simulation.checks.clients.client_list import list_clients
 from polyfed.simulation.checks.clients.data_leakage import warn_of_test_leakage
@@ -330,38 +327,6 @@ def _common_tensor(first: nn.Module, second: nn.Module) -> str | None:
     first_ids = {id(tensor) for tensor in (*first.parameters(), *first.buffers())}
     second_tensors = (*((n, p) for n, p in second.named_parameters() if p.requires_grad), *second.named_buffers())
     return next((name for name, tensor in second_tensors if id(tensor) in first_ids), None)
-
-
-def check_training_options(clients: Sequence[Client], options: LocalTraining) -> None:
-    """Raises a `UserError` if a client lacks data or parameters that the options of local training need, such as
-    validation examples for early stopping.
-
-    Raises:
-        UserError: no validation examples to stop by, no classes to weight, no column of weights, or no parameter with a
-            name for which a learning rate is given.
-    """
-    for client in clients:
-        if options.patience is not None and client.val is None:
-            raise UserError(
-                f"patience={options.patience} needs validation examples, and client {client.id!r} has none: give clients "
-                "val=..., or --data.val-fraction"
-            )
-        try:
-            options.criterion(client)
-            sampling_weights(client.train, client.task, options.sampler)
-        except UserError as error:
-            raise UserError(f"client {client.id!r}: {error}") from error
-    if not options.lr_by_name or not getattr(options, "requires", MODEL_REQUIREMENTS) & MODEL_REQUIREMENTS:
-        return
-    nets = {id(client.model): cached_module_of(client) for client in clients if client.model is not None}
-    named = (pair for net in nets.values() for pair in net.module.named_parameters(remove_duplicate=False))
-    names = sorted({name for name, parameter in named if parameter.requires_grad})
-    for pattern in options.lr_by_name:
-        if not fnmatch.filter(names, pattern):
-            raise UserError(
-                f"lr_by_name: no trained parameter of any client's network is named like {pattern!r}; "
-                f"{did_you_mean(pattern, names)}"
-            )
 
 
 def _describe_outputs(shape: tuple[int, ...]) -> str:

@@ -17,6 +17,7 @@ from polyfed.simulation.checks.clients.data_leakage import warn_of_test_leakage
 from polyfed.simulation.checks.clients.token_range import check_tokens_in_vocabulary
 from polyfed.simulation.checks.networks.network_layers import cached_module_of, check_batch_norm_gets_no_single_example
 from polyfed.simulation.checks.networks.trial_forward import output_shape
+from polyfed.simulation.checks.settings.training_options import check_training_options
 
 
 def make_client(source: ClientSource, client: str) -> Client:
@@ -161,4 +162,4 @@ class DrawnClientChecker:
             )
         check_batch_norm_gets_no_single_example([client], self._algorithm, {"batch_size": None}, self._network)
         if isinstance(self._algorithm, LocalTraining):
-            requirements.check_training_options([client], self._algorithm)
+            check_training_options([client], self._algorithm)

@@ -24,6 +24,7 @@ from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.checks.settings.method_settings import check_settings_suit_method
 from polyfed.simulation.checks.settings.scheduling import check_scheduling
+from polyfed.simulation.checks.settings.training_options import check_training_options
 from polyfed.simulation.engines.devices import choose_client_device
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.federation import Federation
@@ -80,7 +81,7 @@ def build_federation_of_source(
     device = choose_client_device(settings)
     if isinstance(algorithm, LocalTraining):
         check_precision(algorithm.precision, device)
-        requirements.check_training_options([first], algorithm)
+        check_training_options([first], algorithm)
     registry = _build_registry(clients, first, algorithm)
     network = None
     if isinstance(algorithm, BringsNetwork) and registry.data_spec is not None:

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 from urllib.parse import quote
 
-_PLAIN = re.compile(r"[a-z0-9_.-]{1,100}")
+_DEVICE = r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\.|$)"  # which no file can be called on Windows
+_PLAIN = re.compile(rf"(?!\.|{_DEVICE})[a-z0-9_.-]{{1,100}}")
 _LONGEST = 100  # file systems allow 255 bytes; a prefix and a suffix are added
 
 
@@ -14,14 +15,15 @@ def safe_file_name(client: str) -> str:
     """Converts a client id to a text that can safely serve as a file name, different for each id.
 
     Short lower-case ASCII ids stay unchanged; others get a hash, so that names differ also where a file system ignores
-    case or where they had to be shortened.
+    case or where they had to be shortened. No name begins with a dot, which would hide the file from listings.
 
     >>> safe_file_name("client-007"), safe_file_name("St. Mary's/north")
     ('client-007', 'St.%20Mary%27s%2Fnorth-582fa6f2')
     """
     if _PLAIN.fullmatch(client):
         return client
-    return f"{quote(client, safe='')[:_LONGEST]}-{hashlib.sha256(client.encode()).hexdigest()[:8]}"
+    text = quote(client, safe="").replace(".", "%2E") if client.startswith(".") else quote(client, safe="")
+    return f"{text[:_LONGEST]}-{hashlib.sha256(client.encode()).hexdigest()[:8]}"
 
 
 def choose_run_directory(name: str) -> Path:

@@ -141,9 +141,12 @@ def test_a_checkpoint_under_another_name_is_not_whole(tmp_path):
 
 def test_file_names_are_short_and_differ_where_case_does_not_count():
     ids = ["a", "A", "é", "É", "a.b", "a%2Fb", "a/b", "a/B", "", "医" * 29, "医" * 30, "x" * 100, "x" * 101, "x" * 300]
+    ids += [".", "..", ".a", ".partial-a", "con", "nul.txt"]
     found = [safe_file_name(i) for i in ids]
     assert len({name.lower() for name in found}) == len(ids)
     assert all(len(f".partial-client-{name}.safetensors".encode()) <= 255 for name in found)
+    assert not any(name.startswith(".") or name in ("con", "nul.txt") for name in found)
+    assert safe_file_name("console") == "console"
     assert [i for i in ids if safe_file_name(i) == i] == ["a", "a.b", "x" * 100]
 
 

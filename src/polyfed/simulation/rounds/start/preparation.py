@@ -23,6 +23,7 @@ from polyfed.simulation.checks.fingerprints import data_fingerprint, earlier_ver
 from polyfed.simulation.checks.settings.method_settings import check_settings_suit_method
 from polyfed.simulation.checks.settings.private_training import check_and_complete_privacy
 from polyfed.simulation.checks.settings.scheduling import check_scheduling
+from polyfed.simulation.checks.settings.training_options import check_training_options
 from polyfed.simulation.engines.devices import choose_client_device
 from polyfed.simulation.rounds.columns.federated_preprocessing import unify_preprocessing_of_clients
 from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
@@ -90,7 +91,7 @@ def check_and_build_federation(
     device = choose_client_device(settings)
     if isinstance(algorithm, LocalTraining):
         check_precision(algorithm.precision, device)
-        requirements.check_training_options(clients, algorithm)
+        check_training_options(clients, algorithm)
     algorithm = check_and_complete_privacy(algorithm, clients, settings.rounds)
     client_by_id = {c.id: c for c in sorted(clients, key=lambda c: c.id)}
     federation = Federation(client_by_id, algorithm, settings, public_examples, metrics=scores, sampler=sampler)
