@@ -83,8 +83,8 @@ def federate(
             number of clients. Note that 1.0 means all clients, and 1 means one client.
         engine: "auto", "inprocess", "pool", "cohort" for many clients at once, or "ray" for a cluster (pip install
             'polyfed[ray]'); "auto" never takes Ray, and takes a cohort if a measurement shows that it is faster.
-        workers: processes of the pool or of Ray, or "auto" for one per core (of the cluster, with Ray); 0 runs in this
-            process. Results do not depend on it, with "cohort" up to rounding.
+        workers: processes of the pool or of Ray, or "auto" for one per core (of the cluster, with Ray; on macOS and Windows
+            none but this process); 0 runs in this process. Results do not depend on it, with "cohort" up to rounding.
         ray_address: "local" starts a Ray on this machine for the run, "auto" joins the cluster that runs here (or at the
             environment's RAY_ADDRESS), HOST:PORT joins that one. A Ray that the process has joined already is used.
         gpus_per_worker: GPUs of each of Ray's workers; a fraction shares a GPU, and 0 computes on CPUs.

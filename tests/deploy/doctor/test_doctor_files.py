@@ -200,7 +200,8 @@ def test_tokens(tmp_path):
 
 
 def disk(monkeypatch, free=2**40, files=10):
-    found = SimpleNamespace(f_bavail=free // 4096, f_frsize=4096, f_files=100, f_favail=files)
+    blocks = {"f_blocks": 2**30, "f_bfree": free // 4096, "f_bavail": free // 4096, "f_frsize": 4096}
+    found = SimpleNamespace(**blocks, f_files=100, f_favail=files)
     monkeypatch.setattr("polyfed.deploy.doctor.machine.os.statvfs", lambda path: found)
 
 

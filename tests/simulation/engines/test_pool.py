@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -253,3 +254,10 @@ def test_by_default_each_core_has_a_worker_and_none_is_without_a_client(monkeypa
         assert len(getattr(engine, "worker_pids", [])) == workers
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_where_a_worker_takes_seconds_to_start_there_is_none_by_default(monkeypatch, system):
+    monkeypatch.setattr("polyfed.simulation.engines.factory.num_usable_cores", lambda: 4)
+    monkeypatch.setattr("polyfed.simulation.engines.factory.sys", SimpleNamespace(platform=system))
+    assert isinstance(build_engine_for_settings(Settings(rounds=1), FedAvg(), small_clients(3)), InProcessEngine)

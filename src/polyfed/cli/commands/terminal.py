@@ -1,6 +1,7 @@
 """Prints tables and lines as plain text: markup in a text has no effect, and control characters are removed."""
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -49,5 +50,8 @@ def print_line(console: Console, sentence: object, style: str = "") -> None:
 
 
 def print_json(content: Mapping[str, Any]) -> None:
-    """Prints an object as JSON on standard output, and nothing else."""
-    print(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
+    """Prints an object as JSON on standard output, and nothing else; with escapes instead of characters that its encoding
+    may lack.
+    """
+    is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    print(json.dumps(content, indent=1, ensure_ascii=not is_utf8, allow_nan=False))

@@ -12,6 +12,7 @@ import errno
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,9 @@ MAX_TEXT_BYTES = 256 * 2**20  # bytes of a file of settings, results or descript
 MAX_ROUNDS_BYTES = 2**30  # bytes of `metrics.jsonl`, which has a record per round
 UNLIMITED_BYTES = 2**63  # for a file that is read in pieces
 _READ_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_FLUSH_FLAGS = _READ_FLAGS | (
+    os.O_RDWR if sys.platform == "win32" else os.O_RDONLY
+)  # Windows flushes what it may write
 _KINDS = {
     stat.S_IFIFO: "it is a named pipe", stat.S_IFSOCK: "it is a socket", stat.S_IFDIR: os.strerror(errno.EISDIR),
     stat.S_IFCHR: "it is a device", stat.S_IFBLK: "it is a device",
@@ -106,7 +110,7 @@ def open_atomic_file(path: Path, *, private: bool = True, sync: bool = True) -> 
     with open_file_for_overwrite(partial, private=private, sync=sync) as file:
         yield file
     with _file_named_in_errors(path):
-        partial.rename(path)
+        partial.replace(path)  # which Windows does also where the file exists
         if sync:
             flush_folder_to_disk(path.parent)
 
@@ -191,16 +195,22 @@ def flush_files_to_disk(paths: Sequence[Path]) -> None:
     For many files this is faster once all are written than after each.
     """
     for path in paths:
-        with _file_named_in_errors(path), open_file(path, UNLIMITED_BYTES) as file:
-            os.fsync(file.fileno())
+        _flush_to_disk(path)
     for folder in {path.parent for path in paths}:
         flush_folder_to_disk(folder)
 
 
 def flush_folder_to_disk(folder: Path) -> None:
-    """Flushes a folder to the disk, so that files created or renamed in it survive a loss of power."""
-    with _file_named_in_errors(folder):
-        descriptor = os.open(folder, os.O_RDONLY)
+    """Flushes a folder to the disk, so that files created or renamed in it survive a loss of power. Windows cannot open
+    a folder; there it does nothing.
+    """
+    if sys.platform != "win32":
+        _flush_to_disk(folder)
+
+
+def _flush_to_disk(path: Path) -> None:
+    with _file_named_in_errors(path):
+        descriptor = os.open(path, _FLUSH_FLAGS)
         try:
             os.fsync(descriptor)
         finally:

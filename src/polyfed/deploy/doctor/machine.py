@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -80,19 +81,18 @@ def check_state_folder(component: str, folder: Path) -> Findings:
             f"{_describe_user()} cannot write to {existing_folder}; run this as the user of the service, or give it "
             "the folder (chown)",
         )
-    if folder.exists() and (mode := folder.stat().st_mode) & 0o077:
+    if sys.platform != "win32" and folder.exists() and (mode := folder.stat().st_mode) & 0o077:
         yield problem_finding(
             component, f"others can enter {folder} (mode {mode & 0o777:o}), where states are; chmod 700 {folder}"
         )
-    disk = os.statvfs(existing_folder)
-    free, needed = disk.f_bavail * disk.f_frsize, max(MIN_FREE_BYTES, 3 * _largest_state_bytes(folder))
+    free, needed = shutil.disk_usage(existing_folder).free, max(MIN_FREE_BYTES, 3 * _largest_state_bytes(folder))
     if free < needed:
         yield problem_finding(
             component,
             f"{folder} has {_format_gibibytes(free)} left on its disk, and should have {_format_gibibytes(needed)} for "
             "checkpoints and states; make room, or name a folder on another disk",
         )
-    elif disk.f_files and not disk.f_favail:
+    elif sys.platform != "win32" and (disk := os.statvfs(existing_folder)).f_files and not disk.f_favail:
         yield problem_finding(component, f"the disk of {folder} can hold no more files (inodes); delete some")
     else:
         yield ok_finding(component, f"{folder} has {_format_gibibytes(free)} left on its disk")
@@ -118,7 +118,9 @@ def _describe_user() -> str:
 
 
 def is_process_alive(process_id: int) -> bool:
-    """Returns whether a process with this id runs on this machine."""
+    """Returns whether a process with this id runs on this machine; True on Windows, where the question would end it."""
+    if sys.platform == "win32":
+        return True
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:

@@ -1,6 +1,7 @@
 """Builds the engine that the settings of a run name: in this process, in a pool of processes, or on a Ray cluster."""
 
 import pickle
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +45,8 @@ def build_engine(
             "auto": the pool on a CPU with two or more workers, else this process.
         algorithm, clients: given to each worker.
         device: where clients compute; "ray" goes by `gpus_per_worker` instead.
-        workers: number of processes; "auto" is one per usable core, at most one per client; 0 means this process.
+        workers: number of processes; "auto" is one per usable core, at most one per client, on Linux, and this process
+            on other systems; 0 means this process.
             (`Settings` checks both.)
         ray_address, gpus_per_worker: see `Settings`; for "ray".
         metrics: computed at evaluation; empty takes the default ones of the task.
@@ -61,7 +63,9 @@ def build_engine(
         options = ray_address, gpus_per_worker, metrics, reply_compression, num_parties
         return RayEngine(algorithm, clients, workers, *options)
     count = min(num_usable_cores(), len(clients)) if workers == "auto" else int(workers)
-    in_this_process = count == 0 or (workers == "auto" and (count == 1 or device.type != "cpu"))
+    # On other systems than Linux a worker takes seconds to start, and a script needs `if __name__ == "__main__":` for it.
+    is_one_process_better = count == 1 or device.type != "cpu" or sys.platform != "linux"
+    in_this_process = count == 0 or (workers == "auto" and is_one_process_better)
     uses_cohorts = name == "cohort" or (name == "auto" and choice is not None and choice.uses_cohorts)
     sequential = choice.apart if choice is not None and name == "auto" else ()
     if name == "inprocess" or (name != "pool" and in_this_process):

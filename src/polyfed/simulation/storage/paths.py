@@ -17,8 +17,8 @@ def safe_file_name(client: str) -> str:
     Short lower-case ASCII ids stay unchanged; others get a hash, so that names differ also where a file system ignores
     case or where they had to be shortened. No name begins with a dot, which would hide the file from listings.
 
-    >>> safe_file_name("client-007"), safe_file_name("St. Mary's/north")
-    ('client-007', 'St.%20Mary%27s%2Fnorth-582fa6f2')
+    >>> safe_file_name("client-007"), safe_file_name("St. Mary's/north"), safe_file_name("aux")
+    ('client-007', 'St.%20Mary%27s%2Fnorth-582fa6f2', 'aux-321f6814')
     """
     if _PLAIN.fullmatch(client):
         return client
