@@ -240,7 +240,6 @@ LONG_METHODS = {
     "fedfomo": "examples that are held out, and models that clients ask for",
     "fedhenn": "a paper's method, with schedules, weightings and two ways to share",
     "flha_ghn": "a paper's method, with the graph of every network",
-    "gpfl": "embeddings of the classes, and a network that conditions representations on them",
     "knn_per": "a network that holds examples, and the search of their weight",
     "pfedhn": "generates weights for networks of several architectures",
     "pfedla": "a paper's method, with the base of its variant in the same file",

@@ -8,7 +8,7 @@ from two_parts import BODY, HEAD, mean_of, swapped
 
 import polyfed as pf
 from polyfed.algorithms import GPFL, FedAvg
-from polyfed.algorithms.partial_sharing.gpfl import condition_of, draw_conditional
+from polyfed.algorithms.base.heads.conditioning import condition_of, draw_conditional
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 

@@ -5,7 +5,7 @@ Personalized Feature Information for Personalized Federated Learning", arXiv 230
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from polyfed.algorithms.base.averaging import ClientState, ServerState
 from polyfed.algorithms.base.heads.class_means import count_outputs
+from polyfed.algorithms.base.heads.conditioning import condition_of, draw_conditional
 from polyfed.algorithms.base.heads.last_layer import (
     NetworkWithConditionedRepresentation,
     find_last_layer,
@@ -24,45 +25,9 @@ from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.capabilities import WrapsNetwork
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.module_cache import cached_module, restore_all_but_weights_and_set_eval
-from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.training.loop import ForwardPass, reply_scalars
 from polyfed.models.structure import find_representation_module
-
-
-@final
-class ScaleAndShift(NamedTuple):
-    """Holds the vectors that scale and shift a representation, (width,) each (eq. 3)."""
-
-    scale: Tensor
-    shift: Tensor
-
-    def apply(self, z: Tensor) -> Tensor:
-        """Returns relu(scale·z + shift) of representations (batch, width)."""
-        return (self.scale * z + self.shift).relu()
-
-
-def condition_of(tensors: StateDict, context: Tensor) -> ScaleAndShift:
-    """Returns (1 + γ(c), β(c)) for a context c, (width,): γ and β are a linear layer, ReLU and a layer norm each (eq. 4)."""
-    gamma, beta = (
-        F.layer_norm(
-            F.linear(context.reshape(1, -1), tensors[f"{part}.weight"], tensors[f"{part}.bias"]).relu(),
-            tensors[f"{part}.norm.weight"].shape, tensors[f"{part}.norm.weight"], tensors[f"{part}.norm.bias"],
-        ).flatten()
-        for part in ("gamma", "beta")
-    )  # fmt: skip
-    return ScaleAndShift(gamma + 1, beta)
-
-
-def draw_conditional(outputs: int, width: int, seed: int) -> dict[str, Tensor]:
-    """Returns initial tensors of γ and β, as torch's layers draw them, and embeddings of the classes, (outputs, width)."""
-    generator, limit = torch_generator(derive_seed(seed, "conditional")), width**-0.5
-    tensors = {"embeddings": torch.randn(outputs, width, generator=generator)}
-    for part in ("gamma", "beta"):
-        tensors[f"{part}.weight"] = limit * (2 * torch.rand(width, width, generator=generator) - 1)
-        tensors[f"{part}.bias"] = limit * (2 * torch.rand(width, generator=generator) - 1)
-        tensors |= {f"{part}.norm.weight": torch.ones(width), f"{part}.norm.bias": torch.zeros(width)}
-    return tensors
 
 
 @final

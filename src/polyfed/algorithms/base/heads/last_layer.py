@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from polyfed.algorithms.base.heads.conditioning import ScaleAndShift
 from polyfed.alignment.representations import representation_module_name
 from polyfed.core.algorithm import Client
 from polyfed.core.examples.pytree import first_leaf, logits_of
@@ -125,7 +126,7 @@ class NetworkWithConditionedRepresentation(_AtLastLayer):
 
     def forward(self, *parts: Any, **kwargs: Any) -> Tensor:
         """Returns the outputs for the representations relu(scale·z + shift), (batch, outputs)."""
-        with watch_last_layer(self.network, self.layer_name, lambda z: (self.scale * z + self.shift).relu()):
+        with watch_last_layer(self.network, self.layer_name, ScaleAndShift(self.scale, self.shift).apply):
             return logits_of(self.network(*parts, **kwargs))
 
 
