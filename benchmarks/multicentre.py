@@ -107,11 +107,35 @@ def run(name, data, work):
     save(name, {"federation": name, "minutes": round(minutes, 1), "load": round(load, 1), **content})
 
 
+NONE_SUITS = "no method that federates suits these clients: "
+
+
+def find_reasons(federation, methods):
+    """`{label: why it does not suit the federation}` of methods of which none does."""
+    reasons = {}
+    for label in methods.keys() - {"local"}:
+        pair = {"local": methods["local"], label: methods[label]}
+        try:
+            pf.compare(federation.clients, pair, folds=FOLDS, **federation.settings)
+        except pf.UserError as error:
+            reasons[label] = str(error).removeprefix(NONE_SUITS)
+    return dict(sorted(reasons.items()))
+
+
 def join(name, data, work):
-    """Adds the rows of new methods to the committed results of a federation."""
+    """Adds the rows of new methods to the committed results of a federation; where none suits it, the reasons."""
     content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     federation, load = FEDERATIONS[name](data), os.getloadavg()[0]
-    results, minutes = compare(name, federation, newcomers(federation.methods), work / f"{name}-joined")
+    methods = newcomers(federation)
+    try:
+        results, minutes = compare(name, federation, methods, work / f"{name}-joined")
+    except pf.UserError as error:
+        if not str(error).startswith(NONE_SUITS):
+            raise
+        rows = {"skipped": find_reasons(federation, methods), "failed": {}, "convergence": {}, "methods": {}}
+        save(name, content | {"joined": {"minutes": 0.0, **rows}})
+        print(f"{name}: none of {', '.join(rows['skipped'])} suits", flush=True)
+        return
     joined = condensed(results, federation)
     if joined["sites"] != content["sites"] or joined["rounds"] != content["rounds"]:
         raise SystemExit(f"{name}: sites or rounds are not those of {RESULTS / name}.json; run it again")

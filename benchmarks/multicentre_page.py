@@ -28,9 +28,10 @@ How it was measured:
   federated method is chosen by validation examples, among those that had converged; another may have the best mean in a table. Rows "pooled data" are of
   the first fold alone, and not compared.
 - Methods with a **+** joined later, in a comparison of their own with `local` on the same sites, folds and seeds. Their gains are over that `local`, and their
-  intervals hold together with each other. The answers are about the methods without a +.
+  intervals hold together with each other. Where folds are others since, that `local` has a row of its own. The answers are about the methods without a +.
 - Sites with different networks are federations of their own: `flha_ghn` and `fedhenn` take them, the methods for one architecture do not. Where FedHeNN needs public
-  examples, 5 % of the rows (10 % of the images) are no site's there, and a table's scale is that of all sites.
+  examples, 5 % of the rows (10 % of the images) are no site's there, and a table's scale is that of all sites. The network that FedMRL shares has 8 hidden units there,
+  as the narrowest of the sites' last layers.
 - The first comparisons had a budget of 90 minutes of one core, decided beforehand, so that networks are small, rounds 15 to 30, and the search is of the learning rate alone. "Not decided" says
   nothing against a method at other sizes.
 
@@ -90,6 +91,12 @@ def slug(title):
 def read(folder):
     files = {name: folder / f"{name}.json" for name in SECTIONS}
     return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()}
+
+
+def other_local(found):
+    """`local` of the methods that joined, where its scores are others than those of the first comparison; None if not."""
+    joined = found.get("joined", {"methods": {}})["methods"].get("local")
+    return None if joined is None or joined["mean"] == found["methods"]["local"]["mean"] else joined
 
 
 def all_methods(found):
@@ -155,17 +162,18 @@ def methods_table(found):
     ]
     sign = -1 if found["higher_is_better"] else 1
     methods = all_methods(found)
-    ranked = sorted(methods.items(), key=lambda pair: sign * pair[1]["mean"])
+    rows = methods | ({"local +": other} if (other := other_local(found)) else {})
+    ranked = sorted(rows.items(), key=lambda pair: sign * pair[1]["mean"])
     simple = sorted(found["references"].items(), key=lambda pair: sign * (pair[1]["mean"] or 0))
     for label, one in [*ranked, *simple]:
         verdicts = [site.get("verdict") for site in one["sites"].values()]
         sites = f"{verdicts.count('gains')}, {verdicts.count('loses')}" if label in methods and label != "local" else ""
         kind = (
-            f"`{label}`{'' if label in found['methods'] else ' +'}"
-            if label in methods
+            f"`{label.removesuffix(' +')}`{'' if label in found['methods'] else ' +'}"
+            if label in rows
             else f"{label.replace('_', ' ')}, {'pooled data' if label.startswith('pooled') else 'alone'}"
         )
-        gain = "" if label == "local" else with_interval(one["gain"], one["gain_interval"], unit, True)
+        gain = "" if label in ("local", "local +") else with_interval(one["gain"], one["gain_interval"], unit, True)
         lines.append(f"| {kind} | {with_interval(one['mean'], one['interval'], unit)} | {gain} | {sites} |")
     return "\n".join(lines)
 
@@ -199,6 +207,20 @@ def sites_table(found):
     return "\n".join(lines)
 
 
+def not_compared(skipped):
+    """A line for each reason why methods do not suit the federation, with their labels."""
+    reasons = {}
+    for label, why in skipped.items():
+        text = re.split(", but|; ", why.removeprefix(f"{label} "))[0] if why.startswith(f"{label} ") else why
+        reasons.setdefault(text, []).append(f"`{label}`")
+    return [
+        f"- Not compared: {', '.join(labels)} {why.replace('needs', 'need', 1) if len(labels) > 1 else why}."
+        if why.startswith("needs")
+        else f"- Not compared: {', '.join(labels)}. {why}."
+        for why, labels in reasons.items()
+    ]
+
+
 def section(name, found):
     title, text = SECTIONS[name]
     repeats = found["fold_repeats"] or 1
@@ -219,16 +241,14 @@ def section(name, found):
             f"- Without a {found['score_label']} over the folds, for want of events or examples of a class: "
             f"{', '.join(unscored)}. Means are over the other {len(found['sites']) - len(unscored)} sites."
         )
-    reasons = {}
-    for label, why in found["skipped"].items():
-        reasons.setdefault(why.partition(" ")[2].partition(", but")[0], []).append(f"`{label}`")
-    notes += [
-        f"- Not compared: {', '.join(labels)} {why.replace('needs', 'need') if len(labels) > 1 else why}."
-        for why, labels in reasons.items()
-    ]
-    notes += [f"- Failed: `{label}`: {why}" for label, why in found["failed"].items()]
     joined = found.get("joined", {"failed": {}, "skipped": {}, "convergence": {}})
-    notes += [f"- Failed: `{label}`: {why}" for label, why in joined["failed"].items()]
+    if other_local(found):
+        notes.append(
+            "- `local` + is `local` beside the methods that joined: their folds spread events over the sites' parts, which "
+            "those of the first comparison did not. Compare rows with a + with it."
+        )
+    notes += not_compared({**found["skipped"], **joined["skipped"]})
+    notes += [f"- Failed: `{label}`: {why}" for label, why in {**found["failed"], **joined["failed"]}.items()]
     both = {**joined["convergence"], **found["convergence"]}
     slow = [f"`{label}`" for label, one in both.items() if one["converged"] is False]
     notes += [f"- Still learning after the last round: {', '.join(slow)}."] if slow else []

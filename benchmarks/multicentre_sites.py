@@ -27,12 +27,13 @@ SCHOOL_PUPILS = 15  # a school with fewer is left out: a fold would test one or 
 
 @dataclass(frozen=True)
 class Federation:
-    """Holds what `pf.compare` needs: clients, methods by label, and its other arguments."""
+    """Holds what `pf.compare` needs: clients, methods by label, and its other arguments; and FedMRL's shared network."""
 
     clients: list[pf.Client]
     methods: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)  # sites and rows that take no part, and why
+    shared: dict[str, Any] = field(default_factory=lambda: {"name": "mlp", "hidden": (8,)})  # the least of `NETWORKS`
 
 
 def one_network(training: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -56,13 +57,14 @@ NEWCOMERS = {  # methods that joined after the federations had been run, by whet
 }
 
 
-def newcomers(methods: dict[str, Any]) -> dict[str, Any]:
-    """Training alone and the methods that are new beside these, with the training of `local`."""
-    local = methods["local"]
-    training = {key: getattr(local, key) for key in ("lr", "local_epochs", "batch_size")}
-    return {"local": local} | {
-        label: pf.algorithms.get(label)(**training) for label in NEWCOMERS["fedavg" in methods] if label not in methods
-    }
+def newcomers(federation: Federation) -> dict[str, Any]:
+    """Training alone and the methods that are new in a federation, with the training of `local`."""
+    methods = federation.methods
+    training = {key: getattr(methods["local"], key) for key in ("lr", "local_epochs", "batch_size")}
+    labels = [label for label in NEWCOMERS["fedavg" in methods] if label not in methods]
+    options = {label: {"shared": federation.shared} if label == "fedmrl" else {} for label in labels}
+    new = {label: pf.algorithms.get(label)(**training, **more) for label, more in options.items()}
+    return {"local": methods["local"], **new}
 
 
 def perceptrons(sites: pf.data.ClientTables, hidden: Any = None) -> list[pf.Client]:
@@ -235,7 +237,8 @@ def segmentation(folder: Path) -> Federation:
 def segmentation_networks(folder: Path) -> Federation:
     clients, public = blobs((4, 6, 8, 4), public_fraction=0.1)
     settings = {"rounds": 15, "metrics": ["dice", "iou"], "public": public}
-    return Federation(clients, several_networks(BLOBS, public), settings)
+    shared = {"name": "unet", "width": 4, "depth": 2}
+    return Federation(clients, several_networks(BLOBS, public), settings, shared=shared)
 
 
 FEDERATIONS: dict[str, Callable[[Path], Federation]] = {

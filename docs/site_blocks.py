@@ -115,7 +115,8 @@ def tabulate_gains(name: str) -> str:
             if not file.exists():
                 continue
             measured = json.loads(file.read_text(encoding="utf-8"))
-            methods = {**measured.get("joined", {}).get("methods", {}), **measured["methods"]}
+            joined = measured.get("joined", {}).get("methods", {})
+            methods = measured["methods"] if name in measured["methods"] else joined  # each with its own `local`
             if name not in methods:
                 continue
             scale, digits = (100, 1) if measured.get("score_unit", measured.get("unit")) == "%" else (1, 3)

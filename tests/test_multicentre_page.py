@@ -30,3 +30,33 @@ def test_an_answer_on_real_sites_is_that_of_the_comparison(sites):
         assert one["mean_answer"]["answer"] != "stay" or high < 0, name
     assert sites.with_interval(-0.0789, [-0.133, 0.0251], "", True) == "−0.079 (−0.133 to +0.025)"
     assert sites.with_interval(0.25, None, "%") == "25.0"
+
+
+def test_the_page_says_why_a_method_has_no_row(sites):
+    skipped = {
+        "fedgen": "fedgen needs one class per example, but the task of 'east' is survival",
+        "takfl": "takfl needs one class per example, but the task of 'east' is survival",
+        "fedavg": "fedavg needs one architecture, but the 2 clients have 2",
+        "fedmd": "fedmd needs public examples; give public=...",
+        "fedmrl": "FedMRL: the last layers are ['Identity', 'Identity']; give networks that end in an nn.Linear",
+    }
+    assert sites.not_compared(skipped) == [
+        "- Not compared: `fedgen`, `takfl` need one class per example.",
+        "- Not compared: `fedavg` needs one architecture.",
+        "- Not compared: `fedmd` needs public examples.",
+        "- Not compared: `fedmrl`. FedMRL: the last layers are ['Identity', 'Identity']; give networks that end in an "
+        "nn.Linear.",
+    ]
+
+
+def test_a_later_local_has_a_row_where_its_folds_are_others(sites):
+    def row(mean, gain=None):
+        return {"mean": mean, "interval": None, "gain": gain, "gain_interval": None, "sites": {}}
+
+    found = {"score_unit": "", "score_label": "AUC", "higher_is_better": True, "methods": {"local": row(0.7)},
+             "references": {}, "joined": {"methods": {"local": row(0.8), "fedmrl": row(0.75, -0.05)}}}  # fmt: skip
+    assert [line.split(" | ")[0] for line in sites.methods_table(found).splitlines()[2:]] == [
+        "| `local` +", "| `fedmrl` +", "| `local`",
+    ]  # fmt: skip
+    found["joined"]["methods"]["local"] = row(0.7)
+    assert "`local` +" not in sites.methods_table(found)
