@@ -37,6 +37,16 @@ def replaced(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
     return changed
 
 
+def without_option(words: Sequence[str], option: str) -> list[str]:
+    """The words without an option and its value, if they have it.
+
+    >>> without_option(["compare", "--trials", "12", "--quiet"], "--trials")
+    ['compare', '--quiet']
+    """
+    place = words.index(option) if option in words else len(words)
+    return [*words[:place], *words[place + 2 :]]
+
+
 def last_scores(folder: Path, metric: str, rounds: int) -> tuple[float, float] | None:
     """Mean validation score and minus the mean validation loss of a run's last three evaluated rounds, over the clients
     that have validation examples; None if the run did not reach its last round.
@@ -105,7 +115,7 @@ def compare_by_score(
     fixed = [{**one, **best[one["name"]][0]} for one in specs if one["name"] in best]  # others failed with every rate
     values = {"--tune": "none", "--baselines": json.dumps(fixed), "--out": str(final)}
     local_options = {f"--algorithm.{name}": json.dumps(value) for name, value in best["local"][0].items()}
-    found = compared(replaced(words, values | local_options), final)
+    found = compared(without_option(replaced(words, values | local_options), "--trials"), final)
     edge = [f"lr of {label}" for label, (one, rates) in best.items() if one["lr"] in (rates[0], rates[-1])]
     methods = {label: {"chosen": one, "tried": rates} for label, (one, rates) in best.items()}
     return {**found, "tuning": {"sentence": tried["tuning"]["sentence"], "edge": edge, "methods": methods}}

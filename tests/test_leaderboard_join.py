@@ -209,10 +209,13 @@ def test_a_search_of_several_fields_leaves_out_those_that_no_method_has(leaderbo
                     )
         return {"methods": {"local": {}, "fedgh": {}}, "rounds": 12, "tuning": {"sentence": "by loss"}}
 
-    words = ["compare", "rivals", "--seeds", "0,1", "--tune", tune, "--out", "x", "--baselines", '["fedgh"]']
-    found = compare_by_score(words, tmp_path, ["fedgh"], compared)
+    words = ["compare", "rivals", "--seeds", "0,1", "--tune", tune, "--trials", "12", "--out", "x", "--baselines"]
+    found = compare_by_score([*words, '["fedgh"]'], tmp_path, ["fedgh"], compared)
     search, final = asked
     assert search[search.index("--tune") + 1] == "lr=grid;clip_norm=null,10"
+    assert ("--trials" in search, "--trials" in final) == (True, False), (
+        "which `polyfed compare` refuses without a search"
+    )
     assert final[final.index("--algorithm.clip_norm") + 1] == "10"
     assert json.loads(final[final.index("--baselines") + 1]) == [{"name": "fedgh", "lr": 0.2, "clip_norm": None}]
     assert found["tuning"]["methods"]["fedgh"] == {"chosen": {"lr": 0.2, "clip_norm": None}, "tried": [0.2, 0.6]}
