@@ -52,6 +52,17 @@ def test_an_unfinished_run_says_how_to_go_on(folders, capsys):
     assert f"go on: polyfed resume {folders / 'begun-run'}" in capsys.readouterr().out.replace("\n", "")
 
 
+def test_a_run_without_a_manifest_says_so_and_shows_columns_that_fit(folders, capsys, tmp_path):
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((folders / "run" / name).read_bytes())
+    assert main(["show", str(tmp_path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "manifest.json is missing or damaged" in text
+    assert "trained on" in text
+    assert "…" not in text
+    assert "val_" not in text
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path, capsys):
     assert main(["show", str(tmp_path)]) == 2
     assert "holds neither a run (config.yaml) nor a comparison" in capsys.readouterr().err

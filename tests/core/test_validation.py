@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.validation import check_field_types, describe_annotation, field_types, validation_error
+from polyfed.core.io.validation import check_field_types, describe_annotation, field_types, parse_yaml, validation_error
 
 
 @dataclass(frozen=True)
@@ -62,3 +62,12 @@ def test_callables_and_choices_are_described():
     assert validation_error(len, Callable[[str], int]) is None
     assert validation_error("len", Callable[[str], int], "f") == "f must be callable, got 'len'"
     assert describe_annotation(Literal["a", "b", "c"]) == "a, b or c"
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("010", "010"), ("-017", "-017"), ("1:30", "1:30"), ("1:30.5", "1:30.5"),
+    ("{010: mlp, 10: cnn}", {"010": "mlp", 10: "cnn"}),
+    ("[0, 10, -3, 0.5, 1_000, 0x10]", [0, 10, -3, 0.5, 1000, 16]), ("{a: &x 012, b: *x}", {"a": "012", "b": "012"}),
+])  # fmt: skip
+def test_yaml_reads_no_number_that_people_read_otherwise(text, value):
+    assert parse_yaml(text) == value

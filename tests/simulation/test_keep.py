@@ -212,7 +212,7 @@ def test_inputs_are_transformed_as_the_clients_are():
 @pytest.mark.parametrize(
     ("inputs", "sentence"),
     [
-        (torch.zeros(2, 5), r"the inputs for client 'client-0' have shape \(2, 5\); they must be \('n', 6\)"),
+        (torch.zeros(2, 5), r"the inputs for client 'client-0' have shape \(2, 5\); they must be \(n, 6\)"),
         (torch.zeros(6), r"have shape \(6,\)"),
         (torch.zeros(0, 6), "with at least one example"),
         (torch.full((2, 6), float("nan")), "have values that are NaN or infinite"),

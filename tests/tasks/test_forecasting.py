@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_a_sentence_with_the_client():
         Client("north", Net, (x, x[:, :2]), (x, x[:, :2]), task=TASK)
     with pytest.raises(UserError, match=r"client 'north': train inputs must be past values .* at least season=4"):
         Client("north", Net, (x[:, :3], x[:, :3]), (x, x[:, :3]), task=TASK)
-    with pytest.raises(UserError, match=r"client 'north': train: the network's output is \('batch', 2\)"):
+    with pytest.raises(UserError, match=r"client 'north': train: the network's output is \(batch, 2\)"):
         check_networks_run([Client("north", lambda: nn.Linear(8, 2), (x, x[:, :3]), (x, x[:, :3]), task=TASK)])
 
 

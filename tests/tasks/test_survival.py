@@ -238,9 +238,9 @@ def test_the_brier_score_is_of_hazards_only():
 
 def test_hazards_need_one_output_an_interval():
     y = torch.from_numpy(Y).float()
-    with pytest.raises(UserError, match=r"4 intervals of hazards needs \('batch', 4\)"):
+    with pytest.raises(UserError, match=r"4 intervals of hazards needs \(batch, 4\)"):
         HAZARD.check_outputs((1,), y, "client 'north': train")
-    with pytest.raises(UserError, match=r"Cox's model needs \('batch', 1\), whatever the two columns"):
+    with pytest.raises(UserError, match=r"Cox's model needs \(batch, 1\), whatever the two columns"):
         Survival().check_outputs((2,), y, "client 'north': train")
 
 

@@ -1,7 +1,7 @@
 """Implements `polyfed.compare`: trains several methods on the same clients, with several seeds each."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -178,6 +178,8 @@ def compare(
         seeds = range(num_runs) if isinstance(num_runs, int) else ()
     if is_whole_number(seeds, 1) and seeds <= 1000:  # a larger one is meant as a seed, and is refused below
         seeds = range(seeds)
+    if isinstance(seeds, Iterator):
+        seeds = tuple(seeds)
     if not isinstance(seeds, Sequence):
         raise UserError(f"seeds must be different whole numbers, such as [0, 1, 2], or how many, got {seeds!r}")
     settings = Settings(

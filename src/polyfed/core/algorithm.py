@@ -138,7 +138,11 @@ class Client:
         if not id.isascii() and any("\ud800" <= character <= "\udfff" for character in id):
             raise UserError(f"a client's id must be a text of Unicode, and {id!r} has half of a character")
         if model is not None and (isinstance(model, nn.Module) or not callable(model)):
-            cure = "write model=lambda: MyNet() instead of model=MyNet()"
+            cure = (
+                "write model=lambda: MyNet() instead of model=MyNet()"
+                if isinstance(model, nn.Module)
+                else "give a function that returns a new torch.nn.Module at each call, such as lambda: MyNet()"
+            )
             if hasattr(model, "train_dataset"):  # of transformers or the like
                 cure = (
                     "of a trainer give the network and the data: model=lambda: copy.deepcopy(trainer.model), train=..."

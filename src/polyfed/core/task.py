@@ -18,6 +18,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, SimpleModel
 from polyfed.core.examples.pytree import Inputs
+from polyfed.core.io.number_format import format_batch_shape
 from polyfed.core.io.validation import check_field_types
 from polyfed.core.task_registry import LOADED_TASK_CLASSES, registered_task_classes, task_class_path
 
@@ -140,8 +141,7 @@ class Task(ABC):
 
     @property
     def makes_targets(self) -> bool:
-        """Returns whether the user need not give targets, since `complete_targets` makes them from the inputs; False by
-        default."""
+        """Returns whether the user need not give targets, since `complete_targets` makes them; False by default."""
         return False
 
     def complete_targets(self, inputs: Inputs, targets: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class Task(ABC):
             name: as in `check_targets`.
         """
         if shape != tuple(targets.shape[1:]):
-            raise UserError(f"{name}: the network's output is {('batch', *shape)}, the labels are "
+            raise UserError(f"{name}: the network's output is {format_batch_shape(shape)}, the labels are "
                             f"{tuple(targets.shape)}; they must have the same form")  # fmt: skip
 
     def target_warning(self, train: Tensor, test: Tensor) -> str | None:

@@ -1,6 +1,6 @@
 """Builds clients from a table in memory or in a file, for use from Python code."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -144,8 +144,13 @@ def split_table(
     """
     option_names = [f for f in TableFile.__dataclass_fields__ if f not in ("path", "target", "site")]
     if unknown := [option for option in options if option not in option_names]:
-        raise UserError(f"table has no option {unknown[0]!r}; {did_you_mean(unknown[0], option_names)}")
-    source = TableFile(target=target if isinstance(target, str) else list(target), site=site, **options)
+        raise UserError(f"table has no option {unknown[0]!r}; "
+                        f"{did_you_mean(unknown[0], [*option_names, *(split_table.__kwdefaults__ or ())])}")  # fmt: skip
+    names = list(target) if isinstance(target, Iterable) and not isinstance(target, str) else [target]
+    if not all(isinstance(column, str) for column in [*names, *([] if site is None else [site])]):
+        raise UserError("target and site must be names of columns, target also a list of names, got a "
+                        f"{type(target if isinstance(site, str | None) else site).__name__}")  # fmt: skip
+    source = TableFile(target=target if isinstance(target, str) else names, site=site, **options)
     pool = source.build_dataset(source.read(rows))
     config = Split(test_fraction=test_fraction, val_fraction=val_fraction, public_fraction=public_fraction, split=split)
     return divide_by_site(pool, site, config, seed, name)

@@ -48,6 +48,11 @@ def look(
     >>> look(small_clients(2)).table()[0]["site"]
     'client-0'
     """
+    if hasattr(clients, "iloc"):  # a frame, whose items are the names of its columns
+        raise UserError(
+            "look takes clients (pf.Client) or the tables of pf.data.split_table(rows, target, site), got "
+            f"{type(clients).__name__}"
+        )
     if is_client_source(clients):
         list_clients(clients)  # which says that it takes a list
     if between_sites or secure:

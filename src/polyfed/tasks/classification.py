@@ -15,6 +15,7 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, Floats, SimpleModel
+from polyfed.core.io.number_format import format_batch_shape
 from polyfed.core.task import Loss, Task
 from polyfed.tasks.scores import score_functions as scores
 from polyfed.tasks.simple_models.linear_models import LIBRARY, fit_logistic
@@ -111,7 +112,8 @@ class Classification(Task):
         if targets.dim() != 1 or targets.is_floating_point() or targets.is_complex():
             raise UserError(f"{name} labels must be integers of shape (n,), {class_labels_error(targets)}")
         if int(targets.min()) < 0:
-            raise UserError(f"{name} labels must count from 0, found {int(targets.min())}")
+            raise UserError(f"{name} labels must count from 0, found {int(targets.min())}; "
+                            "number the classes: names, y = numpy.unique(labels, return_inverse=True)")  # fmt: skip
 
     def num_outputs(self, targets: Tensor, names: Sequence[str] = ()) -> int:
         """Returns the number of classes: the number of `names` or, without names, the largest label plus one."""
@@ -120,7 +122,9 @@ class Classification(Task):
     def check_outputs(self, shape: tuple[int, ...], targets: Tensor, name: str) -> None:
         """Raises a `UserError` unless the network has one logit for each class that occurs in the targets."""
         if len(shape) != 1:
-            raise UserError(f"{name}: the network must give logits of shape (batch, classes), got {('batch', *shape)}")
+            raise UserError(
+                f"{name}: the network must give logits of shape (batch, classes), got {format_batch_shape(shape)}"
+            )
         if int(targets.max()) >= shape[0]:
             raise UserError(
                 f"{name} has label {int(targets.max())}, but the network has {shape[0]} outputs (classes 0 to "
@@ -233,7 +237,8 @@ def class_labels_error(labels: Tensor) -> str:
     if not are_integers:
         return f"{description}, with fractions; give task='regression' if they are amounts"
     if labels.dim() == 1:
-        return f"{description}; give labels{conversion}, or task='regression' if they are amounts"
+        of_array = " of a tensor, labels.astype(int) of an array" if conversion else ""
+        return f"{description}; give labels{conversion}{of_array}, or task='regression' if they are amounts"
     if labels.shape[1] == 1:
         return f"{description}; give labels.squeeze(1){conversion}"
     if bool(((labels == 0) | (labels == 1)).all()):

@@ -14,6 +14,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, Floats, SimpleModel, SimpleModelInputs
 from polyfed.core.examples.pytree import Inputs, first_leaf
+from polyfed.core.io.number_format import format_batch_shape
 from polyfed.core.task import Task
 from polyfed.tasks.simple_models.linear_models import LIBRARY, fit_ridge
 from polyfed.tasks.simple_models.tree_models import fit_regression_trees
@@ -87,8 +88,8 @@ class Forecasting(Task):
         """Raises a `UserError` unless the network has one output for each horizon."""
         if shape != (self.horizons,):
             raise UserError(
-                f"{name}: the network's output is {('batch', *shape)}, and {self.horizons} horizons need "
-                f"{('batch', self.horizons)}"
+                f"{name}: the network's output is {format_batch_shape(shape)}, and {self.horizons} horizons need "
+                f"{format_batch_shape((self.horizons,))}"
             )
 
     # -- loss and scores ------------------------------------------------------------------------------------------

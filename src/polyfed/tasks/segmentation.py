@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
+from polyfed.core.io.number_format import format_batch_shape
 from polyfed.core.task import Loss, Task
 from polyfed.tasks.classification import fixed_class_weights, softened_divergence
 from polyfed.tasks.scores.segmentation_scores import IGNORED, METRICS, ignored_pixels, score_table
@@ -148,8 +149,8 @@ class Segmentation(Task):
         image = tuple(targets.shape[2 if self.masks else 1 :])
         if len(shape) != len(image) + 1:
             raise UserError(
-                f"{name}: the network's outputs have shape {('batch', *shape)}; segmentation of {_by(image)} pixels needs "
-                f"{('batch', 'classes', *image)}, as of the model unet{'3d' if len(image) == 3 else ''}"
+                f"{name}: the network's outputs have shape {format_batch_shape(shape)}; segmentation of {_by(image)} pixels "
+                f"needs {format_batch_shape(('classes', *image))}, as of the model unet{'3d' if len(image) == 3 else ''}"
             )
         if shape[1:] != image:
             raise UserError(

@@ -14,7 +14,7 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import Floats, SimpleModel, SimpleModelInputs
-from polyfed.core.io.number_format import count_with_noun
+from polyfed.core.io.number_format import count_with_noun, format_batch_shape
 from polyfed.core.task import Task
 from polyfed.tasks.scores.survival_scores import (
     c_index,
@@ -127,8 +127,8 @@ class Survival(Task):
         if shape != (needed,):
             what = f"{count_with_noun(needed, 'interval')} of hazards" if self.cuts else "the risk of Cox's model"
             raise UserError(
-                f"{name}: the network's output is {('batch', *shape)}, and {what} needs {('batch', needed)}, whatever the "
-                "two columns of the targets"
+                f"{name}: the network's output is {format_batch_shape(shape)}, and {what} needs "
+                f"{format_batch_shape((needed,))}, whatever the two columns of the targets"
             )
 
     def target_warning(self, train: Tensor, test: Tensor) -> str | None:

@@ -15,6 +15,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, Floats
 from polyfed.core.examples.pytree import Inputs, named_leaves, tree_map
+from polyfed.core.io.number_format import format_batch_shape
 from polyfed.core.task import Loss, Task
 from polyfed.tasks.classification import resolve_class_weights, softened_divergence, sum_of_class_weights
 from polyfed.tasks.scores.entities import BioTags, EntityF1, has_entities
@@ -132,7 +133,7 @@ class Tokens(Task):
         if len(shape) != 2 or shape[0] != targets.shape[1]:
             raise UserError(
                 f"{name}: the network must give logits of shape (batch, {targets.shape[1]}, classes), one row for each "
-                f"token of the targets, got {('batch', *shape)}; targets are as long as the inputs"
+                f"token of the targets, got {format_batch_shape(shape)}; targets are as long as the inputs"
             )
         if self.tags and shape[1] != len(self.tags):
             raise UserError(

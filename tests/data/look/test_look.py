@@ -348,3 +348,16 @@ def test_a_hundred_sites_need_no_hundred_sentences():
     assert len(seen.findings) <= 4
     assert len(str(seen).splitlines()) < 80
     assert "at 80 of 100 sites" in str(seen)
+
+
+def test_a_column_that_is_constant_within_sites_is_one_finding():
+    draw = random.Random(0)
+    rows = [{"school": f"s{k % 6}", "kind": ["boys", "girls", "mixed"][k % 3], "beds": 100.5 + k % 6,
+             "age": draw.gauss(12, 2), "passed": draw.randint(0, 1)} for k in range(360)]  # fmt: skip
+    findings = pf.look(pf.data.split_table(rows, "passed", "school")).findings
+    (kind,) = (finding for finding in findings if finding.column == "kind")
+    assert kind.kind == "constant"
+    assert kind.text.startswith("kind has one value only at 6 of 6 sites: s0 ('boys'), s1 ('girls')")
+    assert "which site a row is from" in kind.meaning
+    (beds,) = (finding for finding in findings if finding.column == "beds")
+    assert beds.kind == "constant"

@@ -142,7 +142,7 @@ class TestModels:
         cases = {
             r"its network must return a tensor of logits, got Tuple": lambda: Two(),
             r"turns 2 examples into an output of shape \(3, 2\)": lambda: Turned(),
-            r"logits of shape \(batch, classes\), got \('batch', 4, 1\)": lambda: nn.Sequential(
+            r"logits of shape \(batch, classes\), got \(batch, 4, 1\)": lambda: nn.Sequential(
                 nn.Linear(4, 4), nn.Unflatten(1, (4, 1))
             ),
         }
@@ -158,7 +158,7 @@ class TestModels:
     def test_regression_targets_are_columns(self):
         one = client("a", lambda: nn.Linear(4, 1), y=torch.arange(6), task="regression")
         requirements.check_networks_run([one])
-        with pytest.raises(UserError, match=r"output is \('batch',\), the labels are \(6, 1\)"):
+        with pytest.raises(UserError, match=r"output is \(batch\), the labels are \(6, 1\)"):
             requirements.check_networks_run([client("a", Flat, y=torch.arange(6.0), task="regression")])
 
     def test_float64_inputs_and_a_float32_network(self):
@@ -226,7 +226,7 @@ class TestModels:
         cases = {
             r"fails on a batch of shape \(2, 4\) \(torch.float32\) in training: RuntimeError: broken": "fails",
             "must return a tensor of logits, got tuple in training": "tuple",
-            r"output is \('batch', 3\) in evaluation and \('batch', 2\) in training": "narrow",
+            r"output is \(batch, 3\) in evaluation and \(batch, 2\) in training": "narrow",
             "adds or removes the tensor 'added.bias' as it runs": "layer",
             "adds or removes the tensor 'buffer' as it runs": "buffer",
         }

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, final
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.validation import parse_yaml
 
 _CODE_OPTIONS = {
     f"--{name}"
@@ -201,11 +202,9 @@ def parse_yaml_value(option: str, text: str) -> Any:
     """Parses the text of an option's value as YAML (a number, a word or a list); raises an error that names the option
     if this fails.
     """
-    import yaml
-
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return parse_yaml(text)
+    except ValueError:
         raise UserError(f"{option} must be a number, a word or a [list], got {text!r}") from None
 
 

@@ -1,7 +1,7 @@
 """Selects the methods of a comparison, adds the default methods, and gives all of them the same local training."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from polyfed.algorithms import REGISTRY, FedAvg, FedAvgFT, Local, registry_name
@@ -16,7 +16,8 @@ DEFAULT_METHODS = {"local": Local, "fedavg": FedAvg, "fedavg_ft": FedAvgFT}
 
 
 def select_methods(
-    methods: Method | str | Sequence[Method | str] | Mapping[str, Method | str], like: Method | None = None
+    methods: Method | str | Sequence[Method | str] | Iterator[Method | str] | Mapping[str, Method | str],
+    like: Method | None = None,
 ) -> dict[str, Method]:
     """Returns all methods of a comparison as `{label: method}`: first the default methods that are missing from
     `methods`, then `methods`.
@@ -33,6 +34,8 @@ def select_methods(
     """
     if isinstance(methods, str | Algorithm):
         methods = [methods]
+    if isinstance(methods, Iterator):
+        methods = list(methods)
     if not isinstance(methods, Sequence | Mapping):
         raise UserError(
             f"algorithms must be a list of names or methods, or a mapping from labels to them, got {methods!r}"

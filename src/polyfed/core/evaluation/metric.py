@@ -81,4 +81,14 @@ class Metric:
             return float("nan")
         if self.per_example is not None:
             return float(self.per_example(outputs, targets).mean())
-        return float(self.function(outputs, targets))
+        try:
+            return float(self.function(outputs, targets))
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"metric {self.name!r} failed on outputs of shape {tuple(outputs.shape)} and targets of shape "
+                f"{tuple(targets.shape)}: {type(error).__name__}: {error}. It gets the network's outputs (logits of "
+                "classes) first, and then the targets; a function of scikit-learn: lambda outputs, targets: "
+                "accuracy_score(targets, outputs.argmax(1))"
+            ) from error

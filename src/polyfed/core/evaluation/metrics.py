@@ -5,7 +5,7 @@ examples, such as the AUC of a single class, is NaN. The metrics of a task are d
 """
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, final
@@ -35,9 +35,9 @@ def resolve_metrics(choice: Any, task: Task | TaskSpec) -> tuple[Metric, ...]:
     'R²'
     """
     task = get_task(task)
-    if choice is None or (isinstance(choice, Sequence) and not len(choice)):
+    choices = list(choice) if isinstance(choice, Iterable) and not isinstance(choice, str) else [choice]
+    if choice is None or not choices:
         return (task.default_metric,)
-    choices = choice if isinstance(choice, Sequence) and not isinstance(choice, str) else [choice]
     resolved = [_resolve_metric(metric, task) for metric in choices]
     for metric in resolved:
         if not _suits(metric, task):

@@ -1,6 +1,7 @@
 """Converts tensors, arrays, torch and Hugging Face datasets, and pandas frames to tensors of inputs and labels."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from polyfed.core.errors import UserError
 from polyfed.core.examples.loaders import read_data_loader
 from polyfed.core.examples.pytree import Inputs, check_and_convert_inputs, explain_unreadable_rows, first_leaf
-from polyfed.core.examples.text_labels import NumberedLabels, holds_texts, number_text_labels
+from polyfed.core.examples.text_labels import NumberedLabels, holds_texts, is_array_like, number_text_labels
 
 Collate = Callable[[list[Any]], Any]
 ExamplesParts = tuple[Inputs, NumberedLabels, dict[str, Any] | None]  # inputs, labels, and columns that no network gets
@@ -258,17 +259,20 @@ def to_number_tensor(value: Any, name: str) -> Tensor:
         return value.detach().resolve_conj().resolve_neg()
     if isinstance(value, Iterator):
         raise UserError(f"{name}: a {type(value).__name__} can be read only once; give its items as a list, list(...)")
-    if isinstance(value, np.ndarray):
-        value = _plain_array(value, name)
+    if hasattr(value, "toarray"):  # of SciPy, sparse
+        raise UserError(f"{name}: a {type(value).__name__} is sparse; give all numbers, .toarray()")
     if hasattr(value, "getbands"):  # a PIL image: (height, width) or (height, width, channels)
         pixels = torch.from_numpy(np.array(value))
         return pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.movedim(-1, 0).contiguous()
     if hasattr(value, "iloc"):
         value = _numbers_of_frame(value, name)
+    if is_array_like(value):
+        value = _plain_array(value if isinstance(value, np.ndarray) else np.asarray(value), name)
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        remedy = f"; they hold texts: make numbers of them before; {_TABLE}" if holds_texts(value) else ""
+        of_objects = "; give an array of numbers, x.astype('float32')" if isinstance(value, np.ndarray) else ""
+        remedy = f"; they hold texts: make numbers of them before; {_TABLE}" if holds_texts(value) else of_objects
         raise UserError(f"{name}: cannot be read as one tensor of numbers ({error}){remedy}") from error
     return tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor
 
@@ -276,10 +280,13 @@ def to_number_tensor(value: Any, name: str) -> Tensor:
 def _plain_array(value: NDArray[Any], name: str) -> NDArray[Any]:
     """Returns the array with a type and memory layout that torch can read.
 
-    It is a copy if the rows run backwards, the array is read-only, or its bytes have another machine's order.
+    An array of Python objects becomes one of their numbers. It is a copy if the rows run backwards, the array is read-only,
+    or its bytes have another machine's order.
     """
     if np.ma.is_masked(value):
         raise UserError(f"{name}: the array has masked values; give array.filled(...), or leave these rows out")
+    if value.dtype.kind == "O" and all(isinstance(item, Number) for item in value.flat):
+        value = np.array(value.tolist())
     if any(step < 0 for step in value.strides) or not value.flags.writeable:
         value = np.array(value)
     return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))

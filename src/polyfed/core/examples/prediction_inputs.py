@@ -10,7 +10,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.converters import convert_inputs_to_tensors, names_of_frame_columns, to_number_tensor
 from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.core.examples.pytree import Inputs, first_leaf, named_leaves, tree_map
-from polyfed.core.io.number_format import join_first_and_count_rest
+from polyfed.core.io.number_format import format_batch_shape, join_first_and_count_rest
 
 _SHOWN = 5  # names in a sentence
 
@@ -67,8 +67,8 @@ def _convert_part_like(store: Tensor, transform: Any, x: Any, name: str) -> Tens
         inputs = inputs.unsqueeze(1)
     if inputs.dim() == 0 or not len(inputs) or inputs.shape[1:] != store.shape[1:]:
         raise UserError(
-            f"{name} have shape {tuple(inputs.shape)}; they must be {('n', *store.shape[1:])}, as the client's are, with at "
-            "least one example"
+            f"{name} have shape {tuple(inputs.shape)}; they must be "
+            f"{format_batch_shape(store.shape[1:], 'n')}, as the client's are, with at least one example"
         )
     images = torch.uint8 in (inputs.dtype, store.dtype) and inputs.dtype != store.dtype and store.dim() > 2
     if images or (inputs.is_floating_point() and not store.is_floating_point()) or inputs.is_complex():

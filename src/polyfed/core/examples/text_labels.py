@@ -20,16 +20,22 @@ class NumberedLabels(NamedTuple):
     classes: tuple[str, ...] | None
 
 
+def is_array_like(value: Any) -> bool:
+    """Returns whether NumPy can make an array of a value that is no tensor: of a frame, a series, a pandas categorical or
+    index, or an Arrow array."""
+    return hasattr(value, "__array__") and not isinstance(value, Tensor)
+
+
 def holds_texts(value: Any) -> bool:
-    """Returns whether an array, frame, series or nested list holds strings.
+    """Returns whether an array, a frame, another `is_array_like` or a nested list holds strings.
 
     >>> holds_texts(["no", "yes"]), holds_texts([0, 1])
     (True, False)
     """
     if isinstance(value, str | bytes):
         return True
-    if hasattr(value, "iloc"):
-        value = value.to_numpy()
+    if is_array_like(value):
+        value = np.asarray(value)
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "USO" and any(isinstance(item, str | bytes) for item in value.flat)
     return isinstance(value, tuple | list) and any(map(holds_texts, value))

@@ -40,7 +40,9 @@ def times_as_numbers(values: Any, name: str) -> NDArray[np.float64]:
         raise
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{name} must be numbers or dates of the form 2026-01-31, got values of type {times.dtype}; convert them"
+            f"{name} must be numbers or dates of the form 2026-01-31, got "
+            + ("texts" if times.dtype.kind in "OU" else f"values of type {times.dtype}")
+            + "; convert them, of dates such as 31.01.2026: pandas.to_datetime(column, format='%d.%m.%Y')"
         ) from error
     absent = (np.flatnonzero(~np.isfinite(numbers)) + 1).tolist()
     if absent:

@@ -63,6 +63,24 @@ def count_with_noun(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def format_batch_shape(shape: Sequence[object], batch: str = "batch") -> str:
+    """Returns the shape of a batch as text, with a word for its size.
+
+    >>> format_batch_shape((3, 4)), format_batch_shape((), "n")
+    ('(batch, 3, 4)', '(n)')
+    """
+    return f"({', '.join(map(str, (batch, *shape)))})"
+
+
+def mean_of(label: str) -> str:
+    """Returns the label of a mean of scores, without "mean" twice.
+
+    >>> mean_of("AUC"), mean_of("mean absolute error")
+    ('mean AUC', 'mean absolute error')
+    """
+    return label if label.startswith("mean ") else f"mean {label}"
+
+
 def join_with_and(values: Sequence[object]) -> str:
     """Returns the values as one text, joined by commas and "and".
 

@@ -8,6 +8,7 @@ A type is a Python annotation: `int`, `float` (a finite number), `str`, `bool`, 
 import dataclasses
 import json
 import math
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,8 @@ DAMAGED_FILE_ERRORS = (
     RuntimeError,
     RecursionError,
 )
+_YAML_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_SURPRISING_NUMBER = re.compile(r"[-+]?(0[0-7_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 
 
@@ -59,8 +62,11 @@ def parse_yaml(text: str | bytes) -> Any:
         ValueError: it is not YAML, is nested too deeply or too large, or has a key twice in one mapping; with line and
             column where they are known.
 
-    >>> parse_yaml("lr: 0.5")
-    {'lr': 0.5}
+    Numbers that begin with 0, and those with colons, are texts, as people mean them: YAML 1.1 would take 010 for 8, and 1:30
+    for 90.
+
+    >>> parse_yaml("lr: 0.5"), parse_yaml("[10, 010, 1:30]")
+    ({'lr': 0.5}, [10, '010', '1:30'])
     """
     import yaml
 
@@ -72,7 +78,7 @@ def parse_yaml(text: str | bytes) -> Any:
             raise ValueError(wrong)
         loader = quick(source)
         node = loader.get_single_node()
-        _check_keys_are_unique(node)
+        _mend_numbers_and_check_keys(node)
         value = None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, *DAMAGED_FILE_ERRORS) as error:  # ValueError: an invalid date, for example
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
@@ -84,22 +90,25 @@ def parse_yaml(text: str | bytes) -> Any:
     return value
 
 
-def _check_keys_are_unique(node: Any) -> None:
-    """Raises a `yaml.constructor.ConstructorError`, with its place, if a mapping has a key twice, of which YAML would take
-    the last in silence.
+def _mend_numbers_and_check_keys(node: Any) -> None:
+    """Makes texts of numbers that YAML reads otherwise than people, and raises a `yaml.constructor.ConstructorError`, with
+    its place, if a mapping has a key twice, of which YAML would take the last in silence.
     """
     from yaml.constructor import ConstructorError
 
-    is_mapping, seen_keys = getattr(node, "id", "") == "mapping", set()
-    for child in node.value if is_mapping or getattr(node, "id", "") == "sequence" else ():
-        key, value = child if is_mapping else (None, child)
+    kind, seen_keys = getattr(node, "id", ""), set()
+    if kind == "scalar" and node.tag in _YAML_NUMBERS and _SURPRISING_NUMBER.fullmatch(node.value):
+        node.tag = "tag:yaml.org,2002:str"
+    for child in node.value if kind in ("mapping", "sequence") else ():
+        key, value = child if kind == "mapping" else (None, child)
         if key is not None and key.id == "scalar" and key.value != "<<":
+            _mend_numbers_and_check_keys(key)
             if (key.tag, key.value) in seen_keys:
                 raise ConstructorError(
                     None, None, f"the key {key.value[:60]!r} stands twice; leave one out", key.start_mark
                 )
             seen_keys.add((key.tag, key.value))
-        _check_keys_are_unique(value)
+        _mend_numbers_and_check_keys(value)
 
 
 def _yaml_size_error(events: Iterable[Any]) -> str | None:

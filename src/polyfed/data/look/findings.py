@@ -192,7 +192,7 @@ class _NumberColumn:
         constant = {name: f"{s.mean:g}" for name, s in self._statistics.items() if s.sd == 0}
         varying = [name for name, s in self._statistics.items() if s.sd > 0]
         constant = {name: text for name, text in constant.items() if not self._codes.get(name)}
-        if constant and varying:
+        if constant and (varying or len(set(constant.values())) > 1):
             yield SiteDifferenceFinding(
                 "constant", self._name, tuple(constant), f"{self._name} has one value only at {_list_sites(constant)}",
                 "scaled by the site's own rows it becomes 0 there, whatever a later patient has; scale over all sites "
@@ -338,6 +338,19 @@ def _find_in_features(
             "there it is a constant, and a common network learns it from the other sites alone; leave it out "
             f"(drop={name!r}, --data.drop {name}), or let sites have networks of their own",
         )  # fmt: skip
+    values_by_site = {site: [value for value in values if counts[site][value] != 0] for site in filled}
+    only_value = {
+        site: present_values[0] for site, present_values in values_by_site.items() if len(present_values) == 1
+    }
+    if 2 * len(only_value) > len(filled) and len({value for some in values_by_site.values() for value in some}) > 1:
+        yield SiteDifferenceFinding(
+            "constant", name, tuple(only_value),
+            f"{name} has one value only at {len(only_value)} of {len(filled)} sites: "
+            f"{_list_sites({site: repr(value) for site, value in only_value.items()})}",
+            "it says which site a row is from rather than something about the row: such a site cannot learn what it means; "
+            f"leave it out (drop={name!r}, --data.drop {name}), or compare with and without it",
+        )  # fmt: skip
+        return
     lacking_sites: dict[str, list[str]] = {}
     for value in values:
         total = sum(max(counts[site][value], 0.0) for site in filled)

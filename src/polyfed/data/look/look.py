@@ -95,7 +95,8 @@ def read_columns_by_site(
     for client in clients:
         if not isinstance(client, Client | ClientData):
             raise UserError(
-                f"look takes clients (pf.Client) or the tables of pf.data.split_table, got {type(client).__name__}"
+                "look takes clients (pf.Client) or the tables of pf.data.split_table(rows, target, site), got "
+                f"{type(client).__name__}"
             )
         if client.id in sites:
             raise UserError(f"two clients are called {client.id!r}; give each another name")

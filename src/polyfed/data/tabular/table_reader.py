@@ -4,6 +4,7 @@ and rows.
 
 import re
 from collections.abc import Mapping, Sequence
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def read_table(
         name = repr(str(source))
     else:
         name = f"the {type(source).__name__}"
+        source = _as_rows(source)
         try:
             if isinstance(source, pyarrow.Table):
                 table = source
@@ -92,6 +94,14 @@ def read_table(
         cleaned = _blank_missing_values(table.select([column_name]), (sign,), ".").column(0)
         table = table.set_column(names.index(column_name), column_name, cleaned)
     return table
+
+
+def _as_rows(source: Any) -> Any:
+    """Returns a list of one row if the source is one row: a pandas series, or a mapping from names to cells."""
+    if hasattr(source, "iloc") and not hasattr(source, "columns"):
+        source = source.to_dict()
+    is_row = isinstance(source, Mapping) and all(isinstance(v, str | Number | None) for v in source.values())
+    return [source] if is_row and source else source
 
 
 def _check_column_names(frame: Any) -> Any:

@@ -336,8 +336,8 @@ def _test_scores(predictions: Predictions | None, metrics: tuple[Metric, ...]) -
         )
         if estimate is not None:
             low, high = (
-                (min(max(end, 0.0), 1.0) for end in estimate[1:]) if metric.unit == "%" else estimate[1:]
-            )  # of shares
+                (min(max(end, 0.0), 1.0) for end in estimate[1:]) if metric.is_from_zero_to_one else estimate[1:]
+            )
             scores.append(ClientScore(metric.label, estimate[0], (low, high)))
         elif torch.isfinite(torch.tensor(value := metric(predictions.outputs, predictions.targets))):
             scores.append(ClientScore(metric.label, value, None))

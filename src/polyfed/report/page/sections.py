@@ -17,6 +17,7 @@ from polyfed.core.io.number_format import (
     format_number_without_percent_sign,
     format_three_significant_digits,
     join_with_and,
+    mean_of,
 )
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
@@ -74,12 +75,9 @@ def html_methods_table(run_group: RunGroup) -> Markup:
     """Renders a table with one row per method; for a comparison with a target score, the table also shows the cost
     until each method reached it.
     """
-    unit, several_seeds, is_comparison = (
-        run_group.score_format.unit,
-        len(run_group.seeds) > 1,
-        bool(run_group.comparison_results),
-    )
-    columns = ["method", f"mean {run_group.score_format.label}"]
+    unit, several_seeds = run_group.score_format.unit, len(run_group.seeds) > 1
+    is_comparison = bool(run_group.comparison_results)
+    columns = ["method", mean_of(run_group.score_format.label)]
     compared_ends = is_comparison and any(method.statistics.get("interval") for method in run_group.methods)
     level = f"{100 * float(run_group.comparison_results.get('level', 0.95)):g} % interval"
     columns += [level if is_comparison else "lowest to highest seed"] if several_seeds or compared_ends else []
@@ -184,13 +182,13 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
             curve = method.learning_curve_columns
             x, mean, low, high = (curve[column] for column in (axis, "mean", "low", "high"))
             chart_lines.append(ChartLine(method.label, x, mean, low, high, _line_style(run_group, k)))
-        title = f"Mean {name} over clients against {short}"
+        title = f"{capitalize_first(mean_of(name))} over clients against {short}"
         chart = svg_line_chart(
             chart_lines,
             key=f"{key}-{axis}",
             title=title,
             x_label=label,
-            y_label=f"mean {name}",
+            y_label=mean_of(name),
             unit=unit,
             integer_x=axis == "rounds",
         )
@@ -224,7 +222,7 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
         name,
         *(["lowest to highest seed"] if len(run_group.seeds) > 1 else []),
     ]
-    caption = f"Mean {name} over clients, after each round that was evaluated."
+    caption = f"{capitalize_first(mean_of(name))} over clients, after each round that was evaluated."
     if len(run_group.seeds) > 1:
         seed_counts = {len(method.runs) for method in methods}
         seeds = f"{max(seed_counts)} seeds" if len(seed_counts) == 1 else "the seeds that a method has"

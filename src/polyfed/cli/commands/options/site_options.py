@@ -5,10 +5,9 @@ client.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from polyfed.cli.static_registry import MODELS
 from polyfed.core.errors import UserError
+from polyfed.core.io.validation import parse_yaml
 
 
 def networks_by_site(model_section: Any) -> dict[str, Any] | None:
@@ -45,8 +44,8 @@ def parse_networks_by_site(model_option: str) -> dict[str, Any] | None:
     if not model_option.lstrip().startswith("{"):
         return None
     try:
-        networks = networks_by_site(yaml.safe_load(model_option))
-    except yaml.YAMLError:
+        networks = networks_by_site(parse_yaml(model_option))
+    except ValueError:
         networks = None
     if networks is None:
         raise UserError(

@@ -101,6 +101,9 @@ def _describe_run(folder: Path) -> ShownDirectory:
     evaluated = any(record["summary"] for record in run.history)
     baselines = sorted(path.parent.name for path in (folder / BASELINES).glob("*/config.yaml"))
     texts = [*(run.manifest.get("data_warnings") or ()), *(t for r in run.history for t in r.get("warnings", ()))]
+    if not run.manifest:
+        texts.insert(0, f"{folder / 'manifest.json'} is missing or damaged: it says whether the run has ended, which score "
+                        "decides and its unit; polyfed resume writes it again")  # fmt: skip
     commands = [f"polyfed report {name}"] if run.is_finished else [f"polyfed resume {name}"]
     return {
         "format": JSON_FORMAT, "kind": "run", "directory": name, "finished": run.is_finished,
@@ -166,13 +169,20 @@ def _state_sentence(content: ShownDirectory) -> str:
 
 
 def _build_table(content: ShownDirectory) -> PlainTable:
-    """Builds the table for the terminal: of a run all columns, of a comparison those that fit a line."""
+    """Builds the table for the terminal, of columns that fit a line; `--json` has all."""
     unit, rows = content["score_unit"], content["table"]
     table = PlainTable(title=f"scores in {unit}" if unit else None, title_justify="left")
     if content["kind"] == "run":
         scores = [name for name in rows[0] if name not in ("client", "num_examples") and not name.endswith("loss")]
         formatted_rows = [
-            {name: _format(row[name], unit if name in scores else "") for name in rows[0]} for row in rows
+            {
+                {"num_examples": "trained on"}.get(name, name): f"{row[name]:.0f}"
+                if name == "num_examples" and row[name] is not None
+                else _format(row[name], unit if name in scores else "")
+                for name in rows[0]
+                if not name.startswith("val_")
+            }
+            for row in rows
         ]
     else:
         formatted_rows = [

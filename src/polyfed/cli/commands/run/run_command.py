@@ -258,7 +258,7 @@ def print_scores_by_client_and_traffic(
     if experiment_data.classes:
         task = experiment_data.pool.task
         counted = ["classes" if task.one_class_per_example else task.count_names(experiment_data.pool.class_names)[-1]]
-    for column in ("examples", *counted, *baseline_names, main, *(["gain"] if baseline_names else [])):
+    for column in ("trained on", *counted, *baseline_names, main, *(["gain"] if baseline_names else [])):
         table.add_column(column, justify="right")
     for client, row in tables[main].items():
         uses_default_mean = client == "mean"

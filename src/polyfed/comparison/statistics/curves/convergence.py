@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from polyfed.comparison.tuning.grid import next_value_beyond_edge
 from polyfed.core.io.number_checks import is_number
+from polyfed.core.io.number_format import count_with_noun
 
 MIN_EVALUATED_ROUNDS = 6
 """Evaluated rounds below which convergence is not judged."""
@@ -65,7 +66,7 @@ def judge_convergence(
     """
     rounds, mean = _mean_curve(curves)
     if len(rounds) < MIN_EVALUATED_ROUNDS:
-        few = f"whether the {loss_name} still fell cannot be judged from {len(rounds)} evaluated rounds"
+        few = f"whether the {loss_name} still fell cannot be judged from {count_with_noun(len(rounds), 'evaluated round')}"
         return ConvergenceResult(None, f"{few}; it takes at least {MIN_EVALUATED_ROUNDS}")
     last, size = int(rounds[-1]), max(_WINDOW, math.ceil(len(rounds) / 3))
     fall, end, p = _fit_line(rounds[-size:], mean[-size:])

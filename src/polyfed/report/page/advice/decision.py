@@ -7,7 +7,14 @@ from typing import Any
 from markupsafe import Markup
 
 from polyfed.comparison.verdicts.warning_sentences import describe_omissions
-from polyfed.core.io.number_format import NumberUnit, count_with_noun, format_number, format_number_without_percent_sign
+from polyfed.core.io.number_format import (
+    NumberUnit,
+    capitalize_first,
+    count_with_noun,
+    format_number,
+    format_number_without_percent_sign,
+    mean_of,
+)
 from polyfed.report.data.answers import (
     ANSWER_LABELS,
     AnswerKind,
@@ -147,9 +154,9 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
     )
     return render_template(
         "best_first",
-        caption=f"Best first: mean {score_format.label} of methods and simple models on each site's own test examples."
+        caption=f"Best first: {mean_of(score_format.label)} of methods and simple models on each site's own test examples."
         f"{better}",
-        columns=["method", f"mean {score_format.label}", percent, "gain over training alone", percent, "worst site"],
+        columns=["method", mean_of(score_format.label), percent, "gain over training alone", percent, "worst site"],
         rows=[row for _, row in sorted(ranked, key=lambda row: row[0], reverse=True)],
         notes=[
             f"{name.replace('_', ' ')}: {reference['sentence']}"
@@ -255,9 +262,9 @@ def _html_roc_or_learning_curves(
     chart = svg_line_chart(
         drawn_lines,
         key=f"{key}-course",
-        title=f"Mean {score_format.label} against rounds",
+        title=f"{capitalize_first(mean_of(score_format.label))} against rounds",
         x_label="rounds",
-        y_label=f"mean {score_format.label}",
+        y_label=mean_of(score_format.label),
         unit=score_format.unit,
         integer_x=True,
     )
@@ -265,5 +272,6 @@ def _html_roc_or_learning_curves(
         [drawn_line.label for drawn_line in drawn_lines], [drawn_line.style for drawn_line in drawn_lines]
     )
     return html_figure(
-        chart + texts, f"Mean {score_format.label} over sites by round: the best method and training alone."
+        chart + texts,
+        f"{capitalize_first(mean_of(score_format.label))} over sites by round: the best method and training alone.",
     )

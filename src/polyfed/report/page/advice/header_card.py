@@ -14,6 +14,7 @@ from polyfed.core.io.number_format import (
     format_number_without_percent_sign,
     format_three_significant_digits,
     join_with_and,
+    mean_of,
 )
 from polyfed.report.data.answers import (
     AnswerKind,
@@ -133,7 +134,7 @@ def _mean_gain_of_answer(run_group: RunGroup, answer: SiteAnswer | None) -> KeyF
 
 def _summary_of_runs(run_group: RunGroup, method: MethodRuns) -> str:
     score, local = run_group.score_format, run_group.local_method
-    text = f"{method.label}: mean {score.label} {format_number(run_group.mean_score(method), score.unit)}"
+    text = f"{method.label}: {mean_of(score.label)} {format_number(run_group.mean_score(method), score.unit)}"
     if local is not None and local is not method and not math.isnan(run_group.mean_score(local)):
         text += f"; training alone: {format_number(run_group.mean_score(local), score.unit)}"
     return f"{text}."

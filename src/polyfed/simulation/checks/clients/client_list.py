@@ -40,7 +40,8 @@ def list_clients(clients: Any) -> list[Client]:
     if not isinstance(clients, Iterable) or isinstance(clients, str | bytes):
         almost = (
             " (the class itself: make one)" if isinstance(clients, type) else " with no method client(id)"
-            if hasattr(clients, "ids") else ""
+            if hasattr(clients, "ids") else "; give its clients, .build_clients(network)"
+            if hasattr(clients, "build_clients") else ""
         )  # fmt: skip
         raise UserError(
             f"clients must be a list of polyfed.Client objects, or a source with ids and client(id), got "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import call_network, input_spec_of, logits_or_output, named_leaves, tree_map
+from polyfed.core.io.number_format import format_batch_shape
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.seeds import temporary_rng_seed
@@ -66,8 +67,8 @@ def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[i
         shapes.append(tuple(output.shape[1:]))
     if shapes[0] != shapes[1]:
         raise UserError(
-            f"{client_name}: its network's output is {('batch', *shapes[0])} in evaluation and {('batch', *shapes[1])} in "
-            "training; return one form in both"
+            f"{client_name}: its network's output is {format_batch_shape(shapes[0])} in evaluation and "
+            f"{format_batch_shape(shapes[1])} in training; return one form in both"
         )
     return shapes[0]
 
@@ -148,7 +149,8 @@ def _failure_message(module: nn.Module, x: Any, error: Exception, training: bool
     if types and odd_dtypes:
         return (
             f"its network has weights of {' and '.join(sorted(map(str, types)))}, but its inputs are {odd_dtypes[0]}; "
-            "convert the inputs, x.float(), or the network, model.double()"
+            "convert the inputs, x.float() of a tensor or x.astype('float32') of an array"
+            + (", or the network, model.double()" if torch.float64 in odd_dtypes else "")
         )
     return f"its network fails on {_describe_batch(x)}{_mode_suffix(training)}: {type(error).__name__}: {error}"
 
