@@ -181,3 +181,23 @@ def test_the_heads_of_the_methods_table_wrap_before_a_column_is_cut(page):
         "return cut;"
     )
     assert cut <= 1
+
+
+def test_no_column_of_the_answers_is_cut_off_on_paper(page):
+    """A4, with rivals that differ and a last column of intervals, as comparisons of real sites have."""
+    size = {"width": 718, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        cut = page.execute_script(
+            "const table = document.querySelector('.answers'), added = [];"
+            "for (const row of table.rows) for (const text of ['gradient boosting', '−16.583 to +11.638'])"
+            "  { const cell = row.insertCell(5); cell.textContent = text; added.push(cell); }"
+            "const cut = table.getBoundingClientRect().right - table.parentElement.getBoundingClientRect().right;"
+            "added.forEach((cell) => cell.remove());"
+            "return cut;"
+        )
+        assert cut <= 1
+    finally:
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+        page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**size, "width": 1280})

@@ -101,7 +101,7 @@ def test_simple_models_stand_among_the_methods_by_their_score(page):
     assert rows[:2] == ["method", "gradient boosting (alone)"]
     assert "pooled (all data in one place, for reference)" in rows
     assert "+0.020 to +0.080" in top
-    assert "Mean over clients: gradient boosting alone is 0.020 to 0.080 of AUC better than training alone." in top
+    assert "Mean over sites: gradient boosting alone is 0.020 to 0.080 of AUC better than training alone." in top
 
 
 def test_the_pooled_curve_looks_like_no_verdict(page):

@@ -52,7 +52,7 @@ def test_a_comparison_says_the_command_that_makes_it_again(write_comparison, tmp
 
     start = "polyfed compare config.yaml --algorithms local,fedavg"
     assert told().command == f"{start} --seeds 0,1 --same-data --tune none"
-    assert (told().fingerprint, told().data_name, told().folder_name) == ("aa and bb", "heart", "mine")
+    assert (told().fingerprint, told().data_name, told().folder_name) == ("aa, bb", "heart", "mine")
     assert told(search={"lr": "grid,..."}, experiment={**experiment, "resplit": 2}).command == f"{start} --resplit 2"
     assert told(seeds=[0, 1, 2, 3, 4], search={"mu": [0.1, 1]}).command == f"{start} --same-data --tune 'mu=0.1,1'"
     renamed = {**experiment, "methods": {"mine": {"name": "fedavg"}}}

@@ -8,6 +8,7 @@ from polyfed.report.data.answers import SiteAnswer
 from polyfed.report.data.costs import cost_of_method, disclosures_of_method
 from polyfed.report.data.run_groups import read_run_groups
 from polyfed.report.page.advice.answer_table import WIDTH, gain_axis, html_answer_table
+from polyfed.report.page.advice.decision import html_advice_section
 from polyfed.report.page.advice.header_card import html_header_card
 
 SITES = {"north": 60, "south": 50, "<i>west</i>": 40}
@@ -43,6 +44,18 @@ def test_the_card_says_decision_gain_cost_disclosure_and_why_this_round(group):
         texts[-1]
         == "Gain and costs are those of fedavg. Scores of fedavg are those after round 2 of 2: equal local steps."
     )
+
+
+def test_an_error_is_named_once_and_stands_below_the_number_if_its_name_is_long(group):
+    found = group(
+        score="mae", score_label="mean absolute error (SD of the target)", score_unit="", higher_is_better=False
+    )
+    card = html_header_card(found, "site")
+    assert "<dd>+0.030<small>mean absolute error (SD of the target); 95 % interval +0.010 to +0.050; over" in card
+    section = html_advice_section(found, None, "k")
+    assert "mean mean" not in section.lower()
+    assert ">mean absolute error (SD of the target)</th>" in section
+    assert 'role="region" aria-label="Answer, gain and interval of each site"' in section
 
 
 @pytest.mark.parametrize(("kinds", "sentence", "kind"), [

@@ -52,11 +52,12 @@ def describe_mean_gain_over_similar_sites(content: Mapping[str, Any]) -> list[st
     scale, unit = (100, " points") if content["score_unit"] == "%" else (1, f" of {content['score_label']}")
     digits = 1 if scale == 100 else 3
     low, high, gain, deviation = (
-        f"{scale * value:+.{digits}f}" for value in (*model["interval"], model["gain"], model["deviation"])
+        f"{scale * value:+.{digits}f}".replace("-", "−")
+        for value in (*model["interval"], model["gain"], model["deviation"])
     )
-    leader = content["leader"]
+    leader, rival = content["leader"], "training" if model["over"] == "local" else model["over"].replace("_", " ")
     return [
-        f"sites like these ({len(model['clients'])} sites as units): the mean gain of {leader} over {model['over']} is "
+        f"sites like these ({len(model['clients'])} sites as units): the mean gain of {leader} over {rival} alone is "
         f"{gain}, between {low} and {high}{unit}; true gains differ between sites by a standard deviation of about "
         f"{deviation.lstrip('+')}"
     ]

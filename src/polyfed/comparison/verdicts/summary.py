@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_format import format_number, mean_of
+from polyfed.core.io.number_format import format_number, mean_label_of
 from polyfed.simulation.results.display.notebook_html import notebook_html
 from polyfed.simulation.results.display.plots import plot_intervals
 
@@ -33,7 +33,7 @@ def comparison_html(
         ]
         for row in table
     ]
-    columns = ("method", mean_of(results.get("score_label", "score")), "interval", "gain", "interval of the gain",
+    columns = ("method", mean_label_of(results.get("score_label", "score")), "interval", "gain", "interval of the gain",
                "worst client", "MB")  # fmt: skip
     return notebook_html(heading, sentences, columns, rows, "method")
 

@@ -72,10 +72,10 @@ def format_batch_shape(shape: Sequence[object], batch: str = "batch") -> str:
     return f"({', '.join(map(str, (batch, *shape)))})"
 
 
-def mean_of(label: str) -> str:
+def mean_label_of(label: str) -> str:
     """Returns the label of a mean of scores, without "mean" twice.
 
-    >>> mean_of("AUC"), mean_of("mean absolute error")
+    >>> mean_label_of("AUC"), mean_label_of("mean absolute error")
     ('mean AUC', 'mean absolute error')
     """
     return label if label.startswith("mean ") else f"mean {label}"

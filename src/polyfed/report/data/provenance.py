@@ -10,7 +10,7 @@ import yaml
 
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, read_description
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_format import join_with_and
+from polyfed.core.io.number_format import join_first_and_count_rest
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.simulation.settings import EXECUTION_FIELDS
 from polyfed.simulation.storage.directory import read_manifest
@@ -75,7 +75,7 @@ def read_provenance(run_group: RunGroup) -> Provenance:
         _written(comparison / RESULTS),
         _compare_command(description, experiment) if config else "",
         _as_yaml(config),
-        join_with_and(prints) if prints else "",
+        join_first_and_count_rest(prints, 3),
         ", ".join(versions),
         name_of_data(config),
     )

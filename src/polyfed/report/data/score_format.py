@@ -1,12 +1,13 @@
 """Describes how the report writes a score: its label, its unit, and whether higher is better."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import metric_by_name
-from polyfed.core.io.number_format import NumberUnit, format_number
+from polyfed.core.io.number_format import NumberUnit, format_number, mean_label_of
 
 
 @final
@@ -30,6 +31,15 @@ class ScoreFormat:
     unit: NumberUnit = ""
     higher_is_better: bool = True
 
+    @property
+    def mean_label(self) -> str:
+        """Returns the label of a mean of such scores over clients.
+
+        >>> score_format_of("auc").mean_label, score_format_of("mae").mean_label
+        ('mean AUC', 'mean absolute error')
+        """
+        return mean_label_of(self.label)
+
     def positive_if_better(self, difference: float) -> float:
         """Returns the difference of two scores (first minus second) with the sign changed if lower is better, so that a
         positive value means that the first is better.
@@ -48,13 +58,13 @@ class ScoreFormat:
         return "highest" if self.higher_is_better else "lowest"
 
     def format_signed(self, difference: float) -> str:
-        """Returns a difference of scores as text with its sign and unit.
+        """Returns a difference of scores as text with its unit, and with its sign unless it is rounded to 0.
 
-        >>> score_format_of("accuracy").format_signed(-0.051)
-        '−5.1 points'
+        >>> [score_format_of("accuracy").format_signed(difference) for difference in (-0.051, -0.0001)]
+        ['−5.1 points', '0.0 points']
         """
-        text = format_number(difference + 0.0, self.unit, signed=True)
-        return text.replace(" %", " points")
+        text = format_number(difference, self.unit, signed=True)
+        return (text if re.search("[1-9]", text) else text.lstrip("+−")).replace(" %", " points")
 
 
 def score_format_of(name: str, overrides: Mapping[str, Any] | None = None) -> ScoreFormat:

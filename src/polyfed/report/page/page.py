@@ -130,6 +130,8 @@ def _html_group(
         )
     convergence = run_group.comparison_results.get("convergence") or {}
     judgements = [f"{label}: {entry['sentence']}" for label, entry in convergence.items() if entry.get("sentence")]
+    if not extras.class_counts:
+        del quarters[_CLASSES_HEADING]  # examples without classes, as of a regression
     (curves_heading, curves_figure), *other_quarters = quarters.items()
     details = [
         *extras.panels.items(),

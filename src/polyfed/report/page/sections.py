@@ -17,7 +17,6 @@ from polyfed.core.io.number_format import (
     format_number_without_percent_sign,
     format_three_significant_digits,
     join_with_and,
-    mean_of,
 )
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
@@ -75,9 +74,12 @@ def html_methods_table(run_group: RunGroup) -> Markup:
     """Renders a table with one row per method; for a comparison with a target score, the table also shows the cost
     until each method reached it.
     """
-    unit, several_seeds = run_group.score_format.unit, len(run_group.seeds) > 1
-    is_comparison = bool(run_group.comparison_results)
-    columns = ["method", mean_of(run_group.score_format.label)]
+    unit, several_seeds, is_comparison = (
+        run_group.score_format.unit,
+        len(run_group.seeds) > 1,
+        bool(run_group.comparison_results),
+    )
+    columns = ["method", run_group.score_format.mean_label]
     compared_ends = is_comparison and any(method.statistics.get("interval") for method in run_group.methods)
     level = f"{100 * float(run_group.comparison_results.get('level', 0.95)):g} % interval"
     columns += [level if is_comparison else "lowest to highest seed"] if several_seeds or compared_ends else []
@@ -173,7 +175,7 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
         key: prefix of ids on the page.
         script_curves_by_key: gets the curves as numbers for the script, under `key`.
     """
-    unit, name = run_group.score_format.unit, run_group.score_format.label
+    unit, name = run_group.score_format.unit, run_group.score_format.mean_label
     methods = run_group.methods
     panels = {}
     for axis, (short, label) in _AXES.items():
@@ -182,13 +184,13 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
             curve = method.learning_curve_columns
             x, mean, low, high = (curve[column] for column in (axis, "mean", "low", "high"))
             chart_lines.append(ChartLine(method.label, x, mean, low, high, _line_style(run_group, k)))
-        title = f"{capitalize_first(mean_of(name))} over clients against {short}"
+        title = f"{capitalize_first(name)} over clients against {short}"
         chart = svg_line_chart(
             chart_lines,
             key=f"{key}-{axis}",
             title=title,
             x_label=label,
-            y_label=mean_of(name),
+            y_label=name,
             unit=unit,
             integer_x=axis == "rounds",
         )
@@ -222,7 +224,7 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
         name,
         *(["lowest to highest seed"] if len(run_group.seeds) > 1 else []),
     ]
-    caption = f"{capitalize_first(mean_of(name))} over clients, after each round that was evaluated."
+    caption = f"{capitalize_first(name)} over clients, after each round that was evaluated."
     if len(run_group.seeds) > 1:
         seed_counts = {len(method.runs) for method in methods}
         seeds = f"{max(seed_counts)} seeds" if len(seed_counts) == 1 else "the seeds that a method has"
@@ -249,12 +251,7 @@ def html_gains_over_local(run_group: RunGroup, key: str) -> Markup:
             continue
         drawn_gains = [gains[k] for k in _evenly_spaced(len(gains), _BARS)]
         bars = [ChartBar(gain.client, gain.mean, gain.low, gain.high) for gain in drawn_gains]
-        axis_unit = (
-            f"points of {run_group.score_format.label}"
-            if unit == "%"
-            else f"difference in {run_group.score_format.label}"
-        )
-        axis_unit += "" if run_group.score_format.higher_is_better else ", positive is better"
+        axis_unit = f"{'points of' if unit == '%' else 'gain in'} {run_group.score_format.label}"
         chart = svg_bar_chart(bars, key=f"{key}-g{k}", title=f"Gain of {method.label} over training alone, by client",
                           x_label=axis_unit, unit=unit, signed=True)  # fmt: skip
         gain_count, loss_count = sum(g.mean > 0 for g in gains), sum(g.mean < 0 for g in gains)
@@ -262,6 +259,7 @@ def html_gains_over_local(run_group: RunGroup, key: str) -> Markup:
             f"{method.label} against {local_method.label}: {gain_count} gain, {loss_count} lose, "
             f"{len(gains) - gain_count - loss_count} stay; {axis_unit}."
         )
+        caption += "" if run_group.score_format.higher_is_better else " A positive gain is better."
         if any(bar.low != bar.high for bar in bars):
             caption += " Thin lines: from the lowest to the highest seed."
         caption += f" Drawn are {len(drawn_gains)} of them, evenly." if len(drawn_gains) < len(gains) else ""

@@ -56,7 +56,8 @@ def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: 
     columns = ["gain", f"{100 * level:g} % interval", *(["over"] if len(rivals) > 1 else []), "test examples"]
     pooled = run_group.comparison_results.get("site_model")
     if pooled:
-        columns.append(f"over {str(pooled['over']).replace('_', ' ')}, shrunk to the mean")
+        rival = _name_of_rival(str(pooled["over"])).removesuffix(" alone")
+        columns.append(f"over {rival} alone, shrunk towards all sites")
     rows = []
     for answer in answers:
         cells = [

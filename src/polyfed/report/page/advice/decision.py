@@ -13,7 +13,6 @@ from polyfed.core.io.number_format import (
     count_with_noun,
     format_number,
     format_number_without_percent_sign,
-    mean_of,
 )
 from polyfed.report.data.answers import (
     ANSWER_LABELS,
@@ -83,7 +82,7 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
         groups=[
             (
                 heading,
-                ", ".join(answer.client or "" for answer in members),
+                f"From the largest gain to the smallest: {', '.join(answer.client or '' for answer in members)}",
                 html_answer_table(members, run_group, axis, level),
             )
             for heading, members in (_group_by_answer(answers) if is_long else [])
@@ -112,7 +111,7 @@ def _simple_model_verdicts(results: Mapping[str, Any]) -> list[str]:
     beat training alone."""
     mean_sentence = (results.get("mean_answer") or {}).get("sentence")
     return [
-        verdict
+        verdict.replace("mean over clients: ", "mean over sites: ")
         for verdict in results.get("verdicts") or ()
         if verdict.startswith(("mean over clients: ", "sites like these (")) and verdict != mean_sentence
     ]
@@ -154,9 +153,9 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
     )
     return render_template(
         "best_first",
-        caption=f"Best first: {mean_of(score_format.label)} of methods and simple models on each site's own test examples."
+        caption=f"Best first: {score_format.mean_label} of methods and simple models on each site's own test examples."
         f"{better}",
-        columns=["method", mean_of(score_format.label), percent, "gain over training alone", percent, "worst site"],
+        columns=["method", score_format.mean_label, percent, "gain over training alone", percent, "worst site"],
         rows=[row for _, row in sorted(ranked, key=lambda row: row[0], reverse=True)],
         notes=[
             f"{name.replace('_', ' ')}: {reference['sentence']}"
@@ -262,16 +261,14 @@ def _html_roc_or_learning_curves(
     chart = svg_line_chart(
         drawn_lines,
         key=f"{key}-course",
-        title=f"{capitalize_first(mean_of(score_format.label))} against rounds",
+        title=f"{capitalize_first(score_format.mean_label)} against rounds",
         x_label="rounds",
-        y_label=mean_of(score_format.label),
+        y_label=score_format.mean_label,
         unit=score_format.unit,
         integer_x=True,
     )
     texts = html_legend(
         [drawn_line.label for drawn_line in drawn_lines], [drawn_line.style for drawn_line in drawn_lines]
     )
-    return html_figure(
-        chart + texts,
-        f"{capitalize_first(mean_of(score_format.label))} over sites by round: the best method and training alone.",
-    )
+    score_label = capitalize_first(score_format.mean_label)
+    return html_figure(chart + texts, f"{score_label} over sites by round: the best method and training alone.")

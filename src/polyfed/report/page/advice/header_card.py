@@ -14,7 +14,6 @@ from polyfed.core.io.number_format import (
     format_number_without_percent_sign,
     format_three_significant_digits,
     join_with_and,
-    mean_of,
 )
 from polyfed.report.data.answers import (
     AnswerKind,
@@ -26,6 +25,8 @@ from polyfed.report.data.costs import MethodCost, cost_of_method, disclosures_of
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.page.elements import render_template
+
+_LONGEST_UNIT = 12  # characters of a unit that stand beside the number, in its size
 
 
 @final
@@ -124,17 +125,19 @@ def _mean_gain_of_answer(run_group: RunGroup, answer: SiteAnswer | None) -> KeyF
     form, level = run_group.score_format, run_group.comparison_results.get("level", 0.95)
     over = f"over {answer.compared_with.replace('_', ' ')} alone" if answer.compared_with not in ("", "local") else (
         "over training alone")  # fmt: skip
-    interval = ""
+    label = "" if form.unit == "%" else form.label
+    value, parts = form.format_signed(answer.gain), [over]
     if answer.interval is not None:
         low, high = map(form.format_signed, answer.interval)
-        interval = f"{100 * float(level):g} % interval {low.removesuffix(' points')} to {high}; "
-    label = "" if form.unit == "%" else f" {form.label}"
-    return KeyFact("Mean gain", f"{form.format_signed(answer.gain)}{label}", f"{interval}{over}")
+        parts = [f"{100 * float(level):g} % interval {low.removesuffix(' points')} to {high}", over]
+    if len(label) > _LONGEST_UNIT:
+        return KeyFact("Mean gain", value, "; ".join([label, *parts]))
+    return KeyFact("Mean gain", f"{value} {label}".rstrip(), "; ".join(parts))
 
 
 def _summary_of_runs(run_group: RunGroup, method: MethodRuns) -> str:
     score, local = run_group.score_format, run_group.local_method
-    text = f"{method.label}: {mean_of(score.label)} {format_number(run_group.mean_score(method), score.unit)}"
+    text = f"{method.label}: {score.mean_label} {format_number(run_group.mean_score(method), score.unit)}"
     if local is not None and local is not method and not math.isnan(run_group.mean_score(local)):
         text += f"; training alone: {format_number(run_group.mean_score(local), score.unit)}"
     return f"{text}."

@@ -65,8 +65,9 @@ def svg_line_chart(
     y_label: str,
     unit: NumberUnit = "",
     integer_x: bool = False,
+    has_dots: bool = True,
 ) -> Markup:
-    """Draws a line chart; a line has a band where its `low` and `high` differ.
+    """Draws a line chart; a line has a band where its `low` and `high` differ, and dots if it has few points.
 
     A curve whose x is 0 throughout (what costs nothing) is a dashed level line at its last value. `data-line` of each group
     is the position of its curve, and `data-box` the frame in units and in values, for `page.js`. `integer_x`: x counts.
@@ -116,7 +117,7 @@ def svg_line_chart(
                     parts.append(f'<path class="band" d="M{"L".join(edge)}Z"/>')
                 if len(piece) > 1:
                     parts.append(f'<path class="line" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y, _, _ in piece)}"/>')
-                if len(points) <= 30 or len(piece) == 1:
+                if (has_dots and len(points) <= 30) or len(piece) == 1:
                     parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>' for x, y, _, _ in piece]
         parts.append("</g>")
     parts.append(f'<path class="cross" d="M0 {top}V{height - bottom}"/>')

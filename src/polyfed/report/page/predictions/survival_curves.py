@@ -101,8 +101,9 @@ def _html_chart(
             ]
         )
     chart = svg_line_chart(
-        lines, key=key, title=f"Survival of risk groups, {name}", x_label="time", y_label="without the event", unit="%"
-    )
+        lines, key=key, title=f"Survival of risk groups, {name}", x_label="time", y_label="without the event", unit="%",
+        has_dots=False,
+    )  # fmt: skip
     numbers = html_table("Numbers at risk, and estimated survival", ["time", *(f"{tick:g}" for tick in ticks)], rows)
     caption = f"Share of patients without the event by time (Kaplan-Meier), {name}. Patients: {join_with_and(counts)}."
     return (
