@@ -16,6 +16,7 @@ from polyfed.core.state_dict import (
     name_of_first_nonfinite,
     spec_mismatch,
     state_dict_spec,
+    view_as_bytes,
     weighted_mean,
 )
 
@@ -253,3 +254,12 @@ def test_scalars_are_finite_numbers():
     for wrong in (True, "1", None, float("nan"), float("inf"), torch.tensor(1.0)):
         with pytest.raises(TypeError, match="it: scalar 'a' is"):
             check_scalars_finite({"a": wrong}, "it")
+
+
+def test_bytes_of_tensors_of_any_stride():
+    every_third = torch.arange(10)[1::3]
+    for tensor in (every_third, every_third[1:2], torch.tensor(4), torch.zeros(0, 3), torch.randn(4, 3).t().bfloat16()):
+        content = view_as_bytes(tensor)
+        assert content.dtype == torch.uint8
+        assert content.shape == (tensor.numel() * tensor.element_size(),)
+        assert torch.equal(content, view_as_bytes(tensor.clone(memory_format=torch.contiguous_format)))

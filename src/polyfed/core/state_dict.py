@@ -181,6 +181,17 @@ def clone_tensors(tensors: StateDict) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
+def view_as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the bytes of a tensor on the CPU, its elements in order: uint8 of shape (bytes,), without a copy if possible.
+
+    A tensor of one element may have any stride, with which torch views it as no bytes, hence the further axis.
+
+    >>> view_as_bytes(torch.arange(9, dtype=torch.int16)[1::3][:1]).tolist()
+    [1, 0]
+    """
+    return tensor.detach().cpu().contiguous().unsqueeze(-1).view(torch.uint8).flatten()
+
+
 def state_dict_spec(tensors: StateDict) -> StateDictSpec:
     """Returns `{name: (shape, dtype)}` for the tensors of a state dict.
 

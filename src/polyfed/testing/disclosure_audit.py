@@ -18,6 +18,7 @@ from polyfed.core.algorithm import Algorithm, Architecture, Client, Message
 from polyfed.core.examples.examples import Examples
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.seeds import torch_generator
+from polyfed.core.state_dict import view_as_bytes
 from polyfed.models.lora import add_lora
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
@@ -306,7 +307,7 @@ def _perturb_reply(reply: Message) -> Message:
 
 def _tensor_bytes(message: Message) -> dict[str, bytes]:
     return {
-        f"{g}/{n}": t.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        f"{g}/{n}": view_as_bytes(t).numpy().tobytes()
         for g, tree in message.tensors.items()
         for n, t in tree.items()
         if t.numel()

@@ -15,7 +15,7 @@ from polyfed.core.algorithm import Client, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import first_leaf, flatten_inputs, input_spec_of, named_leaves, unflatten_inputs
-from polyfed.core.state_dict import StateDict
+from polyfed.core.state_dict import StateDict, view_as_bytes
 from polyfed.core.training.config import LocalTraining
 
 _RANGE_FACTOR = 3.0
@@ -139,5 +139,5 @@ def _validate_range(x: Tensor, client_inputs: Tensor, client: Client) -> None:
 def _hash_tensors(pool: StateDict) -> str:
     content = hashlib.blake2b(digest_size=16)
     for name in sorted(pool):
-        content.update(pool[name].contiguous().cpu().flatten().view(torch.uint8).numpy().data)
+        content.update(view_as_bytes(pool[name]).numpy().data)
     return content.hexdigest()

@@ -269,7 +269,10 @@ class Evidence:
 
     def _resplit_differences(self, values: Sequence[float], clients: Sequence[str]) -> ResplitDifferences:
         sizes = [self.sizes[seed][c] for seed in self.seeds for c in clients]
-        return ResplitDifferences(values, sum(train for train, _ in sizes), sum(test for _, test in sizes))
+        num_train, num_test = (sum(numbers) for numbers in zip(*sizes, strict=True))
+        # The clients' own units vary about their own means, so that each client after the first costs one.
+        num_units = (num_train + num_test) / len(self.seeds) - len(clients) + 1
+        return ResplitDifferences(values, num_train, num_test, num_units)
 
     def _score_difference(self, label: str, rival: str | None, seed: int, client: str) -> float:
         ours = self.scores[label][seed][client]

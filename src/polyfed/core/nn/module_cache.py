@@ -31,7 +31,7 @@ from polyfed.core.nn.tied_weights import (
     unique_tensors,
 )
 from polyfed.core.seeds import derive_seed
-from polyfed.core.state_dict import StateDict
+from polyfed.core.state_dict import StateDict, view_as_bytes
 
 _CACHE_SIZE = 64  # factories whose module a process keeps
 _PlainValue = int | float | str | bool | None
@@ -245,7 +245,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     content = hashlib.blake2b(digest_size=8)
     for name, tensor in tensors.items():
         content.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
-        content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        content.update(view_as_bytes(tensor).numpy().data)
     return content.hexdigest() if tensors else ""
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.core.io.number_checks import is_number
-from polyfed.core.state_dict import StateDict
+from polyfed.core.state_dict import StateDict, view_as_bytes
 from polyfed.deploy.protocol.wire import Envelope
 from polyfed.simulation.engines.base import ClientTask
 
@@ -195,4 +195,4 @@ class _TensorEquality:
 
 
 def _raw_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return view_as_bytes(tensor)

@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, final
 
-import torch
-
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import create_private_folder_if_missing, read_file, write_file_atomically
 from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.state_dict import view_as_bytes
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.site.private_state import InvalidSiteStateError
 
@@ -178,5 +177,5 @@ def hash_task_inputs(head: Mapping[str, Any], body: Message) -> str:
     for group, tree in body.tensors.items():
         for name, tensor in tree.items():
             digest.update(json.dumps([group, name, str(tensor.dtype), list(tensor.shape)]).encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(view_as_bytes(tensor).numpy().data)
     return digest.hexdigest()

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Client
@@ -12,6 +11,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import named_leaves
 from polyfed.core.nn.module_cache import build_module, cached_module, hash_tensors, legacy_architecture_hash
 from polyfed.core.nn.tied_weights import first_name_by_alias
+from polyfed.core.state_dict import view_as_bytes
 from polyfed.simulation.checks.requirements import architecture_keys_by_client, examples_by_split, stable_repr
 
 
@@ -34,7 +34,7 @@ def _hash_state_dict(module: nn.Module) -> bytes:
     content = hashlib.blake2b()
     for name, tensor in module.state_dict().items():
         content.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
-        content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        content.update(view_as_bytes(tensor).numpy().data)
     return content.digest()
 
 
@@ -83,7 +83,7 @@ def data_fingerprint(
         # Not keyed by id: clients may hold different views of one tensor, which is hashed once.
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if key not in digest_by_storage:
-            raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+            raw = view_as_bytes(tensor).numpy()
             digest_by_storage[key] = f"{tuple(tensor.shape)}{tensor.dtype}{hashlib.blake2b(raw.data).hexdigest()}"
         return digest_by_storage[key]
 

@@ -4,7 +4,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from polyfed.comparison.statistics.cross_validation.resplits import variance_of_mean_over_resplits
+from polyfed.comparison.statistics.cross_validation.resplits import (
+    ResplitDifferences,
+    estimate_client_means_over_resplits,
+    variance_of_mean_over_resplits,
+)
 from polyfed.core.errors import UserError
 
 SPLITS, EXAMPLES, TEST = 10, 100, 20
@@ -57,3 +61,25 @@ def test_how_often_equal_methods_are_found_to_differ():
         naive += abs(values.mean()) > quantile * np.sqrt(values.var(ddof=1) / SPLITS)
     assert corrected <= 0.07 * repetitions
     assert naive > 0.15 * repetitions
+
+
+@pytest.mark.parametrize(("units", "splits"), [(2, 10), (4, 3), (4, 30), (6, 10)])
+def test_intervals_hold_with_few_units(units, splits):
+    """However often four patients are dealt, they are four: the true difference is 0, and 5 % of intervals may miss it."""
+    generator, num_test, misses = np.random.default_rng(units), max(1, round(0.3 * units)), 0
+    for _ in range(150):
+        gains = generator.normal(size=units)
+        values = [generator.choice(gains, num_test, replace=False).mean() for _ in range(splits)]
+        if np.var(values) < 1e-12:
+            continue  # no interval
+        differences = ResplitDifferences(values, units - num_test, num_test, units)
+        (estimate,) = estimate_client_means_over_resplits([differences], alpha=0.05)
+        misses += not estimate.low <= 0 <= estimate.high
+    assert misses <= 18  # of 150; 5 % are 8
+
+
+def test_many_units_change_nothing():
+    values = [0.1, 0.2, 0.4]
+    assert ResplitDifferences(values, 70, 30, 100).degrees_of_freedom == 2
+    assert ResplitDifferences(values, 70, 30).degrees_of_freedom == 2
+    assert ResplitDifferences(values, 2, 1, 3).degrees_of_freedom == 1

@@ -127,3 +127,12 @@ def test_classes_of_a_table_have_their_names_in_runs_and_comparisons(target, nam
     assert read_manifest(tmp_path / "run").get("class_names") == (names and list(names))
     compared = pf.compare(clients, ["fedavg"], rounds=1, **QUICK)
     assert compared.results["class_names"] == (names and list(names))
+
+
+def test_a_single_example_that_is_a_view_with_a_stride_is_taken(tmp_path):
+    x, y = torch.randn(24, 4), torch.arange(24) % 2
+    clients = [
+        pf.Client(i, lambda: torch.nn.Linear(4, 2), (x[k::3][:6], y[k::3][:6]), (x[k::3][7:8], y[k::3][7:8]))
+        for k, i in enumerate("abc")
+    ]
+    assert len(pf.federate(clients, "fedavg", rounds=1, workers=0, out=tmp_path / "run").table()) == 4

@@ -12,6 +12,8 @@ import numpy as np
 from polyfed.comparison.statistics.estimate import ALPHA, Estimate, estimate_from_half_width, t_quantile
 from polyfed.core.errors import UserError
 
+_MANY_UNITS = 20  # from which on K − 1 degrees of freedom hold the level
+
 
 def variance_of_mean_over_resplits(differences: Sequence[float], num_train: float, num_test: float) -> float:
     """Returns the variance of the mean difference over several random splits of one data set, corrected for overlapping
@@ -57,11 +59,13 @@ class ResplitDifferences:
         values: difference of each split, at least two.
         num_train: training examples of each split, or any number in that ratio to `num_test`.
         num_test: test examples of each split.
+        num_units: the examples, or groups of them, that the splits deal; infinite for many.
     """
 
     values: Sequence[float]
     num_train: float
     num_test: float
+    num_units: float = math.inf
 
     @property
     def variance_factor_of_mean(self) -> float:
@@ -72,6 +76,14 @@ class ResplitDifferences:
             if self.sample_variance
             else 0.0
         )
+
+    @property
+    def degrees_of_freedom(self) -> float:
+        """Returns K − 1 for K splits; with fewer than 20 units less, 1/(1/(K − 1) + 1/(n − 1)), since however many splits
+        of n units there are, their variance is known no better than from n numbers.
+        """
+        free = len(self.values) - 1
+        return free if self.num_units >= _MANY_UNITS else 1 / (1 / free + 1 / max(self.num_units - 1, 1e-3))
 
     @property
     def sample_variance(self) -> float:
@@ -93,16 +105,13 @@ def estimate_client_means_over_resplits(
         num_tests: how many methods have intervals for these clients.
         alpha: the share of comparisons in which one interval or more may miss the truth.
     """
-    free, num_claims = len(differences_by_client[0].values) - 1, len(differences_by_client) * num_tests
+    num_claims, free = len(differences_by_client) * num_tests, sum(s.degrees_of_freedom for s in differences_by_client)
     common = float(np.mean([site.sample_variance for site in differences_by_client]))
 
     def half_width(site: ResplitDifferences, alpha: float) -> float:
-        together = t_quantile(alpha / num_claims, len(differences_by_client) * free) ** 2 * max(
-            common, site.sample_variance
-        )
-        return math.sqrt(
-            site.variance_factor_of_mean * max(together, t_quantile(alpha, free) ** 2 * site.sample_variance)
-        )
+        together = t_quantile(alpha / num_claims, free) ** 2 * max(common, site.sample_variance)
+        alone = t_quantile(alpha, site.degrees_of_freedom) ** 2 * site.sample_variance
+        return math.sqrt(site.variance_factor_of_mean * max(together, alone))
 
     means = [float(np.mean(site.values)) for site in differences_by_client]
     return [

@@ -13,7 +13,6 @@ from typing import Any, final
 from weakref import WeakValueDictionary
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from polyfed.core.errors import warn_of_data
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.groups import group_id_of_each_row, is_alone
 from polyfed.core.examples.pytree import named_leaves
+from polyfed.core.state_dict import view_as_bytes
 
 _SHARE = 0.05  # of a client's test examples, from which on it warns
 _LEAST = 2  # fewest different leaked examples
@@ -282,7 +282,7 @@ def _hash_part(examples: Examples, part: Tensor) -> Hashes:
 
 
 def _hash_rows(x: Tensor, rows: Sequence[int], size: int, kind: int) -> Hashes:
-    content: Any = x.flatten().view(torch.uint8).numpy()
+    content: Any = view_as_bytes(x).numpy()
     content = memoryview(content)
     return np.array([hash(content[i * size : (i + 1) * size].tobytes()) ^ kind for i in rows], np.int64)
 
