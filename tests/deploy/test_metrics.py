@@ -133,7 +133,8 @@ def test_a_site_refuses_metrics_that_it_does_not_have(nodes, names):
     assert "not built into polyfed at this site" in refused or "r2 is not a metric of a task" in refused
 
 
-def test_a_site_that_tells_of_other_metrics_is_a_failure(run):
+@pytest.mark.parametrize("lie", [{"cost": 1.0}, {"accuracy": 37.0}, {"val_accuracy": -0.1}, {"mae": -1.0}], ids=str)
+def test_a_site_that_tells_of_other_metrics_is_a_failure(run, lie):
     def spoil(node):
         original = node.app
 
@@ -141,7 +142,7 @@ def test_a_site_that_tells_of_other_metrics_is_a_failure(run):
             reply = original(message, context)
             letter = envelope_from_record(reply.content)
             if letter.head.get("phase") == "evaluate":
-                lying = Envelope({**letter.head, "metrics": {"cost": 1.0}}, letter.body)
+                lying = Envelope({**letter.head, "metrics": lie}, letter.body)
                 return Message(envelope_to_record(lying), reply_to=message)
             return reply
 

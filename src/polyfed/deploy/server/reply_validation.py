@@ -14,7 +14,8 @@ import torch
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, UserError
 from polyfed.core.evaluation.evaluate import split_metric_column
-from polyfed.core.evaluation.metrics import METRICS, metric_by_name
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.evaluation.metrics import METRICS, is_built_in_metric, metric_by_name
 from polyfed.core.io.number_checks import is_number
 from polyfed.core.messages.compressors import parse_compressor
 from polyfed.core.messages.lora import reply_at_server_rank, reply_spec_at_server_rank
@@ -27,6 +28,7 @@ from polyfed.simulation.engines.base import ClientTask, TaskResult
 
 _MAX_SENTENCE_LENGTH = 300  # characters of a site's sentence
 _MAX_ABSOLUTE_VALUE = 1e12  # of a site's numbers
+_ROUNDING = 1e-6  # by which a share may seem larger than 1
 _SMALL_TENSOR_BYTES = 2**13  # largest tensor that is read to check the shapes of all
 _METRIC_PREFIX = re.compile(r"([a-z]{1,20}_){0,2}")
 
@@ -73,7 +75,7 @@ def parse_task_result(
         raise UserError(spec_error)
     state_stub = server.describe_stored_state(task)  # in place of the private state, which stays at the site
     reply = Message(packed.unpack_body().tensors, scalars)
-    return TaskResult(task, reply, state_stub, seconds=float(seconds) if _is_finite_number(seconds) else 0.0)
+    return TaskResult(task, reply, state_stub, seconds=max(0.0, float(seconds)) if _is_finite_number(seconds) else 0.0)
 
 
 def parse_evaluation_result_or_failure(
@@ -138,7 +140,7 @@ def _raise_if_refused(head: Mapping[str, Any]) -> None:
 def _parse_metrics(head: Mapping[str, Any], server: DeploymentServer) -> dict[str, Any]:
     metrics = head.get("metrics", {})
     if not isinstance(metrics, dict) or not all(
-        _is_metric_name(n, server) and (v is None or _is_finite_number(v)) for n, v in metrics.items()
+        _is_metric_name(n, server) and (v is None or _is_possible_score(n, v, server)) for n, v in metrics.items()
     ):
         raise UserError(f"its metrics are not scores or losses: {sanitize_line(repr(metrics))}")
     return metrics
@@ -222,10 +224,30 @@ def reply_spec_error(
     )
 
 
+def _metrics_by_name(server: DeploymentServer) -> dict[str, Metric]:
+    return {metric.name: metric for metric in (*METRICS.values(), *map(metric_by_name, server.settings.metrics))}
+
+
 def _is_metric_name(name: str, server: DeploymentServer) -> bool:
     """Returns whether a site may report a metric under this name."""
-    name_parts = split_metric_column(name, [*METRICS.values(), *map(metric_by_name, server.settings.metrics)])
+    name_parts = split_metric_column(name, list(_metrics_by_name(server).values()))
     return name_parts is not None and _METRIC_PREFIX.fullmatch(name_parts[0]) is not None
+
+
+def _is_possible_score(name: str, value: Any, server: DeploymentServer) -> bool:
+    """Returns whether a number can be the value of a metric: a share lies between 0 and 1, and a built-in error is not
+    negative. A mean over sites would follow any other number of one site.
+    """
+    if not _is_finite_number(value):
+        return False
+    metrics = _metrics_by_name(server)
+    parts = split_metric_column(name, list(metrics.values()))
+    metric = None if parts is None else metrics.get(parts[1])
+    if metric is None:  # a loss
+        return True
+    if metric.is_from_zero_to_one:
+        return bool(-_ROUNDING <= value <= 1 + _ROUNDING)
+    return metric.higher_is_better or not is_built_in_metric(metric.name) or value >= 0
 
 
 def _is_finite_number(value: Any) -> bool:
