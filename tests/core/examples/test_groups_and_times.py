@@ -39,6 +39,12 @@ def test_a_row_without_a_group_is_a_unit_by_itself(missing):
     assert units[2] != units[3]
 
 
+def test_nan_among_texts_is_no_group():
+    units = number_units(pf.Examples(X, Y, group=["a", "a", float("nan"), float("nan"), "b", "b"])).tolist()
+    assert len(set(units)) == 4
+    assert units[2] != units[3]
+
+
 def test_rows_without_a_group_train_privately_and_are_compared():
     train, test = (
         pf.Examples(

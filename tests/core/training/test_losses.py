@@ -133,7 +133,9 @@ def test_losses_and_weights_that_do_not_fit_are_refused():
         check_training_options([line], FedAvg(sampler="balanced"))
     with pytest.raises(UserError, match="no column 'w'"):
         check_training_options(one, FedAvg(sampler="w"))
-    for bad in ((-1.0,), "even", (math.nan,)):
+    with pytest.raises(UserError, match="weight_decay must be at least 0, got inf"):
+        FedAvg(weight_decay=math.inf)
+    for bad in ((-1.0,), "even", (math.nan,), (0.0, 0.0), ()):
         with pytest.raises(UserError, match="class_weights must be"):
             FedAvg(class_weights=bad)
 

@@ -340,6 +340,8 @@ def _length_error(x: Inputs, y: Tensor) -> str:
 
 def _check_column(name: str, values: Any, number: int) -> NDArray[Any]:
     column = np.asarray(values)
+    if column.dtype.kind == "U" and isinstance(values, list | tuple) and not all(isinstance(v, str) for v in values):
+        column = np.asarray(values, dtype=object)  # else NaN among texts becomes the text "nan"
     if column.ndim != 1 or len(column) != number:
         raise UserError(
             f"column {name!r} has shape {column.shape} for {number} examples; it needs one value an example"

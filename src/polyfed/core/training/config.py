@@ -106,7 +106,7 @@ class LocalTraining(ABC):
         self._require(0 < self.decay <= 1, "decay", "above 0 and at most 1")
         self._require(0 <= self.momentum < 1, "momentum", "at least 0 and below 1")
         self._require(not self.nesterov or self.momentum > 0, "nesterov", "false unless momentum is positive")
-        self._require(self.weight_decay >= 0, "weight_decay", "at least 0")
+        self._require(0 <= self.weight_decay < math.inf, "weight_decay", "at least 0")
         self._require(self.warmup_rounds >= 0, "warmup_rounds", "at least 0")
         self._require(self.warmup_steps >= 0, "warmup_steps", "at least 0")
         self._require(self.accumulate >= 1, "accumulate", "at least 1")
@@ -143,7 +143,8 @@ class LocalTraining(ABC):
             is_number_list = isinstance(weights, tuple | list) and all(
                 is_real_number(w) and 0 <= w < math.inf for w in weights
             )
-            self._require(is_number_list, "class_weights", "'balanced', a list of numbers of at least 0, or none")
+            requirement = "'balanced', a list of numbers of at least 0, some of them positive, or none"
+            self._require(is_number_list and any(weights), "class_weights", requirement)
             object.__setattr__(self, "class_weights", tuple(weights))
 
     def _check_kinds(self) -> None:
