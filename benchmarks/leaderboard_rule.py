@@ -80,11 +80,11 @@ def keep_known_fields(tune: str, methods: Sequence[str]) -> str:
 def choose_values(
     folder: Path, metric: str, rounds: int, searched: Sequence[str] = ("lr",)
 ) -> tuple[dict[str, Any], list[float]]:
-    """The searched fields of the best run of a method's search, of those that it has, and all rates that were tried."""
-    scored, tried = [], set()
+    """The searched fields of the best run of a method's search, of those that it has, and the rates of all runs."""
+    scored, tried = [], []
     for config in sorted(folder.glob("*/config.yaml")):
         algorithm = yaml.safe_load(config.read_text(encoding="utf-8"))["algorithm"]
-        tried.add(algorithm["lr"])
+        tried.append(algorithm["lr"])
         if (scores := last_scores(config.parent, metric, rounds)) is not None:
             scored.append((scores, {name: algorithm[name] for name in searched if name in algorithm}))
     if not scored:
