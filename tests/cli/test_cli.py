@@ -163,7 +163,7 @@ def test_a_network_of_the_users(polyfed, here, monkeypatch):
 def test_the_table_results_on_stdout_progress_on_stderr(polyfed, here):
     out, err = polyfed("run", "fedavg_digits", "--rounds", "2", "--workers", "0", "--out", "run")
     assert "accuracy on each client's own test examples, after round 2" in out
-    assert re.search(r"client\s.*examples\s.*classes\s.*local\s.*fedavg\s.*gain", out)
+    assert re.search(r"client\s.*trained on\s.*classes\s.*local\s.*fedavg\s.*gain", out)
     numbers = r"\d+\.\d %\W+\d+\.\d %\W+?[+-]\d+\.\d\W"
     assert len(re.findall(rf"^\W*client-00\d\W+40\W+\d+\W+{numbers}", out, re.MULTILINE)) == 6
     assert re.search(rf"^\W*mean\W+40\W+\d\.\d\W+{numbers}", out, re.MULTILINE)

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -197,6 +198,19 @@ def test_a_plan_s_pilot_writes_files_as_the_comparison_does_and_removes_them(tmp
     assert len(set(folders)) == 4
     assert {folder.parent.parent for folder in folders} == {tmp_path}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_counts_what_simple_models_import_once_and_not_for_each_split(monkeypatch):
+    clock = [0.0]
+
+    def fit(clients, seed):
+        clock[0] += 0.5 * len(clients) if clock[0] else 9.0  # the first call imports a library
+
+    monkeypatch.setattr("polyfed.comparison.planning.forecast.fit_client_references", fit)
+    monkeypatch.setattr("polyfed.comparison.planning.forecast.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    words = QUICK | {"references": True}
+    plan = pf.compare(sites(2, 60), ["fedavg"], **words, folds=3, plan_only=True).results["plan"]
+    assert plan["minutes"] * 60 == pytest.approx(3 * 2 * 0.5, abs=0.01)
 
 
 def test_a_plan_leaves_out_clients_with_too_few_test_examples_to_judge():

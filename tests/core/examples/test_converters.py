@@ -186,7 +186,10 @@ def test_pandas_frames_and_series():
             torch.ones(10, 4, 4, dtype=torch.int64),
             r"got torch.int64 of shape \(10, 4, 4\); give task='segmentation'",
         ),
-        (torch.arange(10.0), r"got torch.float32 of shape \(10,\); give labels.long\(\), or task='regression'"),
+        (
+            torch.arange(10.0),
+            r"got torch.float32 of shape \(10,\); give labels.long\(\) of a tensor, .*, or task='regression'",
+        ),
         (torch.arange(10.0)[:, None], r"give labels.squeeze\(1\).long\(\)"),
         (torch.arange(10) / 4, r"with fractions; give task='regression'"),
         (torch.arange(20).view(10, 2), r"got torch.int64 of shape \(10, 2\); give one class an example"),

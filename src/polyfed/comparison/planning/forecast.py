@@ -15,6 +15,7 @@ import numpy as np
 
 from polyfed.algorithms import Local
 from polyfed.comparison.execution.process_pool import default_parallel_runs
+from polyfed.comparison.execution.runs_display import format_time_left
 from polyfed.comparison.plan import ComparisonPlan, Method, RunSpec, execute_or_load_runs
 from polyfed.comparison.references.reference_models import fit_client_references
 from polyfed.comparison.statistics.cross_validation.fold_differences import FoldDifferences, difference_over_folds
@@ -120,7 +121,10 @@ def _run_pilot(
         for label in labels
         for seed in seeds
     }
-    pilot = dataclasses.replace(plan, out=folder, build_client_set=lambda seed: first, callbacks=())
+    pilot = dataclasses.replace(
+        plan, out=folder, build_client_set=lambda seed: first, callbacks=(),
+        folds=None, num_resplits=None, stop_when_decided=False,  # all on one split, so that runs are shown by their seeds
+    )  # fmt: skip
     finished, failed = execute_or_load_runs(pilot, list(jobs.values()))
     if failed:
         raise next(iter(failed.values()))
@@ -148,6 +152,7 @@ def _seconds_of_simple_models(plan: ComparisonPlan) -> float:
     clients = plan.panel.select(plan.build_client_set(plan.seeds[0]).clients)
     if not plan.with_references or not clients:
         return 0.0
+    fit_client_references(clients[:1], seed=plan.seeds[0])  # which imports what it needs, once and for all splits
     start = time.monotonic()
     fit_client_references(clients[:_PILOT_CLIENTS], seed=plan.seeds[0])
     return (time.monotonic() - start) * len(clients) / len(clients[:_PILOT_CLIENTS])
@@ -208,8 +213,7 @@ def _designs(design: ComparisonDesign) -> dict[str, ComparisonDesign]:
 
 
 def _sentences(forecast: Mapping[str, Any], metric: Metric, num_methods: int) -> list[str]:
-    minutes = forecast["minutes"]
-    duration = "less than a minute" if minutes < 1 else f"about {math.ceil(minutes)} minutes"
+    duration = f"about {format_time_left(60 * forecast['minutes']).removesuffix(' left')}"
     searched = f", and {forecast['search_runs']} or more to search hyper-parameters" if forecast["search_runs"] else ""
     sentences = [
         f"{num_methods} methods: {forecast['runs']} runs{searched}: {duration}, roughly (if all runs take as long as the "

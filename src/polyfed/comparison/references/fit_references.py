@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from statistics import fmean
 from typing import Any, final
 
@@ -27,6 +28,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.serialization import deserialize_state, serialize_state
 
+_SLOW_IMPORTS = ("sklearn.ensemble", "sklearn.linear_model", "sklearn.model_selection")  # of a second
 Scores = dict[str, float | None]
 
 
@@ -125,6 +127,11 @@ def _fit_all_seeds(plan: ComparisonPlan, seeds: Sequence[int]) -> dict[int, dict
         for seed in seeds:
             yield seed, partial(_fit_one_seed, plan.panel.select(plan.build_client_set(seed).clients), plan.seeds[0])
 
+    if processes > 1 and any(
+        model.library for model in plan.build_client_set(seeds[0]).clients[0].task.simple_models()
+    ):
+        for module in _SLOW_IMPORTS:  # once here, and not again in each process
+            import_module(module)
     for seed, seed_fit in run_in_processes(tasks(), min(processes, len(seeds))):
         fit_by_seed[seed] = seed_fit
         how_far = f" ({len(fit_by_seed)} of {len(seeds)} splits)" if len(seeds) > 1 else ""
