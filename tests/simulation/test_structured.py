@@ -93,7 +93,6 @@ def test_a_run_predicts_from_such_inputs():
         run.predict("c1", (x["age"], x["image"]))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_run_is_kept_and_exported(tmp_path):
     run = run_with("inprocess", workers=0, out=tmp_path / "run")
     folder = export_model(run, "c1", tmp_path / "c1")

@@ -157,12 +157,11 @@ class Client:
             raise UserError(f"client {id!r}: loss must be a function of outputs and targets, got {type(loss).__name__}")
         id = str.__str__(id)  # numpy's strings, say, are printed otherwise and seed other random numbers
         sources = {"train": train, "test": test, "val": val, "global_test": global_test}
-        parts = {
-            name: as_examples(source, f"client {id!r}: {name}", labelled=not task.makes_targets)
-            for name, source in sources.items()
-            if source is not None
-        }
-        for name, part in parts.items():
+        parts = {}
+        for name, source in sources.items():
+            if source is None:
+                continue
+            parts[name] = part = as_examples(source, f"client {id!r}: {name}", labelled=not task.makes_targets)
             if part.classes is not None and not task.one_class_per_example:
                 raise UserError(f"client {id!r}: {name} labels are texts, and the task is {task}; give numbers, or task="
                                 "'classification'")  # fmt: skip

@@ -4,6 +4,7 @@ import base64
 import os
 import random
 import re
+import ssl
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -63,6 +64,19 @@ def test_certificates_that_are_well(tmp_path):
     certificate, key = below.issue()
     write(tmp_path / "chain", ca_crt=above.pem, server_pem=certificate + below.pem, server_key=key)
     assert not said(of_server(tmp_path / "chain"))
+
+
+def test_certificates_are_refused_where_grpc_refuses_them_alone(tmp_path, monkeypatch):
+    """Python 3.13 asks for identifiers of keys that `openssl x509` leaves out."""
+    create = ssl.create_default_context
+
+    def create_strict(**options):
+        context = create(**options)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        return context
+
+    monkeypatch.setattr(ssl, "create_default_context", create_strict)
+    assert not said(of_server(server_files(tmp_path / "a"), "127.0.0.1"))
 
 
 def faults(folder):

@@ -86,7 +86,7 @@ def module_of(file):
     return module
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:column")
+@pytest.mark.filterwarnings("ignore:column")
 def test_a_table_goes_out_and_gives_the_same_without_polyfed(table, monkeypatch, capsys):
     monkeypatch.chdir(table)
     assert main(["export", "run", "--client", "north", "-o", "out/north"]) == 0
@@ -129,7 +129,7 @@ def test_the_lines_of_the_card_run(images, tmp_path, monkeypatch, capsys):
     folder = export_model(images, "a/b", tmp_path / "pictures")
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(folder)
-    with pytest.warns(DeprecationWarning, match="TorchScript|torch.jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="TorchScript|torch.jit"):
         exec(compile(code, "card", "exec"), {})  # noqa: S102
     assert "tensor" in capsys.readouterr().out
     assert len(code.splitlines()) <= 5
@@ -158,7 +158,6 @@ def test_targets_of_regression_come_in_their_unit():
     assert found.mean() > 100
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_column_that_did_not_vary_is_0_in_what_is_taken_away_too(tmp_path):
     draw = np.random.default_rng(0)
     frame = {"a": draw.normal(size=30), "chol": np.zeros(30), "ill": [0, 1] * 15}

@@ -144,7 +144,6 @@ def test_so_do_transformers_of_hugging_face(tmp_path, kind):
     assert_same(export_model(run, "a", tmp_path / "a", format="onnx"), run)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("format", ["torchscript", "onnx"])
 def test_what_normalises_and_prepares_parts_is_in_the_file(tmp_path, format):
     """Constants of one part of structured inputs: pixels of pictures of any dimensions, and rows of a table."""

@@ -151,7 +151,6 @@ def mlflow(monkeypatch):
     return kept
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_each_clients_network_is_a_model_with_a_signature(here, mlflow):
     assert log_models_once_to_mlflow(here) == 0  # a run that is not tracked
     follow(here)
@@ -166,7 +165,6 @@ def test_each_clients_network_is_a_model_with_a_signature(here, mlflow):
     assert log_models_once_to_mlflow(here) == 0  # they are there
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_the_model_answers_as_polyfed_does(here, mlflow, tmp_path):
     follow(here)
     kept = shutil.copytree(export_model(here, "south", tmp_path / "again"), tmp_path / "moved")
@@ -188,8 +186,6 @@ def follow(folder):
     progress.stop()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_comparison_is_a_run_with_its_runs_below(here, mlflow):
     content = {"seeds": [0, 1], "title": "t", "best": "fedavg", "methods": {"fedavg": {
         "runs": {"0": {"path": "run"}, "1": {"path": None}}, "statistics": {"mean": 0.5, "gain": None, "worst": 0.4},
@@ -215,7 +211,6 @@ def test_pictures_have_a_tensor_in_the_signature(mlflow, tmp_path):
     assert [(t.type, t.shape, t.name) for t in signature.inputs] == [(np.dtype("uint8"), (-1, 1, 8, 8), None)]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_network_that_cannot_be_exported_costs_no_other(here, mlflow):
     follow(here)
     told = json.loads((here / "models/north.signature.json").read_text())
@@ -227,7 +222,6 @@ def test_a_network_that_cannot_be_exported_costs_no_other(here, mlflow):
     assert [one.name for one in mlflow.models] == ["network-south"]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.slow
 def test_commands_log_networks_of_runs_and_comparisons(mlflow, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from polyfed.core.io.atomic_files import read_file
 from polyfed.deploy.doctor import DoctorFinding, Findings, note_finding, ok_finding, problem_finding
 from polyfed.deploy.doctor.machine import check_only_owner_can_access, finding_if_unreadable
+from polyfed.deploy.doctor.tls import build_client_context, describe_openssl_error
 
 EXPIRY_WARNING = datetime.timedelta(days=30)
 """Time before its expiry from which a certificate is worth a note."""
@@ -269,7 +270,7 @@ def _check_handshake(part: str, file: Path, key: Path, authority: Path, host: st
     try:
         server_context, client_context = (
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
-            ssl.create_default_context(cafile=str(authority)),
+            build_client_context(authority),
         )
         server_context.load_cert_chain(file, key)
         client_context.check_hostname = host is not None
@@ -288,15 +289,6 @@ def _check_handshake(part: str, file: Path, key: Path, authority: Path, host: st
                     continue
     except (ssl.SSLError, OSError, ValueError) as error:
         yield problem_finding(part, f"a site that trusts {authority} refuses {file}: {describe_openssl_error(error)}")
-
-
-def describe_openssl_error(error: Exception) -> str:
-    """Returns the readable part of an OpenSSL error's message, without its error numbers.
-
-    >>> describe_openssl_error(ValueError("no"))
-    'no'
-    """
-    return str(getattr(error, "verify_message", "") or getattr(error, "reason", "") or error)
 
 
 def check_site_key_pair(component: str, private_key_file: Path) -> Findings:

@@ -9,7 +9,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from polyfed.deploy.doctor import Findings, note_finding, ok_finding, problem_finding
-from polyfed.deploy.doctor.certificates import describe_openssl_error, utc_now
+from polyfed.deploy.doctor.certificates import utc_now
+from polyfed.deploy.doctor.tls import build_client_context, describe_openssl_error
 
 TIMEOUT_SECONDS = 5.0
 """Time limit of the other side's answer."""
@@ -76,7 +77,7 @@ def check_tls_server_and_clock(
         certificate_name: the name that the certificate must cover, if it is not `host`.
     """
     try:
-        context = ssl.create_default_context(cafile=str(authority_file))
+        context = build_client_context(authority_file)
     except (OSError, ValueError):
         return  # `check_ca_certificate_file` reports it
     try:
