@@ -18,9 +18,11 @@ def activate(x):
     return torch.{function}(x)
 
 class Net(torch.nn.Module):
+    instances, gain = 0, {gain}
     def __init__(self):
         super().__init__()
         self.layer, self.calls = torch.nn.Linear(3, 2), 0
+        Net.instances += 1
 
     def forward(self, x):
         global calls
@@ -34,7 +36,8 @@ def loss(outputs, targets):
 stop = {stop}
 """
 WORDS = {
-    "scale": 1.0, "comment": "'says nothing'", "function": "tanh", "forward": "activate(self.layer(x)) * SCALE",
+    "scale": 1.0, "comment": "'says nothing'", "function": "tanh", "forward": "activate(self.layer(x)) * SCALE * self.gain",
+    "gain": 1.0,
     "smoothing": 0.1, "stop": 0,
 }  # fmt: skip
 
@@ -60,6 +63,7 @@ CHANGES = {
     "forward": ({"forward": "activate(2 * self.layer(x)) * SCALE"}, "Net"),
     "a function that forward calls": ({"function": "relu"}, "Net"),
     "a constant": ({"scale": 2.0}, "Net"),
+    "a constant of the class": ({"gain": 2.0}, "Net"),
     "the loss": ({"smoothing": 0.2}, "loss"),
 }
 

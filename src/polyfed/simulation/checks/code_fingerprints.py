@@ -107,9 +107,12 @@ def _hash_code(root: Any) -> str:
         functions, used = {thing.__qualname__: thing}, list[Any]()
         if isinstance(thing, type):
             functions, used = _functions_of_class(thing), list(thing.__mro__[1:])
-            texts.append(
-                f"{thing.__qualname__}: {_plain({n: v for n, v in vars(thing).items() if not n.startswith('__')})}"
-            )
+            codes = [code for function in functions.values() for code in _nested_codes(function.__code__)]
+            stored = {
+                step.argval for code in codes for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"
+            }
+            constants = {n: v for n, v in vars(thing).items() if not n.startswith("__") and n not in stored}
+            texts.append(f"{thing.__qualname__}: {_plain(constants)}")
         for name, function in sorted(functions.items()):
             values = _values_by_name(function)
             texts.append(
