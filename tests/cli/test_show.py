@@ -24,6 +24,8 @@ def folders(tmp_path_factory):
     for kind, file in (("run", "config.yaml"), ("comparison", "comparison.yaml")):
         (here / f"begun-{kind}").mkdir()
         (here / f"begun-{kind}" / file).write_bytes((here / kind / file).read_bytes())
+    manifest = json.loads((here / "run" / "manifest.json").read_text())
+    (here / "begun-run" / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != "files"}))
     return here
 
 
@@ -58,6 +60,7 @@ def test_a_run_without_a_manifest_says_so_and_shows_columns_that_fit(folders, ca
     assert main(["show", str(tmp_path)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "manifest.json is missing or damaged" in text
+    assert "go on: polyfed report" in text, "polyfed resume refuses such a directory"
     assert "trained on" in text
     assert "…" not in text
     assert "val_" not in text

@@ -101,10 +101,10 @@ def _describe_run(folder: Path) -> ShownDirectory:
     evaluated = any(record["summary"] for record in run.history)
     baselines = sorted(path.parent.name for path in (folder / BASELINES).glob("*/config.yaml"))
     texts = [*(run.manifest.get("data_warnings") or ()), *(t for r in run.history for t in r.get("warnings", ()))]
+    commands = [f"polyfed {'resume' if run.manifest and not run.is_finished else 'report'} {name}"]
     if not run.manifest:
-        texts.insert(0, f"{folder / 'manifest.json'} is missing or damaged: it says whether the run has ended, which score "
-                        "decides and its unit; polyfed resume writes it again")  # fmt: skip
-    commands = [f"polyfed report {name}"] if run.is_finished else [f"polyfed resume {name}"]
+        texts.insert(0, f"{folder / 'manifest.json'} is missing or damaged: it says whether the run has ended, and the "
+                        "score that decides with its unit; put back a copy of it, which polyfed resume needs")  # fmt: skip
     return {
         "format": JSON_FORMAT, "kind": "run", "directory": name, "finished": run.is_finished,
         "methods": [run.method, *baselines], "table": run.table() if evaluated else [],
