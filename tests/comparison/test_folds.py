@@ -12,7 +12,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg
-from polyfed.comparison.plan import execute_or_load_runs
+from polyfed.comparison.execution.training_runs import execute_or_load_runs
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.data.partitioning.folds import Folds, deal_folds
 from polyfed.simulation.storage.predictions.prediction_store import read_predictions

@@ -1,6 +1,7 @@
 """Implements `polyfed.compare`: trains several methods on the same clients, with several seeds each."""
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from polyfed.comparison.execution.final_runs import run_final_methods
 from polyfed.comparison.execution.fold_tests import collect_test_examples_of_folds
 from polyfed.comparison.execution.runs_display import open_runs_display
 from polyfed.comparison.execution.sequential_looks import run_until_decided
-from polyfed.comparison.plan import ComparisonPlan, Method, log_warnings
+from polyfed.comparison.plan import ComparisonPlan, Method
 from polyfed.comparison.planning.budget import Budget, ResultCriteria
 from polyfed.comparison.planning.client_set import ClientSet, make_client_set_of_source
 from polyfed.comparison.planning.evaluation_panel import draw_panel
@@ -341,7 +342,8 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
     )
     plan.display.show_stage("intervals")
     content = build_results(inputs, plan.criteria)
-    log_warnings(content["warnings"])
+    for sentence in content["warnings"]:
+        logging.getLogger("polyfed.comparison").warning("%s", sentence)
     if plan.out is not None:
         comparison_directory.write_comparison_results(plan.out, content)
     return Comparison(content, plan.out)

@@ -1,42 +1,28 @@
-"""Describes a comparison (clients, methods, seeds), and executes its training runs, several in parallel."""
+"""Describes a comparison before it runs: clients, methods, seeds, settings and search."""
 
-import base64
 import dataclasses
-import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, final
-
-from torch import Tensor
+from typing import Any, Literal, final
 
 from polyfed.algorithms import Local
-from polyfed.comparison.execution.process_pool import default_parallel_runs, run_in_processes, supports_forked_runs
-from polyfed.comparison.execution.runs_display import RoundCounter, RunsDisplay, SilentRunsDisplay
+from polyfed.comparison.execution.runs_display import RunsDisplay, SilentRunsDisplay
 from polyfed.comparison.planning.budget import Budget, ResultCriteria
 from polyfed.comparison.planning.client_set import ClientSet
 from polyfed.comparison.planning.evaluation_panel import EvaluationPanel
 from polyfed.comparison.statistics.estimate import ALPHA
-from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_history_if_finished
+from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS
 from polyfed.core.algorithm import Algorithm
-from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.core.evaluation.metric import Metric
+from polyfed.core.errors import UserError
 from polyfed.core.io.number_checks import is_whole_number
-from polyfed.core.serialization import deserialize_state, serialize_state
-from polyfed.core.training.config import LocalTraining
 from polyfed.data.partitioning.folds import Folds
 from polyfed.simulation.callbacks.callback import Callback
-from polyfed.simulation.federate import resume_federation, run_federation
 from polyfed.simulation.monitoring.progress import Progress
-from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.replies.regional_sums import supports_regions
-from polyfed.simulation.settings import Keep, Settings
-from polyfed.simulation.storage.configuration import describe_method_and_settings
-from polyfed.simulation.storage.predictions import prediction_store as predictions
+from polyfed.simulation.settings import Settings
 
-_LOG = logging.getLogger("polyfed.comparison")
 Method = Algorithm[Any, Any]
 EQUAL_FIELDS = ("local_epochs", "local_steps", "batch_size")
 """Fields that are the same in every method for an equal number of local steps."""
@@ -150,202 +136,6 @@ class ComparisonPlan:
         return f"fold {fold + 1} of {self.folds.number}{repeat_text}"
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class RunSpec:
-    """Describes one training run of a comparison: one method with one seed, and the directory that it writes.
-
-    Attributes: the method and its label, the seed, the run directory or None, the fingerprint of the clients, the round
-    whose models are kept, whether its predictions are compared, and whether it goes on without a client that fails. A
-    specification equals only itself: fields of methods may be mappings, which have no hash.
-    """
-
-    label: str
-    method: Method
-    seed: int
-    folder: Path | None
-    data_fingerprint: str
-    keep: Keep = "last"
-    keep_predictions: bool = True
-    skip_failed_clients: bool = False
-
-
-History = list[Mapping[str, Any]]
-Failure = ClientError | RoundError
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class FinishedRun:
-    """Holds a finished training run: its `history`, with one record per round, and its predictions, either in the
-    directory `folder` or as the text `packed_outputs`."""
-
-    history: History
-    folder: Path | None = None
-    packed_outputs: str | None = None
-
-    @cached_property
-    def _unpacked_outputs(self) -> Mapping[str, Any]:
-        return {} if self.packed_outputs is None else deserialize_state(base64.b64decode(self.packed_outputs))
-
-    def test_outputs(self, client: str, round_number: int) -> Tensor | None:
-        """Returns the outputs of a client's network after a round for the client's test examples, as a tensor of shape
-        (n, outputs); None if they were not kept."""
-        if self.folder is None:
-            stored: Tensor | None = self._unpacked_outputs.get(str(round_number), {}).get(client.encode().hex())
-            return stored
-        try:
-            return predictions.read_predictions(self.folder, client, round=round_number).outputs
-        except UserError:
-            return None
-
-
-def log_warnings(sentences: Sequence[str]) -> None:
-    """Logs the warnings of a comparison that has ended."""
-    for sentence in sentences:
-        _LOG.warning("%s", sentence)
-
-
-@final
-class ExecutedRuns(NamedTuple):
-    """Holds the training runs of a comparison that have finished, and the errors of those that failed."""
-
-    finished: dict[RunSpec, FinishedRun]
-    failed: dict[RunSpec, Failure]
-
-
-def execute_or_load_runs(
-    plan: ComparisonPlan, run_specs: Sequence[RunSpec], callbacks: Sequence[Callback] = ()
-) -> ExecutedRuns:
-    """Loads the training runs that are finished already, executes the others, several in parallel, and returns all
-    finished runs and the errors of those that failed.
-
-    A method that diverges does not keep the others from being compared. Runs that are finished already are read, and
-    stopped ones are resumed.
-    """
-    first_client_set = plan.build_client_set(run_specs[0].seed)
-    clients = [c.id for c in first_client_set.clients]
-    finished_runs: dict[RunSpec, FinishedRun] = {}
-    failed: dict[RunSpec, Failure] = {}
-    for job in run_specs:
-        history = None
-        if job.folder is not None:
-            run_method = job.method  # as a run writes it: with the steps of the whole run in `privacy`
-            if isinstance(run_method, LocalTraining):
-                run_method = run_method.with_privacy_of_run(plan.settings.rounds)
-            method = describe_method_and_settings(run_method, plan.settings)["algorithm"]
-            history = load_history_if_finished(
-                job.folder, plan.settings.rounds, clients, job.seed, method, job.data_fingerprint
-            )
-        if history is not None:
-            finished_runs[job] = FinishedRun(list(history), job.folder)
-    missing = [job for job in run_specs if job not in finished_runs]
-    processes = min(_num_processes(plan, len(first_client_set.ids)), max(1, len(missing)))
-    in_this_process = processes == 1
-    settings = plan.panel.settings_of_run(plan.settings)
-    settings = settings if in_this_process else dataclasses.replace(settings, engine="inprocess", workers=0)
-
-    counts = plan.display.announce_runs(
-        [f"{job.label}, {plan.describe_seed(job.seed)}" for job in missing], len(finished_runs), settings.rounds,
-        is_search=not all(job.keep_predictions for job in run_specs),
-    )  # fmt: skip
-
-    def tasks() -> Iterator[tuple[RunSpec, Callable[[], Any]]]:
-        for position, job in enumerate(missing):
-            progress: Progress = RoundCounter(counts, position, plan.display if in_this_process else None)
-            if plan.progress is not None:
-                progress = plan.progress if in_this_process else plan.progress.for_another_process()
-            client_set = plan.build_client_set(job.seed)
-            yield job, partial(_run_and_report, job, client_set, settings, plan.metrics, progress, callbacks)
-
-    for job, result in run_in_processes(tasks(), processes):
-        if isinstance(result, Failure):
-            failed[job] = result
-        else:
-            finished_runs[job] = FinishedRun(result["history"], job.folder, result["packed"])
-        _LOG.info("%s, seed %s: %s", job.label, job.seed, "failed" if job in failed else "done")
-        plan.display.finish_run(missing.index(job), failed=job in failed)
-    return ExecutedRuns(finished_runs, failed)
-
-
-def _num_processes(plan: ComparisonPlan, clients: int) -> int:
-    if plan.parallel_runs == "auto":
-        return default_parallel_runs(plan.settings, clients)
-    if plan.parallel_runs > 1 and not supports_forked_runs(plan.settings):
-        raise UserError(f"parallel={plan.parallel_runs} needs runs on the CPU of a Linux machine; leave it out")
-    return plan.parallel_runs
-
-
-def _run_and_report(
-    job: RunSpec,
-    client_set: ClientSet,
-    settings: Settings,
-    metrics: tuple[Metric, ...],
-    progress: Progress,
-    callbacks: Sequence[Callback],
-) -> dict[str, Any]:
-    """Executes one run, and returns its history and, if it has no folder, its packed predictions.
-
-    An error is raised again with the method and the seed.
-    """
-    whose = f"method {job.label}, seed {job.seed}"
-    try:
-        run = _run_or_resume(job, client_set, settings, metrics, progress, callbacks)
-        return {
-            "history": list(run.history),
-            "packed": _pack_outputs(run) if job.folder is None and job.keep_predictions else None,
-        }
-    except ClientError as error:
-        reason = f"{error.reason} ({whose})"
-        raise ClientError(error.round, error.client, error.phase, reason, error.trace) from error
-    except RoundError as error:
-        raise RoundError(f"{error} ({whose})") from error
-    except UserError as error:
-        raise UserError(f"{error} ({whose})") from error
-
-
-def _run_or_resume(
-    job: RunSpec,
-    client_set: ClientSet,
-    settings: Settings,
-    metrics: tuple[Metric, ...],
-    progress: Progress,
-    callbacks: Sequence[Callback],
-) -> Run:
-    if job.folder is not None and (job.folder / "config.yaml").exists():
-        return resume_federation(
-            job.folder,
-            clients=client_set.clients_of_run(job.method),
-            algorithm=job.method,
-            public=client_set.public,
-            execution=settings.execution_settings,
-            metrics=metrics,
-            callbacks=callbacks,
-            progress=progress,
-            clients_are_checked=True,
-        )
-    settings = dataclasses.replace(
-        client_set.settings_of_run(job.method, settings_of_method(settings, job.method)),
-        seed=job.seed,
-        keep=job.keep,
-        on_error="skip" if job.skip_failed_clients else settings.on_error,
-        cross_site=settings.cross_site and job.keep_predictions,  # runs of a search are not compared
-    )
-    return run_federation(
-        client_set.clients_of_run(job.method),
-        job.method,
-        settings,
-        public=client_set.public,
-        metrics=metrics,
-        out=job.folder,
-        config=client_set.config,
-        facts=client_set.facts,
-        callbacks=callbacks,
-        progress=progress,
-        clients_are_checked=True,
-    )
-
-
 def settings_of_method(settings: Settings, method: Method) -> Settings:
     """Returns the settings with which a method of a comparison runs: training alone sends nothing and waits for nobody, and
     only means are summed by region."""
@@ -356,16 +146,3 @@ def settings_of_method(settings: Settings, method: Method) -> Settings:
         regions=settings.regions if supports_regions(method) else None,
         asynchronous=None if alone else settings.asynchronous,
     )
-
-
-def _pack_outputs(run: Run) -> str:
-    """Packs the outputs of each kept round on the test examples into a text that another process can read."""
-    outputs_by_round: dict[str, dict[str, Tensor]] = {}
-    for record in run.history:
-        for client in record["clients"] if record["summary"] else ():
-            try:
-                outputs = run.predictions(client, round=record["round"]).outputs
-            except UserError:  # not kept
-                continue
-            outputs_by_round.setdefault(str(record["round"]), {})[client.encode().hex()] = outputs
-    return base64.b64encode(serialize_state(outputs_by_round)).decode()

@@ -17,6 +17,7 @@ from polyfed.core.examples.pytree import (
     check_and_convert_inputs,
     first_leaf,
     input_spec_of,
+    iterate_tensors,
     named_leaves,
     split_into_call_arguments,
     tree_map,
@@ -25,9 +26,9 @@ from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.functional_call import call_with_tensors
 from polyfed.core.seeds import temporary_rng_seed, torch_generator
 from polyfed.graphs.architecture import ArchitectureGraph, LayerType, Node
-from polyfed.graphs.tables import split_into_tables, with_starts
+from polyfed.graphs.tables import set_starts_of_layer_types, split_into_tables
 from polyfed.graphs.tracing import export_tracer, fx_tracer
-from polyfed.graphs.tracing.layer_flow import Kinds, LayerFlow, Root, TracedProgram, iterate_tensors, record_layer_flow
+from polyfed.graphs.tracing.layer_flow import Kinds, LayerFlow, Root, TracedProgram, record_layer_flow
 from polyfed.graphs.tracing.traced_modules import strip_root
 
 _ON_EXAMPLE = "torch.fx on an example"
@@ -312,7 +313,7 @@ def _build_graph(
         if name not in generated
     }
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-    return ArchitectureGraph(with_starts(nodes, parameters), edges, sizes, local, tracer)
+    return ArchitectureGraph(set_starts_of_layer_types(nodes, parameters), edges, sizes, local, tracer)
 
 
 def _parameter_names(nodes: Iterable[Node]) -> set[str]:

@@ -19,7 +19,7 @@ _PRIVATE_TABLE = (
 _DIGITS = 3  # of a mean or standard deviation
 
 
-def with_starts(nodes: Sequence[Node], parameters: Mapping[str, Tensor]) -> tuple[Node, ...]:
+def set_starts_of_layer_types(nodes: Sequence[Node], parameters: Mapping[str, Tensor]) -> tuple[Node, ...]:
     """Returns the nodes with the mean and standard deviation of their weights in their layer types (`start`).
 
     A mean that chance explains is 0. Nodes that share a weight share a type.

@@ -1,6 +1,6 @@
 """Chooses the layers that a client of HeurpFedLA keeps, and takes them out of the mixture (Ma et al., CVPR 2022, eq. 12)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,3 +24,17 @@ def set_own_weight_in_retained_layers(
     the client's model and 0 for all others."""
     own_only = torch.nn.functional.one_hot(torch.tensor(list(client_positions)), weights.shape[2]).to(weights.dtype)
     return torch.where(retained_mask[:, :, None], own_only[:, None, :], weights)
+
+
+def leave_out_retained_layers(
+    model: Mapping[str, Tensor], layers: Mapping[str, Sequence[str]], retained_row: Sequence[bool]
+) -> dict[str, Tensor]:
+    """Returns the tensors of the layers that a client does not retain: what the server sends it.
+
+    Args:
+        model: all tensors by name.
+        layers: layer -> names of its tensors.
+        retained_row: for each layer, whether the client retains it.
+    """
+    sent_layers = (names for names, is_retained in zip(layers.values(), retained_row, strict=True) if not is_retained)
+    return {name: model[name] for names in sent_layers for name in names}

@@ -14,7 +14,14 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.parametrize import is_parametrized
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.examples.pytree import Inputs, call_network, logits_or_output, split_into_call_arguments, tree_map
+from polyfed.core.examples.pytree import (
+    Inputs,
+    call_network,
+    iterate_tensors,
+    logits_or_output,
+    split_into_call_arguments,
+    tree_map,
+)
 from polyfed.core.nn.functional_call import call_with_tensors
 from polyfed.core.nn.tied_weights import first_name_by_name
 
@@ -243,7 +250,7 @@ def compute_batch_representation(
     inputs: list[Any] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.append(next(iter(_iterate_tensors([args, kwargs])), None))
+        inputs.append(next(iter(iterate_tensors([args, kwargs])), None))
 
     handle = modules[name].register_forward_pre_hook(keep, with_kwargs=True)
     try:
@@ -343,7 +350,7 @@ def _layers_in_use(model: nn.Module, example: Inputs, layers: Mapping[str, nn.Mo
 
 def _reached_parameters(output: Any, parameters: Mapping[str, Tensor]) -> set[str]:
     """Returns the names of the given parameters that `output` depends on."""
-    ends = [tensor.sum() for tensor in _iterate_tensors(output) if tensor.requires_grad]
+    ends = [tensor.sum() for tensor in iterate_tensors(output) if tensor.requires_grad]
     inputs = {name: p for name, p in parameters.items() if p.requires_grad}
     if not ends or not inputs:
         return set()
@@ -360,17 +367,6 @@ def _detach(tensor: Tensor) -> Tensor:
     """Returns the tensor outside the caller's autograd graph; copies it only if it is an inference tensor, which
     autograd cannot save."""
     return tensor.clone() if tensor.is_inference() else tensor.detach()
-
-
-def _iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors inside nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _iterate_tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _iterate_tensors(item)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from polyfed.core.algorithm import ClientInfo, ServerContext
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import LayerCatalogue, LayerType, Node
 from polyfed.graphs.client_graph import graph_of_client
-from polyfed.graphs.tables import with_starts
+from polyfed.graphs.tables import set_starts_of_layer_types
 from polyfed.hypernetworks.generated_network import build_generated_network
 from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors
 from polyfed.hypernetworks.ghn_start import init_ghn_params
@@ -172,5 +172,7 @@ def test_a_transformer_and_an_lstm_learn_in_one_federation():
 
 def test_types_of_shared_weights_have_one_start():
     kind = LayerType("vector", 4, 4, bias=False)
-    nodes = with_starts([Node("a", kind, {"weight": "w"}), Node("b", kind, {"weight": "w"})], {"w": torch.ones(4)})
+    nodes = set_starts_of_layer_types(
+        [Node("a", kind, {"weight": "w"}), Node("b", kind, {"weight": "w"})], {"w": torch.ones(4)}
+    )
     assert {node.type.start for node in nodes} == {(1.0, 0.0)}

@@ -96,7 +96,7 @@ def test_numbers_are_those_of_numpy(seen):
     assert summary.statistics.mean == pytest.approx(values.mean())
     assert summary.statistics.sd == pytest.approx(values.std())
     assert summary.percentiles == pytest.approx(np.percentile(values, (1, 50, 99)))
-    assert summary.ends == pytest.approx((values.min(), values.max()))
+    assert summary.extremes == pytest.approx((values.min(), values.max()))
     assert sum(summary.histogram) == len(values)
     assert seen.sites["south"].numbers["vessels"].missing == 87
     assert seen.sites["east"].categories["class"] == {"0": 54, "1": 6, "": 0}
@@ -138,7 +138,7 @@ def test_messages_find_the_same_without_small_counts(seen, clients):
         counts = [c for by_value in site.categories.values() for c in by_value.values()]
         for summary in site.numbers.values():
             counts += [*summary.histogram, *summary.statistics.codes.values(), summary.statistics.count]
-            assert summary.ends is None, "the smallest and the largest value are of single patients"
+            assert summary.extremes is None, "the smallest and the largest value are of single patients"
         assert all(count == 0 or count >= MIN_COUNT or count in (-1, -2) for count in counts)
     assert between.sites["south"].numbers["vessels"].is_hidden
     assert between.sites["south"].numbers["vessels"].statistics.total == 0

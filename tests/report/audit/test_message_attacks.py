@@ -15,7 +15,7 @@ from polyfed.report.audit.messages.label_counts import (
     CLASSES,
     IN_MESSAGE,
     LAST_LAYER,
-    count_shares_overlap,
+    class_shares_overlap,
     find_counts_in_message,
 )
 from polyfed.report.audit.messages.message_audit import MessageAudit
@@ -193,7 +193,7 @@ def test_counts_that_are_in_a_message_are_found():
     means = torch.rand(3, 4) * (some > 0)[:, None]
     inferred = find_counts_in_message(Message({"classes": {"means": means}}), some)
     assert inferred.source == CLASSES
-    assert count_shares_overlap(inferred.shares, some) == 1.0
+    assert class_shares_overlap(inferred.shares, some) == 1.0
     (entry,) = attack(image_clients(perceptron, number=5), example_of("fedgen").build(lr=0.1))
     assert (entry.label_source, entry.labels_right) == (IN_MESSAGE, 1.0)
 

@@ -27,7 +27,11 @@ from polyfed.hypernetworks.layer_aggregation import (
     stack_hypernetworks,
     update_aggregation_hypernetworks,
 )
-from polyfed.hypernetworks.retained_layers import retained_layer_mask, set_own_weight_in_retained_layers
+from polyfed.hypernetworks.retained_layers import (
+    leave_out_retained_layers,
+    retained_layer_mask,
+    set_own_weight_in_retained_layers,
+)
 from polyfed.hypernetworks.shared_hypernetwork import (
     NO_NEIGHBOUR,
     SharedHypernetworkSizes,
@@ -121,13 +125,7 @@ def iterate_mixtures(
         mixture = _mixture_of(server_state, client_info.id, options, recent_rows)
         (model,) = mix_models_by_layer(mixture.models, mixture.weights_used, server_state["layers"])
         retained_layers = mixture.retained_mask[0].tolist()
-        names_to_send = [
-            name
-            for names, is_retained in zip(server_state["layers"].values(), retained_layers, strict=True)
-            if not is_retained
-            for name in names
-        ]
-        yield client_info, {name: model[name] for name in names_to_send}
+        yield client_info, leave_out_retained_layers(model, server_state["layers"], retained_layers)
 
 
 def update_models_and_shared_hypernetwork(

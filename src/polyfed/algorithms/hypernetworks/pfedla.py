@@ -46,7 +46,11 @@ from polyfed.hypernetworks.layer_aggregation import (
     stack_hypernetworks,
     update_aggregation_hypernetworks,
 )
-from polyfed.hypernetworks.retained_layers import retained_layer_mask, set_own_weight_in_retained_layers
+from polyfed.hypernetworks.retained_layers import (
+    leave_out_retained_layers,
+    retained_layer_mask,
+    set_own_weight_in_retained_layers,
+)
 from polyfed.hypernetworks.shared_hypernetwork import init_client_part
 from polyfed.models.structure import tensor_names_by_module
 
@@ -342,13 +346,7 @@ def iterate_personalised_models(
         weights = set_own_weight_in_retained_layers(alpha, rows, retained_mask)
         mixed = mix_models_by_layer(models, weights, server_state["layers"])
         for client_info, model, retained_row in zip(block, mixed, retained_mask.tolist(), strict=True):
-            names_to_send = [
-                name
-                for names, is_retained in zip(server_state["layers"].values(), retained_row, strict=True)
-                if not is_retained
-                for name in names
-            ]
-            yield client_info, {name: model[name] for name in names_to_send}
+            yield client_info, leave_out_retained_layers(model, server_state["layers"], retained_row)
 
 
 def update_models_and_hypernetworks(

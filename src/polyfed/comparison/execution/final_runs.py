@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from polyfed.comparison.plan import ComparisonPlan, Failure, FinishedRun, Method, RunSpec, execute_or_load_runs
+from polyfed.comparison.execution.training_runs import Failure, FinishedRun, RunSpec, execute_or_load_runs
+from polyfed.comparison.plan import ComparisonPlan, Method
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.tuning.search_result import HyperparameterOwner, SearchResult
 from polyfed.simulation.settings import Keep

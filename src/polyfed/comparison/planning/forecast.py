@@ -16,7 +16,8 @@ import numpy as np
 from polyfed.algorithms import Local
 from polyfed.comparison.execution.process_pool import default_parallel_runs
 from polyfed.comparison.execution.runs_display import format_time_left
-from polyfed.comparison.plan import ComparisonPlan, Method, RunSpec, execute_or_load_runs
+from polyfed.comparison.execution.training_runs import RunSpec, execute_or_load_runs
+from polyfed.comparison.plan import ComparisonPlan, Method
 from polyfed.comparison.references.reference_models import fit_client_references
 from polyfed.comparison.statistics.cross_validation.fold_differences import FoldDifferences, difference_over_folds
 from polyfed.comparison.statistics.cross_validation.fold_influence import score_folds

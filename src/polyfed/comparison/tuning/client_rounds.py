@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyfed.algorithms import Local
-from polyfed.comparison.plan import ComparisonPlan, FinishedRun, Method
+from polyfed.comparison.execution.training_runs import FinishedRun
+from polyfed.comparison.plan import ComparisonPlan, Method
 from polyfed.comparison.tuning.ranking import (
     cap_losses,
     first_loss,

@@ -23,7 +23,8 @@ from itertools import product
 from typing import Any
 
 from polyfed.algorithms import Local
-from polyfed.comparison.plan import EQUAL_FIELDS, TUNING_FOLDER, ComparisonPlan, Method, RunSpec, execute_or_load_runs
+from polyfed.comparison.execution.training_runs import RunSpec, execute_or_load_runs
+from polyfed.comparison.plan import EQUAL_FIELDS, TUNING_FOLDER, ComparisonPlan, Method
 from polyfed.comparison.statistics.curves.learning_curve import build_learning_curve
 from polyfed.comparison.tuning.grid import (
     EXTEND,

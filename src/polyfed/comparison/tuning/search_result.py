@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import Any, NamedTuple, final
 
 from polyfed.algorithms import Local
-from polyfed.comparison.plan import ComparisonPlan, Failure, Method
+from polyfed.comparison.execution.training_runs import Failure
+from polyfed.comparison.plan import ComparisonPlan, Method
 from polyfed.comparison.tuning.grid import allows_values_beyond_listed
 from polyfed.comparison.tuning.ranking import (
     POOLED_LOSS_WEIGHT,

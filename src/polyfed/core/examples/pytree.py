@@ -143,6 +143,21 @@ def tree_map(function: Callable[..., Any], x: Any, *other_trees: Any) -> Any:
     return function(x, *other_trees)
 
 
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors inside nested tuples, lists and mappings.
+
+    >>> [t.item() for t in iterate_tensors({"a": [torch.tensor(1), None], "b": torch.tensor(2)})]
+    [1, 2]
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from iterate_tensors(tuple(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from iterate_tensors(item)
+
+
 def first_leaf(inputs: Any) -> Tensor:
     """Returns the first tensor of nested inputs, for its number of rows or device, which all tensors of the inputs
     share.

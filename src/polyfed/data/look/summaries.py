@@ -26,14 +26,14 @@ class NumberSummary:
         histogram: counts of values below the lowest edge, in cells of equal width, and from the highest edge on; -1 for a
             count that is not shown.
         percentiles: about the 1st, 50th and 99th percentile; None without values.
-        ends: the smallest and the largest value, of data in memory alone; None between sites.
+        extremes: the smallest and the largest value, of data in memory alone; None between sites.
     """
 
     statistics: NumberStatistics
     missing: float | None
     histogram: tuple[float, ...]
     percentiles: tuple[float, float, float] | None
-    ends: tuple[float, float] | None = None
+    extremes: tuple[float, float] | None = None
 
     @property
     def is_hidden(self) -> bool:
@@ -119,8 +119,8 @@ def _number_fields(summary: NumberSummary) -> dict[str, Any]:
     }
     if summary.percentiles is not None:
         fields |= dict(zip(("p1", "median", "p99"), summary.percentiles, strict=True))
-    if summary.ends is not None:
-        fields |= {"min": summary.ends[0], "max": summary.ends[1]}
+    if summary.extremes is not None:
+        fields |= {"min": summary.extremes[0], "max": summary.extremes[1]}
     return fields
 
 

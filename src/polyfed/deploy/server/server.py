@@ -164,9 +164,9 @@ class DeploymentServer:
     def _oldest_state_to_keep(self, task: ClientTask) -> int:
         """Returns the round of the oldest private state that a site must keep, since the run may be resumed from it."""
         if self.settings.asynchronous is None:
-            return max(0, task.round - self._most_rounds_back)
+            return max(0, task.round - self._max_rounds_to_go_back)
         earlier = (task.client_state or {}).get("earlier", [])  # a slow site's last state may be of any round
-        return int(earlier[0]) if len(earlier) == self._most_rounds_back else 0
+        return int(earlier[0]) if len(earlier) == self._max_rounds_to_go_back else 0
 
     def describe_stored_state(self, task: ClientTask) -> dict[str, Any]:
         """Returns the entry that the server stores in place of a site's private state after a training task: the
@@ -176,10 +176,10 @@ class DeploymentServer:
             return {"round": task.round}
         before = task.client_state or {}
         earlier = [*before.get("earlier", []), *([before["round"]] if before else [])]
-        return {"round": task.round, "earlier": earlier[-self._most_rounds_back :]}
+        return {"round": task.round, "earlier": earlier[-self._max_rounds_to_go_back :]}
 
     @property
-    def _most_rounds_back(self) -> int:
+    def _max_rounds_to_go_back(self) -> int:
         """Returns how many rounds a resumed run may go back: two checkpoints are kept, and the last round may have none."""
         return 2 * self.settings.checkpoint_every + 1
 

@@ -13,8 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from polyfed.core.examples.pytree import Inputs, InputSpec, call_network, input_spec_of, logits_or_output, named_leaves
-from polyfed.graphs.tracing.layer_flow import Root, TracedProgram, iterate_tensors
+from polyfed.core.examples.pytree import (
+    Inputs,
+    InputSpec,
+    call_network,
+    input_spec_of,
+    iterate_tensors,
+    logits_or_output,
+    named_leaves,
+)
+from polyfed.graphs.tracing.layer_flow import Root, TracedProgram
 
 
 def trace_with_export(root: Root, x: Inputs) -> TracedProgram:

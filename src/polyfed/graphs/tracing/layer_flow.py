@@ -5,14 +5,14 @@ and for each value the recorder notes the nodes from which it comes. Real values
 size and a parameter from a constant; autograd's version counters show which tensors an operation changed in place.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, final
 
 from torch import Tensor, fx, nn
 
-from polyfed.core.examples.pytree import Inputs, call_network, logits_or_output, named_leaves
+from polyfed.core.examples.pytree import Inputs, call_network, iterate_tensors, logits_or_output, named_leaves
 from polyfed.core.nn.tied_weights import first_name_by_name
 from polyfed.graphs.architecture import NONE, LayerType, Node, NodeMark
 from polyfed.graphs.recognition.activations import activation_name
@@ -130,22 +130,6 @@ def _with_activations(nodes_with_activations: Sequence[tuple[Node, Collection[st
             node = replace(node, type=replace(node.type, activation=names or NONE))
         nodes.append(node)
     return tuple(nodes)
-
-
-def iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors inside nested tuples, lists and mappings.
-
-    >>> import torch
-    >>> [t.item() for t in iterate_tensors({"a": [torch.tensor(1), None], "b": torch.tensor(2)})]
-    [1, 2]
-    """
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from iterate_tensors(tuple(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from iterate_tensors(item)
 
 
 @final

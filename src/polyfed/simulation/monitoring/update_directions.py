@@ -155,7 +155,7 @@ def describe_departing_clients(
             for departure, details in departures
             if not any(departure in text for text in said)
         ),
-        *_broken_bound(record.get("robust", {}), number),
+        *_broken_bound_sentences(record.get("robust", {}), number),
     ]
 
 
@@ -227,7 +227,7 @@ def _rising_losses(
             )
 
 
-def _broken_bound(report: Mapping[str, Any], number: int) -> list[str]:
+def _broken_bound_sentences(report: Mapping[str, Any], number: int) -> list[str]:
     """Returns a sentence for each sign that a site of a secure sum does not do what all others do."""
     norm, bound, sentences = report.get("norm_of_mean"), report.get("bound"), list[str]()
     if norm is not None and bound is not None and norm > bound * (1 + BOUND_TOLERANCE):

@@ -19,7 +19,7 @@ from polyfed.report.audit.messages.image_inversion import (
 )
 from polyfed.report.audit.messages.label_counts import (
     InferredLabels,
-    count_shares_overlap,
+    class_shares_overlap,
     find_counts_in_message,
     infer_shares_from_last_layer,
 )
@@ -106,8 +106,8 @@ def _attack_reply(
         other_best_psnr=other_psnr[0],
         other_mean_psnr=other_psnr[1],
         label_source="" if labels is None else labels.source,
-        labels_right=None if labels is None else count_shares_overlap(labels.shares, counts),
-        labels_right_by_guess=count_shares_overlap(uniform, counts),
+        labels_right=None if labels is None else class_shares_overlap(labels.shares, counts),
+        labels_right_by_guess=class_shares_overlap(uniform, counts),
         note=note,
     )
 

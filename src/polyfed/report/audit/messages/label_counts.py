@@ -26,14 +26,14 @@ class InferredLabels:
     source: str
 
 
-def count_shares_overlap(shares: Tensor, counts: Tensor) -> float:
+def class_shares_overlap(shares: Tensor, counts: Tensor) -> float:
     """Returns the share of examples whose labels are counted rightly: 1 minus the total variation distance.
 
     Args:
         shares: inferred, sum 1, shape (classes,).
         counts: the client's own numbers of examples by class, shape (classes,).
 
-    >>> count_shares_overlap(torch.tensor([0.5, 0.5]), torch.tensor([9, 1]))
+    >>> class_shares_overlap(torch.tensor([0.5, 0.5]), torch.tensor([9, 1]))
     0.6
     """
     return round(float(torch.minimum(shares.double(), counts.double() / counts.sum()).sum()), 12)

@@ -110,19 +110,19 @@ def _svg_interval(answer: SiteAnswer, axis: GainAxis) -> Markup:
         else:
             hollow = " hollow" if answer.kind == "undecided" else ""
             parts.append(f'<circle class="dot{hollow}" cx="{x:.1f}" cy="{middle:.0f}" r="4.4"/>')
-    return _svg("".join(parts), _HEIGHT, f"iv mark {answer.kind}")
+    return _svg_image("".join(parts), _HEIGHT, f"iv mark {answer.kind}")
 
 
 def _svg_axis(axis: GainAxis, unit: NumberUnit) -> Markup:
     """Draws the labels of the axis: 0, and a value on each side of it where there is room."""
     ticks = [t for t in choose_axis_ticks(axis.low, axis.high, max_ticks=3) if axis.low <= t <= axis.high]
     labels = [svg_text(axis.x(tick), 12, format_axis_tick(tick, unit, signed=True), "middle") for tick in ticks]
-    return _svg("".join(labels), 16, "iv")
+    return _svg_image("".join(labels), 16, "iv")
 
 
 def _line(name: str, x: float, y: float, rest: str) -> str:
     return f'<path class="{name}" d="M{x:.1f} {y:.0f}{rest}"/>'
 
 
-def _svg(content: str, height: int, names: str) -> Markup:
+def _svg_image(content: str, height: int, names: str) -> Markup:
     return Markup(f'<svg class="{names}" viewBox="0 0 {WIDTH} {height}" aria-hidden="true">{content}</svg>')

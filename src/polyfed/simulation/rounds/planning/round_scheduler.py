@@ -95,7 +95,7 @@ class RoundScheduler:
                 for name in ("seconds", "seconds_clients"):
                     record[name] = round(record[name] + self._real_time_planner.seconds_waited, 4)
         elif self._times is not None:
-            self._wait_for_slowest(record)
+            self._advance_clock_to_last_reply(record)
         if self._times is not None:
             record["simulated_seconds"] = self._clock
         check_serializable(self._schedule, f"the state of the sampler {type(self._sampler).__name__}")
@@ -106,7 +106,7 @@ class RoundScheduler:
         clock: float = self._schedule.get("clock", 0.0)
         return clock
 
-    def _wait_for_slowest(self, record: dict[str, Any]) -> None:
+    def _advance_clock_to_last_reply(self, record: dict[str, Any]) -> None:
         """Sets the clock to the time at which the last client of a synchronous round has replied."""
         assert self._times is not None
         start, ends = self._clock, []
