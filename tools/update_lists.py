@@ -156,7 +156,8 @@ def methods_page(text: str, methods: Sequence[Declared]) -> str:
     registry, parts = load_registry(), []
     for family, members in by_family(methods).items():
         package = ast.parse((SOURCE / family / "__init__.py").read_text(encoding="utf-8"))
-        lines = [f"### {family_title(family)}", "", " ".join((ast.get_docstring(package) or "").split()), "",
+        sentence = " ".join((ast.get_docstring(package) or "").split()).removeprefix("Provides ")
+        lines = [f"### {family_title(family)}", "", sentence[:1].upper() + sentence[1:], "",
                  "| name | what it does | architectures | evaluated model |", "|---|---|---|---|"]  # fmt: skip
         for declared in members:
             method = registry[declared.name]
@@ -204,7 +205,7 @@ def deployment_page(text: str, methods: Sequence[Declared], recorded: Sequence[s
     from polyfed.simulation.rounds.replies.secure_aggregation import supports_secure_sum
 
     registry = load_registry()
-    table, _, rest = text.partition("How the replies themselves were compared")
+    table, _, rest = text.partition("The next table checks these statements")
     rows = [line for line in table.splitlines() if line.startswith("| `")]
     (weights_row,) = (line for line in rows if "| **weights**: what training on its data makes of a network" in line)
     elsewhere = {name for line in rows if line != weights_row for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}

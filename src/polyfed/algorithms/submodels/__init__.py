@@ -1,1 +1,1 @@
-"""Provides methods whose clients train submodels, with fewer units per layer, of one wider network."""
+"""Provides methods whose clients train submodels, with fewer units per layer or fewer layers, of one larger network."""
