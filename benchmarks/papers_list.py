@@ -96,7 +96,8 @@ CONTENTS = {
         Item("Table 6", "an architecture that took no part, at the end", "table6"),
         Item("Table 7", "one architecture replaced by a small CNN", "table7"),
         Item("Section 4.2", "FedAvg is a special case", state="shown by a test: with a lookup table for the graph network"),
-        Item("Section 4.3", "asynchronous passing has no advantage", state="not measured",
+        Item("Section 4.3", "asynchronous passing has no advantage", state="on scikit-learn's digits nothing decided, three "
+             "seeds ([measured](../benchmarks/README.md#flha-ghns-message-passing-flha_passingpy-resultsflha_passingjson))",
              command="polyfed run flha_table1 --variant cifar10-25 --algorithm.passing asynchronous"),
         Item("Section 5.4", "the others lose 2.2 ± 1.4 points by it: twelve cells of Table 7", "drop"),
         Item("Appendix B", "networks that concatenate", "appendix_b"),
