@@ -126,6 +126,12 @@ def test_workflows_have_few_rights_and_an_end(file):
         assert script is None or (ROOT / script[1]).stat().st_mode & 0o111
 
 
+def test_no_system_changes_ends_of_lines():
+    """As git on Windows does by default: bash reads no script with them."""
+    assert "* -text" in (ROOT / ".gitattributes").read_text("utf-8").splitlines()
+    assert not [file for file in (ROOT / ".ci").iterdir() if b"\r" in file.read_bytes()]
+
+
 def test_ci_looks_at_every_python_the_lowest_versions_and_other_systems():
     jobs = read_yaml(ROOT / ".github/workflows/ci.yml")["jobs"]
     runs = {name: " ".join(step.get("run", "") for step in job["steps"]) for name, job in jobs.items()}
