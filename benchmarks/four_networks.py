@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from heads import difference
-from pyarrow import parquet
+from text_networks import LETTERS, Convolutional, Recurrent, Transformer, load_tweets
 from torch import Tensor, nn
 
 import polyfed as pf
@@ -30,53 +30,10 @@ from polyfed.core.algorithm import Algorithm
 from polyfed.data.sources.published.vision import CIFAR10
 from polyfed.simulation.monitoring.progress import SilentProgress
 
-VAL, TEST, PUBLIC, ROUNDS, LENGTH, LETTERS = 200, 1000, 500, 12, 80, 64
+VAL, TEST, PUBLIC, ROUNDS = 200, 1000, 500, 12
 TRAIN = {"tweets": 2000, "cifar10": 500}
 RATES, BEYOND = (0.001, 0.003, 0.01), {0.001: 0.0003, 0.01: 0.03}
 TUNING_SEEDS, SEEDS = (0, 1), (0, 1, 2, 3, 4)
-WIDTH = 32
-
-
-class Recurrent(nn.Module):
-    """Reads characters by a recurrent layer."""
-
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.letters, self.layer = nn.Embedding(LETTERS, WIDTH), kind(WIDTH, WIDTH, batch_first=True)
-        self.out = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(self.layer(self.letters(x))[0].mean(1))
-        return out
-
-
-class Convolutional(nn.Module):
-    """Reads characters by convolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.letters, self.first = nn.Embedding(LETTERS, WIDTH), nn.Conv1d(WIDTH, WIDTH, 5, padding=2)
-        self.second, self.out = nn.Conv1d(WIDTH, WIDTH, 5, padding=2), nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.letters(x).transpose(1, 2)
-        out: Tensor = self.out(self.second(self.first(x).relu()).relu().mean(2))
-        return out
-
-
-class Transformer(nn.Module):
-    """Reads characters by torch's transformer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.letters, self.positions = nn.Embedding(LETTERS, WIDTH), nn.Parameter(0.02 * torch.randn(1, LENGTH, WIDTH))
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        self.out = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(self.encoder(self.letters(x) + self.positions).mean(1))
-        return out
 
 
 class VisionTransformer(nn.Module):
@@ -147,14 +104,16 @@ SHARED = {
 
 def build_methods(federation: str) -> dict[str, Callable[[float], Algorithm]]:
     """Each method as a function of its rate; all train by Adam, one epoch a round."""
-    a, training = pf.algorithms, {"optimizer": "adam", "batch_size": 32, "clip_norm": 1.0}
+    a, training = pf.algorithms, {"local_epochs": 1, "optimizer": "adam", "batch_size": 32, "clip_norm": 1.0}
     aligned = {"eta0": 1.0, "rad_size": 128, "rad_batch": 32, "normalise": True}
     methods: dict[str, Callable[[float], Algorithm]] = {
         "local": lambda lr: a.Local(lr=lr, **training),
         "flha_ghn": lambda lr: a.FLHAGHN(lr=lr, **training),
+        "flha_ghn head=factored": lambda lr: a.FLHAGHN(lr=lr, head="factored", **training),
         "flha_ghn head=lowrank": lambda lr: a.FLHAGHN(lr=lr, head="lowrank", **training),
         "flha_ghn kinds=paper": lambda lr: a.FLHAGHN(lr=lr, kinds="paper", **training),
         "fedhenn": lambda lr: a.FedHeNN(lr=lr, **aligned, **training),
+        "fedhenn term=epoch": lambda lr: a.FedHeNN(lr=lr, term="epoch", **aligned, **training),
         "fml": lambda lr: a.FML(lr=lr, shared=SHARED[federation], **training),
         "fedproto": lambda lr: a.FedProto(lr=lr, **training),
         "fedmd": lambda lr: a.FedMD(lr=lr, **training),
@@ -164,17 +123,6 @@ def build_methods(federation: str) -> dict[str, Callable[[float], Algorithm]]:
     else:
         methods["flha_ghn tables=generated"] = lambda lr: a.FLHAGHN(lr=lr, tables="generated", **training)
     return methods
-
-
-def encode(text: str) -> list[int]:
-    """The first characters of a tweet as numbers, 0 after its end."""
-    known = "\x00abcdefghijklmnopqrstuvwxyz0123456789 .,!?'\"@#:;()-_/&*$%+="
-    return [max(0, known.find(c)) for c in text.lower()[:LENGTH].ljust(LENGTH, "\x00")]
-
-
-def load_tweets(path: str) -> tuple[Tensor, Tensor]:
-    table = parquet.read_table(path).to_pydict()
-    return torch.tensor([encode(text) for text in table["text"]]), (torch.tensor(table["label"]) > 0).long()
 
 
 def load_images(path: str) -> tuple[Tensor, Tensor]:
