@@ -293,7 +293,7 @@ def test_texts_by_length_and_vocabulary():
     tokens = torch.tensor([[5, 6, 0, 0], [7, 7, 7, 0], [1, 2, 3, 4]])
     client = pf.Client("a", None, (tokens, torch.tensor([0, 1, 0])), (tokens[:1], torch.tensor([1])))
     site = pf.look([client]).sites["a"]
-    assert site.numbers["length"].ends == (2.0, 4.0)
+    assert site.numbers["length"].extremes == (2.0, 4.0)
     assert site.numbers["different tokens"].statistics.total == 2 + 1 + 4 + 2
     assert site.different_tokens == 8
 
