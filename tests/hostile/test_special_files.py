@@ -275,6 +275,7 @@ def test_the_home_folder_by_a_tilde(run, original, monkeypatch, tmp_path, capsys
 FORMULAS = ["=1+1", "+a", "-a", "@SUM(A1)", "＝1+1"]
 
 
+@pytest.mark.filterwarnings("ignore:column 'kind' has '=1.1' and:UserWarning")
 def test_no_cell_of_a_csv_file_is_a_formula(tmp_path, capsys):
     names = [*FORMULAS, "-1", "1e-3", "ill"]
     with (tmp_path / "t.csv").open("w", newline="", encoding="utf-8") as file:

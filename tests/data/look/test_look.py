@@ -272,7 +272,7 @@ def test_images_by_size_channels_and_intensity():
     assert "intensity of channel 2" in names
     findings = kinds(pf.look(clients[:2]))
     assert set(findings["shift", "intensity"].sites) <= {"dark", "bright"}
-    assert ("category", "size (channels × height × width)") in kinds(pf.look(clients))
+    assert ("constant", "size (channels × height × width)") in kinds(pf.look(clients))
 
 
 def test_pixels_of_another_scale_are_no_other_unit():

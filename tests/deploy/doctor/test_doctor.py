@@ -354,3 +354,10 @@ def test_it_answers_without_torch_and_flower(project):
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path, capsys):
+    assert main(["flower", "doctor", str(tmp_path)]) == 2
+    assert "is none of a project (app/pyproject.toml), a server" in capsys.readouterr().err
+    assert main(["flower", "doctor", str(tmp_path / "x")]) == 2
+    assert main(["flower", "doctor", str(tmp_path), "--out", "x"]) == 2

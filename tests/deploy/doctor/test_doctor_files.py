@@ -13,7 +13,6 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from polyfed.cli.commands.deploy.doctor_command import SETTINGS_KEYS, check_server_configuration
-from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.deploy.doctor.certificates import (
     check_ca_certificate_file,
@@ -395,10 +394,3 @@ def test_consent_is_a_note(tmp_path):
     notes = said(check_server_configuration({**config(), "file": str(file)}, tmp_path / "p"), "note")
     assert any("fedavg discloses weights" in one for one in notes)
     assert not said(check_server_configuration({**config(), "file": str(file), "secure": True}, tmp_path / "p"), "note")
-
-
-def test_a_folder_that_is_none_is_refused(tmp_path, capsys):
-    assert main(["flower", "doctor", str(tmp_path)]) == 2
-    assert "is none of a project (app/pyproject.toml), a server" in capsys.readouterr().err
-    assert main(["flower", "doctor", str(tmp_path / "x")]) == 2
-    assert main(["flower", "doctor", str(tmp_path), "--out", "x"]) == 2

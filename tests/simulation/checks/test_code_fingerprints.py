@@ -18,7 +18,7 @@ def activate(x):
     return torch.{function}(x)
 
 class Net(torch.nn.Module):
-    instances, gain = 0, {gain}
+    instances, GAIN = 0, {gain}
     def __init__(self):
         super().__init__()
         self.layer, self.calls = torch.nn.Linear(3, 2), 0
@@ -36,7 +36,7 @@ def loss(outputs, targets):
 stop = {stop}
 """
 WORDS = {
-    "scale": 1.0, "comment": "'says nothing'", "function": "tanh", "forward": "activate(self.layer(x)) * SCALE * self.gain",
+    "scale": 1.0, "comment": "'says nothing'", "function": "tanh", "forward": "activate(self.layer(x)) * SCALE * self.GAIN",
     "gain": 1.0,
     "smoothing": 0.1, "stop": 0,
 }  # fmt: skip

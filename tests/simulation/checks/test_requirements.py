@@ -364,7 +364,7 @@ class TestFingerprint:
         assert len(set(prints)) == len(prints)
 
 
-def test_the_fingerprint_knows_groups_and_columns():
+def test_the_fingerprint_knows_groups_and_times():
     rows = torch.arange(6)
     plain, *others = (
         Examples(X[:6], Y[:6], rows, **more)
@@ -372,8 +372,8 @@ def test_the_fingerprint_knows_groups_and_columns():
             {},
             {"group": list("aabbcc")},
             {"group": list("abcabc")},
-            {"columns": {"weight": [1.0] * 6}},
-            {"columns": {"weight": [1.0] * 5 + [2.0]}},
+            {"time": [1.0] * 6},
+            {"time": [1.0] * 5 + [2.0]},
         )
     )
     prints = [data_fingerprint([replace(client(), train=examples)]) for examples in (plain, *others)]

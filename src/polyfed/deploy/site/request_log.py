@@ -165,6 +165,7 @@ def hash_task_inputs(head: Mapping[str, Any], body: Message) -> str:
         head: the header.
         body: the payload.
 
+    >>> import torch
     >>> message, other = Message({"model": {"w": torch.zeros(2)}}), Message({"model": {"w": torch.zeros(1, 2)}})
     >>> hash_task_inputs({"round": 1}, message) == hash_task_inputs({"round": 1, "keep": 3}, message)
     True

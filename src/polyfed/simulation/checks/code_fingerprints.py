@@ -2,8 +2,9 @@
 
 A resumed run compares them with those of its start, and warns if code has changed: its later rounds would be of other code
 than its first ones. A hash covers the compiled functions of a class, the functions and classes of the user that these call
-by name, and plain constants of their modules; neither comments, docstrings, formatting nor names of local variables. Code
-of polyfed, of torch and of other installed packages is not covered. Hashes of another version of Python cannot be compared.
+by name, and the constants in upper case of their modules and classes; neither comments, docstrings, formatting nor names of
+local variables. Code of polyfed, of torch and of other installed packages is not covered. Hashes of another version of
+Python cannot be compared.
 """
 
 import dis
@@ -107,11 +108,7 @@ def _hash_code(root: Any) -> str:
         functions, used = {thing.__qualname__: thing}, list[Any]()
         if isinstance(thing, type):
             functions, used = _functions_of_class(thing), list(thing.__mro__[1:])
-            codes = [code for function in functions.values() for code in _nested_codes(function.__code__)]
-            stored = {
-                step.argval for code in codes for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"
-            }
-            constants = {n: v for n, v in vars(thing).items() if not n.startswith("__") and n not in stored}
+            constants = {name: value for name, value in vars(thing).items() if name.isupper()}
             texts.append(f"{thing.__qualname__}: {_plain(constants)}")
         for name, function in sorted(functions.items()):
             values = _values_by_name(function)
@@ -139,15 +136,17 @@ def _functions_of_class(kind: type) -> dict[str, FunctionType]:
 
 
 def _values_by_name(function: FunctionType) -> dict[str, Any]:
-    """Returns what a function refers to outside its body: globals that it or a function in it names, cells and defaults."""
+    """Returns what a function refers to outside its body: globals that it or a function in it names, cells and defaults.
+
+    Of plain values in globals only constants in upper case count, and in cells none: others may change as a run goes on.
+    """
     steps = [step for code in _nested_codes(function.__code__) for step in dis.get_instructions(code)]
-    stored = {step.argval for step in steps if step.opname in ("STORE_GLOBAL", "STORE_DEREF")}  # such as counters
-    names = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"} - stored
+    names = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
     values = {name: function.__globals__[name] for name in names if name in function.__globals__}
-    values = {n: value for n, value in values.items() if n.isupper() or not _is_plain(value)}  # constants, and code
+    values = {name: value for name, value in values.items() if name.isupper() or not _is_plain(value)}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            values |= {} if name in stored else {f"cell {name}": cell.cell_contents}
+            values |= {} if _is_plain(cell.cell_contents) else {f"cell {name}": cell.cell_contents}
         except ValueError:  # it has no value yet
             continue
     defaults = dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})

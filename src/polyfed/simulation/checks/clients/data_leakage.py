@@ -77,7 +77,7 @@ def warn_of_test_leakage(clients: Sequence[Client]) -> None:
     they have at most 2 million examples in all. Clients that were checked together before are not checked again, and a
     comparison of them repeats the warning. See also `limit_leak_warnings`.
 
-    >>> import warnings
+    >>> import torch, warnings
     >>> x, y = torch.randn(40, 2), torch.arange(40) % 2
     >>> with warnings.catch_warnings(record=True) as issued:
     ...     warnings.simplefilter("always")
@@ -127,7 +127,7 @@ def limit_leak_warnings() -> Iterator[None]:
     """Limits the warnings of data leakage to one in total inside a `with` block. A comparison uses this, since it
     splits the same data several times and holds out parts of them.
 
-    >>> import warnings
+    >>> import torch, warnings
     >>> x, y = torch.randn(40, 2), torch.arange(40) % 2
     >>> with warnings.catch_warnings(record=True) as issued, limit_leak_warnings():
     ...     warnings.simplefilter("always")
