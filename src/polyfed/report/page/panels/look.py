@@ -164,7 +164,7 @@ def svg_site_histograms(
             if cell % step == 0
         ]
     description = f"Histograms of {len(sites)} sites; the outer cells hold what lies outside the axis."
-    return svg_element_with_title(key, column.name, description, bottom + 20, parts)
+    return svg_element_with_title(key, f"Values of {column.name} at each site", description, bottom + 20, parts)
 
 
 def _bars(site: SiteDataStatistics, column: LookColumn) -> Sequence[float]:
