@@ -29,9 +29,8 @@ MAX_TEXT_BYTES = 256 * 2**20  # bytes of a file of settings, results or descript
 MAX_ROUNDS_BYTES = 2**30  # bytes of `metrics.jsonl`, which has a record per round
 UNLIMITED_BYTES = 2**63  # for a file that is read in pieces
 _READ_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_FLUSH_FLAGS = _READ_FLAGS | (
-    os.O_RDWR if sys.platform == "win32" else os.O_RDONLY
-)  # Windows flushes what it may write
+# Windows flushes only what it may write.
+_FLUSH_FLAGS = _READ_FLAGS | (os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
 _KINDS = {
     stat.S_IFIFO: "it is a named pipe", stat.S_IFSOCK: "it is a socket", stat.S_IFDIR: os.strerror(errno.EISDIR),
     stat.S_IFCHR: "it is a device", stat.S_IFBLK: "it is a device",

@@ -166,10 +166,8 @@ class _Mixing(nn.Module):
 
     def __init__(self, network: nn.Module, ends: Mapping[str, tuple[Tensor, Tensor]], weights: StateDict) -> None:
         super().__init__()
-        self._network, self._ends = (
-            (network.eval(),),
-            ends,
-        )  # in a tuple, so that it is not a submodule and is not trained
+        # The network is in a tuple, so that it is not a submodule and is not trained.
+        self._network, self._ends = (network.eval(),), ends
         self.w = nn.ParameterList(weights[name].to(mine.device, copy=True) for name, (mine, _) in ends.items())
 
     def forward(self, *parts: Any, **named: Any) -> Any:

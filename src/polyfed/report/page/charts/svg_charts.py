@@ -336,13 +336,8 @@ def svg_text(
     about_position: bool = False,
 ) -> str:
     """Returns an SVG text element; `rotated` turns it by 90° about the origin, or `about_position` about its own."""
-    turn = (
-        ""
-        if not rotated
-        else f' transform="rotate(-90 {x:.1f} {y:.1f})"'
-        if about_position
-        else ' transform="rotate(-90)"'
-    )
+    center = f" {x:.1f} {y:.1f}" if about_position else ""
+    turn = f' transform="rotate(-90{center})"' if rotated else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}>{escape(text)}</text>'
 
 
