@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -344,3 +345,29 @@ def test_a_survival_loss_is_refused():
     client = pf.Client("a", lambda: nn.Linear(3, 1), (x[:8], y[:8]), (x[8:], y[8:]), task="survival")
     with pytest.raises(UserError, match="privacy needs a loss that is a mean over examples"):
         pf.federate([client], pf.algorithms.FedAvg(privacy=Privacy(target_epsilon=3.0)), rounds=1, workers=0)
+
+
+def mix_rows(x, generator):
+    return 0.5 * (x + x[torch.randperm(len(x), generator=generator)])
+
+
+def jitter(x, generator):
+    return x + 0.1 * torch.randn(x.shape, generator=generator)
+
+
+@pytest.mark.parametrize("part", [{"augment": mix_rows}, {"transform": lambda x: x - x.mean(0)}])
+def test_inputs_that_mix_the_examples_of_a_minibatch_are_refused(part):
+    private = pf.algorithms.FedAvg(privacy=Privacy(target_epsilon=3.0))
+    (client,) = clients(1)
+    mixed = pf.Client("a", plain, replace(client.train, **part), client.test)
+    with pytest.raises(UserError, match="'a': transform or augment mixes the examples of a minibatch"):
+        pf.federate([mixed], private, rounds=1, workers=0)
+    rowwise = replace(client.train, augment=jitter, transform=lambda x: 2 * x)
+    pf.federate([pf.Client("a", plain, rowwise, client.test)], private, rounds=1, workers=0)
+
+
+@pytest.mark.parametrize("sampler", ["oort", "power_of_choice"])
+def test_samplers_that_read_training_losses_are_refused(sampler):
+    private = pf.algorithms.FedAvg(privacy=Privacy(target_epsilon=3.0))
+    with pytest.raises(UserError, match="reads the clients' training losses, which privacy withholds"):
+        pf.federate(clients(), private, rounds=1, clients_per_round=1, workers=0, sampler=sampler)

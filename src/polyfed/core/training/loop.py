@@ -131,7 +131,7 @@ def fit(
     if options.privacy is not None and not isinstance(examples, CohortBatches):
         client_loss = examples.loss if isinstance(examples, Client) else None
         private_data = examples.train if isinstance(examples, Client) else examples
-        backend: TrainingBackend = PrivateBackend(model, private_data, client_loss, options, task, seed)
+        backend: TrainingBackend = PrivateBackend(model, private_data, client_loss, options, seed)
     else:
         backend = create_backend(model, examples, options, task, batches_per_step, seed)  # or many at once
     criterion = backend.criterion(task)

@@ -48,7 +48,6 @@ class PrivateBackend(OneNetworkBackend):
         examples: Examples,
         client_loss: Loss | None,
         options: LocalTraining,
-        task: Task,
         seed: int,
     ) -> None:
         assert options.privacy is not None
@@ -57,7 +56,7 @@ class PrivateBackend(OneNetworkBackend):
                 "privacy: the noise depends on the steps of the whole run; give privacy.run_epochs or run_steps"
             )
         self.device, self._model, self._examples, self._options = examples.device, model, examples, options
-        self._task, self._client_loss, self._privacy = task, client_loss, options.privacy
+        self._client_loss, self._privacy = client_loss, options.privacy
         units = number_of_units(examples, options.privacy)
         self._rate = options.sampling_rate(units)
         self._noise_multiplier = options.privacy.noise_for(self._rate)
@@ -85,7 +84,9 @@ class PrivateBackend(OneNetworkBackend):
                 self._rows_of_units[int(unit)] for unit in sample
             ]  # fmt: skip
             rows = torch.cat(self._drawn) if self._drawn else torch.zeros(1, dtype=torch.int64)
-            x, y = self._task.trim_minibatch(*self._examples.batch(rows.to(self.device), self._generator))
+            x, y = self._examples.batch(
+                rows.to(self.device), self._generator
+            )  # untrimmed: a length tells of the others
             yield [[Minibatch(to_preferred_memory_format(self._model, x), y)]]
 
     def write_private_gradient(self, batch: Minibatch, criterion: Loss, penalty: Callable[[], Tensor] | None) -> Tensor:

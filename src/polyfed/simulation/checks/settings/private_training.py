@@ -4,12 +4,16 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from polyfed.algorithms import REGISTRY
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import named_leaves
 from polyfed.core.nn.module_cache import cached_module
+from polyfed.core.seeds import torch_generator
 from polyfed.core.task_lookup import has_elementwise_loss
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.private_backend import number_of_units
@@ -116,6 +120,11 @@ def check_privacy_suits_client(client: Client, algorithm: LocalTraining) -> None
             f"client {client.id!r}: privacy with unit 'group' needs to know which rows belong to one; give group=, or "
             "unit='example'"
         )
+    if _mixes_examples(client.train):
+        raise UserError(
+            f"client {client.id!r}: transform or augment mixes the examples of a minibatch, so that clipping one example's "
+            "gradient does not bound what it changes; compute each row from itself, and means from other data beforehand"
+        )
     if client.model is None:
         return
     module = cached_module(client.model).module
@@ -130,3 +139,16 @@ def check_privacy_suits_client(client: Client, algorithm: LocalTraining) -> None
             f"client {client.id!r}: its network computes the buffer {name!r} from the examples, which leaves the client and "
             "has no noise; take it out of the network, or compute it from weights alone"
         )
+
+
+def _mixes_examples(examples: Examples) -> bool:
+    """Returns whether an example's input for the network depends on the examples that are with it in the minibatch."""
+    others = torch.arange(min(8, len(examples)), device=examples.device)
+    for seed in range(4):  # a random permutation may leave the first example in its place
+        alone, among_others = (
+            named_leaves(examples.batch(rows, torch_generator(seed))[0]) for rows in (torch.zeros_like(others), others)
+        )
+        for (_, a), (_, b) in zip(alone, among_others, strict=True):
+            if a.shape != b.shape or not torch.allclose(a[0], b[0], rtol=1e-4, atol=1e-5, equal_nan=True):
+                return True
+    return False

@@ -33,6 +33,10 @@ def check_scheduling(federation: Federation) -> None:
         raise UserError(
             f"sampler {name} reads the clients' training losses, which secure=True hides; leave one of them out"
         )
+    if sampler.reads_losses and getattr(federation.algorithm, "privacy", None) is not None:
+        raise UserError(
+            f"sampler {name} reads the clients' training losses, which privacy withholds; leave one of them out"
+        )
     if isinstance(sampler, AvailableSampler) and settings.availability is None:
         raise UserError("sampler='available' needs to know when clients are available; give availability=...")
     build_client_times(settings, federation.algorithm, federation.client_registry)
