@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 METHODS = few(
     [n for n, m in REGISTRY.items() if m.requires & MODEL_REQUIREMENTS and "adapters" not in m.requires],
-    {"apfl", "fedavg", "fedavg_kd", "fedproto", "fedrep", "flha_ghn", "knn_per", "pfedla"},
+    {"apfl", "fedavg", "fedavg_kd", "fedproto", "fedrep", "flha_ghn", "heterofl", "knn_per", "pfedla"},
 )
 Y = torch.arange(24) % 3
 
@@ -167,3 +167,24 @@ def test_a_network_that_scales_its_inputs_in_place_gives_the_same(name, engine, 
         states.append(run(name, lambda: Scales(), engine=engine).model("c0").state_dict())
     for key, tensor in states[0].items():
         torch.testing.assert_close(states[1][key], tensor, rtol=1e-5, atol=1e-6)
+
+
+class OfTwoTypes(nn.Module):
+    """Has parameters of two types, and a layer without units."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.nothing, self.out = nn.Linear(6, 6).double(), nn.Linear(6, 0), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.out(torch.cat([self.body(x.double()).relu().float(), self.nothing(x)], 1))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_parameters_of_two_types_and_a_layer_without_units(name):
+    try:
+        state = run(name, OfTwoTypes, rounds=1).model("c0").state_dict()
+    except UserError:
+        return  # which says so before round 1
+    assert {tensor.dtype for tensor in state.values()} >= {torch.float32, torch.float64}

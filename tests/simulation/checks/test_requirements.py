@@ -229,6 +229,8 @@ class TestModels:
             r"output is \(batch, 3\) in evaluation and \(batch, 2\) in training": "narrow",
             "adds or removes the tensor 'added.bias' as it runs": "layer",
             "adds or removes the tensor 'buffer' as it runs": "buffer",
+            r"changes the shape of 'queue' from \(1,\) to \(2,\) as it runs": "grows",
+            "changes requires_grad of 'bias' from True to False as it runs": "freezes",
         }
         for sentence, what in cases.items():
             with pytest.raises(UserError, match=f"client 'a': .*{sentence}"):
@@ -264,11 +266,17 @@ class InTraining(nn.Linear):
     def __init__(self, what):
         super().__init__(4, 3)
         self.what = what
+        if what == "grows":
+            self.register_buffer("queue", torch.zeros(1))
 
     def forward(self, x):
         out = super().forward(x)
         if not self.training:
             return out
+        if self.what == "grows":
+            self.queue = torch.cat([self.queue, torch.zeros(1)])
+        if self.what == "freezes":
+            self.bias.requires_grad_(False)
         if self.what == "fails":
             raise RuntimeError("broken")
         if self.what == "layer":

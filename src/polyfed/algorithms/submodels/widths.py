@@ -126,7 +126,8 @@ def width_ratio_by_layer(factory: Architecture, shapes: Mapping[str, tuple[int, 
         if isinstance(layer, (nn.Linear, nn.Embedding, *CONVOLUTIONS)):
             units = 1 if isinstance(layer, nn.Embedding) else 0
             weight = f"{name}.weight" if name else "weight"  # a parametrised layer's weight is not in the state
-            r = layer.weight.shape[units] / shapes[weight][units] if weight in shapes else 1
+            widest = shapes[weight][units] if weight in shapes else 0  # a layer may have no units at all
+            r = layer.weight.shape[units] / widest if widest else 1
             if r != 1:
                 ratios[name] = r
     return ratios

@@ -152,7 +152,8 @@ class _MixtureGradient:
         restore_buffers(network, buffers)
         set_network_rng_states(network, parameters[0].device, rng_states)
         assign_parameters(
-            parameters, [torch.lerp(b, a, reshape_to_broadcast(alpha, b)) for a, b in zip(v, w, strict=True)]
+            parameters,
+            [torch.lerp(b, a, reshape_to_broadcast(alpha, b).to(b.dtype)) for a, b in zip(v, w, strict=True)],
         )
         loss = loss_of(0)
         with torch.no_grad():

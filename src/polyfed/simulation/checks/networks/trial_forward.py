@@ -39,7 +39,7 @@ def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[i
     shapes = []
     for training in (False, True):
         module_copy = deep_copy(module)
-        names_before = module_copy.state_dict().keys()
+        tensors_before = _describe_tensors(module_copy)
         try:
             output = logits_or_output(_forward(module_copy, x, training))
         except Exception as error:  # whatever the user's network raises
@@ -54,10 +54,19 @@ def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[i
             raise UserError(
                 f"{client_name}: its network turns 2 examples into an output of shape {tuple(output.shape)}"
             )
-        if changed_names := names_before ^ module_copy.state_dict().keys():
+        tensors_after = _describe_tensors(module_copy)
+        if changed_names := tensors_before.keys() ^ tensors_after.keys():
             raise UserError(
                 f"{client_name}: its network adds or removes the tensor {min(changed_names)!r} as it runs; build all layers "
                 "and buffers in __init__, and let forward choose among them"
+            )
+        if changed := next((name for name in tensors_before if tensors_before[name] != tensors_after[name]), None):
+            (shape, is_trained), (shape_after, _) = tensors_before[changed], tensors_after[changed]
+            what = f"the shape of {changed!r} from {shape} to {shape_after}" if shape != shape_after else (
+                f"requires_grad of {changed!r} from {is_trained} to {not is_trained}")  # fmt: skip
+            raise UserError(
+                f"{client_name}: its network changes {what} as it runs; give every tensor its shape and its requires_grad "
+                "in __init__"
             )
         if training and not output.requires_grad:
             raise UserError(
@@ -71,6 +80,12 @@ def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[i
             f"{format_batch_shape(shapes[1])} in training; return one form in both"
         )
     return shapes[0]
+
+
+def _describe_tensors(module: nn.Module) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """Returns {name: (shape, whether it is trained)} for the tensors of a network's state dict."""
+    state = module.state_dict(keep_vars=True)
+    return {name: (tuple(t.shape), t.requires_grad) for name, t in state.items() if isinstance(t, Tensor)}
 
 
 def check_finite_weights(module: nn.Module, client_name: str) -> None:
