@@ -2,12 +2,15 @@
 
 import json
 import warnings
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 
 import polyfed as pf
-from polyfed.simulation.checks.code_fingerprints import code_fingerprint
+from polyfed.core.examples.examples import PartwiseTransform
+from polyfed.simulation.checks.code_fingerprints import code_fingerprint, warn_of_changed_code
 
 NET = """
 import torch
@@ -99,3 +102,94 @@ def test_code_of_packages_is_not_covered():
     assert code_fingerprint(plain, pf.algorithms.FedAvg()) == {}
     people = clients()
     assert code_fingerprint(people, pf.algorithms.FedAvg()) == code_fingerprint(people[:1], pf.algorithms.FedProx())
+
+
+class Scale:
+    def __init__(self, factor):
+        self.factor, self.means = factor, torch.zeros(2000)
+
+    def __call__(self, x, generator=None):
+        return x * self.factor - self.means[:3]
+
+
+class ScaleModule(torch.nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+        self.register_buffer("means", torch.full((3,), factor))
+
+    def forward(self, x):
+        return x * self.factor - self.means
+
+
+@dataclass(frozen=True)
+class ScaleByTensor:
+    factors: torch.Tensor
+
+    def __call__(self, x):
+        return x * self.factors[:3]
+
+
+def shift(x, generator=None, by=1.0):
+    return x + by
+
+
+def scale_by(factor):
+    return lambda x, generator=None: factor * x
+
+
+def of_one_line(factor):
+    return [lambda x: x, lambda x: 2 * x][int(factor > 1)]
+
+
+HOLDERS = {
+    "an object": Scale, "a module": ScaleModule, "a partial": lambda factor: partial(shift, by=factor),
+    "a closure": scale_by, "a method": lambda factor: Scale(factor).__call__,
+    "a tensor that prints short": lambda factor: ScaleByTensor(torch.arange(2000.0) + 1e-7 * factor),
+    "a list in an object": lambda factor: Scale([Scale(factor), {"factor": factor}]),
+}  # fmt: skip
+PLACES = ("transform", "augment", "part", "loss")
+
+
+def clients_with(holder, place):
+    x = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
+    data = pf.Examples(x, torch.arange(24) % 2)
+    if place in ("transform", "augment"):
+        data = replace(data, **{place: holder})
+    elif place == "part":
+        data = replace(data, x=(x,), transform=PartwiseTransform({"0": holder}))
+    client = pf.Client(
+        "a", partial(torch.nn.Linear, 3, 2), data.select(torch.arange(16)), data.select(torch.arange(16, 24))
+    )
+    return [replace(client, loss=holder)] if place == "loss" else [client]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_values_that_a_transform_augmentation_or_loss_holds_are_compared(holder, place):
+    before, same, other = (
+        code_fingerprint(clients_with(HOLDERS[holder](factor), place), pf.algorithms.FedAvg())
+        for factor in (2.0, 2.0, 3.0)
+    )
+    assert before == same
+    with pytest.warns(UserWarning, match=r"the values that .* holds are not those with which the run began"):
+        warn_of_changed_code(before, other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_changed_code(before, same)
+
+
+def test_functions_of_one_name_are_all_compared():
+    first, second = of_one_line(0.0), of_one_line(2.0)
+    assert first.__qualname__ == second.__qualname__
+    one, two = clients_with(first, "transform"), clients_with(second, "transform")
+    two = [replace(two[0], id="b")]
+    fingerprints = [code_fingerprint(people, pf.algorithms.FedAvg()) for people in ([*one, *two], [*one, *one])]
+    assert fingerprints[0] != fingerprints[1]
+
+
+def test_a_resumed_run_with_other_values_says_so(tmp_path):
+    people = clients_with(Scale(2.0), "transform")
+    pf.federate(people, "fedavg", rounds=1, workers=0, quiet=True, out=tmp_path / "run")
+    with pytest.warns(UserWarning, match="the values that Scale holds are not those"):
+        pf.resume(tmp_path / "run", clients=clients_with(Scale(3.0), "transform"), workers=0, quiet=True)

@@ -4,7 +4,7 @@ A resumed run compares them with those of its start, and warns if code has chang
 than its first ones. A hash covers the compiled functions of a class, the functions and classes of the user that these call
 by name, and the constants in upper case of their modules and classes; neither comments, docstrings, formatting nor names of
 local variables. Code of polyfed, of torch and of other installed packages is not covered. Hashes of another version of
-Python cannot be compared.
+Python cannot be compared. What transforms, augmentations and losses hold is hashed too (`value_fingerprints`).
 """
 
 import dis
@@ -24,26 +24,31 @@ from polyfed.core.examples.examples import PartwiseTransform
 from polyfed.core.io.number_format import join_first_and_count_rest
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.simulation.checks.requirements import examples_by_split
+from polyfed.simulation.checks.value_fingerprints import hash_values_by_name
 
 _INSTALLED = tuple(Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PACKAGES = ("polyfed", "torch", "builtins")
 _MAX_PARTS = 500  # functions and classes that one hash follows
 _SHOWN = 3
+_VALUES_OF = "values of "
 
 
 def code_fingerprint(clients: Iterable[Client], algorithm: Algorithm[Any, Any]) -> dict[str, str]:
-    """Returns a short hash of each class and function of the user that a run computes with, by name; the entry "python"
-    says with which hashes they can be compared.
+    """Returns a short hash of each class and function of the user that a run computes with, by name, and of the values
+    that they hold, as "values of NAME"; the entry "python" says with which hashes they can be compared.
 
     Args:
         clients: the clients, whose networks, losses and transforms count.
         algorithm: the method.
     """
-    roots: dict[str, Any] = {}
+    clients = list(clients)
+    roots: dict[str, dict[Any, Any]] = {}
     for thing in _code_of_run(clients, algorithm):
-        if _is_of_user(thing):
-            roots.setdefault(thing.__qualname__, thing)
-    hashes = {name: _hash_code(thing) for name, thing in sorted(roots.items())}
+        if _is_of_user(thing):  # several may have one name, as lambdas in one function do
+            roots.setdefault(thing.__qualname__, {}).setdefault(getattr(thing, "__code__", thing), thing)
+    hashes = {name: _join_hashes({_hash_code(thing) for thing in things.values()}) for name, things in roots.items()}
+    hashes |= {f"{_VALUES_OF}{name}": value for name, value in hash_values_by_name(clients).items()}
+    hashes = dict(sorted(hashes.items()))
     return {"python": f"{importlib.util.MAGIC_NUMBER.hex()}-{sys.flags.optimize}", **hashes} if hashes else {}
 
 
@@ -56,14 +61,19 @@ def warn_of_changed_code(before: Any, now: Mapping[str, str]) -> None:
     """
     if not isinstance(before, Mapping) or before.get("python") != now.get("python"):
         return
-    if changed := [name for name in now if name in before and before[name] != now[name]]:
-        warnings.warn(
-            f"the code of {join_first_and_count_rest(changed, _SHOWN)} is not that with which the run began: the rounds "
-            "from here on are computed otherwise than those before; put the code back, or start another run with another "
-            "out=... (--out)",
-            UserWarning,
-            stacklevel=4,
-        )
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    changed_code = [name for name in changed if not name.startswith(_VALUES_OF)]
+    changed_values = [name.removeprefix(_VALUES_OF) for name in changed if name.startswith(_VALUES_OF)]
+    for names, what, cure in ((changed_code, "the code of {} is not that", "the code"),
+                              (changed_values, "the values that {} holds are not those", "the values")):  # fmt: skip
+        if names:
+            warnings.warn(
+                f"{what.format(join_first_and_count_rest(names, _SHOWN))} with which the run began: the rounds "
+                f"from here on are computed otherwise than those before; put {cure} back, or start another run with another "
+                "out=... (--out)",
+                UserWarning,
+                stacklevel=4,
+            )
 
 
 def _code_of_run(clients: Iterable[Client], algorithm: Algorithm[Any, Any]) -> Iterator[Any]:
@@ -83,6 +93,11 @@ def _code_of_run(clients: Iterable[Client], algorithm: Algorithm[Any, Any]) -> I
         for part in cached_module(factory).module.modules():
             yield type(part)
             yield from (value for value in vars(part).values() if isinstance(value, FunctionType))
+
+
+def _join_hashes(hashes: set[str]) -> str:
+    """Returns one hash of the code of all that has one name."""
+    return hashes.pop() if len(hashes) == 1 else hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()[:16]
 
 
 def _class_or_function(thing: Any) -> Any:
