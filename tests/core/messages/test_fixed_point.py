@@ -93,6 +93,11 @@ def test_what_does_not_fit_is_refused_with_its_value(value):
         to_fixed_point({"m": {"w": torch.tensor([0.0, value])}}, 3, 10)
 
 
+def test_whole_numbers_that_do_not_fit_get_advice_of_their_own():
+    with pytest.raises(UserError, match=r"tensor 'n' has the value 9.22e\+18, .* keep it with buffers='local'$"):
+        to_fixed_point({"m": {"n": torch.tensor([2**63 - 1])}}, 3, 10)
+
+
 def test_what_just_fits_never_overflows():
     most = {"m": {"w": torch.tensor([2.0**31 / 10 / 3 * (1 - 1e-6)], dtype=torch.float64)}}
     mean, weight = mean_from_fixed_point(added([to_fixed_point(most, 3, 10)] * 10), SumLayout.from_tensor_groups(most))

@@ -112,6 +112,10 @@ def test_optimisers_that_do_not_fit_are_refused():
         ({"optimizer_options": {"momentum": 0.9}}, "cannot have 'momentum'"),
         ({"optimizer": "rprop", "weight_decay": 0.1}, "has no weight decay"),
         ({"optimizer_options": [1]}, "optimizer_options must be a mapping"),
+        ({"optimizer_options": {"dampening": 1e39}}, "optimizer_options must be of numbers up to 3.4e38"),
+        ({"lr": 1e300}, "lr must be at most 3.4e38, as weights are, got 1e\\+300"),
+        ({"weight_decay": 1e39}, "weight_decay must be at most 3.4e38"),
+        ({"lr": 1e20, "lr_by_name": {"*": 1e20}}, "lr_by_name must be of positive factors, with which lr stays below"),
     ]:
         with pytest.raises(UserError, match=sentence):
             FedAvg(**options)

@@ -165,10 +165,13 @@ def to_fixed_point(groups: TensorGroups, weight: int, num_parties: int) -> Fixed
         if not largest < limit:  # NaN too
             largest_value = float(tensor.to(torch.float64).abs().max())
             max_value = limit / weight / (2.0**FRACTION_BITS if dtype.is_floating_point else 1.0)
+            cure = (
+                "lower lr, set clip_norm, or scale the inputs" if dtype.is_floating_point
+                else "it holds whole numbers: let the network count from 0, or keep it with buffers='local'"
+            )  # fmt: skip
             raise UserError(
                 f"group {group!r}: tensor {name!r} has the value {largest_value:.3g}, and a fixed-point sum of "
-                f"{num_parties} sites with {weight} examples here holds up to {max_value:.3g}; lower lr, set clip_norm, "
-                "or scale the inputs"
+                f"{num_parties} sites with {weight} examples here holds up to {max_value:.3g}; {cure}"
             )
         if not dtype.is_floating_point:
             exact = (tensor.to(torch.int64) * int(weight)).flatten()
