@@ -13,8 +13,9 @@ import os
 import sqlite3
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NamedTuple, final
 
 from polyfed.core.errors import UserError
@@ -40,6 +41,7 @@ STORE_FILE = "states.sqlite"  # in the folder of the checkpoints
 _SIDE_FILES = ("-wal", "-shm", "-journal")
 _CACHED_BYTES = 2**30  # of states that stay in memory too, so that runs with small states read nothing back
 _ENTRY_BYTES = 500  # of a cached state, and of each of its tensors, besides the tensors' values
+_TRIAL_BYTES = 2**16  # written to find out why a write failed
 _DAMAGED = (sqlite3.Error, OverflowError, TypeError, UnicodeDecodeError)  # what reading a damaged file raises
 
 
@@ -255,7 +257,22 @@ class StateStore:
                 raise
         except sqlite3.Error as error:
             is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-            raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error), str(self.path)) from error
+            reason = OSError(errno.ENOSPC, str(error)) if is_full else self._error_of_writing(error)
+            raise OSError(reason.errno, reason.strerror, str(self.path)) from error
+
+    def _error_of_writing(self, error: sqlite3.Error) -> OSError:
+        """Returns the system's error where SQLite says "disk I/O error" of a disk quota or a limit on the size of files;
+        tries whether a file of the store's size can be written."""
+        with suppress(OSError):  # a database that is not there has no size
+            size = self.path.stat().st_size
+            try:
+                with TemporaryFile(dir=self.path.parent, buffering=0) as trial:
+                    trial.seek(size)
+                    trial.write(bytes(_TRIAL_BYTES))
+                    trial.write(b"0")  # the first write of too much may have been partial
+            except OSError as reason:
+                return reason
+        return OSError(errno.EIO, str(error))
 
     def _check_is_file(self) -> None:
         if self.path.is_symlink() or not self.path.is_file():
