@@ -1,6 +1,7 @@
 """ROC curves, counts and calibration against closed forms and scikit-learn."""
 
 import math
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -86,3 +87,18 @@ def test_intervals_are_those_of_their_sources():
     # Hanley and McNeil (1982): area 0.893 of 51 abnormal and 58 normal images, standard error 0.032.
     low, high = auc_interval(0.893, 51, 58, 0.95)
     assert (high - low) / 2 / 1.96 == pytest.approx(0.032, abs=0.001)
+
+
+@pytest.mark.parametrize(("auc", "positives", "negatives"), [(0.7, 3, 3), (0.9, 10, 10), (0.97, 5, 20)])
+def test_intervals_of_an_auc_hold_with_few_examples(auc, positives, negatives):
+    rng, distance = np.random.default_rng(0), math.sqrt(2) * NormalDist().inv_cdf(auc)
+    areas = [float((rng.normal(distance, 1, (positives, 1)) > rng.normal(0, 1, negatives)).mean()) for _ in range(500)]
+    intervals = [auc_interval(area, positives, negatives, 0.95) for area in areas]
+    assert np.mean([low <= auc <= high for low, high in intervals]) > 0.93
+
+
+def test_a_perfect_auc_of_few_examples_has_an_interval_with_a_width():
+    low, high = auc_interval(1.0, 3, 3, 0.95)
+    assert low < 0.6
+    assert high == pytest.approx(1.0)
+    assert auc_interval(0.0, 3, 3, 0.95) == pytest.approx((0.0, 1 - low), abs=1e-6)

@@ -1,7 +1,7 @@
 """Computes ROC curves, counts at thresholds, and calibration curves of binary predictions."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple, final
@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 BinaryPredictions = tuple[Floats, Bools]
-"""Predictions of n examples: probabilities of the positive class, and whether
-BinaryPredictions = tuple[Floats, Bools]each example is positive; each (n,).
-BinaryPredictions = tuple[Floats, Bools]"""
+"""Predictions of n examples: probabilities of the positive class, and whether each example is positive; each (n,)."""
 
 THRESHOLDS = np.arange(1, 100) / 100
 FALSE_ALARM_GRID = (
@@ -144,18 +142,29 @@ def wilson_interval(hits: float, examples: float, level: float) -> tuple[float, 
 
 
 def auc_interval(area: float, positives: float, negatives: float, level: float) -> tuple[float, float]:
-    """Computes the confidence interval (low, high) of an AUC from the numbers of positive and negative examples,
-    clipped to 0 to 1.
+    """Computes the confidence interval (low, high) of an AUC from the numbers of positive and negative examples.
 
-    Source: Hanley and McNeil 1982.
+    It holds the areas from which `area` is not too far by their own standard errors, so that it has a width at an area of 1
+    too. Source: Newcombe 2006 (part 2, method 5), with the variance of Hanley and McNeil 1982.
 
-    >>> [round(end, 3) for end in auc_interval(0.9, 50, 50, 0.95)]
-    [0.837, 0.963]
+    >>> [round(end, 3) for end in auc_interval(0.9, 50, 50, 0.95)], round(auc_interval(1.0, 3, 3, 0.95)[0], 3)
+    ([0.816, 0.946], 0.501)
     """
-    first, second = area / (2 - area), 2 * area**2 / (1 + area)
-    variance = area * (1 - area) + (positives - 1) * (first - area**2) + (negatives - 1) * (second - area**2)
-    half = z_of_confidence_level(level) * math.sqrt(max(variance, 0.0) / (positives * negatives))
-    return max(0.0, area - half), min(1.0, area + half)
+    z, others = z_of_confidence_level(level), (positives + negatives) / 2 - 1
+
+    def is_near(true: float) -> bool:
+        variance = true * (1 - true) * (1 + others * ((1 - true) / (2 - true) + true / (1 + true)))
+        return abs(area - true) <= z * math.sqrt(variance / (positives * negatives))
+
+    return _last_within(is_near, area, 0.0), _last_within(is_near, area, 1.0)
+
+
+def _last_within(is_within: Callable[[float], bool], inside: float, outside: float) -> float:
+    """Finds by bisection the last number from `inside` towards `outside` for which `is_within` holds."""
+    for _ in range(40):
+        middle = (inside + outside) / 2
+        inside, outside = (middle, outside) if is_within(middle) else (inside, middle)
+    return inside
 
 
 def z_of_confidence_level(level: float) -> float:

@@ -320,7 +320,7 @@ def _roc_figure(
         "texts": [describe_auc(name, performance, page_data["level"]) for performance, name, _ in slots],
         "caption": f"ROC curve: sensitivity against the false alarm rate at every threshold. The diagonal is chance. "
         f"{name_averaged_sites_and_seeds(predictions)}{dot} Intervals of AUC: {100 * page_data['level']:g} %, by the number "
-        "of test examples (Hanley and McNeil).",
+        "of test examples (Newcombe).",
         "columns": ["method", *(f"sensitivity at {p} % specificity" for p in (95, 90, 80))],
         "rows": [[name, *(_sensitivity_at(performance, k) for k in (3, 6, 12))] for performance, name, _ in slots],
     }  # fmt: skip
