@@ -279,7 +279,6 @@ def test_a_method_costs_at_most_seventy_lines(method):
 OVERLONG = {
     "tests/comparison/references/test_reference_models.py": 401,
     "tests/deploy/protocol/test_piggyback.py": 411,
-    "tests/report/page/test_page.py": 402,
 }
 """Files of 400 lines or more, which may only become shorter."""
 
@@ -343,6 +342,8 @@ def test_a_round_is_read_through_few_files_from_top_to_bottom(monkeypatch):
     monkeypatch.setattr(optimizers.SGD, "step", step)
     polyfed.federate(small_clients(), FedProx(), rounds=1, workers=0)
     (files,) = {tuple(files) for files in stacks}
+    assert files[0] == "core/io/keyword_names.py", "checks the arguments of the call"
+    files = files[1:]
     assert files[0] == "simulation/federate.py"
     assert files[-1] == "core/training/loop.py"
     assert len(set(files)) <= 8, files

@@ -6,6 +6,7 @@ True
 """
 
 import logging
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
@@ -100,7 +101,16 @@ def __getattr__(name: str) -> Any:
         return value
     if name in _subpackages():
         return import_module(f"polyfed.{name}")
-    raise AttributeError(f"module 'polyfed' has no attribute {name!r}")
+    raise AttributeError(f"module 'polyfed' has no attribute {name!r}{'' if name.startswith('_') else _suggest(name)}")
+
+
+def _suggest(name: str) -> str:
+    """Returns the end of an error, with the place or the nearest name of what was looked for; empty if there is none."""
+    homes = [
+        home for home in ("algorithms", "data", "models", "tasks") if hasattr(import_module(f"polyfed.{home}"), name)
+    ]
+    near = [f"polyfed.{home}.{name}" for home in homes] or get_close_matches(name.lower(), __dir__(), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,7 @@
 """What people pass by mistake is taken where its meaning is plain, and else refused with what to give."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -28,8 +30,130 @@ def test_metrics_and_seeds_may_be_given_one_by_one():
 
 def test_a_metric_that_fails_says_what_it_gets():
     score = pytest.importorskip("sklearn.metrics").accuracy_score
-    with pytest.raises(pf.ClientError, match=r"'accuracy_score' failed on outputs of shape .*outputs\.argmax\(1\)"):
-        pf.federate(small_clients(), "fedavg", rounds=1, metrics=[score], quiet=True, engine="inprocess")
+    trained = []
+    for call in (pf.federate, pf.compare):  # before the first round
+        with pytest.raises(pf.UserError, match=r"'accuracy_score' failed on outputs of shape .*outputs\.argmax\(1\)"):
+            call(small_clients(), "fedavg", rounds=1, metrics=[score], quiet=True, callbacks=[trained.append])
+    with pytest.raises(pf.UserError, match=r"'word' failed on outputs of .*ValueError: could not convert string"):
+        pf.federate(small_clients(), "fedavg", rounds=1, metrics=[pf.Metric("word", lambda outputs, targets: "good")])
+    with pytest.raises(pf.UserError, match=r"called with the network's outputs and the targets, and scored\(outputs\)"):
+        pf.federate(small_clients(), "fedavg", rounds=1, metrics=[scored])
+    assert trained == []
+
+
+def scored(outputs):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "message"),
+    [
+        (
+            pf.federate,
+            {"metric": "auc"},
+            r"^federate\(\) has no argument 'metric'; did you mean metrics\? All \d+: help\(",
+        ),
+        (pf.federate, {"lr": 0.1}, r"'lr'; it is a field of the method: polyfed\.algorithms\.FedAvg\(lr=\.\.\.\)$"),
+        (pf.federate, {"epochs": 3}, r"'epochs'; it is a field of the method: .*FedAvg\(local_epochs="),
+        (pf.federate, {"verbose": False}, r"'verbose'; did you mean progress\?"),
+        (pf.compare, {"seed": 1}, r"^compare\(\) has no argument 'seed'; did you mean seeds"),
+        (pf.compare, {"algorithm": "fml"}, r"did you mean algorithms\?"),
+        (pf.resume, {"rounds": 5}, r"^resume\(\) has no argument 'rounds'; the nearest are"),
+        (pf.load, {"device": "cpu"}, r"^load\(\) has no argument 'device'; choices: folder"),
+        (pf.look, {"client": []}, r"did you mean clients\?"),
+        (pf.audit, {"run": 3}, r"did you mean runs or on_run\?"),
+        (pf.export_model, {"target": "x"}, r"^export_model\(\) has no argument 'target'"),
+        (pf.Client, {"name": "north"}, r"^Client\(\) has no argument 'name'; did you mean id\?"),
+        (pf.Client, {"validation": ()}, r"did you mean val\?"),
+        (pf.Examples, {"labels": ()}, r"^Examples\(\) has no argument 'labels'; did you mean y\?"),
+        (pf.Privacy, {"epsilon": 1.0}, r"^Privacy\(\) has no argument 'epsilon'; did you mean target_epsilon\?"),
+    ],
+)
+def test_a_wrong_keyword_of_a_public_function_suggests_the_right_one(call, arguments, message):
+    with pytest.raises(TypeError, match=message):
+        call(**arguments)
+
+
+def test_too_many_arguments_by_position_say_which_have_names():
+    with pytest.raises(
+        TypeError, match=r"^resume\(\) takes out by position, and all others by name, as clients=\.\.\., "
+    ):
+        pf.resume("runs/a", small_clients())
+    with pytest.raises(TypeError, match=r"takes from 5 to 9 positional arguments but 10"):  # Python's own
+        pf.Client(*range(9))
+
+
+def test_a_name_that_polyfed_has_elsewhere_is_found():
+    for name, message in {
+        "FedAvg": r"did you mean polyfed\.algorithms\.FedAvg\?", "split_table": r"polyfed\.data\.split_table\?",
+        "Federate": r"did you mean federate\?", "zzz": "'zzz'$", "_own": "'_own'$",
+    }.items():  # fmt: skip
+        with pytest.raises(AttributeError, match=message):
+            getattr(pf, name)
+
+
+def test_options_of_heart_include_those_of_the_split():
+    with pytest.raises(pf.UserError, match="heart has no option 'val_frac'; did you mean val_fraction"):
+        pf.data.heart(val_frac=0.1)
+
+
+def test_callbacks_that_cannot_be_called_are_refused_before_training():
+    class Misnamed(pf.Callback):
+        def on_round_end(self, record):
+            raise AssertionError
+
+    class Short(pf.Callback):
+        def on_round(self):
+            raise AssertionError
+
+    for callback, message in (
+        (lambda: None, r"called with one argument, the record of a round, and <lambda>\(\) cannot"),
+        (Misnamed(), r"Misnamed has a method 'on_round_end', and no such hook is ever called; did you mean on_round"),
+        (Short(), r"the hook is called as on_round\(record\), and Short\.on_round\(\) cannot"),
+    ):
+        with pytest.raises(pf.UserError, match=message):
+            pf.federate(small_clients(), "fedavg", rounds=1, callbacks=[callback])
+
+
+def test_a_network_that_ends_in_a_softmax_is_warned_of():
+    clients = small_clients()
+    network = clients[0].model
+    ending = [dataclasses.replace(client, model=lambda: nn.Sequential(network(), nn.Softmax(1))) for client in clients]
+    with pytest.warns(UserWarning, match="its network returns probabilities .*leave the softmax at its end out"):
+        pf.federate(ending, "fedavg", rounds=1, quiet=True, engine="inprocess")
+
+
+def test_a_comparison_of_one_client_is_warned_of():
+    with pytest.warns(UserWarning, match="there is one client, .*which has nobody to train with"):
+        pf.compare(small_clients()[:1], "fedprox", rounds=1, seeds=1, tune="none", references=False, quiet=True)
+
+
+def test_a_score_that_is_defined_nowhere_is_not_called_missing():
+    clients = [
+        pf.Client(
+            name,
+            lambda: nn.Linear(2, 2),
+            train=(torch.randn(8, 2), torch.tensor([0, 1] * 4)),
+            test=(torch.randn(4, 2), torch.zeros(4, dtype=torch.int64)),
+        )
+        for name in "ab"
+    ]
+    run = pf.federate(clients, "fedavg", rounds=1, metrics=["auc"], quiet=True, engine="inprocess")
+    assert repr(run) == "Run(FedAvg, 2 clients, 1 round, auc not defined, out=None)"
+    with pytest.raises(pf.UserError, match="no client 3 in this run; choices: a, b"):
+        run.model(3)
+
+
+def test_a_folder_of_runs_says_which_it_has(tmp_path):
+    pf.federate(small_clients(), "fedavg", rounds=1, quiet=True, engine="inprocess", out=tmp_path / "first")
+    with pytest.raises(pf.UserError, match=rf"holds neither .*; it has {tmp_path / 'first'}$"):
+        pf.load(tmp_path)
+
+
+def test_the_name_of_the_target_in_place_of_its_labels():
+    frame = pytest.importorskip("pandas").DataFrame({"a": [1.0, 2.0], "y": [0, 1]})
+    with pytest.raises(pf.UserError, match=r"labels are one text, 'y'; .*\(frame\[inputs\], frame\[target\]\)"):
+        pf.Client("north", lambda: nn.Linear(1, 2), (frame, "y"), (frame, "y"))
 
 
 def test_one_row_is_predicted_as_a_mapping_or_a_series():

@@ -38,6 +38,7 @@ from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full, expand_user_path
+from polyfed.core.io.keyword_names import suggest_keywords
 from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.io.plain_values import numpy_to_python
 from polyfed.core.messages.compressors import Compressor
@@ -62,6 +63,7 @@ A mean gain of 10 points of accuracy over 4 clients with 200 test examples each 
 seeds, in 99 with 5; one of 5 points in 25 and 56 (`benchmarks/verdicts.py`)."""
 
 
+@suggest_keywords
 def compare(
     clients: Iterable[Client] | ClientSource,
     algorithms: Method | str | Sequence[Method | str] | Mapping[str, Method | str] | None = None,

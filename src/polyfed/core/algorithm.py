@@ -44,11 +44,11 @@ from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, final
 from torch import Tensor, nn
 
 from polyfed.core.declared_words import check_declared_words_are_known
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.text_labels import share_classes
-from polyfed.core.io.former_fields import OTHER_NAMES
+from polyfed.core.io.keyword_names import check_keyword_names, suggest_keywords
 from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.task import DEFAULT_TASK, Loss, Task, TaskSpec
@@ -87,6 +87,7 @@ class Message:
         )
 
 
+@suggest_keywords
 @final
 @dataclass(frozen=True, init=False)
 class Client:
@@ -258,11 +259,8 @@ class _ConstructorSignature:
 def _check_field_names(kind: Any, fields: Mapping[str, Any]) -> None:
     """Raises a `TypeError` that suggests a field, if the constructor of a method has no argument of such a name."""
     arguments = signature(kind).parameters
-    unknown = [name for name in fields if name not in arguments]
-    if unknown and not any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
-        other = OTHER_NAMES.get(unknown[0])
-        hint = f"did you mean {other}?" if other in arguments else did_you_mean(unknown[0], arguments)
-        raise TypeError(f"{kind.__name__} has no field {unknown[0]!r}; {hint}")
+    if not any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
+        check_keyword_names(fields, arguments, f"{kind.__name__} has no field")
 
 
 class Algorithm(ABC, Generic[ServerState, ClientState]):

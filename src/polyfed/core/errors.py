@@ -79,7 +79,7 @@ def did_you_mean(name: str, choices: Iterable[str], listing: str = "") -> str:
     >>> did_you_mean("fedprx", ["fedavg", "fedprox", *map(str, range(20))], "polyfed list algorithms")
     'did you mean fedprox? All 22: polyfed list algorithms'
     """
-    choices = sorted(choices)
+    name, choices = str(name), sorted(choices)
     if listing and len(choices) > _FEW_CHOICES:
         close = difflib.get_close_matches(name.lower(), choices, n=3, cutoff=0.6)
         nearest = difflib.get_close_matches(name.lower(), choices, n=3, cutoff=0.0)

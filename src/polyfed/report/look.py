@@ -7,6 +7,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.client_source import is_client_source
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.keyword_names import suggest_keywords
 from polyfed.data.clients import ClientData
 from polyfed.data.look.look import Look, look_at_sites
 from polyfed.data.table import ClientTables
@@ -15,6 +16,7 @@ from polyfed.simulation.checks.clients.client_list import class_names_of, list_c
 from polyfed.simulation.rounds.columns.federated_look import look_between_sites
 
 
+@suggest_keywords
 def look(
     clients: Iterable[Client | ClientData] | ClientTables,
     *,

@@ -233,24 +233,6 @@ def test_a_comparison(comparison_of, page, tmp_path):
             page(tmp_path)
 
 
-def test_a_comparison_that_was_stopped(write_run, page, tmp_path):
-    (tmp_path / "comparison.yaml").write_text("title: mine\nsame_clients: true\nreference: local\n")
-    with pytest.raises(UserError, match="no evaluated round yet; go on with it: polyfed compare"):
-        page(tmp_path)
-    for seed in (0, 1):  # their configurations may differ: seed 1 does not deal the data of seed 0
-        data = {"name": f"data-{seed}"}
-        write_run(tmp_path / f"local/seed-{seed}", "local", {"x": [0.5]}, seed=seed, data=data)
-        write_run(tmp_path / f"mine/seed-{seed}", "fedavg", {"x": [0.6 + seed / 10]}, seed=seed, data=data)
-    write_run(tmp_path / "other/seed-0", "fedprox", {})
-    ((setting,), _) = read_run_groups([tmp_path])
-    assert [line.label for line in setting.methods] == ["mine", "local"]
-    (gain,) = setting.gains_over_local(setting.methods[0])
-    assert (gain.client, round(gain.mean, 9), round(gain.high, 9)) == ("x", 0.15, 0.2)
-    text, _ = page(tmp_path)
-    assert f"The comparison is not finished; go on with it: polyfed compare {tmp_path}" in text
-    assert f"{tmp_path / 'other/seed-0'} has no evaluated round yet and is left out" in text
-
-
 def test_classes_of_clients_are_those_of_the_run(page, tmp_path, monkeypatch, capsys):
     from polyfed.simulation.experiment import build_experiment, load_participants
     from polyfed.simulation.storage.directory import read_config

@@ -16,10 +16,11 @@ from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.verdicts.answer_basis import count_client_examples
 from polyfed.core.capabilities import describe_evaluated_network
 from polyfed.core.declared_words import NEEDS_ONE_ARCHITECTURE
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.evaluation.metric import Metric
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint
+from polyfed.simulation.checks.networks.trial_evaluation import check_metrics_work
 from polyfed.simulation.checks.settings.method_settings import check_settings_suit_method
 from polyfed.simulation.checks.settings.private_training import check_and_complete_privacy
 from polyfed.simulation.checks.settings.scheduling import check_scheduling
@@ -45,7 +46,12 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
         client_set = plan.build_client_set(seed)
         settings = dataclasses.replace(plan.settings, seed=seed)
         requirements.check_clients(client_set.clients)
+        if len(client_set.ids) == 1:
+            warn_of_data(
+                f"there is one client, {client_set.ids[0]!r}, which has nobody to train with: give at least two"
+            )
         requirements.check_networks_run(client_set.clients)
+        check_metrics_work(client_set.clients[0], plan.metrics)
         check_sums_hide_single_values(client_set.clients, secure=settings.secure)
         settings.cohort_size(len(client_set.ids))
         for label, method in plan.methods.items():

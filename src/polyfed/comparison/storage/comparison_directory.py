@@ -26,6 +26,7 @@ from polyfed.core.io.atomic_files import (
     read_file,
     write_file_atomically,
 )
+from polyfed.core.io.number_format import count_with_noun
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.simulation.results.across_sites.cross_site_scores import (
     CrossSiteScores,
@@ -67,7 +68,9 @@ class Comparison:
     out: Path | None = None
 
     def __repr__(self) -> str:
-        return f"Comparison({', '.join(self.results['methods'])}; {len(self.results['seeds'])} seeds, out={self.out})"
+        seeds = count_with_noun(len(self.results["seeds"]), "seed")
+        out = None if self.out is None else str(self.out)
+        return f"Comparison({', '.join(self.results['methods'])}; {seeds}, out={out!r})"
 
     def __str__(self) -> str:
         """Returns the warnings and the answers, one sentence a line; among the answers is what was left out, failed or
@@ -207,7 +210,7 @@ def load_comparison(folder: str | Path) -> Comparison:
     if not (Path(folder) / DESCRIPTION).exists():
         raise UserError(f"{folder} is not the directory of a comparison: it has no {DESCRIPTION}")
     if not path.is_file():
-        raise UserError(f"the comparison in {folder} is not finished; go on with it: polyfed compare {folder}")
+        raise UserError(f"the comparison in {folder} is not finished; go on with it: {call_to_continue(folder)}")
     try:
         content = parse_json(read_file(path))
         if not isinstance(content, dict):
@@ -243,6 +246,12 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     if wrong := validation_error(content, ComparisonDescription):
         raise UserError(f"{path} is damaged: {wrong}; give the whole command again with another out=... (--out)")
     return content
+
+
+def call_to_continue(folder: str | Path) -> str:
+    """Returns the command that continues a comparison, or the call where its clients were made in Python."""
+    is_from_python = read_description(folder).get("experiment") is None
+    return f"polyfed.compare(clients, ..., out={str(folder)!r})" if is_from_python else f"polyfed compare {folder}"
 
 
 def parse_result_criteria(description: Mapping[str, Any]) -> ResultCriteria:

@@ -5,9 +5,11 @@ from pathlib import Path
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, Comparison, load_comparison
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.keyword_names import suggest_keywords
 from polyfed.simulation.results.saved_run import SavedRun, load_run
 
 
+@suggest_keywords
 def load(folder: str | Path) -> Comparison | SavedRun:
     """Reads a run or a finished comparison from its directory, and returns a `SavedRun` or a `Comparison`, without
     clients or training.
@@ -30,5 +32,7 @@ def load(folder: str | Path) -> Comparison | SavedRun:
     if (path / DESCRIPTION).is_file():
         return load_comparison(path)
     if not (path / "config.yaml").is_file():
-        raise UserError(f"{path} holds neither a run (config.yaml) nor a comparison ({DESCRIPTION})")
+        inside = sorted({str(file.parent) for name in (DESCRIPTION, "config.yaml") for file in path.glob(f"*/{name}")})
+        hint = f"; it has {', '.join(inside[:5])}" if inside else ""
+        raise UserError(f"{path} holds neither a run (config.yaml) nor a comparison ({DESCRIPTION}){hint}")
     return load_run(path)

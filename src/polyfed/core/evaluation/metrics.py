@@ -13,6 +13,7 @@ from typing import Any, final
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.io import trusted_code
+from polyfed.core.io.keyword_names import check_can_be_called
 from polyfed.core.task import Task, TaskSpec
 from polyfed.core.task_lookup import get_task, registered_tasks
 
@@ -128,6 +129,7 @@ def _resolve_metric(choice: Any, task: Task) -> Metric:
     name = getattr(choice, "__name__", type(choice).__name__)
     if name == "<lambda>":
         raise UserError("a metric needs a name; give polyfed.Metric('my_name', lambda outputs, targets: ...)")
+    check_can_be_called(choice, 2, "a metric is called with the network's outputs and the targets")
     return _resolve_metric(Metric(name, choice, higher_is_better=bool(getattr(choice, "higher_is_better", True))), task)
 
 

@@ -55,6 +55,9 @@ def number_text_labels(labels: Any, name: str) -> NumberedLabels:
     NumberedLabels(numbers=tensor([1, 0, 1]), classes=('ill', 'well'))
     """
     texts = np.asarray(labels, dtype=object)
+    if texts.ndim == 0:
+        raise UserError(f"{name} labels are one text, {str(labels)[:40]!r}; give a label for each example: of a frame "
+                        "(frame[inputs], frame[target])")  # fmt: skip
     if texts.ndim != 1:
         raise UserError(f"{name} labels are texts of shape {texts.shape}; give one label for each example, or numbers")
     odd = [row for row, text in enumerate(texts) if not isinstance(text, str)]

@@ -7,14 +7,6 @@ PRESENT_NAMES = {"final": "averaged_over"}
 """Former name of a field -> its present name."""
 
 
-OTHER_NAMES = {
-    "learning_rate": "lr", "epochs": "local_epochs", "num_epochs": "local_epochs", "steps": "local_steps",
-    "bs": "batch_size", "batchsize": "batch_size", "weightdecay": "weight_decay", "optim": "optimizer",
-    "num_clients": "clients",
-}  # fmt: skip
-"""Name that a field has elsewhere -> its name here, for suggestions."""
-
-
 def rename_former_fields(values: Mapping[str, Any], present_fields: Collection[str]) -> dict[str, Any]:
     """Returns a copy of `values` (`{field: value}`, read from a file) in which fields have their present names instead
     of former ones.

@@ -38,7 +38,8 @@ def _call_with_seed(factory: Architecture, name: str, seed: int, device: torch.d
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"the model factory {name} failed: {type(error).__name__}: {error}") from error
+            raise UserError(f"the model factory {name} failed: {type(error).__name__}: {error}; "
+                            "it is called without arguments, as lambda: MyNet(...)") from error  # fmt: skip
     if not isinstance(module, nn.Module):
         raise UserError(f"the model factory {name} must return a torch.nn.Module, got {type(module).__name__}")
     return unwrap_module_and_its_layers(module)

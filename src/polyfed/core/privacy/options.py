@@ -6,9 +6,11 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, final
 
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.keyword_names import suggest_keywords
 from polyfed.core.io.number_checks import is_real_number
 
 
+@suggest_keywords
 @final
 @dataclass(frozen=True, kw_only=True)
 class Privacy:

@@ -13,6 +13,7 @@ import numpy as np
 
 from polyfed.comparison.storage import comparison_directory as comparison
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_format import join_with_and
 from polyfed.report.data.answers import parse_answer_for_mean_over_sites, parse_site_answers
 from polyfed.report.data.run_records import (
     DIGITS,
@@ -221,17 +222,15 @@ def read_run_groups(folders: Sequence[Path]) -> RunGroups:
         run_by_path = {path: read_run_record(path) for path in _run_directories(folder)}
         evaluated_runs = {path: run for path, run in run_by_path.items() if run is not None}
         if not evaluated_runs:
-            raise UserError(
-                f"{folder} has no evaluated round yet; go on with it: polyfed "
-                f"{'compare' if is_comparison else 'resume'} {folder}"
-            )
+            call = comparison.call_to_continue(folder) if is_comparison else f"polyfed resume {folder}"
+            raise UserError(f"{folder} has no evaluated round yet; go on with it: {call}")
         notes += [sentence for path in evaluated_runs for sentence in describe_changed_files_of_run(path)]
         notes += [
             f"{path} has no evaluated round yet and is left out" for path in run_by_path if path not in evaluated_runs
         ]
         if is_comparison:
-            notes.append(f"The comparison is not finished; go on with it: polyfed compare {folder}")
-            groups.append(_unfinished_comparison_group(folder, list(evaluated_runs.values())))
+            notes.append(f"The comparison is not finished; go on with it: {comparison.call_to_continue(folder)}")
+            groups.append(_unfinished_comparison_group(folder, list(evaluated_runs.values()), notes))
         else:
             run_by_folder |= evaluated_runs
     runs_by_question: dict[str, list[RunRecord]] = {}
@@ -319,25 +318,25 @@ def _data_title(config: Mapping[str, Any]) -> str:
     return f"{data.get('name', 'data')}, {name}" + (f" ({parameters_text})" if parameters_text else "")
 
 
-def _unfinished_comparison_group(folder: Path, runs: Sequence[RunRecord]) -> RunGroup:
-    """Builds the group of an unfinished comparison from the runs that exist so far."""
+def _unfinished_comparison_group(folder: Path, runs: Sequence[RunRecord], notes: list[str]) -> RunGroup:
+    """Builds the group of an unfinished comparison, and appends a note on what it shows: of finished runs those of the seeds
+    that all their methods have, since others cannot be compared; all runs if there is no such seed."""
     description = comparison.read_description(folder)
     runs_by_label: dict[str, list[RunRecord]] = {}
-    for run in runs:
+    for run in [run for run in runs if run.rounds_done >= run.planned_rounds] or runs:
         runs_by_label.setdefault(run.folder.parent.name if run.folder else run.method, []).append(run)
+    seeds = set.intersection(*({run.seed for run in label_runs} for label_runs in runs_by_label.values()))
+    if seeds:
+        notes.append(f"The scores are of the seeds that each method below has: {join_with_and(sorted(seeds))}.")
     methods = [
-        MethodRuns(label, tuple(sorted(label_runs, key=lambda run: run.seed)), {})
+        MethodRuns(
+            label, tuple(r for r in sorted(label_runs, key=lambda r: r.seed) if not seeds or r.seed in seeds), {}
+        )
         for label, label_runs in runs_by_label.items()
     ]
     methods.sort(key=lambda line: line.label == description.get("reference"))
-    return RunGroup(
-        str(description.get("title", folder.name)),
-        runs[0].score_format,
-        bool(description.get("same_clients")),
-        tuple(methods),
-        {},
-        description.get("reference"),
-    )
+    title, same_clients = str(description.get("title", folder.name)), bool(description.get("same_clients"))
+    return RunGroup(title, runs[0].score_format, same_clients, tuple(methods), {}, description.get("reference"))
 
 
 def _finished_comparison_group(folder: Path, notes: list[str]) -> RunGroup:

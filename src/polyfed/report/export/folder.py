@@ -21,6 +21,7 @@ from polyfed.core.io.atomic_files import (
     open_file_for_overwrite,
     read_file,
 )
+from polyfed.core.io.keyword_names import suggest_keywords
 from polyfed.core.io.trusted_code import is_code_trusted
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.machine.package_versions import package_versions
@@ -63,6 +64,7 @@ class ExportedSignature(TypedDict):
     reading: dict[str, Any]
 
 
+@suggest_keywords
 def export_model(
     run: Run | str | Path,
     client: str | None,

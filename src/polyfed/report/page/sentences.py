@@ -59,7 +59,9 @@ def result_summary_sentences(run_group: RunGroup) -> list[str]:
     if run_group.comparison_results:
         sentences += [end_with_period(text) for text in run_group.comparison_results.get("verdicts", ())]
     elif local_method is None:
-        sentences.append("Training alone was not run, so that nothing can be said of gains: add --baselines [local].")
+        is_from_python = "data" not in run_group.methods[0].runs[0].config
+        cure = "compare with polyfed.compare(clients, ...)" if is_from_python else "add --baselines [local]"
+        sentences.append(f"Training alone was not run, so that nothing can be said of gains: {cure}.")
     else:
         ranked = sorted((x for x in scored_methods if x is not local_method), key=run_group.ranking_key, reverse=True)
         sentences += [text for method in ranked[:_NAMED] if (text := _gain_sentence(run_group, method))]
@@ -153,7 +155,10 @@ def _unfinished_sentences(run_group: RunGroup) -> list[str]:
         for run in method.runs:
             seed = f", seed {run.seed}" if len(run_group.seeds) > 1 else ""
             if run.rounds_done < run.planned_rounds and not run_group.comparison_results:
-                hint = f": polyfed resume {run.folder}" if run.folder else ""
+                call = f"polyfed resume {run.folder}"
+                if "data" not in run.config:
+                    call = f"polyfed.resume({str(run.folder)!r}, clients=...)"
+                hint = f": {call}" if run.folder else ""
                 sentences.append(
                     f"{method.label}{seed} has {run.rounds_done} of {run.planned_rounds} rounds and can go on{hint}."
                 )

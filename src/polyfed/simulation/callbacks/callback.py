@@ -2,11 +2,13 @@
 
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any, final
 
 import numpy as np
 
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.keyword_names import check_can_be_called
 
 RecordFunction = Callable[[Mapping[str, Any]], Any]
 """A function of a round's record, the object that `metrics.jsonl` gets."""
@@ -96,7 +98,8 @@ def validate_callbacks(callbacks: Any) -> tuple[Callback, ...]:
     """Returns the callbacks that a user gave as a tuple of `Callback` objects.
 
     Raises:
-        UserError: `callbacks` is not a list, or an entry is neither an object of a subclass of `Callback` nor a function.
+        UserError: `callbacks` is not a list, or an entry is neither an object of a subclass of `Callback` nor a function, or
+            it takes other arguments than it is called with.
 
     >>> [name_of_callback(callback) for callback in validate_callbacks([print])]
     ['print']
@@ -110,5 +113,22 @@ def validate_callbacks(callbacks: Any) -> tuple[Callback, ...]:
         if isinstance(callback, type) or not (isinstance(callback, Callback) or callable(callback)):
             cure = "a class; give an object of it" if isinstance(callback, type) else "which is neither"
             raise UserError(f"{rule}, got {callback!r}, {cure}")
+        if isinstance(callback, Callback):
+            _check_hooks(callback)
+        else:
+            check_can_be_called(callback, 1, "a callback is called with one argument, the record of a round")
         listed.append(callback if isinstance(callback, Callback) else FunctionCallback(callback))
     return tuple(listed)
+
+
+def _check_hooks(callback: Callback) -> None:
+    """Raises a `UserError` if a callback has a method `on_...` that is no hook, or a hook with other arguments."""
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in dir(callback):
+        if name.startswith("on_") and name not in hooks and callable(getattr(callback, name)):
+            raise UserError(f"{name_of_callback(callback)} has a method {name!r}, and no such hook is ever called; "
+                            f"{did_you_mean(name, hooks)}")  # fmt: skip
+    for name in hooks:
+        arguments = list(signature(getattr(Callback, name)).parameters)[1:]
+        rule = f"the hook is called as {name}({', '.join(arguments)})"
+        check_can_be_called(getattr(callback, name), len(arguments), rule)

@@ -66,8 +66,9 @@ class Run:
         # one line, and nothing of the data
         federation = self.federation
         score = federation.metrics[0].name
-        mean = self.history[-1]["summary"].get(score, {}).get("mean") if self.history else None
-        scored = "not evaluated" if mean is None else f"{score} {mean:.3g}"
+        summary = self.history[-1]["summary"] if self.history else {}
+        mean = summary.get(score, {}).get("mean")
+        scored = f"{score} {mean:.3g}" if mean is not None else f"{score} not defined" if summary else "not evaluated"
         sample = self.history[-1].get("evaluated") if self.history else None
         evaluated = "" if sample is None else f" ({sample['clients']} evaluated)"
         return (

@@ -128,7 +128,7 @@ class SavedRun:
             if build is None and stored is None:
                 raise UserError(
                     f"the network of {client!r} was built by a function in Python, which is not in {self.out}; give it: "
-                    f"model({client!r}, build=MyNetwork)"
+                    "build=MyNetwork"
                 )
             factory = build or spec_from_signature(stored)  # type: ignore[arg-type]
             network = wrap_network_if_method_wraps(method, build_module(factory, seed=0), weights)

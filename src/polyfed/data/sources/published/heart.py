@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.validation import build_dataclass, check_field_types
 from polyfed.data.formats.files import Table
 from polyfed.data.partitioning.split import Split
@@ -101,6 +102,9 @@ def heart(
     >>> [(part.id, len(part.train)) for part in sites.client_data]
     [('Cleveland', 167), ('Hungary', 162), ('Switzerland', 68), ('VA', 110)]
     """
+    for name in options.keys() - Heart.__dataclass_fields__.keys():
+        choices = [*Heart.__dataclass_fields__, *(heart.__kwdefaults__ or ())]
+        raise UserError(f"heart has no option {name!r}; {did_you_mean(name, choices)}")
     pool = build_dataclass(Heart, options, "heart").load()
     split = Split(test_fraction=test_fraction, val_fraction=val_fraction, public_fraction=public_fraction)
     return divide_by_site(pool, SITE, split, seed)

@@ -73,6 +73,8 @@ def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[i
                 f"{client_name}: its network's output has no gradient, so that nothing can be trained; take detach(), "
                 "torch.no_grad() and conversions to numpy out of forward, and let the output depend on trained parameters"
             )
+        if not training:
+            _warn_of_probabilities(output, client_name)
         shapes.append(tuple(output.shape[1:]))
     if shapes[0] != shapes[1]:
         raise UserError(
@@ -86,6 +88,17 @@ def _describe_tensors(module: nn.Module) -> dict[str, tuple[tuple[int, ...], boo
     """Returns {name: (shape, whether it is trained)} for the tensors of a network's state dict."""
     state = module.state_dict(keep_vars=True)
     return {name: (tuple(t.shape), t.requires_grad) for name, t in state.items() if isinstance(t, Tensor)}
+
+
+def _warn_of_probabilities(outputs: Tensor, client_name: str) -> None:
+    """Warns of a network that ends in a softmax: the loss takes one itself, so that such a network hardly learns."""
+    if outputs.dim() == 2 and outputs.shape[1] > 1 and outputs.min() >= 0 and ((outputs.sum(1) - 1).abs() < 1e-5).all():
+        warnings.warn(
+            f"{client_name}: its network returns probabilities (each row is positive and sums to 1), and losses and metrics "
+            "take logits; leave the softmax at its end out",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def check_finite_weights(module: nn.Module, client_name: str) -> None:
@@ -167,7 +180,10 @@ def _failure_message(module: nn.Module, x: Any, error: Exception, training: bool
             "convert the inputs, x.float() of a tensor or x.astype('float32') of an array"
             + (", or the network, model.double()" if torch.float64 in odd_dtypes else "")
         )
-    return f"its network fails on {_describe_batch(x)}{_mode_suffix(training)}: {type(error).__name__}: {error}"
+    return (
+        f"its network fails on {_describe_batch(x)}{_mode_suffix(training)}: {type(error).__name__}: {error}; change its "
+        "layers or the inputs"
+    )
 
 
 def _describe_batch(x: Any) -> str:

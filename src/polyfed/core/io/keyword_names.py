@@ -1,0 +1,112 @@
+"""Checks the arguments of calls: suggests the right keyword where a call has a wrong one, and refuses a user's function that
+takes other arguments than it is called with.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any, TypeVar
+
+from polyfed.core.errors import UserError, did_you_mean
+
+OTHER_NAMES = {
+    "learning_rate": "lr", "epochs": "local_epochs", "num_epochs": "local_epochs", "steps": "local_steps",
+    "bs": "batch_size", "batchsize": "batch_size", "weightdecay": "weight_decay", "optim": "optimizer",
+    "num_clients": "clients",
+}  # fmt: skip
+"""Name that a field has elsewhere -> its name here, for suggestions."""
+
+_OTHER_ARGUMENTS = OTHER_NAMES | {
+    "name": "id", "net": "model", "network": "model", "valid": "val", "validation": "val", "inputs": "x", "labels": "y",
+    "targets": "y", "output_dir": "out", "save_dir": "out", "random_state": "seed", "verbose": "progress", "cv": "folds",
+    "strategy": "algorithm", "fraction_fit": "clients_per_round", "fraction_train": "clients_per_round",
+    "epsilon": "target_epsilon", "clip": "max_grad_norm",
+}  # fmt: skip
+
+_FIELDS_OF_METHODS = frozenset(
+    {"lr", "batch_size", "local_epochs", "local_steps", "optimizer", "momentum", "weight_decay"}
+)
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+
+def suggest_keywords(target: Target) -> Target:
+    """Makes a function, or a class, raise a `TypeError` that suggests the right keyword if it is called with a wrong one.
+
+    >>> @suggest_keywords
+    ... def score(outputs, *, metrics=()): ...
+    >>> score([], metric="auc")
+    Traceback (most recent call last):
+    TypeError: score() has no argument 'metric'; did you mean metrics? Choices: metrics, outputs
+    """
+    if isinstance(target, type):
+        target.__init__ = _check_each_call(target.__init__, target.__name__)  # type: ignore[misc]
+        return target
+    checked: Target = _check_each_call(target, target.__name__)
+    return checked
+
+
+def _check_each_call(function: Any, name: str) -> Any:
+    arguments = signature(function).parameters
+    keywords = [key for key in arguments if key != "self"]
+    by_position = [key for key in arguments if arguments[key].kind is not Parameter.KEYWORD_ONLY]
+    others = ", ".join(f"{key}=..." for key in keywords[len(by_position) :][:3])
+
+    @wraps(function)
+    def call(*values: Any, **named: Any) -> Any:
+        check_keyword_names(named, keywords, f"{name}() has no argument", _OTHER_ARGUMENTS, f"help(polyfed.{name})")
+        if others and len(values) > len(by_position):
+            raise TypeError(f"{name}() takes {', '.join(by_position)} by position, and all others by name, as {others}")
+        return function(*values, **named)
+
+    return call
+
+
+def check_keyword_names(
+    named: Iterable[str],
+    choices: Iterable[str],
+    complaint: str,
+    other_names: dict[str, str] = OTHER_NAMES,
+    listing: str = "",
+) -> None:
+    """Raises a `TypeError` with the nearest of `choices` if a name of a call is none of them.
+
+    Args:
+        named: the names in the call.
+        choices: the names that there are.
+        complaint: the beginning of the error, up to the name.
+        other_names: the name that something has elsewhere -> its name here.
+        listing: what lists the choices, if they are many.
+    """
+    choices = set(choices)
+    for name in named:
+        if name not in choices:
+            other = other_names.get(name, name)
+            if other in _FIELDS_OF_METHODS and "rounds" in choices:
+                hint = f"it is a field of the method: polyfed.algorithms.FedAvg({other}=...)"
+            else:
+                hint = f"did you mean {other}?" if other in choices else did_you_mean(name, choices, listing)
+            raise TypeError(f"{complaint} {name!r}; {hint}")
+
+
+def check_can_be_called(function: Callable[..., Any], num_arguments: int, rule: str) -> None:
+    """Raises a `UserError` if a user's function cannot be called with so many arguments by position.
+
+    Args:
+        function: any callable; one whose signature Python does not know passes.
+        num_arguments: how many it gets.
+        rule: the error's first half, which says how it is called.
+
+    >>> check_can_be_called(lambda: None, 1, "a callback is called with the record of a round")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: a callback is called with the record of a round, and <lambda>() cannot be called so
+    """
+    try:
+        arguments = signature(function)
+    except (TypeError, ValueError):  # some of those that are written in C
+        return
+    try:
+        arguments.bind(*[None] * num_arguments)
+    except TypeError:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise UserError(f"{rule}, and {name.rpartition('<locals>.')[2]}{arguments} cannot be called so") from None

@@ -1,0 +1,45 @@
+"""The page of a comparison that was stopped shows only what can be compared."""
+
+import pytest
+
+from polyfed.core.errors import UserError
+from polyfed.report.data.run_groups import read_run_groups
+from polyfed.report.page_file import write_page_of
+
+DESCRIPTION = "title: mine\nsame_clients: true\nreference: local\n"
+EXPERIMENT = "experiment: {config: {}, methods: {}, same_data: false, resplit: null, references: false}\n"
+
+
+def test_a_comparison_that_was_stopped(write_run, tmp_path):
+    (tmp_path / "comparison.yaml").write_text(DESCRIPTION + EXPERIMENT)
+    with pytest.raises(UserError, match="no evaluated round yet; go on with it: polyfed compare"):
+        read_run_groups([tmp_path])
+    for seed in (0, 1):  # their configurations may differ: seed 1 does not deal the data of seed 0
+        data = {"name": f"data-{seed}"}
+        write_run(tmp_path / f"local/seed-{seed}", "local", {"x": [0.5]}, seed=seed, data=data)
+        write_run(tmp_path / f"mine/seed-{seed}", "fedavg", {"x": [0.6 + seed / 10]}, seed=seed, data=data)
+    write_run(tmp_path / "other/seed-0", "fedprox", {})
+    ((setting,), notes) = read_run_groups([tmp_path])
+    assert [line.label for line in setting.methods] == ["mine", "local"]
+    (gain,) = setting.gains_over_local(setting.methods[0])
+    assert (gain.client, round(gain.mean, 9), round(gain.high, 9)) == ("x", 0.15, 0.2)
+    assert notes[0] == f"{tmp_path / 'other/seed-0'} has no evaluated round yet and is left out"
+    assert notes[1] == f"The comparison is not finished; go on with it: polyfed compare {tmp_path}"
+    assert all(note in write_page_of(tmp_path, None).read_text(encoding="utf-8") for note in notes)
+
+
+def test_runs_that_cannot_be_compared_are_left_out(write_run, tmp_path):
+    """A run at an earlier round, and a seed that not all methods have, would be compared with other rounds and seeds."""
+    (tmp_path / "comparison.yaml").write_text(DESCRIPTION)
+    for seed in (0, 1):
+        write_run(tmp_path / f"local/seed-{seed}", "local", {"x": [0.5]}, seed=seed)
+        write_run(tmp_path / f"mine/seed-{seed}", "fedavg", {"x": [0.6]}, seed=seed)
+    write_run(tmp_path / "late/seed-0", "fedprox", {"x": [0.9]}, wanted=3)
+    write_run(tmp_path / "mine/seed-2", "fedavg", {"x": [0.9]}, seed=2)
+    ((setting,), notes) = read_run_groups([tmp_path])
+    seeds_by_label = {method.label: [run.seed for run in method.runs] for method in setting.methods}
+    assert seeds_by_label == {"mine": [0, 1], "local": [0, 1]}
+    assert notes[-2:] == [
+        f"The comparison is not finished; go on with it: polyfed.compare(clients, ..., out={str(tmp_path)!r})",
+        "The scores are of the seeds that each method below has: 0 and 1.",
+    ]
