@@ -10,6 +10,8 @@ import polyfed as pf
 from polyfed.cli.commands.compare.answer_lines import print_answers
 from polyfed.cli.commands.results.show_command import show_directory
 from polyfed.cli.main import main
+from polyfed.comparison.storage.comparison_directory import Comparison
+from polyfed.core.errors import keep_advice_for_python, keep_advice_for_terminal
 from polyfed.testing import small_clients
 
 WORDS = {"tune": "none", "references": False, "parallel": 1, "quiet": True}
@@ -55,6 +57,13 @@ def test_answers_are_ordered_and_the_next_commands_stand_last():
     ]
 
 
+def test_an_answer_is_one_line_of_a_log():
+    rows = [answer("a", "join", 0.03, [0.01, 0.05]) | {"method": "m" * 70}]
+    assert f"{'m' * 70} +3.0 [+1.0, +5.0] over local" in printed(results(rows))
+    assert len(printed(results(rows)).splitlines()) == 5
+    assert len(printed(results(rows), force_terminal=True).splitlines()) > 5
+
+
 def test_many_sites_are_counted():
     lines = printed(results([answer(f"s{k:02}", "join", 0.01 * k, [0.001, 0.5]) for k in range(30)])).splitlines()
     assert len(lines) == 13
@@ -91,3 +100,17 @@ def test_report_and_compare_have_one_scale(comparison, capsys):
     assert f"{100 * mean:.1f} %" in capsys.readouterr().out
     assert main(["show", str(comparison.out)]) == 0
     assert f"{100 * mean:.1f}" in capsys.readouterr().out
+
+
+def test_advice_names_the_option_here_and_the_argument_in_python():
+    advice = (
+        "The best value was at the edge: lr of fed. Try values beyond (tune={'lr': [...]}, --tune lr=VALUE,VALUE,...)."
+    )
+    results = {"warnings": [advice], "mean_answer": None, "verdicts": []}
+    console = Console(file=io.StringIO(), width=60)
+    print_answers(results, None, console)
+    assert console.file.getvalue().strip().endswith("Try values beyond (--tune lr=VALUE,VALUE,...).")
+    assert str(Comparison(results)).endswith("Try values beyond (tune={'lr': [...]}).")
+    spaced = "leave it out (drop='mean radius', --data.drop 'mean radius'), or give group=... (--data.group)"
+    assert keep_advice_for_python(spaced) == "leave it out (drop='mean radius'), or give group=..."
+    assert keep_advice_for_terminal(spaced) == "leave it out (--data.drop 'mean radius'), or give --data.group"

@@ -259,7 +259,7 @@ def test_data_that_are_missing_or_malformed(here, refused):
     assert "is not a complete IDX file" in refused("run", "--data", "mnist", "--data.path", "folder")
     (here / "no.npz").write_text("1,2")
     assert "cannot read 'no.npz' (it is not an .npz file" in refused("run", "--data", "npz", "--data.path", "no.npz")
-    assert "give path=... (--data.path) with an .npz file" in refused("run", "--data", "npz")
+    assert "give --data.path with an .npz file" in refused("run", "--data", "npz")
     assert "x.xlsx is a spreadsheet; save its sheet as CSV" in refused("run", "x.xlsx")
     (here / "no.parquet").write_text("1,2")
     assert "cannot be read as Parquet" in refused("run", "--data", "parquet", "--data.path", "no.parquet")
@@ -295,14 +295,18 @@ def test_an_empty_client():
 def test_an_output_directory_that_cannot_be_used(here, refused):
     (here / "full").mkdir()
     (here / "full/file").write_text("precious")
-    assert refused("run", "--out", "full") == "the run directory full is not empty; choose another out=... (--out)"
-    assert refused("run", "--out", "full/file").startswith("the run directory full/file is a file; choose another out=")
+    assert refused("run", "--out", "full") == "the run directory full is not empty; choose another --out"
+    assert refused("run", "--out", "full/file").startswith(
+        "the run directory full/file is a file; choose another --out"
+    )
     sentence = refused("run", "--out", "full/file/below")
-    assert sentence.startswith("cannot write to the run directory full/file/below: Not a directory; choose another out")
+    assert sentence.startswith(
+        "cannot write to the run directory full/file/below: Not a directory; choose another --out"
+    )
     assert "cannot write to the run directory /proc/nothing" in refused("run", "--out", "/proc/nothing")
     assert "cannot write to the run directory" in refused("run", "--out", "n" * 300)
     (here / "full/config.yaml").write_text("rounds: 1")
-    assert "continue it with `polyfed resume full` or choose another out=... (--out)" in refused("run", "--out", "full")
+    assert "continue it with `polyfed resume full` or choose another --out" in refused("run", "--out", "full")
     assert (here / "full/file").read_text() == "precious"
 
 

@@ -196,7 +196,7 @@ def write_comparison(write_run, write_predictions, comparison_of):
                             "sentence": f"{site}: words of {site}"})  # fmt: skip
         mean = {"client": None, "answer": "join", "method": "fedavg", "gain": 0.03, "interval": [0.01, 0.05],
                 "test_examples": sum(sites.values()),
-                "sentence": "mean over clients: join with fedavg: 0.010 to 0.050 of AUC better"}  # fmt: skip
+                "sentence": "mean over clients: join with fedavg: 0.010 to 0.050 better in AUC"}  # fmt: skip
         new = {"score": "auc", "score_label": "AUC", "score_unit": "", "higher_is_better": True, "answers": answers,
                "mean_answer": mean, "covers": ["The gain is what is expected on new examples of the site.",
                "It does not cover a change of patients or of devices."],

@@ -45,7 +45,7 @@ def infer_table_task(names: Sequence[str], numbers: Mapping[str, NDArray[Any]] |
         return Regression()
     if (different := len(np.unique(column))) > _MOST_CLASSES:
         raise UserError(
-            f"target {names[0]!r} has {different} different whole numbers: give task='regression' (--data.task) if they are "
-            "amounts, or 'classification' if they are classes"
+            f"target {names[0]!r} has {different} different whole numbers: give task='regression' (--data.task regression) "
+            "if they are amounts, or 'classification' if they are classes"
         )
     return Classification()

@@ -83,6 +83,37 @@ def test_lines_for_a_log(capsys):
     assert "\x1b" not in second
 
 
+def test_a_log_of_a_comparison_is_short(capsys, clock):
+    display = RunLines()
+    display.set_expected_runs(15, 15)
+    for kind in (True, False):
+        display.announce_runs([f"run {k}" for k in range(15)], 0, 1, is_search=kind)
+        for k in range(15):
+            display.finish_run(k, failed=k == 7 and not kind)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("(")[2].partition(" ")[0] for line in lines] == ["6", "12", "18", "23", "24", "30"]
+    assert [line for line in lines if "failed" in line] == ["run 7: failed (23 of 30 runs, 0 s left)"]
+    display.show_stage("simple models", 5)
+    for k in range(5):
+        display.finish_step(f"simple models: done ({k + 1} of 5 splits)")
+    assert capsys.readouterr().err == "simple models: done (5 of 5 splits)\n"
+
+
+def test_a_log_of_a_long_comparison_has_a_line_a_minute(capsys, clock):
+    display = RunLines()
+    display.set_expected_runs(100, 0)
+    display.announce_runs([f"run {k}" for k in range(100)], 0, 1, is_search=False)
+    for k in range(10):
+        clock[0] += 61 if k % 3 == 0 else 1
+        display.finish_run(k, failed=False)
+    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "run 0",
+        "run 3",
+        "run 6",
+        "run 9",
+    ]
+
+
 def test_a_bar_shows_runs_time_left_and_the_runs_that_go_on(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)

@@ -19,7 +19,7 @@ SITES = {"north": 60, "south": 50, "St. Mary's <b>": 40}
 def test_an_answer_has_the_words_of_the_comparison_without_site_and_answer():
     for kind, sentence, words in (
         ("join", "x: join with fedavg: 4.1 to 6.0 points better", "with fedavg: 4.1 to 6.0 points better."),
-        ("stay", "x: stay alone: fedavg is 0.010 of AUC worse.", "fedavg is 0.010 of AUC worse."),
+        ("stay", "x: stay alone: fedavg is 0.010 worse in AUC.", "fedavg is 0.010 worse in AUC."),
         ("undecided", "x: not decided: 6 test examples are too few", "6 test examples are too few."),
         ("undecided", "", "there is no interval."),
         (
@@ -72,7 +72,7 @@ def test_each_site_has_a_line_and_no_test_stands_above_the_details(page):
     assert "1 of 3 sites should join with fedavg; 1 should stay alone; 1 is not decided." in top
     assert all(f"words of {site}." in top for site in ("north", "south"))
     parts = ("1 of 3 sites", "Before you rely on this", "tune none", 'class="answers"', "Mean over sites:",
-             "Join with fedavg: 0.010 to 0.050 of AUC better.", "<table>", "It does not cover a change")  # fmt: skip
+             "Join with fedavg: 0.010 to 0.050 better in AUC.", "<table>", "It does not cover a change")  # fmt: skip
     order = [top.index(part) for part in parts]
     assert order == sorted(order)
     assert "fedprox failed and is not compared" in top
@@ -94,14 +94,14 @@ def test_simple_models_stand_among_the_methods_by_their_score(page):
     told = {"sentence": "Trees.", "alone": True, "scores": dict.fromkeys(SITES, 0.99), "mean": 0.99, "gain": 0.05,
             "gain_interval": [0.02, 0.08], "interval": [0.97, 1.0]}  # fmt: skip
     references = {"gradient_boosting": told, "pooled": {"sentence": "Pooled.", "scores": {}, "mean": 1.0}}
-    verdict = "mean over clients: gradient boosting alone is 0.020 to 0.080 of AUC better than training alone"
+    verdict = "mean over clients: gradient boosting alone is 0.020 to 0.080 better in AUC than training alone"
     top, _ = page(references=references, verdicts=[verdict])
     assert "<h1>Join, or train alone? Mine</h1>" in top
     rows = re.findall(r"<tr><t[dh][^>]*>([^<]+)</t[dh]>", top[top.index("Best first") :])
     assert rows[:2] == ["method", "gradient boosting (alone)"]
     assert "pooled (all data in one place, for reference)" in rows
     assert "+0.020 to +0.080" in top
-    assert "Mean over sites: gradient boosting alone is 0.020 to 0.080 of AUC better than training alone." in top
+    assert "Mean over sites: gradient boosting alone is 0.020 to 0.080 better in AUC than training alone." in top
 
 
 def test_the_pooled_curve_looks_like_no_verdict(page):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, final
 
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError, did_you_mean, keep_advice_for_terminal
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.core.io.validation import parse_yaml
@@ -246,10 +246,14 @@ def put_metric_names_in_brackets(argv: Sequence[str]) -> list[str]:
 
 def print_error_and_return_status(message: object, status: int) -> int:
     """Prints an error as one sentence on standard error, and returns `status`, the exit status of the command."""
-    print(f"polyfed: {sanitise_for_terminal(' '.join(str(message).split()))}", file=sys.stderr)
+    print(f"polyfed: {_one_line(message)}", file=sys.stderr)
     return status
 
 
 def format_warning(message: Warning | str, *_: object, **__: object) -> str:
     """Formats a warning as one line, without the line of source code that Python adds."""
-    return f"polyfed: warning: {sanitise_for_terminal(' '.join(str(message).split()))}\n"
+    return f"polyfed: warning: {_one_line(message)}\n"
+
+
+def _one_line(message: object) -> str:
+    return sanitise_for_terminal(keep_advice_for_terminal(" ".join(str(message).split())))

@@ -9,6 +9,7 @@ import rich.table
 from rich.console import Console
 from rich.text import Text
 
+from polyfed.core.errors import keep_advice_for_terminal
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 
@@ -45,8 +46,12 @@ class PlainTable(rich.table.Table):
 
 
 def print_line(console: Console, sentence: object, style: str = "") -> None:
-    """Prints a line of text literally, in a style of the package `rich`; the terminal may wrap it."""
-    console.print(Text(sanitise_for_terminal(sentence), style), highlight=False, soft_wrap=True)
+    """Prints a line of text literally, in a style of the package `rich`; the terminal may wrap it.
+
+    Where it names an argument of Python and the option that does the same, the option alone is printed.
+    """
+    text = sanitise_for_terminal(keep_advice_for_terminal(str(sentence)))
+    console.print(Text(text, style), highlight=False, soft_wrap=True)
 
 
 def print_json(content: Mapping[str, Any]) -> None:

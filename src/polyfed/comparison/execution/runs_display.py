@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _NOT_STARTED = -1
 _SHOWN_RUNS = 4  # runs that are going on and have a line below the bar
 _BAR_WIDTH = 30
+_LOG_LINES = 5  # of a log about the runs of a comparison that takes no longer than a few minutes
+_SECONDS_BETWEEN_LINES = 60  # after which a log has a line about the next run
 
 
 @final
@@ -167,16 +169,35 @@ class SilentRunsDisplay(RunsDisplay):
 
 @final
 class RunLines(RunsDisplay):
-    """Prints a line on standard error when a run is finished, suitable for a log file."""
+    """Prints a few lines on standard error, suitable for a log file: when a fifth of the runs is finished, when a minute
+    has passed, and for each run that failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_parts_shown, self._last_line = 0, time.monotonic()
 
     def show_finished_run(self, name: str, *, failed: bool) -> None:
-        """Prints how many runs are finished, and the time left."""
+        """Prints how many runs are finished, and the time left, if a line is due."""
+        num_parts = self.num_done * _LOG_LINES // self.num_runs
+        if not failed and num_parts <= self._num_parts_shown and not self._is_line_due(self.num_done == self.num_runs):
+            return
+        self._num_parts_shown = num_parts
         time_left = format_time_left(self.seconds_left()) if self.num_done < self.num_runs else ""
         how_far = f"{self.num_done} of {self.num_runs} runs{', ' if time_left else ''}{time_left}"
         self.say(f"{name}: {'failed' if failed else 'done'} ({how_far})")
 
+    def finish_step(self, sentence: str) -> None:
+        """Counts the step; says so if it is the last one, or if a line is due."""
+        self._num_steps_done += 1
+        if self._is_line_due(self._num_steps_done >= self._num_steps):
+            self.say(sentence)
+
+    def _is_line_due(self, is_last: bool) -> bool:
+        return is_last or time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES
+
     def say(self, sentence: str) -> None:
         """Prints the sentence as a line."""
+        self._last_line = time.monotonic()
         print(sanitise_for_terminal(sentence), file=sys.stderr, flush=True)
 
 

@@ -30,7 +30,7 @@ from polyfed.comparison.statistics.power import (
 )
 from polyfed.comparison.storage.comparison_directory import Comparison
 from polyfed.comparison.tuning import hyperparameter_search
-from polyfed.comparison.verdicts.verdict_sentences import format_difference
+from polyfed.comparison.verdicts.verdict_sentences import format_difference, name_score_of_difference
 from polyfed.core.evaluation.metric import Metric
 from polyfed.data.partitioning.folds import unit_names
 from polyfed.simulation.checks.fingerprints import data_fingerprint
@@ -222,11 +222,12 @@ def _sentences(forecast: Mapping[str, Any], metric: Metric, num_methods: int) ->
     ]
     if not forecast["designs"]:
         return [*sentences, "the pilot gave no interval, so that nothing is known of the gains that can be decided"]
+    scored = name_score_of_difference(metric.unit, metric.label)
     for name, entry in forecast["designs"].items():
-        mean, client = (format_difference(entry[what], metric.unit, metric.label) for what in ("mean", "client"))
+        mean, client = (format_difference(entry[what], metric.unit) for what in ("mean", "client"))
         sentences.append(
-            f"{name} ({entry['runs']} runs of each method): decides a mean gain of {mean}, or a gain of {client} at one "
-            f"client, with a probability of {100 * forecast['power']:.0f} %"
+            f"{name} ({entry['runs']} runs of each method): decides a mean gain of {mean}{scored}, or a gain of {client} "
+            f"at one client, with a probability of {100 * forecast['power']:.0f} %"
         )
     return [*sentences, _advice(forecast["designs"])]
 

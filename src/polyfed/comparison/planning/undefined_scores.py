@@ -51,7 +51,7 @@ def warn_of_undefined_scores(
         return
     metric, task = plan.metrics[0], clients[0].task
     why = task.describe_rarest(0, "", 0)
-    remedies = ["give fewer folds (folds, --folds)"] if plan.folds is not None else []
+    remedies = ["give fewer folds (folds=..., --folds)"] if plan.folds is not None else []
     remedies += ["leave small sites out"]
     if others := sorted(other.name for other in task.metrics if other.per_example is not None):
         remedies.append(f"decide by a score that every example has (metrics, --metrics): {', '.join(others)}")

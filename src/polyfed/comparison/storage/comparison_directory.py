@@ -19,7 +19,7 @@ from polyfed.comparison.storage.continuation import find_first_difference, find_
 from polyfed.comparison.storage.results_schema import ComparisonDescription, results_error
 from polyfed.comparison.verdicts.summary import comparison_html, plot_comparison
 from polyfed.comparison.verdicts.warning_sentences import describe_omissions
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError, did_you_mean, keep_advice_for_python
 from polyfed.core.io.atomic_files import (
     create_private_folder_if_missing,
     expand_user_path,
@@ -82,7 +82,8 @@ class Comparison:
 
     @property
     def _sentences(self) -> list[str]:
-        return list(dict.fromkeys((*self.results.get("warnings", ()), *self.answers)))
+        sentences = (*self.results.get("warnings", ()), *self.answers)
+        return list(dict.fromkeys(map(keep_advice_for_python, sentences)))
 
     def to_frame(self) -> Any:
         """Returns the scores of the comparison as a pandas `DataFrame`.

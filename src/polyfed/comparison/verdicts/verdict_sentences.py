@@ -27,25 +27,33 @@ _FEW = 100  # test examples of a client below which its R² is too uncertain
 _LINES = 40  # clients up to which each undecided one has a sentence of its own
 
 
-def format_difference(value: float, unit: str, label: str) -> str:
+def format_difference(value: float, unit: str) -> str:
     """Formats a difference between two scores without its sign: in percentage points if the scores are shares, else as
-    a number with the score's name.
+    a number.
 
-    >>> (format_difference(-0.041, "%", "accuracy"), format_difference(0.041, "", "AUC"),
-    ...  format_difference(0.0004, "%", "accuracy"))
-    ('4.1 points', '0.041 of AUC', '0.04 points')
+    >>> format_difference(-0.041, "%"), format_difference(0.041, ""), format_difference(0.0004, "%")
+    ('4.1 points', '0.041', '0.04 points')
     """
-    return f"{_rounded(value, unit)} {'points' if unit == '%' else f'of {label}'}"
+    return f"{_rounded(value, unit)}{' points' if unit == '%' else ''}"
 
 
-def format_difference_range(low: float, high: float, unit: str, label: str) -> str:
+def format_difference_range(low: float, high: float, unit: str) -> str:
     """Formats a range between two differences of the same sign, such as "4.1 to 6.0 points".
 
-    >>> format_difference_range(0.041, 0.06, "%", "accuracy"), format_difference_range(-0.06, -0.041, "", "AUC")
-    ('4.1 to 6.0 points', '0.041 to 0.060 of AUC')
+    >>> format_difference_range(0.041, 0.06, "%"), format_difference_range(-0.06, -0.041, "")
+    ('4.1 to 6.0 points', '0.041 to 0.060')
     """
     least, most = sorted((low, high), key=abs)
-    return f"{_rounded(least, unit)} to {format_difference(most, unit, label)}"
+    return f"{_rounded(least, unit)} to {format_difference(most, unit)}"
+
+
+def name_score_of_difference(unit: str, label: str) -> str:
+    """Returns the words that follow a difference and name its score; points need none.
+
+    >>> name_score_of_difference("", "AUC"), name_score_of_difference("%", "accuracy")
+    (' in AUC', '')
+    """
+    return "" if unit == "%" else f" in {label}"
 
 
 def _rounded(value: float, unit: str) -> str:
@@ -56,8 +64,20 @@ def _rounded(value: float, unit: str) -> str:
     return f"{size:.{digits}f}"
 
 
-def _better_or_worse(value: float, unit: str, label: str) -> str:
-    return f"{format_difference(value, unit, label)} {'worse' if value < 0 else 'better'}"
+def _better_or_worse(value: float, unit: str) -> str:
+    return f"{format_difference(value, unit)} {'worse' if value < 0 else 'better'}"
+
+
+def _between(low: float, high: float, unit: str, label: str) -> str:
+    """Formats an interval of a gain.
+
+    >>> _between(-0.11, 0.036, "", "C-index"), _between(-0.2, -0.1, "%", "accuracy")
+    ('between 0.110 worse and 0.036 better in C-index', 'between 10.0 and 20.0 points worse')
+    """
+    least, most = sorted((low, high), key=abs) if low * high > 0 else (low, high)
+    first = _rounded(least, unit) if low * high > 0 else _better_or_worse(least, unit)
+    words = f"{first} and {_better_or_worse(most, unit)}"
+    return f"between {words}{name_score_of_difference(unit, label)}"
 
 
 def decide_whether_to_join(gain: float | None, interval: Sequence[float] | None, may_decide: bool) -> str:
@@ -159,25 +179,26 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
             few = f"{leader} has no {label} there"
         why = why_not or (few if content["predictions"] else "no predictions were kept")
         return f"{subject}: {first}not decided: {why} ({basis})"
-    rests = f"(best estimate {_better_or_worse(row['gain'], unit, label)}; {basis})"
-    much = format_difference_range(interval[0], interval[1], unit, label)
+    rests = f"(best estimate {_better_or_worse(row['gain'], unit)}; {basis})"
+    much, scored = format_difference_range(interval[0], interval[1], unit), name_score_of_difference(unit, label)
     if row["answer"] == "join":
         than = (
             f"the best that {'they have' if row['client'] is None else 'it has'} alone, {rival},"
             if is_simple_model
             else rival
         )
-        return f"{subject}: join with {leader}: {much} better than {than} on new examples {rests}"
+        return f"{subject}: join with {leader}: {much} better{scored} than {than} on new examples {rests}"
     if row["answer"] == "stay" and is_simple_model:
-        return f"{subject}: stay alone with {rival.removesuffix(' alone')}: {leader} is {much} worse on new examples {rests}"
+        model = rival.removesuffix(" alone")
+        return f"{subject}: stay alone with {model}: {leader} is {much} worse{scored} on new examples {rests}"
     if row["answer"] == "stay":
-        return f"{subject}: stay alone: {leader} is {much} worse than {rival} on new examples {rests}"
+        return f"{subject}: stay alone: {leader} is {much} worse{scored} than {rival} on new examples {rests}"
     because = f"; {why_not}" if why_not else ""
     if _is_too_wide(interval, content):
         splits = "" if content["same_clients"] and not content["resplit"] else f"{len(content['seeds'])} splits of "
         return f"{subject}: {first}not decided: {splits}{basis}{',' if ',' in basis else ''} cannot answer{because}"
-    low, high = (_better_or_worse(end, unit, label) for end in interval)
-    return f"{subject}: {first}not decided: {leader} is between {low} and {high} than {rival} {rests}{because}"
+    between = _between(interval[0], interval[1], unit, label)
+    return f"{subject}: {first}not decided: {leader} is {between} than {rival} {rests}{because}"
 
 
 def _is_too_wide(interval: Sequence[float], content: Mapping[str, Any]) -> bool:
@@ -235,17 +256,16 @@ def _simple_model_sentences(content: Mapping[str, Any]) -> list[str]:
     gain, ends = with_gain[name]["gain"], with_gain[name].get("gain_interval")
     unit, label = content["score_unit"], content["score_label"]
     rival, network = describe_local_alternative(name, None, content["task"]), "training alone"
-    estimate = f"(best estimate {_better_or_worse(gain, unit, label)})"
+    estimate = f"(best estimate {_better_or_worse(gain, unit)})"
     if ends is None or _is_too_wide(ends, content):
         return [f"mean over clients: whether {rival} is better than {network} is not decided {estimate}"]
     if ends[0] > 0 or ends[1] < 0:
         side = "better" if ends[0] > 0 else "worse"
         return [
-            f"mean over clients: {rival} is {format_difference_range(ends[0], ends[1], unit, label)} {side} than "
-            f"{network} {estimate}"
+            f"mean over clients: {rival} is {format_difference_range(ends[0], ends[1], unit)} {side}"
+            f"{name_score_of_difference(unit, label)} than {network} {estimate}"
         ]
-    low, high = (_better_or_worse(end, unit, label) for end in ends)
-    return [f"mean over clients: {rival} is between {low} and {high} than {network} {estimate}"]
+    return [f"mean over clients: {rival} is {_between(ends[0], ends[1], unit, label)} than {network} {estimate}"]
 
 
 def describe_result_scope(content: Mapping[str, Any]) -> list[str]:
@@ -260,8 +280,8 @@ def _alternatives_sentences(content: Mapping[str, Any]) -> list[str]:
     if content["reference"] is None:
         return []
     if not names:
-        return ["The answers compare with training alone only: no simple models of each site were fitted (--no-references, "
-                "references=False)."]  # fmt: skip
+        return ["The answers compare with training alone only: no simple models of each site were fitted "
+                "(references=False, --no-references)."]  # fmt: skip
     models = ", ".join(describe_local_alternative(name, None, content["task"]) for name in names)
     rule = (
         f"A site is told to join only if the method beats everything it has alone: training alone, {models}. The gain is "

@@ -80,6 +80,7 @@ def warning_sentences(content: Mapping[str, Any], data_warnings: Sequence[str], 
         sentences.append(f"Not converged within this budget: {', '.join(not_converged)}.")
     if content["tuning"] is not None and (edge := content["tuning"].get("edge")):
         sentences.append(
-            f"The best value was at the edge of what was tried: {', '.join(edge)}. Try values beyond (tune=..., --tune)."
+            f"The best value was at the edge of what was tried: {', '.join(edge)}. Try values beyond "
+            "(tune={'lr': [...]}, --tune lr=VALUE,VALUE,...)."
         )
     return sentences + describe_omissions(content)

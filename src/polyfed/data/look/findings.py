@@ -6,6 +6,7 @@ One finding is about one column, and names all of its sites, so that a hundred s
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from shlex import quote
 from typing import Any, Literal, final
 
 from polyfed.core.io.number_format import join_first_and_count_rest
@@ -180,7 +181,7 @@ class _NumberColumn:
             yield SiteDifferenceFinding(
                 "empty", self._name, tuple(empty), f"{self._name} is empty or nearly so at {_list_sites(empty)}",
                 f"there it is a constant, and a common network learns it from the other sites alone; leave it out "
-                f"(drop={self._name!r}, --data.drop {self._name}), or let sites have networks of their own{refusal}",
+                f"(drop={self._name!r}, --data.drop {quote(self._name)}), or let sites have networks of their own{refusal}",
             )  # fmt: skip
         if often:
             yield SiteDifferenceFinding(
@@ -336,7 +337,7 @@ def _find_in_features(
         yield SiteDifferenceFinding(
             "empty", name, tuple(empty), f"{name} is empty or nearly so at {_list_sites(empty)}",
             "there it is a constant, and a common network learns it from the other sites alone; leave it out "
-            f"(drop={name!r}, --data.drop {name}), or let sites have networks of their own",
+            f"(drop={name!r}, --data.drop {quote(name)}), or let sites have networks of their own",
         )  # fmt: skip
     values_by_site = {site: [value for value in values if counts[site][value] != 0] for site in filled}
     only_value = {
@@ -348,7 +349,7 @@ def _find_in_features(
             f"{name} has one value only at {len(only_value)} of {len(filled)} sites: "
             f"{_list_sites({site: repr(value) for site, value in only_value.items()})}",
             "it says which site a row is from rather than something about the row: such a site cannot learn what it means; "
-            f"leave it out (drop={name!r}, --data.drop {name}), or compare with and without it",
+            f"leave it out (drop={name!r}, --data.drop {quote(name)}), or compare with and without it",
         )  # fmt: skip
         return
     lacking_sites: dict[str, list[str]] = {}

@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Sequence
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -52,16 +53,18 @@ def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column
 
     kind = column_as_arrow_array(table, name).type
     if is_empty_non_numeric_column(table, name):
-        raise UserError(f"column {name!r} has no value in any row; leave it out: drop={name!r}, --data.drop {name}")
+        raise UserError(
+            f"column {name!r} has no value in any row; leave it out: drop={name!r}, --data.drop {quote(name)}"
+        )
     if kinds.is_temporal(kind):
         raise UserError(
             f"column {name!r} holds dates or times: make numbers of them before, such as an age or days since admission, or "
-            f"leave it out: drop={name!r}, --data.drop {name}"
+            f"leave it out: drop={name!r}, --data.drop {quote(name)}"
         )
     if not (is_numeric_type(kind) or is_text_type(kind)):
         raise UserError(
             f"column {name!r} holds values of type {kind}, which is neither number nor text; leave it out: drop={name!r}, "
-            f"--data.drop {name}"
+            f"--data.drop {quote(name)}"
         )
     if not as_categories and is_numeric_column(table, name):
         cells = column_as_numbers(table, name)
@@ -90,7 +93,7 @@ def _reason_not_categorical(column: NDArray[Any], name: str) -> str:
     """
     rows = [row for row, value in enumerate(column.tolist()) if value is not None]
     present = [str(column[row]) for row in rows]
-    cure = f"leave it out (drop={name!r}, --data.drop {name}), or make numbers of it before"
+    cure = f"leave it out (drop={name!r}, --data.drop {quote(name)}), or make numbers of it before"
     if all(_DATE.fullmatch(value) for value in present[:100]):
         return f"column {name!r} holds dates: {cure}, such as an age or days since admission"
     odd = [row for row, value in zip(rows, present, strict=True) if not is_numeric_text(value)]
@@ -113,13 +116,13 @@ def _reason_not_categorical(column: NDArray[Any], name: str) -> str:
         return (
             f"column {name!r} holds numbers, and {strange!r} in {format_row_numbers(np.array(odd))}: if that means no "
             f"value, give missing={words} (--data.missing {','.join(words)}); otherwise correct it, or take all as "
-            f"categories (categorical={name!r}, --data.categorical {name})"
+            f"categories (categorical={name!r}, --data.categorical {quote(name)})"
         )
     if many:
         return (
             f"column {name!r} has {different} different texts in {len(present)} rows: that is free text or an "
-            f"identifier; {cure}, take it as categories (categorical={name!r}, --data.categorical {name}), or, if its "
-            f"rows belong together, give group={name!r} (--data.group {name})"
+            f"identifier; {cure}, take it as categories (categorical={name!r}, --data.categorical {quote(name)}), or, "
+            f"if its rows belong together, give group={name!r} (--data.group {quote(name)})"
         )
     return ""
 
@@ -157,8 +160,8 @@ def _warn_if_identifier(cells: NDArray[np.float64], name: str) -> None:
     if are_whole_numbers and are_unique and has_identifier_name(name):
         warn_of_data(
             f"column {name!r} has a different whole number in each row and is used as a feature; if it is an identifier, "
-            f"leave it out (drop={name!r}, --data.drop {name}), and if it is that of a patient, give group={name!r} "
-            f"(--data.group {name})"
+            f"leave it out (drop={name!r}, --data.drop {quote(name)}), and if it is that of a patient, give group={name!r} "
+            f"(--data.group {quote(name)})"
         )
 
 

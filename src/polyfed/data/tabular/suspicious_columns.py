@@ -1,6 +1,7 @@
 """Warns of columns of a table that look like ids, and of columns that are nearly equal to the target."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -73,25 +74,26 @@ def warn_of_suspicious_columns(
         if in_order and bool((np.diff(codes[name]) == 1).all() or (np.diff(codes[name]) == -1).all()):
             warn_of_data(
                 f"column {name!r} has a different value in each row, in order: the number of the row, or a time? Leave it "
-                f"out (drop={name!r}, --data.drop {name}), or give time={name!r} (--data.time {name})"
+                f"out (drop={name!r}, --data.drop {quote(name)}), or give time={name!r} (--data.time {quote(name)})"
             )
     if not roles:
         for name in others:
             if name in codes and (looks := _describe_id(name, codes, sites)):
                 cure = (
-                    f"give group={name!r} (--data.group {name}) if it is that of a patient or the like (its rows then count "
-                    "as one), or "
+                    f"give group={name!r} (--data.group {quote(name)}) if it is that of a patient or the like (its rows "
+                    "then count as one), or "
                 )
                 warn_of_data(
-                    f"column {name!r} has {looks}: an id? {cure}leave it out (drop={name!r}, --data.drop {name})"
+                    f"column {name!r} has {looks}: an id? {cure}leave it out (drop={name!r}, --data.drop {quote(name)})"
                     if name in features
                     else f"column {name!r}, which is not a feature, has {looks}: an id? If its rows belong together, give "
-                    f"group={name!r} (--data.group {name}); otherwise they train in one set and test in another"
+                    f"group={name!r} (--data.group {quote(name)}); otherwise they train in one set and test in another"
                 )
     for name in features:
         for sentence in _near_target_sentences(table, name, y, targets, codes.get(name)):
             warn_of_data(
-                f"{sentence}: is it known before the target is? If not, leave it out (drop={name!r}, --data.drop {name})"
+                f"{sentence}: is it known before the target is? If not, leave it out (drop={name!r}, --data.drop "
+                f"{quote(name)})"
             )
 
 

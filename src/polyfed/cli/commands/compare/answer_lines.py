@@ -14,6 +14,7 @@ from polyfed.core.io.terminal_text import sanitise_for_terminal
 _WORDS = {"join": "join", "stay": "stay alone", "undecided": "not decided"}
 _STYLES = {"join": "bold green", "stay": "bold magenta", "undecided": "yellow"}
 _MAX_SITES = 8
+_LOG_WIDTH = 1000
 
 
 def print_answers(results: Mapping[str, Any], out: Path | None, console: Console) -> None:
@@ -42,7 +43,8 @@ def print_answers(results: Mapping[str, Any], out: Path | None, console: Console
             table.add_row(
                 Text(_WORDS[row["answer"]], _STYLES[row["answer"]]), name, describe_answer(row, results["score_unit"])
             )
-        console.print(table)
+        # In a terminal a long answer continues below its beginning, in a log each has one line.
+        (console if console.is_terminal else Console(file=console.file, width=_LOG_WIDTH)).print(table)
         if not sites and not results.get("same_clients", True):
             print_line(console, "No answers by client: each seed gives the clients other data (--same-data, --folds 5)")
         if hidden := ranked[_MAX_SITES:]:

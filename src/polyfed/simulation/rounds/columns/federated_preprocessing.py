@@ -9,6 +9,7 @@ are columns of numbers here. Categories and classes are those of all the tables.
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from shlex import quote
 from typing import Any, ClassVar, final
 
 import torch
@@ -186,7 +187,7 @@ def check_sums_hide_single_values(clients: Sequence[Client], *, secure: bool) ->
             raise UserError(
                 f"client {client.id!r}: column {names[0]!r} has values in fewer than {MIN_ROWS} training rows, or values "
                 "unlike all others in so few, which their sum would nearly reveal, so that between real sites it is refused "
-                f"(preprocess='federated'); leave the column out (drop={names[0]!r}, --data.drop {names[0]}), or use "
+                f"(preprocess='federated'); leave the column out (drop={names[0]!r}, --data.drop {quote(names[0])}), or use "
                 "preprocess='site' or secure=True"
             )
 
