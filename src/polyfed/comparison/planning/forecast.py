@@ -221,7 +221,8 @@ def _sentences(forecast: Mapping[str, Any], metric: Metric, num_methods: int) ->
         f"pilot's, of {' and '.join(forecast['pilot'])}; methods with larger messages take longer)"
     ]
     if not forecast["designs"]:
-        return [*sentences, "the pilot gave no interval, so that nothing is known of the gains that can be decided"]
+        why = "its two methods had the same results on all test examples, or no score"
+        return [*sentences, f"which gains can be decided is not known from the pilot: {why}; more rounds may tell"]
     scored = name_score_of_difference(metric.unit, metric.label)
     for name, entry in forecast["designs"].items():
         mean, client = (format_difference(entry[what], metric.unit) for what in ("mean", "client"))

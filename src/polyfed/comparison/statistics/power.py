@@ -24,12 +24,14 @@ class PilotVariances:
         examples: for each client, the variance between examples that networks of other seeds share.
         residuals: for each client, the variance between examples that is another with each network.
         networks: the variance of the mean over clients between networks.
+        networks_of_client: the variance of one client's difference between networks, pooled over clients.
         is_bounded: True for differences of a score that lies between 0 and 1.
     """
 
     examples: tuple[float, ...]
     residuals: tuple[float, ...]
     networks: float
+    networks_of_client: float
     is_bounded: bool = True
 
 
@@ -66,20 +68,22 @@ def estimate_pilot_variances(differences: Sequence[FoldDifferences]) -> PilotVar
         residual = max(2 * units * (client.repeat_variance - client.example_variance), 0.0)
         residuals.append(residual)
         examples.append(max(units * client.repeat_variance - residual, 0.0))
-    means = np.mean([client.folds[:, 0] for client in differences], axis=0)
-    noise = (
-        sum(residual / client.influence.shape[1] for residual, client in zip(residuals, differences, strict=True))
-        / len(differences) ** 2
-    )
-    networks = max(float(means.var(ddof=1)) - noise, 0.0)
-    return PilotVariances(tuple(examples), tuple(residuals), networks, differences[0].is_bounded)
+    noise = [residual / client.influence.shape[1] for residual, client in zip(residuals, differences, strict=True)]
+    folds = np.array([client.folds[:, 0] for client in differences])
+    networks = max(float(folds.mean(axis=0).var(ddof=1)) - sum(noise) / len(noise) ** 2, 0.0)
+    # A mean varies no more than the clients do, whatever two networks show.
+    of_client = max(float(folds.var(axis=1, ddof=1).mean()) - sum(noise) / len(noise), networks)
+    return PilotVariances(tuple(examples), tuple(residuals), networks, of_client, differences[0].is_bounded)
 
 
 def smallest_decidable_gain(pilot: PilotVariances, design: ComparisonDesign) -> tuple[float, float]:
     """Returns the smallest true gain that this design decides with a probability of `POWER`: first for the mean over
     clients, then for a typical client.
 
-    >>> pilot = PilotVariances((0.2, 0.2), (0.05, 0.05), 0.0)
+    The mean needs the larger gain only where the score of a few clients is far more uncertain than the others'. As in
+    `estimate_clients_from_folds`, no client's interval is narrower than that of the client alone.
+
+    >>> pilot = PilotVariances((0.2, 0.2), (0.05, 0.05), 0.0, 0.0)
     >>> once, twice = (ComparisonDesign("folds", runs, 5, (200, 200), (40, 40)) for runs in (5, 10))
     >>> smallest_decidable_gain(pilot, once)[0] > smallest_decidable_gain(pilot, twice)[0]
     True
@@ -88,17 +92,18 @@ def smallest_decidable_gain(pilot: PilotVariances, design: ComparisonDesign) -> 
     num_clients = len(variances)
     repeats = max(design.runs // design.folds, 1)
     free = max(design.runs - (repeats if design.kind == "folds" else 1), 1)
-    networks = pilot.networks * _network_factor(design)
     many = 1000  # degrees of freedom of the examples: hundreds, mostly
     of_examples = free if design.kind == "resplit" else many
 
-    def decidable(examples: float, alpha: float, free: int) -> float:
-        half = math.sqrt(t_quantile(alpha, of_examples) ** 2 * examples + t_quantile(alpha, free) ** 2 * networks)
-        return half + _Z_POWER * math.sqrt(examples + networks)
+    def half_width(examples: float, networks: float, alpha: float, free: int) -> float:
+        return math.sqrt(t_quantile(alpha, of_examples) ** 2 * examples + t_quantile(alpha, free) ** 2 * networks)
 
-    mean = decidable(sum(variances) / num_clients**2, ALPHA, free)
-    client = decidable(float(np.median(variances)), ALPHA / num_clients, num_clients * free)
-    return mean, client
+    examples, networks = sum(variances) / num_clients**2, pilot.networks * _network_factor(design)
+    mean = half_width(examples, networks, ALPHA, free) + _Z_POWER * math.sqrt(examples + networks)
+    examples, networks = float(np.median(variances)), pilot.networks_of_client * _network_factor(design)
+    together = half_width(examples, networks, ALPHA / num_clients, num_clients * free)
+    alone = half_width(examples, networks, ALPHA, free)
+    return mean, max(together, alone) + _Z_POWER * math.sqrt(examples + networks)
 
 
 def _client_variance(pilot: PilotVariances, design: ComparisonDesign, k: int) -> float:

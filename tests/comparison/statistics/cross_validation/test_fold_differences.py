@@ -13,7 +13,12 @@ from polyfed.comparison.statistics.cross_validation.fold_differences import (
 )
 from polyfed.comparison.statistics.cross_validation.fold_influence import score_folds
 from polyfed.comparison.statistics.estimate import ALPHA
-from polyfed.comparison.statistics.power import ComparisonDesign, PilotVariances, smallest_decidable_gain
+from polyfed.comparison.statistics.power import (
+    ComparisonDesign,
+    PilotVariances,
+    estimate_pilot_variances,
+    smallest_decidable_gain,
+)
 from polyfed.comparison.statistics.random_effects import SiteGain, fit_random_effects
 from polyfed.core.evaluation.metrics import METRICS, Metric
 
@@ -258,10 +263,36 @@ def first(site, repeats):
 def test_the_smallest_decidable_gain_is_decided_as_often_as_planned():
     """A pilot of known variances, and differences drawn from them."""
     rng, luck = np.random.default_rng(13), 0.1
-    pilot = PilotVariances((1.0,) * 4, (0.25,) * 4, luck**2)
+    pilot = PilotVariances((1.0,) * 4, (0.25,) * 4, luck**2, luck**2)
     gain, _ = smallest_decidable_gain(pilot, ComparisonDesign("folds", 10, 5, (60,) * 4, (12,) * 4))
     said = sum(estimate_mean_from_folds(made(rng, repeats=2, luck=luck, gain=gain)).low > 0 for _ in range(200))
     assert 0.75 < said / 200 < 0.99  # without luck of training examples in the draw, a little more often
+
+
+def test_a_client_needs_no_smaller_gain_than_the_mean_where_clients_are_alike():
+    """Also where networks of other seeds differ more than examples do, in plans of few runs and in unlike directions."""
+    rng = np.random.default_rng(14)
+    for kind, runs, folds in (("folds", 5, 5), ("seeds", 3, 3), ("resplit", 3, 3), ("seeds", 2, 2)):
+        design = ComparisonDesign(kind, runs, folds, (60,) * 4, (12,) * 4)
+        for luck in (0.0, 0.03, 0.3):
+            mean, client = smallest_decidable_gain(PilotVariances((0.2,) * 4, (0.1,) * 4, luck**2, luck**2), design)
+            assert client >= mean
+    opposed = np.array([[-0.1, 0.1], [0.1, -0.1]])
+    sites = [
+        FoldDifferences(0.0, row[:, None], rng.normal(0, 1e-4, (2, 50)), np.zeros(50, int), 0.0) for row in opposed
+    ]
+    pilot = estimate_pilot_variances(sites)
+    assert pilot.networks == pytest.approx(0.0)  # opposite seeds cancel in the mean, and not at a client
+    assert pilot.networks_of_client == pytest.approx(0.02, rel=1e-3)
+
+
+def test_a_client_is_decided_as_often_as_planned():
+    rng, luck, found = np.random.default_rng(15), 0.1, []
+    pilot = PilotVariances((1.0,) * 4, (0.25,) * 4, luck**2, luck**2)
+    _, gain = smallest_decidable_gain(pilot, ComparisonDesign("folds", 10, 5, (60,) * 4, (12,) * 4))
+    for _ in range(100):
+        found += [site.low > 0 for site in estimate_clients_from_folds(made(rng, repeats=2, luck=luck, gain=gain))]
+    assert 0.75 < np.mean(found) < 0.99
 
 
 def test_scores_without_bounds_have_the_training_part_of_nadeau_and_bengio():
