@@ -170,10 +170,12 @@ class Classification(Task):
         return scores.class_probabilities(outputs)
 
     def prediction_columns(self, outputs: Tensor, names: Sequence[str]) -> dict[str, list[Any]]:
-        """Returns `{column: values}` with the most probable class of each row, and the probability of each class."""
+        """Returns `{column: values}` with the most probable class of each row, and the probability of each class; an empty
+        text where probabilities are NaN."""
         shares = self.to_predictions(outputs)
         probabilities = {f"probability of {name}": shares[:, i].tolist() for i, name in enumerate(names)}
-        return {"predicted": [names[i] for i in shares.argmax(axis=1)], **probabilities}
+        predicted = ["" if np.isnan(row).any() else names[int(row.argmax())] for row in shares]
+        return {"predicted": predicted, **probabilities}
 
     def yes_no_columns(self, num_outputs: int) -> tuple[int, ...]:
         """Returns the outputs that each answer a yes/no question: class 1 if there are two classes, else every class."""

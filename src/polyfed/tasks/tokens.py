@@ -313,10 +313,12 @@ def document_perplexity(outputs: Tensor, targets: Tensor) -> float:
 
 
 def token_accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the share of tokens for which the most probable class is correct."""
+    """Returns the share of tokens for which the most probable class is correct; NaN if an output for one of them is."""
     is_counted = targets != IGNORED
-    predicted = (outputs if outputs.dim() == 3 else outputs.unsqueeze(1)).argmax(2).expand_as(targets)
-    return float((predicted == targets)[is_counted].double().mean())
+    outputs = outputs if outputs.dim() == 3 else outputs.unsqueeze(1)
+    if bool(outputs.isnan().any(2).expand_as(targets)[is_counted].any()):
+        return float("nan")
+    return float((outputs.argmax(2).expand_as(targets) == targets)[is_counted].double().mean())
 
 
 def _log_class_shares(targets: NDArray[Any], classes: int) -> Floats:

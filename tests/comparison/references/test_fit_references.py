@@ -11,6 +11,7 @@ import polyfed as pf
 from polyfed.comparison.references import simple_models
 from polyfed.comparison.references.reference_models import fit_client_references
 from polyfed.core.evaluation.metrics import METRICS
+from polyfed.core.evaluation.simple_model import SimpleModel
 from polyfed.data.partitioning.resplit import resplit_clients
 from polyfed.tasks.simple_models import linear_models
 
@@ -51,6 +52,35 @@ def test_simple_models_of_each_dealing_take_part_in_the_answers(tmp_path, words)
     again = pf.compare(clients, ["fedavg"], **QUICK, **words, metrics=["auc"], out=tmp_path / "c", references=False)
     assert again.results["references"] == {}, "the runs are there, and simple models may be left out of them"
     assert {one["over"] for one in again.results["answers"]} == {"local"}
+
+
+class Logarithm(nn.Linear):
+    """Has no finite output for negative inputs."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+
+    def forward(self, x):
+        return super().forward(x.log())
+
+
+def test_references_that_fail_are_left_out_and_the_methods_keep_their_results(monkeypatch):
+    def fail(table, outputs, seed):
+        raise ZeroDivisionError("no fit\nand more")
+
+    def overflow(table, outputs, seed):
+        return np.full((len(table.test), outputs), 1e39)
+
+    failing = (SimpleModel("failing", "a failing model", fail), SimpleModel("large", "a large model", overflow))
+    monkeypatch.setattr(type(sites()[0].task), "simple_models", lambda task: failing)
+    people = [replace(c, model=Logarithm, train=(c.train.x.abs() + 0.1, c.train.y)) for c in sites()]
+    found = pf.compare(people, ["fedavg"], **QUICK, seeds=1).results
+    assert set(found["references"]) == {"majority"}
+    assert found["methods"]["fedavg"]["runs"]["0"]["scores"] == {}  # outputs are NaN
+    sentences = " ".join(found["left_out"])
+    assert "A failing model could not be fitted at every site, and is not among the alternatives: no fit." in sentences
+    assert "A large model predicted what is not finite at some site" in sentences
+    assert "One network on the data of all sites is not among the references: pooled: outputs for client" in sentences
 
 
 @pytest.mark.thorough

@@ -1,5 +1,7 @@
 """Metrics, against scikit-learn and by hand."""
 
+import math
+
 import numpy as np
 import pytest
 import sklearn.metrics as sk
@@ -10,6 +12,9 @@ import polyfed as pf
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import METRICS, metric_by_name, resolve_metrics, unpicklable_metric_error
 from polyfed.core.seeds import torch_generator
+from polyfed.core.task_lookup import get_task
+from polyfed.tasks.scores.entities import EntityF1
+from polyfed.tasks.tokens import token_accuracy
 
 G = torch_generator(5)
 TWO = torch.randn(200, 2, generator=G), torch.randint(0, 2, (200,), generator=G)
@@ -197,3 +202,26 @@ def test_what_is_asked_for_is_checked(asked, sentence):
 def test_a_metric_is_checked(fields, sentence):
     with pytest.raises(pf.UserError, match=sentence):
         Metric(**{"name": "mine", "function": own, **fields})
+
+
+@pytest.mark.parametrize("name", [n for n, metric in METRICS.items() if "classification" in metric.tasks])
+def test_outputs_that_are_nan_have_no_score(name):
+    outputs, targets = torch.tensor([[0.0, 1.0], [2.0, 0.0], [float("nan")] * 2]), torch.tensor([1, 0, 0])
+    assert math.isnan(METRICS[name](outputs, targets))
+    assert math.isfinite(METRICS[name](outputs[:2], targets[:2]))
+
+
+def test_tokens_that_are_nan_have_no_score_and_padding_does_not_count():
+    outputs, targets = torch.zeros(1, 3, 3), torch.tensor([[1, 2, -100]])
+    scores = [token_accuracy, EntityF1(("O", "B-place", "I-place"))]
+    outputs[0, 2] = float("nan")  # of padding
+    assert all(math.isfinite(score(outputs, targets)) for score in scores)
+    outputs[0, 0] = float("nan")
+    assert all(math.isnan(score(outputs, targets)) for score in scores)
+
+
+def test_a_row_whose_probabilities_are_nan_has_no_predicted_class():
+    columns = get_task("classification").prediction_columns(
+        torch.tensor([[0.0, 1.0], [float("nan")] * 2]), ["no", "yes"]
+    )
+    assert columns["predicted"] == ["yes", ""]

@@ -25,6 +25,7 @@ from polyfed.comparison.references.reference_models import (
     train_pooled_reference,
 )
 from polyfed.core.algorithm import Client
+from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.serialization import deserialize_state, serialize_state
 
@@ -101,7 +102,11 @@ def fit_references(
     plan.display.show_stage("one network on the data of all sites")
     pooled_models = fit_pooled_references(clients, seed=first)
     if local_method is not None:
-        network = train_pooled_reference(clients, local_method, rounds=plan.settings.rounds, seed=first)
+        try:
+            network = train_pooled_reference(clients, local_method, rounds=plan.settings.rounds, seed=first)
+        except (ClientError, RoundError, UserError) as error:  # the methods' runs are worth more than this one
+            network = None
+            left_out = (*left_out, f"One network on the data of all sites is not among the references: {error}.")
         pooled_models = [*([] if network is None else [network]), *pooled_models]
     for pooled in pooled_models:
         of_first = {

@@ -18,7 +18,7 @@ from torch import Tensor
 from polyfed.core.algorithm import Client
 from polyfed.core.evaluation.simple_model import Floats, SimpleModelInputs
 from polyfed.core.examples.groups import replace_missing_groups
-from polyfed.core.io.number_format import join_with_and
+from polyfed.core.io.number_format import capitalize_first, join_with_and
 from polyfed.core.seeds import derive_seed
 
 _FEW = 1000  # examples of a client that are fitted in any case
@@ -81,9 +81,23 @@ def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: i
                 i: table.subsample(bounds[i], derive_seed(seed, "examples", i)) for i, table in tables.items()
             }
             purpose = "trees" if model.is_trees else "linear"
-            client_outputs = {
-                i: model.fit(table, outputs[i], derive_seed(seed, purpose, i)) for i, table in bounded_tables.items()
-            }
+            try:
+                client_outputs = {
+                    i: model.fit(table, outputs[i], derive_seed(seed, purpose, i))
+                    for i, table in bounded_tables.items()
+                }
+            except Exception as error:  # whatever a library or a user's task raises; the methods' runs are worth more
+                left_out.append(
+                    f"{capitalize_first(model.label)} could not be fitted at every site, and is not among the alternatives: "
+                    f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}."
+                )
+                continue
+            if not all(_are_float32(values) for values in client_outputs.values()):
+                left_out.append(
+                    f"{capitalize_first(model.label)} predicted what is not finite at some site, and is not among the "
+                    "alternatives."
+                )
+                continue
             fewer = any(len(bounded_tables[i].fit) < len(tables[i].fit) for i in tables)
             bound = f", of these at most {max(len(table.fit) for table in bounded_tables.values()):,}" if fewer else ""
             whose = f"fitted by each client on its own training and validation examples{bound}"
@@ -125,12 +139,22 @@ def fit_pooled_simple_models(
     models_by_name = {}
     with _quiet():
         for model in models:
-            outputs = np.split(model.fit(together, num_outputs, derive_seed(seed, "pooled")), ends)
+            try:
+                outputs = np.split(model.fit(together, num_outputs, derive_seed(seed, "pooled")), ends)
+            except Exception:  # as above; the sentence is there for the client's own
+                continue
+            if not all(map(_are_float32, outputs)):
+                continue
             models_by_name[model.name] = (
                 f"{model.label}, fitted to the examples of all clients together, which nobody could have",
                 {client.id: values for client, values in zip(clients, outputs, strict=True)},
             )
     return models_by_name
+
+
+def _are_float32(values: Floats) -> bool:
+    """Returns whether all values are finite in 32 bits."""
+    return bool(np.isfinite(values).all() and (np.abs(values) <= np.finfo(np.float32).max).all())
 
 
 def _read_inputs(client: Client) -> SimpleModelInputs | None:

@@ -97,7 +97,11 @@ class EntityF1:
     names: tuple[str, ...]
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:
-        """Returns the F1 score for logits of shape (n, T, V) and targets of shape (n, T)."""
+        """Returns the F1 score for logits of shape (n, T, V) and targets of shape (n, T); NaN if a logit of a token that
+        counts is."""
+        is_nan = (outputs if outputs.dim() == 3 else outputs.unsqueeze(1)).isnan().any(2).expand_as(targets)
+        if bool(is_nan[targets >= 0].any()):
+            return float("nan")
         counts = self.count(outputs, targets)
         total = int(counts.predicted.sum() + counts.true.sum())
         return 2 * int(counts.correct.sum()) / total if total else float("nan")

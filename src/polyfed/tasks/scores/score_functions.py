@@ -121,22 +121,28 @@ def _predicted_and_true(outputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
 
 def correct_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
     """Returns for each example 1 if it is correctly classified, else 0, shape (n,); for multi-label tasks, the share of
-    correct labels.
+    correct labels. It is NaN for an example with an output that is NaN, of which no class is the most probable.
     """
     predicted, true = _predicted_and_true(outputs, targets)
-    correct = np.asarray(predicted == true, dtype=np.float64)
-    return correct if correct.ndim == 1 else correct.mean(axis=1)
+    correct = np.asarray(predicted == true, dtype=np.float64).reshape(len(true), -1).mean(axis=1)
+    return np.where(outputs.isnan().flatten(1).any(1).numpy(), np.nan, correct)
 
 
 def balanced_accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the mean recall over the classes that occur; for multi-label tasks, over the two values of each label."""
+    """Returns the mean recall over the classes that occur; for multi-label tasks, over the two values of each label. It
+    is NaN if an output is."""
+    if bool(outputs.isnan().any()):
+        return float("nan")
     predicted, true = _predicted_and_true(outputs, targets)
     columns = [(predicted, true)] if true.ndim == 1 else [(predicted[:, k], true[:, k]) for k in range(true.shape[1])]
     return float(np.mean([np.mean([np.mean(p[t == c] == c) for c in np.unique(t)]) for p, t in columns]))
 
 
 def f1(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the F1 score of class 1 if there are two classes, else the mean F1 over the classes or labels that occur."""
+    """Returns the F1 score of class 1 if there are two classes, else the mean F1 over the classes or labels that occur.
+    It is NaN if an output is."""
+    if bool(outputs.isnan().any()):
+        return float("nan")
     predicted, true = _predicted_and_true(outputs, targets)
     if true.ndim == 1:
         classes = [1] if outputs.shape[1] == 2 else np.unique(true).tolist()
