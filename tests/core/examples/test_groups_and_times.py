@@ -8,12 +8,13 @@ import torch
 
 import polyfed as pf
 from polyfed.core.errors import UserError
-from polyfed.core.examples.groups import number_units
+from polyfed.core.examples.groups import group_id_of_each_row, is_alone, number_units
 from polyfed.core.examples.times import times_as_numbers
 from polyfed.core.training.private_backend import number_of_units
 from polyfed.data.concat import concat_examples, concatenation_obstacle, rows_in_stored_tensors
 from polyfed.data.partitioning.group_split import group_numbers
 from polyfed.data.partitioning.resplit import resplit_clients
+from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
 
 X, Y = torch.arange(12.0).view(6, 2), torch.tensor([0, 1, 0, 1, 0, 1])
 IDS = ["p7", "p7", "p2", "p2", "p9", "p9"]
@@ -43,6 +44,33 @@ def test_nan_among_texts_is_no_group():
     units = number_units(pf.Examples(X, Y, group=["a", "a", float("nan"), float("nan"), "b", "b"])).tolist()
     assert len(set(units)) == 4
     assert units[2] != units[3]
+
+
+def test_whole_numbers_are_the_same_groups_in_columns_of_other_types():
+    whole = pf.Examples(X, Y, group=np.array([7, 7, 2, 2, 9, 9]))
+    floating = pf.Examples(
+        X + 20, Y, group=np.array([7.0, 7.0, 2.0, 2.0, np.nan, 9.5])
+    )  # as a missing value makes them
+    with pytest.warns(UserWarning, match="groups that are also trained on: 4 of 6 of 'a'"):
+        pf.federate(
+            [pf.Client("a", lambda: torch.nn.Linear(2, 2), whole, floating)], "local", rounds=1, workers=0, quiet=True
+        )
+    people = [pf.Client(name, None, of, of.select(torch.arange(1))) for name, of in (("a", whole), ("b", floating))]
+    held_out = hold_out_missing_validation_sets(people, seed=0)
+    trained, held = (
+        {id for c in held_out for id in group_id_of_each_row(part(c).column("group")).tolist() if not is_alone(id)}
+        for part in (lambda c: c.train, lambda c: c.val)
+    )
+    assert held
+    assert not trained & held
+
+
+def test_ids_of_several_types_are_units():
+    mixed = pf.Examples(X, Y, group=np.array([7, "a", 7.0, None, "a", "7"], dtype=object))
+    units = number_units(mixed)
+    assert units[0] == units[2] == units[5]
+    assert units[1] == units[4]
+    assert len(set(units.tolist())) == 3
 
 
 def test_rows_without_a_group_train_privately_and_are_compared():

@@ -12,15 +12,25 @@ ALONE = "\0"
 
 
 def group_id_of_each_row(group_column: NDArray[Any]) -> NDArray[Any]:
-    """Returns the id of each row's group (a patient, for example); a row without a value forms a group by itself."""
+    """Returns the id of each row's group (a patient, for example); a row without a value forms a group by itself.
+
+    A whole number has one id, whether its column has whole numbers or, since a value is missing, floating-point ones.
+
+    >>> group_id_of_each_row(np.array([7.0, np.nan, 7.5])).tolist() == ["7", f"{ALONE}1", "7.5"]
+    True
+    """
     return np.array(
         [
-            f"{ALONE}{row}" if is_missing else str(value)
+            f"{ALONE}{row}" if is_missing else _text_of(value)
             for row, (value, is_missing) in enumerate(
                 zip(group_column.tolist(), _is_missing(group_column), strict=True)
             )
         ]
     )
+
+
+def _text_of(value: Any) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def is_alone(group_id: str) -> bool:
@@ -43,8 +53,10 @@ def number_units(examples: Examples) -> NDArray[np.int64]:
 
 
 def replace_missing_groups(group_column: NDArray[Any]) -> NDArray[Any]:
-    """Returns the column, or if a row has no group, the id of each row's group in place of its value."""
-    return group_id_of_each_row(group_column) if any(_is_missing(group_column)) else group_column
+    """Returns the column, or the id of each row's group in place of its value, if a row has no group or values may be of
+    several types, which cannot be sorted."""
+    has_ids = group_column.dtype.kind == "O" or any(_is_missing(group_column))
+    return group_id_of_each_row(group_column) if has_ids else group_column
 
 
 def _is_missing(column: NDArray[Any]) -> list[bool]:
