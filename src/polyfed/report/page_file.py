@@ -10,8 +10,8 @@ from polyfed.core.io.number_format import join_first_and_count_rest
 from polyfed.report.data.run_groups import RunGroup, read_run_groups
 from polyfed.report.data.run_records import RunRecord
 from polyfed.report.page.page import render_page
-from polyfed.report.page.panels.extras import collect_page_extras
 from polyfed.report.page.panels.method_panels import MethodResult, method_adds_panels
+from polyfed.report.page.panels.page_details import collect_page_details
 from polyfed.simulation.checks.clients.client_list import list_clients
 
 PAGE = "report.html"
@@ -74,8 +74,8 @@ def write_page(
     # The page gets fewer clients and layers of each run where many runs have such pictures.
     view_count = sum(method_adds_panels(method.runs[0].method) for run_group in groups for method in run_group.methods)
     max_panels = max(1, _MAX_PANELS // max(1, view_count))
-    extras = [
-        collect_page_extras(
+    details = [
+        collect_page_details(
             run_group,
             f"v{k}",
             max_panels,
@@ -89,7 +89,7 @@ def write_page(
     title = f"polyfed: {join_first_and_count_rest([folder.resolve().name for folder in folders], 3)}"
     page = folders[0] / PAGE if out is None else out
     try:
-        write_file_atomically(page, render_page(groups, extras, notes, title).encode(), private=out is None)
+        write_file_atomically(page, render_page(groups, details, notes, title).encode(), private=out is None)
     except OSError as error:
         raise UserError(f"cannot write the page {page} ({error.strerror}); give another --out FILE.html") from error
     return page

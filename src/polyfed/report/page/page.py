@@ -23,7 +23,7 @@ from polyfed.report.page.elements import (
 from polyfed.report.page.predictions import subgroups, survival_curves
 from polyfed.report.page.predictions.performance import html_performance_section
 from polyfed.report.page.sections import (
-    PageExtras,
+    PageDetails,
     html_class_counts,
     html_client_scores,
     html_gains_over_local,
@@ -41,12 +41,14 @@ TASK_SECTIONS: Mapping[str, tuple[str, Callable[[GroupPredictions, str], Markup]
 """Name in `Task.page_sections` -> heading of the panel, and the function that renders it from the predictions and a key."""
 
 
-def render_page(groups: Sequence[RunGroup], extras: Sequence[PageExtras], notes: Sequence[str], title: str) -> str:
+def render_page(
+    groups: Sequence[RunGroup], page_details: Sequence[PageDetails], notes: Sequence[str], title: str
+) -> str:
     """Renders the whole page of the report as one HTML text.
 
     Args:
         groups: groups of comparable runs, from `polyfed.report.data.run_groups.read_run_groups`.
-        extras: what the page shows beside the scores, for each group.
+        page_details: what the page shows beside the scores, for each group.
         notes: sentences for the top of the page.
         title: the page's title.
     """
@@ -56,10 +58,10 @@ def render_page(groups: Sequence[RunGroup], extras: Sequence[PageExtras], notes:
     curves: dict[str, Any] = {}
     is_single_group = len(groups) == 1
     rendered_groups = [
-        _html_group(run_group, extras[k], f"p{k}", curves, is_single_group=is_single_group)
+        _html_group(run_group, page_details[k], f"p{k}", curves, is_single_group=is_single_group)
         for k, run_group in enumerate(groups)
     ]
-    has_menus = any(page_extras.predictions for page_extras in extras)
+    has_menus = any(group_details.predictions for group_details in page_details)
     return render_template(
         "page",
         title=heading if heading == title else f"{heading} – polyfed",
@@ -89,17 +91,20 @@ def _page_heading(run_group: RunGroup, origin: Provenance) -> str:
 
 
 def _html_group(
-    run_group: RunGroup, extras: PageExtras, key: str, curves: dict[str, Any], *, is_single_group: bool
+    run_group: RunGroup, page_details: PageDetails, key: str, curves: dict[str, Any], *, is_single_group: bool
 ) -> Markup:
     """Renders the section of one group of runs; stores its learning curves in `curves`, from which the script draws."""
     is_decided = is_comparison_with_answers(run_group)
-    prediction_panels, view_panels = _prediction_panels(run_group, extras, key), _method_view_panels(extras, key)
+    prediction_panels, view_panels = (
+        _prediction_panels(run_group, page_details, key),
+        _method_view_panels(page_details, key),
+    )
     results, notes = sentences.result_summary_sentences(run_group), sentences.omission_and_tuning_notes(run_group)
     quarters = {
         "Learning curves": html_learning_curves(run_group, key, curves),
         "Gain of each client over training alone": html_gains_over_local(run_group, key),
         "Scores of each client": html_client_scores(run_group),
-        _CLASSES_HEADING: html_class_counts(extras, key),
+        _CLASSES_HEADING: html_class_counts(page_details, key),
     }
     noun = "site" if is_decided and is_single_group else "client"
     context = {
@@ -125,16 +130,16 @@ def _html_group(
                 *prediction_panels,
                 *view_panels,
                 (_CLASSES_HEADING, quarters[_CLASSES_HEADING]),
-                *extras.panels.items(),
+                *page_details.panels.items(),
             ],
         )
     convergence = run_group.comparison_results.get("convergence") or {}
     judgements = [f"{label}: {entry['sentence']}" for label, entry in convergence.items() if entry.get("sentence")]
-    if not extras.class_counts:
+    if not page_details.class_counts:
         del quarters[_CLASSES_HEADING]  # examples without classes, as of a regression
     (curves_heading, curves_figure), *other_quarters = quarters.items()
     details = [
-        *extras.panels.items(),
+        *page_details.panels.items(),
         *prediction_panels,
         (curves_heading, html_bullet_list(judgements) + curves_figure),
         ("All methods: percentiles, tests, costs", html_methods_table(run_group)),
@@ -142,26 +147,30 @@ def _html_group(
         *other_quarters,
         *view_panels,
     ]
-    decision = html_advice_section(run_group, extras.predictions, key)
+    decision = html_advice_section(run_group, page_details.predictions, key)
     return render_template("decided_group", **context, decision=decision, details=details)
 
 
-def _prediction_panels(run_group: RunGroup, extras: PageExtras, key: str) -> list[tuple[str, Markup]]:
+def _prediction_panels(run_group: RunGroup, page_details: PageDetails, key: str) -> list[tuple[str, Markup]]:
     """Renders the panels that are made from test predictions, each with its heading; without predictions, one panel
     says why.
     """
-    if extras.predictions is None:
-        return [(_PREDICTIONS_HEADING, html_paragraph(extras.predictions_note))] if extras.predictions_note else []
-    level, predictions = confidence_level_of(run_group), extras.predictions
+    if page_details.predictions is None:
+        return (
+            [(_PREDICTIONS_HEADING, html_paragraph(page_details.predictions_note))]
+            if page_details.predictions_note
+            else []
+        )
+    level, predictions = confidence_level_of(run_group), page_details.predictions
     panels = []
     if predictions.binary_questions:
         panels.append((_PREDICTIONS_HEADING, html_performance_section(predictions, level, key)))
     sections = [TASK_SECTIONS[name] for name in predictions.task.page_sections if name in TASK_SECTIONS]
     panels += [(heading, render(predictions, f"{key}-t{k}")) for k, (heading, render) in enumerate(sections)]
-    for k, column in enumerate(extras.subgroup_columns):
+    for k, column in enumerate(page_details.subgroup_columns):
         panel = subgroups.html_subgroup_scores(predictions, column, run_group.score_format, level, f"{key}-g{k}")
         panels.append((f"Subgroups by {column}", panel))
-    if not extras.subgroup_columns and (columns := predictions.column_names()):
+    if not page_details.subgroup_columns and (columns := predictions.column_names()):
         hint = (
             "polyfed report DIR --subgroup COLUMN adds scores of groups; the test examples have "
             f"{join_with_and(columns)}."
@@ -170,10 +179,10 @@ def _prediction_panels(run_group: RunGroup, extras: PageExtras, key: str) -> lis
     return panels
 
 
-def _method_view_panels(extras: PageExtras, key: str) -> list[tuple[str, Markup]]:
+def _method_view_panels(page_details: PageDetails, key: str) -> list[tuple[str, Markup]]:
     """Renders the panels that single methods add, each with its heading; a panel that several methods add has a menu."""
     panels = []
-    for k, (heading, by_method) in enumerate(extras.method_views.items()):
+    for k, (heading, by_method) in enumerate(page_details.method_views.items()):
         if len(by_method) == 1:
             ((method, html),) = by_method.items()
             panels.append((f"{heading} ({method})", html))

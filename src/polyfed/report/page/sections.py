@@ -45,7 +45,7 @@ _CELLS = 5000  # cells of a table of classes
 
 @final
 @dataclass(frozen=True, eq=False)
-class PageExtras:
+class PageDetails:
     """Holds what the page shows of a group of runs besides its scores: class counts, test predictions, and panels that
     only one method has.
 
@@ -325,28 +325,28 @@ def _reference_label(name: str, entry: Mapping[str, Any]) -> str:
     return f"{name} (alone)" if entry.get("alone", name != "pooled") else f"{name} (for reference)"
 
 
-def html_class_counts(extras: PageExtras, key: str) -> Markup:
+def html_class_counts(details: PageDetails, key: str) -> Markup:
     """Renders each client's number of training examples per class, one chart per seed."""
-    if not extras.class_counts:
-        return html_paragraph(extras.class_note)
+    if not details.class_counts:
+        return html_paragraph(details.class_note)
     panels = {}
-    for seed in sorted(extras.class_counts)[:_SEEDS]:
-        counts = extras.class_counts[seed]
+    for seed in sorted(details.class_counts)[:_SEEDS]:
+        counts = details.class_counts[seed]
         clients = sorted(counts)
         values = np.array([counts[client] for client in clients], np.float64)
-        chart = svg_heat_map(values, clients, extras.class_names, key=f"{key}-c{seed}", x_label="class", y_label="client",
+        chart = svg_heat_map(values, clients, details.class_names, key=f"{key}-c{seed}", x_label="class", y_label="client",
                          title="Training examples of each class that each client has", as_counts=True)  # fmt: skip
         sizes = values.sum(axis=1)
         caption = (
-            f"Training examples by client and class{f', seed {seed}' if len(extras.class_counts) > 1 else ''}; a client has "
-            f"{sizes.min():.0f}{f' to {sizes.max():.0f}' if sizes.min() < sizes.max() else ''}. {extras.class_note}"
+            f"Training examples by client and class{f', seed {seed}' if len(details.class_counts) > 1 else ''}; a client "
+            f"has {sizes.min():.0f}{f' to {sizes.max():.0f}' if sizes.min() < sizes.max() else ''}. {details.class_note}"
         )
         client_positions = [k for k in range(len(clients)) if (k + 1) * values.shape[1] <= _CELLS]
         rows = [[clients[k], *(f"{n:.0f}" for n in values[k]), f"{values[k].sum():.0f}"] for k in client_positions]
         table_caption = "Training examples" + (
             f" of the first {len(client_positions)} clients" if len(client_positions) < len(clients) else ""
         )
-        numbers_html = html_table(table_caption, ["client", *extras.class_names, "all"], rows)
+        numbers_html = html_table(table_caption, ["client", *details.class_names, "all"], rows)
         panels[f"seed {seed}"] = html_figure(chart, caption.strip(), numbers_html)
     return html_dropdown_panels(f"{key}-class", "Seed", panels)
 

@@ -1,5 +1,5 @@
-"""Collects what the page of runs shows beside their scores: class counts, predictions, the sites' data, and panels of
-single methods.
+"""Collects what the page shows of runs beside their scores, most of it under "Details": class counts, predictions, the
+sites' data, and panels of single methods.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,13 +31,13 @@ from polyfed.report.page.panels.method_panels import (
     build_segmentation_panel,
     load_participants_offline,
 )
-from polyfed.report.page.sections import PageExtras
+from polyfed.report.page.sections import PageDetails
 from polyfed.simulation.experiment import Participants
 from polyfed.simulation.results.across_sites.cross_site_scores import average_cross_site, read_cross_site
 from polyfed.simulation.storage.directory import read_manifest
 
 
-def collect_page_extras(
+def collect_page_details(
     run_group: RunGroup,
     key: str,
     max_panels: int,
@@ -46,7 +46,7 @@ def collect_page_extras(
     show_images: bool,
     images_of: Sequence[Client],
     on_result: Callable[[RunRecord, MethodResult], None],
-) -> PageExtras:
+) -> PageDetails:
     """Collects what the page shows of a group beside its scores: class counts, predictions, and what the methods add, each
     of a method's first seed.
 
@@ -62,8 +62,8 @@ def collect_page_extras(
     Raises:
         UserError: there are subgroups, and no predictions to divide into them.
     """
-    extras = _class_counts_and_panels(run_group, key, max_panels, show_images, images_of, on_result)
-    return _add_predictions(extras, run_group, subgroups)
+    details = _class_counts_and_panels(run_group, key, max_panels, show_images, images_of, on_result)
+    return _add_predictions(details, run_group, subgroups)
 
 
 def _class_counts_and_panels(
@@ -73,7 +73,7 @@ def _class_counts_and_panels(
     show_images: bool,
     images_of: Sequence[Client],
     on_result: Callable[[RunRecord, MethodResult], None],
-) -> PageExtras:
+) -> PageDetails:
     runs = [method.runs[0] for method in run_group.methods if method.runs[0].folder is not None]
     participants, reason = load_participants_offline(runs[0]) if runs else (None, "")
     shown_participants = _participants_of_comparison(runs[0]) if participants is None and runs else participants
@@ -95,24 +95,24 @@ def _class_counts_and_panels(
         for heading, html in panels.items():
             if html:
                 method_views.setdefault(heading, {})[panel_name] = html
-    extra_panels = _site_panels(run_group, shown_participants, key)
+    site_panels = _site_panels(run_group, shown_participants, key)
     if run_group.comparison_results:
-        return replace(_comparison_class_counts(run_group, method_views), panels=extra_panels)
+        return replace(_comparison_class_counts(run_group, method_views), panels=site_panels)
     if participants is None:
         manifest = read_manifest(runs[0].folder or Path()) if runs else {}
         names = tuple(str(name) for name in manifest.get("class_names") or ())
-        return PageExtras(class_names=names, class_note=reason, method_views=method_views, panels=extra_panels)
+        return PageDetails(class_names=names, class_note=reason, method_views=method_views, panels=site_panels)
     if not participants.classes:
         note = "The examples of these clients have no classes to count."
-        return PageExtras(class_note=note, method_views=method_views, panels=extra_panels)
+        return PageDetails(class_note=note, method_views=method_views, panels=site_panels)
     class_counts = {client.id: participants.classes[client.id] for client in participants.clients}
     more = "" if len(run_group.seeds) == 1 else f"Seed {runs[0].seed}; the others deal the same data in their own draw."
-    return PageExtras(
+    return PageDetails(
         {runs[0].seed: class_counts},
         participants.pool.task.count_names(participants.pool.class_names),
         more,
         method_views,
-        panels=extra_panels,
+        panels=site_panels,
     )
 
 
@@ -167,7 +167,7 @@ def _site_panels(run_group: RunGroup, participants: Participants | None, key: st
     return panels
 
 
-def _comparison_class_counts(run_group: RunGroup, method_views: Mapping[str, Mapping[str, Markup]]) -> PageExtras:
+def _comparison_class_counts(run_group: RunGroup, method_views: Mapping[str, Mapping[str, Markup]]) -> PageDetails:
     """Collects the class counts that a finished comparison holds, by seed where seeds differ in their data."""
     results = run_group.comparison_results
     counts_by_seed = {}
@@ -178,11 +178,11 @@ def _comparison_class_counts(run_group: RunGroup, method_views: Mapping[str, Map
             counts_by_seed[int(seed)] = counts
     if not counts_by_seed:
         note = "The examples of these clients have no classes to count."
-        return PageExtras(class_note=note, method_views=method_views)
+        return PageDetails(class_note=note, method_views=method_views)
     names = _count_names(results)
     class_count = max(len(counts) for by_client in counts_by_seed.values() for counts in by_client.values())
     names += map(str, range(len(names), class_count))  # clients made in Python have no names of classes
-    return PageExtras(counts_by_seed, names, "", method_views)
+    return PageDetails(counts_by_seed, names, "", method_views)
 
 
 def _count_names(results: Mapping[str, Any]) -> list[str]:
@@ -194,13 +194,13 @@ def _count_names(results: Mapping[str, Any]) -> list[str]:
         return names
 
 
-def _add_predictions(extras: PageExtras, run_group: RunGroup, subgroups: Sequence[str]) -> PageExtras:
-    predictions, reason = read_group_predictions(run_group, extras.class_names or None)
+def _add_predictions(details: PageDetails, run_group: RunGroup, subgroups: Sequence[str]) -> PageDetails:
+    predictions, reason = read_group_predictions(run_group, details.class_names or None)
     if predictions is None and subgroups:
         raise UserError(f"--subgroup {subgroups[0]!r}: {reason.rstrip('.')}; leave it out")
     # Runs by themselves need not say what only comparisons are looked at for.
     return replace(
-        extras,
+        details,
         predictions=predictions,
         predictions_note=reason if run_group.comparison_results else "",
         subgroup_columns=tuple(subgroups),
