@@ -10,6 +10,9 @@ ALPHA = 0.04
 """Error rate that intervals are computed for, a little below 1 − `CONFIDENCE_LEVEL`, because t quantiles are
 approximations for discrete and skewed scores: `benchmarks/verdicts.py` measures that 1 − `CONFIDENCE_LEVEL` holds."""
 
+_RELATIVE_ROUNDING = 1e-6  # half-width, relative to the estimate, that is due to rounding: outputs have 32 bits
+_ROUNDING = 1e-12  # half-width about 0 that is due to rounding
+
 
 @final
 @dataclass(frozen=True)
@@ -37,6 +40,16 @@ def t_quantile(alpha: float, degrees_of_freedom: float) -> float:
     return float(stdtrit(degrees_of_freedom, 1 - alpha / 2))
 
 
+def is_rounding_error(deviation: float, value: float) -> bool:
+    """Returns whether a deviation, such as half the width of an interval, is no more than the rounding of values that are
+    all equal to `value`.
+
+    >>> is_rounding_error(0.0, 0.0), is_rounding_error(1e-16, 1 / 6), is_rounding_error(1e-5, 1 / 6)
+    (True, True, False)
+    """
+    return deviation <= max(_RELATIVE_ROUNDING * abs(value), _ROUNDING)
+
+
 def estimate_from_half_width(
     value: float, centre: float, half_width_at_error_rate: Callable[[float], float], alpha: float
 ) -> Estimate:
@@ -50,7 +63,7 @@ def estimate_from_half_width(
         half_width_at_error_rate: error rate -> half-width of the interval.
         alpha: the error rate of the interval."""
     width = half_width_at_error_rate(alpha)
-    if width == 0:  # if all differences are equal, their variance is unknown, not 0
+    if is_rounding_error(width, value):  # if all differences are equal, their variance is unknown, not 0
         return Estimate(value, -math.inf, math.inf, 1.0)
     # For shares the centre is shrunk towards the middle; the interval must still contain the observed value.
     level = _level_touching_zero(centre, half_width_at_error_rate) if value * centre > 0 else 1.0

@@ -13,7 +13,13 @@ from typing import final
 
 import numpy as np
 
-from polyfed.comparison.statistics.estimate import ALPHA, Estimate, estimate_from_half_width, t_quantile
+from polyfed.comparison.statistics.estimate import (
+    ALPHA,
+    Estimate,
+    estimate_from_half_width,
+    is_rounding_error,
+    t_quantile,
+)
 from polyfed.comparison.statistics.pseudo_values.jackknife import FloatArray
 
 MIN_SITES = 4
@@ -66,7 +72,7 @@ class SharedError:
 
 def fit_random_effects(gains: Sequence[SiteGain], shared: SharedError | None = None) -> RandomEffects | None:
     """Fits a random-effects model (a mean gain, and a deviation of each site) to the gains of sites; returns None for
-    fewer than `MIN_SITES` sites, or variances that are not positive.
+    fewer than `MIN_SITES` sites, or variances that are not positive, or no more than rounding errors.
 
     τ² is DerSimonian and Laird's (1986). The interval of the mean is Hartung and Knapp's, never narrower than with the
     estimated variances taken as known.
@@ -82,6 +88,8 @@ def fit_random_effects(gains: Sequence[SiteGain], shared: SharedError | None = N
     gain = np.array([site.value for site in gains], dtype=np.float64)
     variance = np.array([site.variance for site in gains], dtype=np.float64)
     if len(gain) < MIN_SITES or not np.isfinite([*gain, *variance]).all() or variance.min() <= 0:
+        return None
+    if any(is_rounding_error(math.sqrt(site.variance), site.value) for site in gains):
         return None
     between = _variance_between_sites(gain, variance)
     weights = 1 / (variance + between)

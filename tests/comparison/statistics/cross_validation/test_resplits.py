@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from polyfed.comparison.statistics.cross_validation.resplits import (
@@ -9,7 +10,10 @@ from polyfed.comparison.statistics.cross_validation.resplits import (
     estimate_client_means_over_resplits,
     variance_of_mean_over_resplits,
 )
+from polyfed.comparison.statistics.mrmc import estimate_mean_over_clients, estimate_variance_components
+from polyfed.comparison.statistics.random_effects import SiteGain, fit_random_effects
 from polyfed.core.errors import UserError
+from polyfed.core.evaluation.metrics import METRICS
 
 SPLITS, EXAMPLES, TEST = 10, 100, 20
 
@@ -19,6 +23,29 @@ def test_the_formula():
     assert variance_of_mean_over_resplits([1, 2, 3, 6], num_train=80, num_test=40) == pytest.approx(14 / 3 * 0.75)
     assert variance_of_mean_over_resplits([1, 2, 3, 6], num_train=2 / 3, num_test=1 / 3) == pytest.approx(14 / 3 * 0.75)
     assert variance_of_mean_over_resplits([0.5, 0.5], num_train=9, num_test=1) == 0
+
+
+def test_equal_differences_that_rounding_tells_apart_decide_nothing():
+    """Of six test examples one method has one more right than another in each split."""
+    differences = [4 / 6 - 3 / 6, 3 / 6 - 2 / 6, 4 / 6 - 3 / 6]
+    assert len(set(differences)) > 1
+    (estimate,) = estimate_client_means_over_resplits([ResplitDifferences(differences, 20, 6)])
+    assert (estimate.low, estimate.high, estimate.p) == (-np.inf, np.inf, 1.0)
+    (estimate,) = estimate_client_means_over_resplits([ResplitDifferences([0.1, 0.1001], 20, 6)])
+    assert np.isfinite(estimate.low)
+
+
+def test_variances_that_are_rounding_errors_are_no_weights():
+    gains = [SiteGain(value, 0.001) for value in (0.1, 0.2, 0.0)]
+    assert fit_random_effects([*gains, SiteGain(1 / 6, 1e-34)]) is None
+    assert fit_random_effects([*gains, SiteGain(1 / 6, 1e-6)]) is not None
+
+
+def test_outputs_that_are_off_by_a_constant_decide_nothing():
+    targets = torch.linspace(0, 1, 10).view(-1, 1)  # in 32 bits, so that the errors are not all 0.1
+    components = estimate_variance_components(METRICS["mae"], [targets + 0.1] * 2, [targets + 0.4] * 2, targets)
+    assert components.variance > 0
+    assert estimate_mean_over_clients([components]).p == 1.0
 
 
 @pytest.mark.parametrize(
