@@ -11,8 +11,10 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedRep, Local, PFedHN, PFedLA, PFedMe
 from polyfed.cli.main import main
+from polyfed.core.evaluation.metrics import METRICS
 from polyfed.core.examples.examples import Examples, Normalise
 from polyfed.core.messages.contiguous import path_of_first_difference
+from polyfed.simulation.rounds.round_scores import round_of_best_score
 from polyfed.simulation.storage.checkpoints.checkpoint import load_newest_checkpoint, load_round_checkpoint
 from polyfed.simulation.storage.directory import read_config
 from polyfed.simulation.storage.predictions import prediction_store as predictions
@@ -227,3 +229,17 @@ def test_inputs_are_checked(inputs, sentence):
     with pytest.raises(pf.UserError, match="no client 'client-7' in this run"):
         run.predict("client-7", torch.zeros(2, 6))
     assert torch.equal(run.predict("client-0", np.zeros((2, 6))), run.predict("client-0", [[0] * 6] * 2))
+
+
+def test_a_round_in_which_a_client_lost_its_score_is_not_the_best():
+    """The mean over the other clients is higher without it."""
+
+    def record(number, north, south):
+        rows = {"north": {"val_auc": north}, "south": {"val_auc": south}}
+        defined = [row["val_auc"] for row in rows.values() if row["val_auc"] is not None]
+        return {"round": number, "clients": rows, "summary": {"val_auc": {"mean": sum(defined) / len(defined)}}}
+
+    history = [record(1, 0.6, 0.9), record(2, None, 0.95), record(3, 0.7, 0.9), record(4, None, 1.0)]
+    assert round_of_best_score(history, METRICS["auc"]) == 3
+    assert round_of_best_score([record(1, None, 0.9), record(2, None, 0.8)], METRICS["auc"]) == 1  # it never had one
+    assert round_of_best_score([record(1, None, 0.9), record(2, 0.1, 0.9)], METRICS["auc"]) == 2

@@ -339,7 +339,7 @@ def complete_record(
             "failures": sorted([*incomplete_record["failures"], *evaluation_results.failures], key=failure_sort_key),
         }
     earlier_records: Sequence[Mapping[str, Any]] = history
-    if federation.settings.keep == "loss" and history:  # all but the best were worse
+    if history and "best_round" in history[-1]:  # all but the best were worse
         earlier_records = [history[history[-1]["best_round"] - 1]] if history[-1]["best_round"] else []
     best = federation.best_round([*earlier_records, full_record])
     completed = {**full_record, "warnings": describe_round_warnings(full_record, history), "best_round": best}
