@@ -125,10 +125,22 @@ def test_many_sites_are_grouped_by_answer_below_the_mean_and_drawn_together(page
         group = top.partition(f"<h3>{heading}</h3>")[2].partition("<h3>")[0]
         assert group.partition("</details>")[0].count('class="badge"') == 15
         names, _, _ = group.partition("<details>")
-        assert len(re.findall(r"site-\d\d", names)) == 15, k
+        assert len(re.findall(r'<span class="name">site-\d\d</span>', names)) == 15, k
+        on_screen = names.partition('<span class="screen"> and 3 more</span>')[0]  # print has them all
+        assert len(re.findall(r"site-\d\d", on_screen)) == 12, k
     assert "All sites, from the largest gain to the smallest." in top
     drawing = next(one for one in re.findall(r"<svg.*?</svg>", top, re.DOTALL) if "Gain of each site" in one)
     assert drawing.count('class="mark ') == 45
+
+
+def test_a_method_has_one_colour_in_all_figures(page):
+    _, whole = page(keep=True, methods={"fedrep": 1.3, "fedavg": 1.6, "fedprox": 1.2, "local": 1.0})
+    colours = {}
+    for colour, label in re.findall(r'class="swatch (s\d d\d)"(?:(?!</svg>).)*</svg>(\w+)', whole, re.DOTALL):
+        colours.setdefault(label, set()).add(colour)
+    assert colours.keys() == {"fedavg", "fedrep", "fedprox", "local"}
+    assert all(len(of_method) == 1 for of_method in colours.values()), colours
+    assert len(set.union(*colours.values())) == 4
 
 
 def test_sites_that_are_others_in_each_seed_have_no_answer(page):

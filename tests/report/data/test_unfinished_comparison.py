@@ -41,5 +41,5 @@ def test_runs_that_cannot_be_compared_are_left_out(write_run, tmp_path):
     assert seeds_by_label == {"mine": [0, 1], "local": [0, 1]}
     assert notes[-2:] == [
         f"The comparison is not finished; go on with it: polyfed.compare(clients, ..., out={str(tmp_path)!r})",
-        "The scores are of the seeds that each method below has: 0 and 1.",
+        "Compared on the seeds that all methods below have: 0 and 1.",
     ]

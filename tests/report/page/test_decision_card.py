@@ -1,5 +1,6 @@
 """The card and the table of answers: the decision in a sentence, its cost, what is disclosed, and each site's interval."""
 
+import dataclasses
 import re
 
 import pytest
@@ -77,7 +78,7 @@ def test_runs_have_a_card_without_a_decision(write_run, tmp_path):
     write_run(tmp_path / "a/baselines/local", "local", {"x": [0.5, 0.5], "y": [0.4, 0.6]}, megabytes=0)
     ((found,), _) = read_run_groups([tmp_path / "a"])
     card = html_header_card(found, "client")
-    assert "fedproto: mean accuracy 60.0 %; training alone: 55.0 %." in card
+    assert "fedproto: mean accuracy 60.0\xa0%; training alone: 55.0\xa0%." in card
     assert "over training alone, without an interval; 1 of 2 clients gain" in card
     assert "Scores of fedproto are those after round 2 of 4, the last that was evaluated." in card
     assert "class means" in card
@@ -117,3 +118,18 @@ def test_intervals_of_all_sites_are_drawn_on_one_axis(group):
     same = html_answer_table(told[:1], found, axis, 0.95)
     assert "gain over training alone, AUC" in same
     assert ">over<" not in same
+
+
+def test_the_card_says_why_it_is_of_a_method_that_does_not_lead_the_table(group):
+    run_group = group()
+    (fedavg,) = (method for method in run_group.methods if method.label == "fedavg")
+    rival = dataclasses.replace(fedavg, label="rival", statistics={**fedavg.statistics, "mean": 0.99})
+    for converged, reason in ((False, " of the methods that had converged"), (True, "")):
+        results = {"best_by": "validation", "leader": "fedavg", "convergence": {"rival": {"converged": converged}}}
+        changed = dataclasses.replace(
+            run_group,
+            methods=(rival, *run_group.methods),
+            comparison_results={**run_group.comparison_results, **results},
+        )
+        card = html_header_card(changed, "site")
+        assert f"Gain and costs are those of fedavg, the best by validation examples{reason}. Scores of" in card

@@ -170,7 +170,7 @@ def read_group_predictions(
         run_group: as gathered.
         class_names: one a class or label; None numbers them.
     """
-    shown_methods = _methods_to_show(run_group)
+    shown_methods = methods_by_importance(run_group)[: 2 if len(run_group.clients) > _MANY_CLIENTS else MAX_METHODS]
     tables: dict[str, dict[tuple[int, str], Predictions]] = {}
     notes = []
     for method in shown_methods:
@@ -246,9 +246,9 @@ def _target_form(predictions: Predictions) -> tuple[Any, ...]:
     return (predictions.targets.is_floating_point(), *predictions.targets.shape[1:])
 
 
-def _methods_to_show(run_group: RunGroup) -> list[MethodRuns]:
-    """Selects the methods whose predictions the page shows: the best, training alone, the methods that the answers
-    advise, and the next best.
+def methods_by_importance(run_group: RunGroup) -> list[MethodRuns]:
+    """Returns the methods in the order in which the page shows their predictions and draws colours for them: the best,
+    training alone, the methods that the answers advise, and the next best.
     """
     advised = {
         answer.get("method")
@@ -257,8 +257,7 @@ def _methods_to_show(run_group: RunGroup) -> list[MethodRuns]:
     }
     ranked = sorted(run_group.methods, key=lambda x: (x.label not in advised, -run_group.ranking_key(x)))
     order = [method for method in (run_group.best_method_besides_local, run_group.local_method) if method is not None]
-    order += [method for method in ranked if method not in order]
-    return order[: 2 if len(run_group.clients) > _MANY_CLIENTS else MAX_METHODS]
+    return order + [method for method in ranked if method not in order]
 
 
 def _predictions_of_method(method: MethodRuns) -> tuple[dict[tuple[int, str], Predictions], str]:

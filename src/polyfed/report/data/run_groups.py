@@ -327,7 +327,7 @@ def _unfinished_comparison_group(folder: Path, runs: Sequence[RunRecord], notes:
         runs_by_label.setdefault(run.folder.parent.name if run.folder else run.method, []).append(run)
     seeds = set.intersection(*({run.seed for run in label_runs} for label_runs in runs_by_label.values()))
     if seeds:
-        notes.append(f"The scores are of the seeds that each method below has: {join_with_and(sorted(seeds))}.")
+        notes.append(f"Compared on the seeds that all methods below have: {join_with_and(sorted(seeds))}.")
     methods = [
         MethodRuns(
             label, tuple(r for r in sorted(label_runs, key=lambda r: r.seed) if not seeds or r.seed in seeds), {}

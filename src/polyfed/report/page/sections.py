@@ -18,7 +18,7 @@ from polyfed.core.io.number_format import (
     format_three_significant_digits,
     join_with_and,
 )
-from polyfed.report.data.predictions import GroupPredictions
+from polyfed.report.data.predictions import GroupPredictions, methods_by_importance
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import ScoreFormat
@@ -180,10 +180,10 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
     panels = {}
     for axis, (short, label) in _AXES.items():
         chart_lines = []
-        for k, method in enumerate(methods):
+        for method in methods:
             curve = method.learning_curve_columns
             x, mean, low, high = (curve[column] for column in (axis, "mean", "low", "high"))
-            chart_lines.append(ChartLine(method.label, x, mean, low, high, _line_style(run_group, k)))
+            chart_lines.append(ChartLine(method.label, x, mean, low, high, _line_style(run_group, method)))
         title = f"{capitalize_first(name)} over clients against {short}"
         chart = svg_line_chart(
             chart_lines,
@@ -231,7 +231,7 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
         caption += f" Lines: means of {seeds}; bands: from the lowest to the highest of them."
     if any(not any(method.learning_curve_columns["megabytes"]) for method in methods) and len(methods) > 1:
         caption += " Against MB, a method that sends nothing is a dotted line at its last value."
-    lines = [(method.label, _line_style(run_group, k)) for k, method in enumerate(methods)]
+    lines = [(method.label, _line_style(run_group, method)) for method in methods]
     return render_template(
         "learning_curves", key=key, panels=panels, lines=lines, caption=caption, columns=columns, rows=rows
     )
@@ -359,10 +359,12 @@ def _stored_statistic(method: MethodRuns, name: str, default: float) -> float:
     return math.nan if value is None else float(value)
 
 
-def _line_style(run_group: RunGroup, position: int) -> int:
-    """Returns the number of the style of a method's line; training alone has its own style, grey and dashed."""
-    if run_group.methods[position] is run_group.local_method:
+def _line_style(run_group: RunGroup, method: MethodRuns) -> int:
+    """Returns the number of the style of a method's line, which is that of its other figures; training alone has its own
+    style, grey and dashed."""
+    if method is run_group.local_method:
         return 2 * COLOUR_COUNT - 1
+    position = [x for x in methods_by_importance(run_group) if x is not run_group.local_method].index(method)
     return position % (COLOUR_COUNT - 1) + position // (COLOUR_COUNT - 1) * COLOUR_COUNT
 
 

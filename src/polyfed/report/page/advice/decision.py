@@ -80,11 +80,7 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
         warnings=[f"{str(sentence).rstrip('.')}." for sentence in dict.fromkeys(warnings)],
         answer_table=html_answer_table(answers, run_group, axis, level) if answers and not is_long else "",
         groups=[
-            (
-                heading,
-                f"From the largest gain to the smallest: {', '.join(answer.client or '' for answer in members)}",
-                html_answer_table(members, run_group, axis, level),
-            )
+            (heading, members, html_answer_table(members, run_group, axis, level))
             for heading, members in (_group_by_answer(answers) if is_long else [])
         ],
         pooled_note=_POOLED_NOTE if results.get("site_model") and answers else "",

@@ -65,8 +65,21 @@ def html_header_card(run_group: RunGroup, noun: str) -> Markup:
         decision=decision,
         facts=[fact for fact in (*facts, *_cost_facts(cost, noun), _disclosure(run_group, method)) if fact.value],
         method=method.label,
+        why_method=_why_this_method(run_group, method),
         why_round=why_this_round(run_group, method, cost),
     )
+
+
+def _why_this_method(run_group: RunGroup, method: MethodRuns) -> str:
+    """Returns why the card is of a method that does not lead the table of the methods; empty if it does."""
+    results = run_group.comparison_results
+    others = [other for other in run_group.methods if other not in (method, run_group.local_method)]
+    better = [other for other in others if run_group.ranking_key(other) > run_group.ranking_key(method)]
+    if not results or not better:
+        return ""
+    courses = results.get("convergence") or {}
+    unready = any((courses.get(other.label) or {}).get("converged") is False for other in better)
+    return f", the best by {results['best_by']} examples{' of the methods that had converged' if unready else ''}"
 
 
 def _describe_evaluated(run_group: RunGroup, method: MethodRuns, cost: MethodCost, noun: str) -> str:

@@ -72,7 +72,9 @@ def performance_numbers_for_script(predictions: GroupPredictions, level: float) 
         "classes": [question.name for question in questions], "names": list(predictions.class_names), "cells": cells,
         "matrices": matrices, "level": level, "z": round(z_of_confidence_level(level), 6), "seeds": len(predictions.seeds),
         "others": predictions.class_names[0] if predictions.is_binary else "",
-        "styles": [LOCAL_STYLE if k == local_position else k for k in range(len(predictions.methods))],
+        "styles": [
+            LOCAL_STYLE if k == local_position else k - (k > local_position >= 0) for k in range(len(predictions.methods))
+        ],
     }  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def html_best_middle_and_worst_images(client: Client, network: nn.Module, stored
     positions = [row for _, row in rows]
     predicted, true = predicted_and_true_masks(outputs[positions], client.test.labels.cpu()[positions])
     cells = [
-        Markup('<figure style="display:inline-block;vertical-align:top;width:min(360px,100%);margin:0 1em 1em 0">'
+        Markup('<figure style="display:inline-block;vertical-align:top;width:min(340px,100%);margin:0 .8em 1em 0">'
                '<img alt="{}" width="{}" src="{}">'
                "<figcaption>{}: image, truth, prediction; Dice {:.2f}</figcaption></figure>").format(
             f"{word} of {client.id}", 3 * _SIDE, _png(_triptych(images[k].cpu(), true[k], predicted[k])), word, scores[row]
