@@ -41,7 +41,7 @@ def started(label, number, clients_per_round=scaling.COHORT):
 def server_half(label, number):
     """Messages to ten clients and the aggregation of what they would reply; of two rounds the second."""
     federation, state = started(label, number)
-    method, who = federation.algorithm, [federation.client_info(i, 1) for i in federation.sample_cohort(1)]
+    method, who = federation.algorithm, [federation.client_info(i, 1) for i in federation.sample_round_clients(1)]
     for _ in range(2):
         began = time.process_time()
         downs = {info.id: down for info, down in zip(who, method.dispatch_all(state, who), strict=True)}
@@ -79,7 +79,7 @@ def cohort(number):
     """The draw of ten from so many, of whom the loop has the ids alone."""
     told = ClientRegistry(tuple(f"c{k:08d}" for k in range(number)), "classification")
     everyone = Federation({}, pf.algorithms.FedAvg(), Settings(clients_per_round=scaling.COHORT), remote_clients=told)
-    return seconds(lambda: everyone.sample_cohort(1))
+    return seconds(lambda: everyone.sample_round_clients(1))
 
 
 def header(number):

@@ -53,7 +53,7 @@ def by_hand(method: Any, rounds: int, per_round: int) -> tuple[Any, dict[str, di
         state = method.server_init(at.server_context())
         for number in range(1, rounds + 1):
             replies = {}
-            for i in at.sample_cohort(number):
+            for i in at.sample_round_clients(number):
                 own = states.get(i) or method.client_init(clients[i], 3)
                 down = method.dispatch(state, at.client_info(i, number))
                 replies[i], states[i] = method.local_update(down, own, clients[i], 10 * number)

@@ -130,7 +130,7 @@ class Loop:
     def round(self, number):
         """Plays a round: who is in its sum, the mean of the model's numbers there, and why others are not."""
         at = self.at
-        who = self.federation.sample_cohort(number)
+        who = self.federation.sample_round_clients(number)
         (tasks,) = self.federation.build_task_blocks("local", who, number, at)
         total, inside, failed = SecureSum(self.server.algorithm), [], {}
         for result in self.conductor.run_secure_round(tasks, at.state):

@@ -86,8 +86,8 @@ def test_keys_that_nobody_asked_for_give_no_part_in_a_sum(tmp_path, keys):
         return answer
 
     loop = Loop(tmp_path, keys, lie, **{"clients-per-round": 3, "seed": 0})
-    assert LIAR in loop.federation.sample_cohort(1)
-    assert LIAR not in loop.federation.sample_cohort(2)
+    assert LIAR in loop.federation.sample_round_clients(1)
+    assert LIAR not in loop.federation.sample_round_clients(2)
     loop.round(1)
     letters = [letter for name, letter, _ in loop.sent if letter.head.get("share")]
     assert {a["name"] for a in letters[-1].head["share"]["adverts"]} == set(OTHERS)

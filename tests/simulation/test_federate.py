@@ -147,7 +147,7 @@ def test_cohorts_are_the_same_for_every_method_and_change_from_round_to_round():
 @pytest.mark.parametrize(("sample", "size"), [(1.0, 10), (0.25, 3), (0.01, 1), (1, 1), (7, 7)])
 def test_cohort_sizes(sample, size):
     federation = Federation({c.id: c for c in small_clients(10)}, FedAvg(), Settings(clients_per_round=sample))
-    assert {len(federation.sample_cohort(r)) for r in range(1, 5)} == {size}
+    assert {len(federation.sample_round_clients(r)) for r in range(1, 5)} == {size}
 
 
 def test_all_clients_of_a_round_see_the_state_of_its_start():

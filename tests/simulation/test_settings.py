@@ -87,11 +87,11 @@ def test_devices_of_ray():
     ],
 )
 def test_cohort_size(sample, clients, size):
-    assert Settings(clients_per_round=sample).cohort_size(clients) == size
+    assert Settings(clients_per_round=sample).count_round_clients(clients) == size
 
 
 def test_cohorts_that_cannot_be():
     with pytest.raises(UserError, match="clients_per_round=8 asks for more clients than the 7 there are"):
-        Settings(clients_per_round=8).cohort_size(7)
+        Settings(clients_per_round=8).count_round_clients(7)
     with pytest.raises(UserError, match="min_replies=3 is more than the 2 clients of a round"):
-        Settings(clients_per_round=2, min_replies=3).cohort_size(7)
+        Settings(clients_per_round=2, min_replies=3).count_round_clients(7)

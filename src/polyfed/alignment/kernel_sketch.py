@@ -23,7 +23,7 @@ class KernelSketch:
 
     After a round in which m of N clients replied, S ← (1 − m/N)·S + (1/N)·Σ_j c_j·Â_jÂ_jᵀ over the replies, and the weight
     W ← (1 − m/N)·W + (1/N)·Σ_j c_j; then K̄ = S/W. So a reply of s rounds ago weighs (1 − m/N)^s, which is the probability
-    that a client has not been drawn since: if cohorts are drawn uniformly, each round's replies have in expectation the
+    that a client has not been drawn since: if clients are drawn uniformly, each round's replies have in expectation the
     weight that they have in the exact K̄ of all clients' latest networks. With all clients in each round, K̄ is exact.
 
     The components that a round drops are lost. K̄ − FFᵀ has no negative eigenvalue, and `lost` is its trace: so no entry of

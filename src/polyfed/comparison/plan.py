@@ -42,7 +42,7 @@ class ComparisonPlan:
         methods: label -> method; methods that the clients do not suit are left out.
         unasked: labels of default methods that nobody asked for: no sentence says that they are left out where the clients
             have several architectures.
-        seeds: of the runs; cohorts, weights and batches derive from them, the same for every method.
+        seeds: of the runs; the clients of each round, weights and batches derive from them, the same for every method.
         settings: of every run, except for the seed.
         build_client_set: returns the clients, and what belongs to them, for a seed.
         criteria: budget and target.

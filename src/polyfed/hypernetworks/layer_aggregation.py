@@ -2,7 +2,7 @@
 model (Ma et al., CVPR 2022, section 3.2 and Fig. 3).
 
 Each maps its embedding v_i to α_i, one weight per layer and client. They are stored one by one, so that a round
-replaces only those of its cohort, and evaluated in batches.
+replaces only those of its clients, and evaluated in batches.
 
 Dimensions: N clients, B of them in a round, L layers, E entries of an embedding, H hidden units.
 """

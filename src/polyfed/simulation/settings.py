@@ -74,7 +74,7 @@ class Settings:
     Raises:
         UserError: a value outside its range, with the value.
 
-    >>> Settings(rounds=2, clients_per_round=0.25).cohort_size(10)
+    >>> Settings(rounds=2, clients_per_round=0.25).count_round_clients(10)
     3
     """
 
@@ -248,7 +248,7 @@ class Settings:
         """Returns the settings that say where and how a run computes, as `{name: value}`: engine, workers, device, ..."""
         return {name: getattr(self, name) for name in EXECUTION_FIELDS}
 
-    def cohort_size(self, num_clients: int) -> int:
+    def count_round_clients(self, num_clients: int) -> int:
         """Returns the number of clients that take part in a round, out of `num_clients`.
 
         Raises:

@@ -192,13 +192,15 @@ def test_both_bounds_at_once_are_refused():
 
 
 def test_too_few_clients_are_said_with_a_cure():
-    assert "2f + 3 = 5" in Krum(1).cohort_error(4)
-    assert "krum:2" in Krum(3).cohort_error(8)
-    assert "n − f = 6" in MultiKrum(1, 7).cohort_error(7)
-    assert "at least 0.334" in TrimmedMean(0.2).cohort_error(3)
-    assert TrimmedMean(0.334).cohort_error(3) is None
-    assert "at least 3" in TrimmedMean(0.4).cohort_error(2)
-    assert all(rule.cohort_error(5) is None for rule in (Median(), Krum(), MultiKrum(), GeometricMedian(), Clip()))
+    assert "2f + 3 = 5" in Krum(1).client_count_error(4)
+    assert "krum:2" in Krum(3).client_count_error(8)
+    assert "n − f = 6" in MultiKrum(1, 7).client_count_error(7)
+    assert "at least 0.334" in TrimmedMean(0.2).client_count_error(3)
+    assert TrimmedMean(0.334).client_count_error(3) is None
+    assert "at least 3" in TrimmedMean(0.4).client_count_error(2)
+    assert all(
+        rule.client_count_error(5) is None for rule in (Median(), Krum(), MultiKrum(), GeometricMedian(), Clip())
+    )
 
 
 def test_every_rule_has_one_word_and_a_default():

@@ -329,7 +329,7 @@ def test_clients_of_a_source_can_be_sent_to_another_process():
     source = SyntheticClients(40, examples=(8, 12))
     federation = check_and_build_federation(source, pf.algorithms.FedAvg(), settings, None, None)
     clients = pickle.loads(pickle.dumps(federation.clients))  # noqa: S301
-    chosen = federation.sample_cohort(1)
+    chosen = federation.sample_round_clients(1)
     (tasks,) = federation.build_task_blocks("local", chosen, 1, federation.initial_checkpoint())
     here, there = (
         [result.reply for result in InProcessEngine(federation.algorithm, of, torch.device("cpu")).run(tasks)]

@@ -56,7 +56,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     Local, bit for bit. Evaluated model: W_i.
 
     A network's representation A_j is computed after training, on the whole public pool, which contains every later X: so a
-    client that is not in the cohort counts in K̄ with its last network, on the same X as the others. Clients that have not
+    client that is not drawn counts in K̄ with its last network, on the same X as the others. Clients that have not
     taken part yet do not count (polyfed's choice; the paper's K̄(0) is of untrained networks), so that round 1 has no term.
 
     The server counts capacities if it has the architectures (`share="weights"`); otherwise clients report them, and the

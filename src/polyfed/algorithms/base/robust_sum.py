@@ -193,7 +193,7 @@ class CombinedReplies(ReplySum):
             RoundError: fewer replies have come than the rule needs.
             IncompatibleTensorsError: the tensors of two replies differ in name or shape.
         """
-        if flaw := self._rule.cohort_error(len(self._tensors)):
+        if flaw := self._rule.client_count_error(len(self._tensors)):
             raise RoundError(
                 f"robust='{self._rule}' cannot combine the {len(self._tensors)} replies that have come: {flaw}; set "
                 "min_replies so that a round waits for enough"

@@ -28,7 +28,7 @@ _SAME_FOR_ALL = frozenset({"by_client", "buffers", "local_epochs", "local_steps"
 class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientState]):
     """Trains each client's network, of any architecture, on the client's data only, without a federation.
 
-    A client trains only in the rounds of its cohorts, so that it makes as many local steps as in the method it is
+    A client trains only in the rounds for which it is drawn, so that it makes as many local steps as in the method it is
     compared with; the optimiser is reset each round, as it is there.
 
     Args:

@@ -33,7 +33,7 @@ class PFedMe(ServerUpdateMethod):
     clients' personal models.
 
     Minimises mean_i F_i(w) over w, where F_i(w) = min_θ L_i(θ) + λ/2·‖θ − w‖² is the Moreau envelope of client i's
-    loss. All clients have one architecture. All clients train in each round; those of the cohort are averaged.
+    loss. All clients have one architecture. All clients train in each round; those that are drawn are averaged.
     Evaluated model: θ_i, the client's last θ̃ (w for a client that never trained); next to it w, as `server_...`.
 
     Args:
@@ -94,7 +94,7 @@ class PFedMe(ServerUpdateMethod):
         """Moves the global model by the factor β towards the mean of the clients' replies (algorithm 1, last line), and
         returns the new server state.
 
-        w ← (1−β)w + β Σ_i w_i/S over the S clients of the cohort.
+        w ← (1−β)w + β Σ_i w_i/S over the S clients of the round.
         """
         return {
             "model": {name: interpolate(w, mean["model"][name], self.beta) for name, w in server_state["model"].items()}

@@ -56,7 +56,7 @@ def default_parallel_runs(settings: Settings, num_clients: int) -> int:
     """
     free = settings.engine == "auto" and settings.workers == "auto" and supports_forked_runs(settings)
     cores = num_usable_cores()
-    return cores if free and settings.cohort_size(num_clients) <= _FEW * cores else 1
+    return cores if free and settings.count_round_clients(num_clients) <= _FEW * cores else 1
 
 
 def run_in_processes(tasks: Iterator[tuple[Key, Callable[[], Any]]], max_processes: int) -> Iterator[tuple[Key, Any]]:

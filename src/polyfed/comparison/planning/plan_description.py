@@ -53,7 +53,7 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
         requirements.check_networks_run(client_set.clients)
         check_metrics_work(client_set.clients[0], plan.metrics)
         check_sums_hide_single_values(client_set.clients, secure=settings.secure)
-        settings.cohort_size(len(client_set.ids))
+        settings.count_round_clients(len(client_set.ids))
         for label, method in plan.methods.items():
             if label in skipped:
                 continue

@@ -52,7 +52,7 @@ class TrimmedMean(CombiningRule):
     Args:
         share: β, the share of the clients that is left out at each end, from 0 to below 0.5.
 
-    >>> str(TrimmedMean(0.1)), TrimmedMean(0.1).cohort_error(9)
+    >>> str(TrimmedMean(0.1)), TrimmedMean(0.1).client_count_error(9)
     ('trimmed_mean:0.1', 'it leaves out none of 9 clients; at least 0.112 leaves out one at each end')
     """
 
@@ -66,7 +66,7 @@ class TrimmedMean(CombiningRule):
     def __str__(self) -> str:
         return f"{self.word}:{self.share!r}"
 
-    def cohort_error(self, num_clients: int) -> str | None:
+    def client_count_error(self, num_clients: int) -> str | None:
         """Returns why the rule would protect nothing with so few clients; None if it leaves out at least one."""
         if not self.share or self._num_cut(num_clients):
             return None

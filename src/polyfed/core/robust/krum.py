@@ -41,7 +41,7 @@ def _check_liars(word: str, liars: int) -> None:
         raise UserError(f"robust='{word}:F' takes the number of lying clients F, a whole number from 1, got {liars!r}")
 
 
-def _cohort_error(liars: int, num_clients: int) -> str | None:
+def _client_count_error(liars: int, num_clients: int) -> str | None:
     if num_clients >= 2 * liars + 3:
         return None
     most = (num_clients - 3) // 2
@@ -64,7 +64,7 @@ class Krum(CombiningRule):
     Args:
         liars: f, the number of lying clients that it bears.
 
-    >>> Krum().cohort_error(5), Krum(2).cohort_error(5)
+    >>> Krum().client_count_error(5), Krum(2).client_count_error(5)
     (None, "it needs at least 2f + 3 = 7 clients a round to bear f = 2 lying ones, and a round has 5; bear at most 1
     (robust='krum:1')")
     """
@@ -78,9 +78,9 @@ class Krum(CombiningRule):
     def __str__(self) -> str:
         return f"{self.word}:{self.liars}"
 
-    def cohort_error(self, num_clients: int) -> str | None:
+    def client_count_error(self, num_clients: int) -> str | None:
         """Returns why Krum cannot choose among so few clients; None if it can."""
-        return _cohort_error(self.liars, num_clients)
+        return _client_count_error(self.liars, num_clients)
 
     def combine(self, tensors_by_client: Mapping[str, StateDict], weights: Mapping[str, float]) -> dict[str, Tensor]:
         """Returns the tensors of the client with the least score."""
@@ -116,12 +116,12 @@ class MultiKrum(CombiningRule):
     def __str__(self) -> str:
         return f"{self.word}:{self.liars}" + ("" if self.chosen is None else f",{self.chosen}")
 
-    def cohort_error(self, num_clients: int) -> str | None:
+    def client_count_error(self, num_clients: int) -> str | None:
         """Returns why multi-Krum cannot choose among so few clients; None if it can."""
         most = num_clients - self.liars
         if self.chosen is not None and self.chosen > most:
             return f"it averages {self.chosen} replies, and only n − f = {most} of {num_clients} may be honest"
-        return _cohort_error(self.liars, num_clients)
+        return _client_count_error(self.liars, num_clients)
 
     def combine(self, tensors_by_client: Mapping[str, StateDict], weights: Mapping[str, float]) -> dict[str, Tensor]:
         """Returns the unweighted mean of the tensors of the clients with the least scores."""

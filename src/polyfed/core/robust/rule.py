@@ -26,7 +26,7 @@ class RobustRule(ABC):
     def __str__(self) -> str:
         """Returns the text from which `parse_robust_rule` builds this rule again."""
 
-    def cohort_error(self, num_clients: int) -> str | None:
+    def client_count_error(self, num_clients: int) -> str | None:
         """Returns, as half a sentence, the reason why the rule cannot combine the replies of so many clients; None if it
         can.
         """

@@ -56,7 +56,7 @@ class SecureRoundServer:
 
     Args:
         server: the deployment.
-        federation: samples the cohort of each round.
+        federation: samples the clients of each round.
         exchange: sends envelopes and yields the answers.
     """
 
@@ -78,12 +78,12 @@ class SecureRoundServer:
         by_client = {task.client: task for task in tasks if task.phase == "local"}
         evaluations = {task.client: task for task in tasks if task.phase != "local"}
         round_number = next(iter(by_client.values())).round
-        cohort = self._federation.sample_cohort(round_number)
+        round_clients = self._federation.sample_round_clients(round_number)
         if len(self._boxes.get(round_number, {})) < self._server.secure_sum_threshold:
-            self._exchange_keys(round_number, cohort)
+            self._exchange_keys(round_number, round_clients)
         results: dict[str, TaskResult] = {}
         sum_by_layout: dict[SumLayout, tuple[FixedPointWords, list[str]]] = {}  # sum so far, and the sites in it
-        envelopes = self._task_envelopes(by_client, evaluations, round_number, cohort)
+        envelopes = self._task_envelopes(by_client, evaluations, round_number, round_clients)
         for client, answer in self._exchange(envelopes, round_number):
             sent_head, task = envelopes[client].head, by_client.get(client)
             trains = sent_head.get("phase") == "local"
@@ -101,7 +101,7 @@ class SecureRoundServer:
                 results[client] = TaskResult(
                     task, client_state={"round": round_number}, seconds=_number_or_zero(seconds), masked=True
                 )
-                if client in cohort:
+                if client in round_clients:
                     assert isinstance(answer, PackedEnvelope)
                     words, layout = self._read_masked_words(task, answer, server_state)
                     partial_sum, members = sum_by_layout.get(layout, (np.zeros_like(words), []))
@@ -120,12 +120,12 @@ class SecureRoundServer:
 
     # -- before a round -----------------------------------------------------------------------------------------------
 
-    def _exchange_keys(self, round_number: int, cohort: Sequence[str]) -> None:
+    def _exchange_keys(self, round_number: int, round_clients: Sequence[str]) -> None:
         """Collects from the sites, in two exchanges before a round, the public keys and the encrypted secret shares
         that the round needs.
         """
         self._adverts[round_number], self._boxes[round_number] = {}, {}
-        envelopes = {client: self._sum_envelope(client, advertise=round_number) for client in cohort}
+        envelopes = {client: self._sum_envelope(client, advertise=round_number) for client in round_clients}
         for client, answer in self._exchange(envelopes, round_number):
             self._store_advert(client, _head_or_empty(answer), round_number)
         for client, answer in self._exchange(self._share_requests(round_number), round_number):
@@ -194,36 +194,37 @@ class SecureRoundServer:
         tasks: Mapping[str, ClientTask],
         evaluations: Mapping[str, ClientTask],
         round_number: int,
-        cohort: Sequence[str],
+        round_clients: Sequence[str],
     ) -> dict[str, Envelope]:
         """Returns the messages with a round's tasks, and messages that ask for keys to the sites that take part only in
         the next round.
         """
         boxes_by_sender = self._boxes.get(round_number, {})
         is_last_round = round_number >= self._server.settings.rounds
-        next_cohort = set() if is_last_round else set(self._federation.sample_cohort(round_number + 1))
+        next_round_clients = set() if is_last_round else set(self._federation.sample_round_clients(round_number + 1))
         self._adverts.pop(round_number - 1, None), self._boxes.pop(round_number - 1, None)
 
         def advertise_field(client: str) -> dict[str, int]:
-            return {"advertise": round_number + 1} if client in next_cohort else {}
+            return {"advertise": round_number + 1} if client in next_round_clients else {}
 
         def build_head(task: ClientTask) -> dict[str, Any]:
             return {**self._server.build_task_head(task), **advertise_field(task.client)}
 
         envelopes = {}
         for client, task in tasks.items():
-            if client in cohort and client not in boxes_by_sender:
+            if client in round_clients and client not in boxes_by_sender:
                 continue
-            head = {**build_head(task), "part": client in cohort}
+            head = {**build_head(task), "part": client in round_clients}
             tensors = dict(task.transmitted_message.tensors)
-            if client in cohort:
+            if client in round_clients:
                 tensors[BOXES_GROUP] = {
                     sender: boxes[client] for sender, boxes in sorted(boxes_by_sender.items()) if sender != client
                 }
             envelopes[client] = Envelope(head, Message(tensors, task.transmitted_message.scalars))
         envelopes = add_evaluations_to_envelopes(envelopes, list(evaluations.values()), build_head)
         return envelopes | {
-            client: self._sum_envelope(client, **advertise_field(client)) for client in next_cohort - envelopes.keys()
+            client: self._sum_envelope(client, **advertise_field(client))
+            for client in next_round_clients - envelopes.keys()
         }
 
     def _read_masked_words(

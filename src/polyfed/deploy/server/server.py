@@ -201,7 +201,7 @@ class DeploymentServer:
     @property
     def sites_per_round(self) -> int:
         """Returns the number of sites that take part in each round."""
-        return self.settings.cohort_size(len(self.deployment.sites))
+        return self.settings.count_round_clients(len(self.deployment.sites))
 
     @property
     def secure_sum_threshold(self) -> int:

@@ -177,7 +177,7 @@ def _check_and_build_server(
     builds the server.
     """
     needs, name = algorithm.requires, registry_name(algorithm)
-    parties = settings.cohort_size(len(deployment.sites))
+    parties = settings.count_round_clients(len(deployment.sites))
     if (rule := parse_asynchronous(settings.asynchronous)) is not None:
         check_asynchronous_support(algorithm, rule)
         if rule.buffer > len(deployment.sites):

@@ -28,7 +28,7 @@ class AggregationWeights:
         rounds: the rounds' numbers, (R,), ascending; 0 is before training.
         clients: the N clients' ids, in the order of dimensions 1 and 3 of `alpha`.
         layers: the L layers' names.
-        alpha: float32, (R, N, L, N), after each round; a client outside a round's cohort keeps its last weights.
+        alpha: float32, (R, N, L, N), after each round; a client that is not in a round keeps its last weights.
     """
 
     rounds: NDArray[np.int64]

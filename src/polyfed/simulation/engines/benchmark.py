@@ -99,7 +99,7 @@ def benchmark_engines(
         build_tasks_of_clients: returns the tasks of the next round for these client ids. They are started, and
             abandoned where training begins.
     """
-    share = settings.cohort_size(len(clients)) / len(clients)
+    share = settings.count_round_clients(len(clients)) / len(clients)
     if settings.engine != "auto":
         return EngineChoice()
     by_model: dict[int, list[Client]] = {}

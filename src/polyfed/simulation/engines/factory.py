@@ -116,7 +116,7 @@ def build_engine_for_settings(
     device = choose_client_device(settings)
     ray_options = settings.ray_address, settings.gpus_per_worker
     reply_compression = parse_compressor(settings.compress)
-    num_parties = None if settings.regions is None else settings.cohort_size(len(clients))
+    num_parties = None if settings.regions is None else settings.count_round_clients(len(clients))
     return build_engine(
         settings.engine,
         algorithm,

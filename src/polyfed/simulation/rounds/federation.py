@@ -124,9 +124,9 @@ class Federation:
         return {i: len(client.val) for i, client in clients.items() if client.val is not None}
 
     @property
-    def cohort_size(self) -> int:
+    def num_round_clients(self) -> int:
         """Returns the number of clients that take part in a round."""
-        return self.settings.cohort_size(len(self.client_registry.ids))
+        return self.settings.count_round_clients(len(self.client_registry.ids))
 
     def initial_checkpoint(self) -> Checkpoint:
         """Builds the state of the run before round 1.
@@ -166,16 +166,16 @@ class Federation:
         models, mode = self.client_registry.models, lora.adapter_averaging_mode(self.algorithm)
         return next(iter(models.values())) if mode is None else lora.network_with_largest_ranks(models, mode)
 
-    def sample_cohort(self, round_number: int) -> list[str]:
+    def sample_round_clients(self, round_number: int) -> list[str]:
         """Samples the clients that take part in a round, and returns their ids, sorted.
 
-        The draw depends on the seed and the round alone, so that every method has the same cohorts.
+        The draw depends on the seed and the round alone, so that every method has the same clients in each round.
 
         Returns:
             Client ids, sorted.
         """
         ids = self.client_registry.ids
-        size = self.settings.cohort_size(len(ids))
+        size = self.settings.count_round_clients(len(ids))
         if size == len(ids):
             return list(ids)
         generator = numpy_generator(derive_seed(self.settings.seed, round_number, "cohort"))

@@ -1,6 +1,6 @@
 """Runs the loop over the rounds of a run.
 
-A round samples a cohort, dispatches messages, runs the clients and aggregates their replies
+A round samples clients, dispatches messages, runs the clients and aggregates their replies
 (`polyfed.simulation.rounds.training_round.train_and_aggregate_round`). Then callbacks evaluate, log, save checkpoints and
 stop the run.
 """

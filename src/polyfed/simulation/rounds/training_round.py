@@ -226,21 +226,21 @@ def train_and_aggregate_round(
     settings, clock, number = federation.settings, time.perf_counter, previous.round + 1
     algorithm = federation.algorithm
     started, registry = clock(), federation.client_registry
-    cohort = federation.sample_cohort(number) if plan is None else list(plan.client_ids)
-    trained = list(registry.ids) if "everyone_trains" in algorithm.traits else cohort
+    round_clients = federation.sample_round_clients(number) if plan is None else list(plan.client_ids)
+    trained = list(registry.ids) if "everyone_trains" in algorithm.traits else round_clients
     rebase = None if plan is None else plan.rebase_reply
     counts, is_source = registry.num_examples, isinstance(federation.clients, SourceClients)
     aggregator = ReplyAggregator(
-        algorithm, previous.state, cohort, counts, settings.secure, rebase, settings.regions, is_source
+        algorithm, previous.state, round_clients, counts, settings.secure, rebase, settings.regions, is_source
     )
     evaluation = None if previous.unevaluated_record is None else PhaseResults()
     training = run_phase(federation, engine, "local", trained, number, previous, progress, aggregator, evaluation, plan)
     if evaluation is not None:
         on_previous_round_evaluated(previous, evaluation)
-    reply_ids = [i for i in cohort if i in training.results]
+    reply_ids = [i for i in round_clients if i in training.results]
     if len(reply_ids) < settings.min_replies:
         reasons = "; ".join(f"{f['client']}: {f['reason']}" for f in training.failures[:3])
-        raise RoundError(f"round {number} has {len(reply_ids)} valid replies of {len(cohort)}, min_replies is "
+        raise RoundError(f"round {number} has {len(reply_ids)} valid replies of {len(round_clients)}, min_replies is "
                          f"{settings.min_replies} ({reasons})")  # fmt: skip
     aggregating = clock()
     state, dropped = aggregator.aggregate(

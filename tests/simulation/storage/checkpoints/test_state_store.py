@@ -182,7 +182,7 @@ def test_a_round_reads_the_models_that_clients_asked_for_and_writes_those_that_r
     assert all(count <= 2 for part, number, count in parts)
     assert {part for part, _, _ in parts} == {"", "models", "requests", "initial state of models"}
     reads.clear()
-    infos = [run.federation.client_info(client, 4) for client in run.federation.sample_cohort(4)]
+    infos = [run.federation.client_info(client, 4) for client in run.federation.sample_round_clients(4)]
     list(run.federation.algorithm.dispatch_all(run.last.state, infos))
     assert len(reads) <= 2 * (1 + 2)
 

@@ -102,9 +102,9 @@ def build_compare_parser() -> CommandParser:
     parser = CommandParser(
         "polyfed compare [RECIPE|config.yaml|DATA] [OPTIONS]\n"
         "       polyfed compare DIR [--budget BUDGET] [--target SCORE] [--logger NAMES]",
-        "Compares methods on the same clients, with several seeds, the same cohorts and the same amount of local "
-        "training, and tunes each method alike. Says for each client: join, stay alone, or not decided. With DIR it "
-        "continues a comparison that was stopped, or reads a finished one again.",
+        "Compares methods on the same clients, with several seeds, the same clients in each round and the same "
+        "amount of local training, and tunes each method alike. Says for each client: join, stay alone, or not decided. "
+        "With DIR it continues a comparison that was stopped, or reads a finished one again.",
         "All other options are those of polyfed run, except --seed.",
     )
     parser.add_option(

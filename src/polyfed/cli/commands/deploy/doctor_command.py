@@ -125,7 +125,7 @@ def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[D
         plain = {key: value for key, value in settings.items() if not key.startswith("compress")}  # which takes torch
         parsed_settings = Settings(**plain)
         sites = [name for name in str(values.get("sites", "")).split(",") if name.strip()]
-        parties = parsed_settings.cohort_size(len(sites))
+        parties = parsed_settings.count_round_clients(len(sites))
         yield from _secure_findings(parsed_settings, values, parties, file)
     except (UserError, TypeError) as error:
         yield problem_finding("configuration", f"{file}: {error}")

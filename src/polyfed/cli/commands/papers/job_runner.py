@@ -119,7 +119,7 @@ def _process_count(job: PaperJob, runs: int) -> int:
     if clients is None:  # as many as the data have
         return 1
     processes = default_parallel_runs(settings, clients)
-    one_by_one = runs / (_BUSY * min(processes, settings.cohort_size(clients)))  # in runs on one core, alike in length
+    one_by_one = runs / (_BUSY * min(processes, settings.count_round_clients(clients)))  # in runs on one core
     at_worst = (runs - 1) / processes + 1  # the last run goes alone, when all others have ended
     return processes if at_worst < one_by_one else 1
 

@@ -75,13 +75,17 @@ def record_first_replies(federation: Federation, client_ids: Sequence[str]) -> d
     Raises:
         ClientError: the training of a client failed.
     """
-    algorithm, cohort, secure = federation.algorithm, federation.sample_cohort(1), federation.settings.secure
+    algorithm, round_clients, secure = (
+        federation.algorithm,
+        federation.sample_round_clients(1),
+        federation.settings.secure,
+    )
     engine = InProcessEngine(algorithm, federation.clients, _CPU, federation.metrics, federation.reply_compression)
     start = federation.initial_checkpoint()
-    tasks, replies, states = _train(federation, engine, start, {*client_ids, *(cohort if secure else ())})
+    tasks, replies, states = _train(federation, engine, start, {*client_ids, *(round_clients if secure else ())})
     recorded = {}
     for i in client_ids:
-        members, reply = [i, *(j for j in cohort if j != i)][: len(cohort)] if secure else [i], replies[i]
+        members, reply = [i, *(j for j in round_clients if j != i)][: len(round_clients)] if secure else [i], replies[i]
         if secure:
             reply = _mean_of_replies(algorithm, {j: (tasks[j].message, replies[j]) for j in members})
         change = _find_network_change(algorithm, federation.clients[i], tasks[i], reply)
@@ -89,8 +93,8 @@ def record_first_replies(federation: Federation, client_ids: Sequence[str]) -> d
     unknown = {i for i, entry in recorded.items() if entry.weights is None and entry.reply.tensors}
     if secure or not unknown:
         return recorded
-    _, more_replies, more_states = _train(federation, engine, start, set(cohort) - tasks.keys())
-    first_replies = {i: reply for i, reply in (replies | more_replies).items() if i in cohort}
+    _, more_replies, more_states = _train(federation, engine, start, set(round_clients) - tasks.keys())
+    first_replies = {i: reply for i, reply in (replies | more_replies).items() if i in round_clients}
     state = algorithm.aggregate(start.state, first_replies, federation.server_context())
     state = check_and_wrap_server_state(state, algorithm, "the server's state")
     tasks, replies, _ = _train(

@@ -24,17 +24,17 @@ def check_settings_suit_method(algorithm: Algorithm[Any, Any], settings: Setting
         algorithm, settings: of the run.
         client_ids: of all clients, sorted.
     """
-    cohort_size = settings.cohort_size(len(client_ids))
+    num_round_clients = settings.count_round_clients(len(client_ids))
     check_evaluation_sample(settings, client_ids)
     if settings.secure:
-        check_secure_support(algorithm, cohort_size)
+        check_secure_support(algorithm, num_round_clients)
     if settings.regions is not None:
         check_regions(algorithm, settings.regions, client_ids)
-    check_robust_rule(algorithm, settings, cohort_size)
+    check_robust_rule(algorithm, settings, num_round_clients)
     check_engine_installed(settings.engine)
 
 
-def check_robust_rule(algorithm: Algorithm[Any, Any], settings: Settings, cohort_size: int) -> None:
+def check_robust_rule(algorithm: Algorithm[Any, Any], settings: Settings, num_round_clients: int) -> None:
     """Raises a `UserError` if a server update has too few replies for the method's robust rule: those of a round's clients,
     or of a buffer in asynchronous rounds.
 
@@ -44,8 +44,8 @@ def check_robust_rule(algorithm: Algorithm[Any, Any], settings: Settings, cohort
     if (rule := parse_robust_rule(getattr(algorithm, "robust", None))) is None:
         return
     asynchronous = parse_asynchronous(settings.asynchronous)
-    num_replies = cohort_size if asynchronous is None else asynchronous.buffer
-    flaw = rule.cohort_error(num_replies)
+    num_replies = num_round_clients if asynchronous is None else asynchronous.buffer
+    flaw = rule.client_count_error(num_replies)
     if flaw is None and asynchronous is not None and num_replies < 3 and isinstance(rule, CombiningRule):
         flaw = f"of fewer than 3 replies it leaves none out, and a server update has {num_replies}"
     if flaw is not None:

@@ -57,17 +57,17 @@ class SynchronousPlan(RoundPlan):
     Args:
         federation: of the run.
         previous: the state before the round.
-        cohort: the clients, sorted.
+        round_clients: the clients, sorted.
     """
 
     federation: Federation
     previous: Checkpoint
-    cohort: tuple[str, ...]
+    round_clients: tuple[str, ...]
 
     @property
     def client_ids(self) -> Sequence[str]:
         """Returns the ids of the clients that were drawn."""
-        return self.cohort
+        return self.round_clients
 
     def build_task_blocks(self, clients: Sequence[str], max_bytes: int) -> Iterator[list[ClientTask]]:
         """Yields the clients' training tasks, all from the newest state."""

@@ -75,9 +75,9 @@ class RoundScheduler:
             return self._plan_server_update(previous, history)
         if isinstance(self._sampler, UniformSampler):
             return None
-        ids, size = self._federation.client_registry.ids, self._federation.cohort_size
-        cohort = self._draw(previous.round + 1, ids, size, history, self._clock, "cohort", False)
-        return SynchronousPlan(self._federation, previous, tuple(sorted(cohort)))
+        ids, size = self._federation.client_registry.ids, self._federation.num_round_clients
+        round_clients = self._draw(previous.round + 1, ids, size, history, self._clock, "cohort", False)
+        return SynchronousPlan(self._federation, previous, tuple(sorted(round_clients)))
 
     def add_simulated_time(self, after: Checkpoint, plan: RoundPlan | None) -> Checkpoint:
         """Returns the state after a round with its schedule, and the simulated time in the round's record.
@@ -188,7 +188,7 @@ def find_concurrency(federation: Federation) -> int:
     assert rule is not None
     number = len(federation.client_registry.ids)
     if rule.concurrency is None:
-        return federation.cohort_size
+        return federation.num_round_clients
     if isinstance(rule.concurrency, int):
         if rule.concurrency > number:
             raise UserError(

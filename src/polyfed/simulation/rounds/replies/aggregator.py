@@ -65,7 +65,7 @@ class ReplyAggregator:
         self._is_robust = getattr(algorithm, "robust", None) is not None
         self._report: Mapping[str, Any] = {}
         self._missing_ids: set[str] = set()
-        self._cohort_ids = frozenset(client_ids)
+        self._round_client_ids = frozenset(client_ids)
         self._sum: ReplySum | None = None
         self.seconds = 0.0  # spent on summing
         if secure and uses_default_mean(algorithm):
@@ -95,7 +95,7 @@ class ReplyAggregator:
         """Adds a client's reply to `message` to the round, and returns True; discards the reply of a client outside the
         round's sample (such clients train too with `everyone_trains`), and returns False.
         """
-        if client in self._cohort_ids:
+        if client in self._round_client_ids:
             if self._rebase is not None and message is not None:
                 reply, message = self._rebase(client, reply, message)
             if isinstance(self._sum, RegionalSum):  # has no order
@@ -105,7 +105,7 @@ class ReplyAggregator:
             if message is not None and self._is_robust:
                 self._messages[client] = message
             self._sum_waiting_replies()
-        return client in self._cohort_ids
+        return client in self._round_client_ids
 
     def add_partial_sum(self, partial_sum: PartialSum) -> None:
         """Adds the sum of some clients' replies that the engine has added up where the clients ran."""

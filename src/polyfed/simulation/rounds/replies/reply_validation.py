@@ -53,7 +53,7 @@ def validate_reply(federation: Federation, result: TaskResult, checkpoint: Check
         raise ValueError(flaw)
     settings, part = federation.settings, None
     if settings.secure or settings.regions is not None:  # as a site does before it masks, or a region before it adds
-        part = encode_reply_in_fixed_point(decoded, federation.algorithm, federation.cohort_size, task.message)
+        part = encode_reply_in_fixed_point(decoded, federation.algorithm, federation.num_round_clients, task.message)
     if settings.secure:
         return ValidatedReply(part, part, MeasuredUpdate(None, None))
     assert isinstance(reply, Message)  # what is none has a flaw

@@ -72,7 +72,7 @@ def disclosures_to_allow(algorithm: Algorithm[Any, Any], secure: bool) -> list[s
     return sorted(disclosures_needing_consent(effective_disclosures(algorithm, secure)))
 
 
-def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> None:
+def check_secure_support(algorithm: Algorithm[Any, Any], num_round_clients: int) -> None:
     """Raises a `UserError` if a method cannot run with secure aggregation: it needs single replies, or only one client
     takes part in a round.
     """
@@ -92,9 +92,10 @@ def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> No
             f"each reply by itself, or none; methods whose server half is a mean: {', '.join(base)}"
         )
     check_secure_rule(algorithm)
-    if cohort_size < 2:
+    if num_round_clients < 2:
         raise UserError(
-            f"secure=True hides a client among those of its round, and a round has {cohort_size}; raise clients_per_round"
+            f"secure=True hides a client among those of its round, and a round has {num_round_clients}; raise "
+            "clients_per_round"
         )
 
 
@@ -156,7 +157,7 @@ def secure_bound(algorithm: Algorithm[Any, Any], message: Message) -> SecureBoun
 
 
 def encode_reply_in_fixed_point(
-    reply: Message, algorithm: Algorithm[Any, Any], cohort_size: int, received: Message | None = None
+    reply: Message, algorithm: Algorithm[Any, Any], num_round_clients: int, received: Message | None = None
 ) -> Message:
     """Encodes a client's reply in fixed point, as this client's part of a secure sum; a real site does the same before
     it masks the numbers.
@@ -165,7 +166,7 @@ def encode_reply_in_fixed_point(
         reply: the method's reply. Only the averaged groups are encoded, weighted by the number of examples if the method
             weights.
         algorithm: the method.
-        cohort_size: the number of clients in a round.
+        num_round_clients: the number of clients in a round.
         received: the message that the reply answers, from which a bound on the update (`robust="clip"`) counts.
 
     Raises:
@@ -177,8 +178,12 @@ def encode_reply_in_fixed_point(
     received = received or Message()
     bound = secure_bound(algorithm, received)
     if bound is None:
-        return build_sum_message(to_fixed_point(groups, weight, cohort_size), SumLayout.from_tensor_groups(groups))
-    words, norm = clip_fixed_point_words(groups, received, weight, cohort_size, bound.max_norm, algorithm._differences)
+        return build_sum_message(
+            to_fixed_point(groups, weight, num_round_clients), SumLayout.from_tensor_groups(groups)
+        )
+    words, norm = clip_fixed_point_words(
+        groups, received, weight, num_round_clients, bound.max_norm, algorithm._differences
+    )
     counts = [] if bound.median is None else [norm <= bound.median, norm <= bound.max_norm]
     words = np.concatenate([words, np.array(counts, dtype=np.uint64)])
     return build_sum_message(words, SumLayout.from_tensor_groups(groups, len(counts)))

@@ -1,5 +1,5 @@
 """Stores the states of clients in one SQLite file, a row per state, so that a checkpoint writes only the states that
-changed, and reading the states of a cohort costs the cohort.
+changed, and reading the states of a round's clients costs those alone.
 
 A row has the round whose checkpoint first held it (`round`) and the round in which another took its place (`until`, null
 until then): the states of a checkpoint are the rows with `round` up to its own and `until` after it. So the rows of all
