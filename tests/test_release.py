@@ -120,6 +120,8 @@ def test_workflows_have_few_rights_and_an_end(file):
     for step in steps(workflow):
         assert ("uses" in step) != ("run" in step)
         assert "${{" not in step.get("run", ""), "what GitHub puts into a shell line could be a command"
+        pinned = re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", step.get("uses", f"a@{'0' * 40}"))
+        assert pinned, "a tag may be moved: name the commit, with the version behind it as a comment"
         if step.get("uses", "").startswith("actions/checkout"):
             assert step["with"]["persist-credentials"] is False
         script = re.match(r"(?:bash )?(\.ci/\w+)", step.get("run", ""))

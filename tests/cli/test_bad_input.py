@@ -73,6 +73,7 @@ UNKNOWN = {
     "run --nothing.like 3": "unknown option --nothing.like; choices: --algorithm,",
     "run --model mlp,cnn_small --model.hidden [3]": "a mixture of networks takes its fields from a YAML file",
     "run --data.shifts [{rotatoin:\t3}]": "a shift has no 'rotatoin'; did you mean rotation?",
+    "run north.csv south.csv --data.target ill": "one table holds the rows of all sites, got north.csv and south.csv; put",
     "list modles": "cannot list 'modles'; did you mean models?",
     "resume --quik x": "unknown option --quik",
 }

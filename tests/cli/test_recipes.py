@@ -68,6 +68,13 @@ def printed(polyfed, *arguments):
     return yaml.safe_load(out)
 
 
+def test_options_of_a_run_alone_change_the_quickstart_and_not_what_is_run(polyfed):
+    config = printed(polyfed, "--rounds", "3", "--seed=2")
+    assert (config["data"]["name"], config["algorithm"]["name"]) == ("heart", "fml")
+    assert (config["rounds"], config["seed"]) == (3, 2)
+    assert printed(polyfed, "--algorithm.lr", "0.5")["data"]["name"] == "digits"
+
+
 @pytest.mark.parametrize(
     ("below", "above", "expected"),
     [

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 
 import yaml
 
-from polyfed.cli.commands.argv import CommandParser
+from polyfed.cli.commands.argv import CommandParser, option_name
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.simulation.storage.directory import read_config
@@ -23,6 +23,7 @@ SCALES = ("paper", "cpu", "smoke")
 _SOURCES_BY_SUFFIX = dict.fromkeys((".csv", ".tsv", ".parquet", ".pq"), "table") | {".npz": "npz"}
 _SPREADSHEETS = (".xlsx", ".xls", ".xlsm", ".ods", ".numbers")
 _DEFAULT_SCALE = "cpu"
+_SECTIONS_OF_ONE_EXPERIMENT = ("--data", "--model", "--algorithm", "--baselines")  # without one, it is quickstart
 _CHOICES = ("data", "partition", "model", "algorithm")  # sections of which a bare text is the `name`
 
 
@@ -215,7 +216,8 @@ class ChosenRecipe(NamedTuple):
     """Holds the name of the recipe on the command line, the configuration to run, and a headline.
 
     Attributes:
-        name: "quickstart" for a command line without words; None for options without a recipe.
+        name: "quickstart" for a command line without a recipe and without options of data, networks and methods; None for
+            one with such options.
         configuration: the recipe's, at the chosen scale and variant.
         headline: names scale, variant and what is reduced against the paper; empty for a recipe without either.
     """
@@ -234,13 +236,19 @@ def pop_recipe(argv: list[str], scale: str | None, variant: str | None) -> Chose
     name = argv.pop(0) if argv and not argv[0].startswith("-") else None
     data_options = _data_options(name) if name is not None else []
     if data_options:
+        if argv and not argv[0].startswith("-"):
+            raise UserError(
+                f"one table holds the rows of all sites, got {name} and {argv[0]}; put them into one file with a column of "
+                "the site's name: pandas.concat({'a': pandas.read_csv('a.csv'), 'b': pandas.read_csv('b.csv')}, "
+                "names=['site']).reset_index('site').to_csv('all.csv', index=False)"
+            )
         argv[:0] = data_options
         name = None
     if name is None:
         if scale is not None or variant is not None:
             option = "--variant" if scale is None else "--scale"
             raise UserError(f"{option} needs a recipe before it; `polyfed list recipes` shows which have one")
-        if any(word not in ("-h", "--help") for word in argv):
+        if any(option_name(word).partition(".")[0] in _SECTIONS_OF_ONE_EXPERIMENT for word in argv):
             return ChosenRecipe(None, {}, "")
         name = "quickstart"
     recipe = read_recipe(name)

@@ -18,8 +18,9 @@ def look_command(argv: list[str]) -> None:
     parser = CommandParser(
         "polyfed look [RECIPE|config.yaml|DATA] [OPTIONS]",
         "Shows the data of all sites side by side before anything is trained: of each column the missing values, mean, "
-        "spread, zeros, percentiles and a histogram, and of the target how many examples of each class; marks what differs "
-        "(an empty column, a number that stands for \"not measured\", another unit, few events), and says what it means. "
+        "spread, zeros, percentiles and a histogram, and of the target how many examples of each class, or events; marks what "
+        "differs (an empty column, a number that stands for \"not measured\", another unit, few events), and says what it "
+        "means. "
         "DATA is a CSV or Parquet file, or the name of a data set (polyfed list data).",
         "All other options are those of polyfed run: polyfed look heart.csv --data.target ill --data.site hospital.",
     )  # fmt: skip
