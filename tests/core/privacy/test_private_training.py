@@ -362,8 +362,9 @@ def test_inputs_that_mix_the_examples_of_a_minibatch_are_refused(part):
     mixed = pf.Client("a", plain, replace(client.train, **part), client.test)
     with pytest.raises(UserError, match="'a': transform or augment mixes the examples of a minibatch"):
         pf.federate([mixed], private, rounds=1, workers=0)
-    rowwise = replace(client.train, augment=jitter, transform=lambda x: 2 * x)
-    pf.federate([pf.Client("a", plain, rowwise, client.test)], private, rounds=1, workers=0)
+    for noise in (jitter, lambda x, generator: x + 0.1 * torch.randn(x.shape)):  # of torch's default generator, too
+        rowwise = replace(client.train, augment=noise, transform=lambda x: 2 * x)
+        pf.federate([pf.Client("a", plain, rowwise, client.test)], private, rounds=1, workers=0)
 
 
 @pytest.mark.parametrize("sampler", ["oort", "power_of_choice"])

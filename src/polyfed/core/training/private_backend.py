@@ -84,9 +84,8 @@ class PrivateBackend(OneNetworkBackend):
                 self._rows_of_units[int(unit)] for unit in sample
             ]  # fmt: skip
             rows = torch.cat(self._drawn) if self._drawn else torch.zeros(1, dtype=torch.int64)
-            x, y = self._examples.batch(
-                rows.to(self.device), self._generator
-            )  # untrimmed: a length tells of the others
+            # Texts are not cut to the longest of the minibatch: that would tell each gradient of the other examples.
+            x, y = self._examples.batch(rows.to(self.device), self._generator)
             yield [[Minibatch(to_preferred_memory_format(self._model, x), y)]]
 
     def write_private_gradient(self, batch: Minibatch, criterion: Loss, penalty: Callable[[], Tensor] | None) -> Tensor:

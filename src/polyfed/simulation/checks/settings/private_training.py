@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import named_leaves
 from polyfed.core.nn.module_cache import cached_module
-from polyfed.core.seeds import torch_generator
+from polyfed.core.seeds import temporary_rng_seed, torch_generator
 from polyfed.core.task_lookup import has_elementwise_loss
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.private_backend import number_of_units
@@ -145,9 +145,11 @@ def _mixes_examples(examples: Examples) -> bool:
     """Returns whether an example's input for the network depends on the examples that are with it in the minibatch."""
     others = torch.arange(min(8, len(examples)), device=examples.device)
     for seed in range(4):  # a random permutation may leave the first example in its place
-        alone, among_others = (
-            named_leaves(examples.batch(rows, torch_generator(seed))[0]) for rows in (torch.zeros_like(others), others)
-        )
+        batches = []
+        for rows in (torch.zeros_like(others), others):
+            with temporary_rng_seed(seed):  # of augmentations that draw from torch's default generator
+                batches.append(named_leaves(examples.batch(rows, torch_generator(seed))[0]))
+        alone, among_others = batches
         for (_, a), (_, b) in zip(alone, among_others, strict=True):
             if a.shape != b.shape or not torch.allclose(a[0], b[0], rtol=1e-4, atol=1e-5, equal_nan=True):
                 return True
