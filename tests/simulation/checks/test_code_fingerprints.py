@@ -193,3 +193,13 @@ def test_a_resumed_run_with_other_values_says_so(tmp_path):
     pf.federate(people, "fedavg", rounds=1, workers=0, quiet=True, out=tmp_path / "run")
     with pytest.warns(UserWarning, match="the values that Scale holds are not those"):
         pf.resume(tmp_path / "run", clients=clients_with(Scale(3.0), "transform"), workers=0, quiet=True)
+
+
+def test_a_run_that_is_resumed_with_other_versions_says_so(started):
+    manifest = json.loads((started / "manifest.json").read_text())
+    manifest["versions"] |= {"torch": "1.0", "safetensors": "0.1"}
+    (started / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.warns(
+        UserWarning, match=r"was begun with torch 1\.0, and is resumed with torch 2.*may have other bits"
+    ):
+        pf.resume(started, clients=clients(), progress=False)

@@ -1,6 +1,7 @@
 """Prepares a run: checks everything that can be wrong before the first round, and creates the run directory."""
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from polyfed.core.evaluation.metrics import metric_path_or_name, resolve_metrics
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full
+from polyfed.core.machine.package_versions import package_versions
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.precision import check_precision
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
@@ -161,6 +163,7 @@ def check_clients_are_those_of_run(directory: RunDirectory, federation: Federati
     fingerprint_now = _data_fingerprint(federation)
     if fingerprint_before == fingerprint_now:
         warn_of_changed_code(directory.read_manifest().get("code"), _code_fingerprint(federation))
+        _warn_of_other_versions(directory)
         return
     integrity.check_manifest_unchanged(out, fingerprint_now)
     clients = [] if isinstance(federation.clients, SourceClients) else list(federation.clients.values())
@@ -170,6 +173,20 @@ def check_clients_are_those_of_run(directory: RunDirectory, federation: Federati
         f"the clients are not those of the run in {out}: its data fingerprint is {fingerprint_before}, theirs "
         f"is {fingerprint_now}; resume with the same ids, data and networks"
     )
+
+
+def _warn_of_other_versions(directory: RunDirectory) -> None:
+    """Warns if a run was begun with other versions of the packages that compute it than it is resumed with."""
+    before, now = directory.read_manifest().get("versions", {}), package_versions()
+    changed = [name for name in ("polyfed", "torch", "numpy") if before.get(name, now[name]) != now[name]]
+    if changed:
+        pairs = [" and ".join(f"{name} {versions[name]}" for name in changed) for versions in (before, now)]
+        warnings.warn(
+            f"the run in {directory.path} was begun with {pairs[0]}, and is resumed with {pairs[1]}: its later rounds may "
+            "have other bits than those of an uninterrupted run",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _data_fingerprint(federation: Federation) -> str:
