@@ -372,3 +372,14 @@ def test_samplers_that_read_training_losses_are_refused(sampler):
     private = pf.algorithms.FedAvg(privacy=Privacy(target_epsilon=3.0))
     with pytest.raises(UserError, match="reads the clients' training losses, which privacy withholds"):
         pf.federate(clients(), private, rounds=1, clients_per_round=1, workers=0, sampler=sampler)
+
+
+def test_an_example_that_is_there_twice_is_refused_unless_it_is_one_group():
+    (client,) = clients(1)
+    twice = replace(client.train, index=torch.tensor([0, 1, 2, 3, 4, 5, 5, 5]))
+    private = pf.algorithms.FedAvg(privacy=Privacy(noise_multiplier=1.0))
+    with pytest.raises(UserError, match="'a': 2 training examples are there more than once"):
+        pf.federate([pf.Client("a", plain, twice, client.test)], private, rounds=1, workers=0)
+    grouped = pf.Client("a", plain, replace(twice, group=np.arange(len(twice.y))), client.test)
+    by_group = pf.algorithms.FedAvg(privacy=Privacy(noise_multiplier=1.0, unit="group"))
+    pf.federate([grouped], by_group, rounds=1, workers=0)

@@ -120,6 +120,12 @@ def check_privacy_suits_client(client: Client, algorithm: LocalTraining) -> None
             f"client {client.id!r}: privacy with unit 'group' needs to know which rows belong to one; give group=, or "
             "unit='example'"
         )
+    rows = [] if client.train.index is None else client.train.index.tolist()
+    if algorithm.privacy.unit == "example" and (repeated := len(rows) - len(set(rows))):
+        raise UserError(
+            f"client {client.id!r}: {repeated} training examples are there more than once, each of "
+            "which would count as an example of its own; give each once, or the same group= and unit='group'"
+        )
     if _mixes_examples(client.train):
         raise UserError(
             f"client {client.id!r}: transform or augment mixes the examples of a minibatch, so that clipping one example's "
