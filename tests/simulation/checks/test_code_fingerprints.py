@@ -10,7 +10,7 @@ import torch
 
 import polyfed as pf
 from polyfed.core.examples.examples import PartwiseTransform
-from polyfed.simulation.checks.code_fingerprints import code_fingerprint, warn_of_changed_code
+from polyfed.simulation.checks.code_fingerprints import code_fingerprint, find_changed_code, warn_of_changed_code
 
 NET = """
 import torch
@@ -173,10 +173,10 @@ def test_values_that_a_transform_augmentation_or_loss_holds_are_compared(holder,
     )
     assert before == same
     with pytest.warns(UserWarning, match=r"the values that .* holds are not those with which the run began"):
-        warn_of_changed_code(before, other)
+        warn_of_changed_code(find_changed_code(before, other))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_changed_code(before, same)
+        warn_of_changed_code(find_changed_code(before, same))
 
 
 def test_functions_of_one_name_are_all_compared():
@@ -203,3 +203,31 @@ def test_a_run_that_is_resumed_with_other_versions_says_so(started):
         UserWarning, match=r"was begun with torch 1\.0, and is resumed with torch 2.*may have other bits"
     ):
         pf.resume(started, clients=clients(), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (lambda: clients(), lambda: clients(function="relu"), "the code of Net is not that"),
+        (lambda: [*clients_with(Scale(2.0), "transform")], lambda: [*clients_with(Scale(3.0), "transform")],
+         "the values that Scale holds are not those"),
+    ],
+)  # fmt: skip
+def test_a_comparison_that_reads_finished_runs_of_other_code_says_so(tmp_path, before, after, words):
+    quick = {
+        "rounds": 1,
+        "budget": "steps",
+        "tune": "none",
+        "seeds": 1,
+        "references": False,
+        "parallel": 1,
+        "quiet": True,
+    }
+    pf.compare(before(), ["fedavg"], **quick, out=tmp_path / "c")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pf.compare(before(), ["fedavg"], **quick, out=tmp_path / "c")
+    with pytest.warns(
+        UserWarning, match=f"{words} with which the run began: finished runs of the comparison are read as"
+    ):
+        pf.compare(after(), ["fedavg"], **quick, out=tmp_path / "c")

@@ -3,7 +3,7 @@
 import base64
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,11 +21,13 @@ from polyfed.core.evaluation.metric import Metric
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.core.training.config import LocalTraining
 from polyfed.simulation.callbacks.callback import Callback
+from polyfed.simulation.checks.code_fingerprints import code_fingerprint, find_changed_code, warn_of_changed_code
 from polyfed.simulation.federate import resume_federation, run_federation
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.settings import Keep, Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
+from polyfed.simulation.storage.directory import read_manifest
 from polyfed.simulation.storage.predictions import prediction_store as predictions
 
 _LOG = logging.getLogger("polyfed.comparison")
@@ -114,6 +116,7 @@ def execute_or_load_runs(
             )
         if history is not None:
             finished_runs[job] = FinishedRun(list(history), job.folder)
+    _warn_of_changed_code(plan, finished_runs)
     missing = [job for job in run_specs if job not in finished_runs]
     processes = min(_num_processes(plan, len(first_client_set.ids)), max(1, len(missing)))
     in_this_process = processes == 1
@@ -141,6 +144,17 @@ def execute_or_load_runs(
         _LOG.info("%s, seed %s: %s", job.label, job.seed, "failed" if job in failed else "done")
         plan.display.finish_run(missing.index(job), failed=job in failed)
     return ExecutedRuns(finished_runs, failed)
+
+
+def _warn_of_changed_code(plan: ComparisonPlan, finished_runs: Iterable[RunSpec]) -> None:
+    """Warns if the user's own code is not that with which the finished runs of a method were computed."""
+    changed: list[str] = []
+    for job in {job.label: job for job in finished_runs}.values():
+        if job.folder is not None:
+            clients = plan.build_client_set(job.seed).clients_of_run(job.method)
+            code = code_fingerprint(clients if isinstance(clients, tuple) else (), job.method)
+            changed += find_changed_code(read_manifest(job.folder).get("code"), code)
+    warn_of_changed_code(changed, "finished runs of the comparison are read as they are, and not computed again")
 
 
 def _num_processes(plan: ComparisonPlan, clients: int) -> int:

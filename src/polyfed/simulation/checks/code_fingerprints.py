@@ -31,6 +31,7 @@ _PACKAGES = ("polyfed", "torch", "builtins")
 _MAX_PARTS = 500  # functions and classes that one hash follows
 _SHOWN = 3
 _VALUES_OF = "values of "
+_LATER_ROUNDS = "the rounds from here on are computed otherwise than those before"
 
 
 def code_fingerprint(clients: Iterable[Client], algorithm: Algorithm[Any, Any]) -> dict[str, str]:
@@ -52,25 +53,34 @@ def code_fingerprint(clients: Iterable[Client], algorithm: Algorithm[Any, Any]) 
     return {"python": f"{importlib.util.MAGIC_NUMBER.hex()}-{sys.flags.optimize}", **hashes} if hashes else {}
 
 
-def warn_of_changed_code(before: Any, now: Mapping[str, str]) -> None:
-    """Warns if code that a run computes with is not that with which it began.
+def find_changed_code(before: Any, now: Mapping[str, str]) -> list[str]:
+    """Returns the names whose hashes differ between two fingerprints; empty if these cannot be compared.
 
     Args:
-        before: `code_fingerprint` at the start of the run; anything else if the run has none.
+        before: `code_fingerprint` at the start of a run; anything else if the run has none.
         now: the present one.
     """
     if not isinstance(before, Mapping) or before.get("python") != now.get("python"):
-        return
-    changed = [name for name in now if name in before and before[name] != now[name]]
-    changed_code = [name for name in changed if not name.startswith(_VALUES_OF)]
-    changed_values = [name.removeprefix(_VALUES_OF) for name in changed if name.startswith(_VALUES_OF)]
-    for names, what, cure in ((changed_code, "the code of {} is not that", "the code"),
-                              (changed_values, "the values that {} holds are not those", "the values")):  # fmt: skip
-        if names:
+        return []
+    return [name for name in now if name in before and before[name] != now[name]]
+
+
+def warn_of_changed_code(changed_names: Iterable[str], consequence: str = _LATER_ROUNDS) -> None:
+    """Warns of code, and of values that it holds, which have changed since a run was begun.
+
+    Args:
+        changed_names: from `find_changed_code`.
+        consequence: what follows from it.
+    """
+    names = list(dict.fromkeys(changed_names))
+    changed_code = [name for name in names if not name.startswith(_VALUES_OF)]
+    changed_values = [name.removeprefix(_VALUES_OF) for name in names if name.startswith(_VALUES_OF)]
+    for changed, what, cure in ((changed_code, "the code of {} is not that", "the code"),
+                                (changed_values, "the values that {} holds are not those", "the values")):  # fmt: skip
+        if changed:
             warnings.warn(
-                f"{what.format(join_first_and_count_rest(names, _SHOWN))} with which the run began: the rounds "
-                f"from here on are computed otherwise than those before; put {cure} back, or start another run with another "
-                "out=... (--out)",
+                f"{what.format(join_first_and_count_rest(changed, _SHOWN))} with which the run began: {consequence}; put "
+                f"{cure} back, or start another run with another out=... (--out)",
                 UserWarning,
                 stacklevel=4,
             )

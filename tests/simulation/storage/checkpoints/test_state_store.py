@@ -265,15 +265,14 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_the_states(tmp_p
 
 def test_a_limit_on_the_size_of_files_is_told_from_a_broken_disk_and_the_run_goes_on(tmp_path):
     resource = pytest.importorskip("resource")
-    method, whole = Local(lr=0.1), pf.federate(small_clients(2), Local(lr=0.1), rounds=2, seed=0, workers=0)
+    whole = pf.federate(small_clients(2), Local(lr=0.1), rounds=2, seed=0, workers=0)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, limits[1]))
     try:
-        with pytest.raises(OSError, match=r"File too large: .*states.sqlite; .* make room, then go on with") as error:
-            pf.federate(small_clients(2), method, rounds=2, seed=0, workers=0, out=tmp_path / "run")
+        with pytest.raises(OSError, match=r"File too large: .*states.sqlite; .* make room, then go on with"):
+            pf.federate(small_clients(2), Local(lr=0.1), rounds=2, seed=0, workers=0, out=tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert error.value.errno == errno.EFBIG
     assert_runs_equal(pf.resume(tmp_path / "run", clients=small_clients(2), workers=0), whole)
 
 

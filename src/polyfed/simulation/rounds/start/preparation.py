@@ -20,7 +20,7 @@ from polyfed.core.training.precision import check_precision
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.clients.client_list import list_clients
-from polyfed.simulation.checks.code_fingerprints import code_fingerprint, warn_of_changed_code
+from polyfed.simulation.checks.code_fingerprints import code_fingerprint, find_changed_code, warn_of_changed_code
 from polyfed.simulation.checks.fingerprints import data_fingerprint, earlier_version_run_error
 from polyfed.simulation.checks.networks.trial_evaluation import check_metrics_work
 from polyfed.simulation.checks.settings.method_settings import check_settings_suit_method
@@ -162,7 +162,7 @@ def check_clients_are_those_of_run(directory: RunDirectory, federation: Federati
     out, fingerprint_before = directory.path, directory.read_manifest().get("data_fingerprint")
     fingerprint_now = _data_fingerprint(federation)
     if fingerprint_before == fingerprint_now:
-        warn_of_changed_code(directory.read_manifest().get("code"), _code_fingerprint(federation))
+        warn_of_changed_code(find_changed_code(directory.read_manifest().get("code"), _code_fingerprint(federation)))
         _warn_of_other_versions(directory)
         return
     integrity.check_manifest_unchanged(out, fingerprint_now)
