@@ -136,6 +136,21 @@ def write_search(folder, rates):
         (run / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def comparison_that_writes(write_tuning, *methods):
+    """Returns a stand-in for a comparison, which writes a search at its first call, and the words of each call."""
+    asked = []
+
+    def compared(words, out):
+        asked.append(words)
+        if not asked[1:]:
+            out.mkdir()
+            (out / "comparison.yaml").write_text("metrics: [{name: accuracy}]\n", encoding="utf-8")
+            write_tuning(out / "tuning")
+        return {"methods": {label: {} for label in methods}, "rounds": 12, "tuning": {"sentence": "by loss"}}
+
+    return compared, asked
+
+
 def test_the_rate_of_the_committed_rule_is_that_of_the_last_three_scores(leaderboard, tmp_path):
     from leaderboard_rule import choose_values
 
@@ -161,18 +176,11 @@ def test_the_rate_of_the_committed_rule_is_that_of_the_last_three_scores(leaderb
 def test_a_search_by_score_fixes_the_rates_of_the_final_runs(leaderboard, tmp_path):
     from leaderboard_rule import compare_by_score
 
-    asked = []
+    def write_tuning(folder):
+        write_search(folder / "local", {0.02: ((0.5,) * 4, (1.0,) * 4), 0.2: ((0.4,) * 4, (0.1,) * 4)})
+        write_search(folder / "fedper", {0.02: ((0.4,) * 4, (0.1,) * 4), 0.2: ((0.5,) * 4, (1.0,) * 4)})
 
-    def compared(words, out):
-        asked.append(words)
-        if not asked[1:]:
-            out.mkdir()
-            (out / "comparison.yaml").write_text("metrics: [{name: accuracy}]\n", encoding="utf-8")
-            write_search(out / "tuning" / "local", {0.02: ((0.5,) * 4, (1.0,) * 4), 0.2: ((0.4,) * 4, (0.1,) * 4)})
-            write_search(out / "tuning" / "fedper", {0.02: ((0.4,) * 4, (0.1,) * 4), 0.2: ((0.5,) * 4, (1.0,) * 4)})
-        methods = {"local": {}, "fedavg": {}, "fedper": {}}
-        return {"methods": methods, "rounds": 12, "tuning": {"sentence": "by loss"}}
-
+    compared, asked = comparison_that_writes(write_tuning, "local", "fedavg", "fedper")
     words = ["compare", "leaderboard", "--seeds", "0,1,2", "--tune", "grid", "--out", "x", "--baselines", '["fedper"]']
     found = compare_by_score(words, tmp_path, ["fedper"], compared)
     search, final = asked
@@ -191,24 +199,17 @@ def test_a_search_of_several_fields_leaves_out_those_that_no_method_has(leaderbo
     assert keep_known_fields(tune, ["local", "fedgh"]) == "lr=grid;clip_norm=null,10"
     assert keep_known_fields(tune, ["local", "fedproto"]) == tune
     assert keep_known_fields("grid", ["local"]) == "grid"
-    asked = []
 
-    def compared(words, out):
-        asked.append(words)
-        if not asked[1:]:
-            out.mkdir()
-            (out / "comparison.yaml").write_text("metrics: [{name: accuracy}]\n", encoding="utf-8")
-            for label in ("local", "fedgh"):
-                folder = out / "tuning" / label
-                write_search(folder, {0.2: ((0.5,) * 4, (1.0,) * 4), 0.6: ((0.4,) * 4, (1.0,) * 4)})
-                for run in folder.iterdir():
-                    clip = "10" if label == "local" else "null"
-                    lr = run.name.removeprefix("lr=")
-                    (run / "config.yaml").write_text(
-                        f"algorithm: {{lr: {lr}, clip_norm: {clip}, mu: 3}}\n", encoding="utf-8"
-                    )
-        return {"methods": {"local": {}, "fedgh": {}}, "rounds": 12, "tuning": {"sentence": "by loss"}}
+    def write_tuning(folder):
+        for label in ("local", "fedgh"):
+            write_search(folder / label, {0.2: ((0.5,) * 4, (1.0,) * 4), 0.6: ((0.4,) * 4, (1.0,) * 4)})
+            for run in (folder / label).iterdir():
+                clip, lr = "10" if label == "local" else "null", run.name.removeprefix("lr=")
+                (run / "config.yaml").write_text(
+                    f"algorithm: {{lr: {lr}, clip_norm: {clip}, mu: 3}}\n", encoding="utf-8"
+                )
 
+    compared, asked = comparison_that_writes(write_tuning, "local", "fedgh")
     words = ["compare", "rivals", "--seeds", "0,1", "--tune", tune, "--trials", "12", "--out", "x", "--baselines"]
     found = compare_by_score([*words, '["fedgh"]'], tmp_path, ["fedgh"], compared)
     search, final = asked

@@ -134,7 +134,8 @@ def execute_or_load_runs(
             if plan.progress is not None:
                 progress = plan.progress if in_this_process else plan.progress.for_another_process()
             client_set = plan.build_client_set(job.seed)
-            yield job, partial(_run_and_report, job, client_set, settings, plan.metrics, progress, callbacks)
+            train = partial(_run_or_resume, job, client_set, settings, plan.metrics, progress, callbacks)
+            yield job, partial(_run_and_report, job, train)
 
     for job, result in run_in_processes(tasks(), processes):
         if isinstance(result, Failure):
@@ -165,21 +166,14 @@ def _num_processes(plan: ComparisonPlan, clients: int) -> int:
     return plan.parallel_runs
 
 
-def _run_and_report(
-    job: RunSpec,
-    client_set: ClientSet,
-    settings: Settings,
-    metrics: tuple[Metric, ...],
-    progress: Progress,
-    callbacks: Sequence[Callback],
-) -> dict[str, Any]:
+def _run_and_report(job: RunSpec, train: Callable[[], Run]) -> dict[str, Any]:
     """Executes one run, and returns its history and, if it has no folder, its packed predictions.
 
     An error is raised again with the method and the seed.
     """
     whose = f"method {job.label}, seed {job.seed}"
     try:
-        run = _run_or_resume(job, client_set, settings, metrics, progress, callbacks)
+        run = train()
         return {
             "history": list(run.history),
             "packed": _pack_outputs(run) if job.folder is None and job.keep_predictions else None,
