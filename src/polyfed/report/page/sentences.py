@@ -17,6 +17,7 @@ from polyfed.core.io.number_format import (
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import score_format_of
+from polyfed.simulation.storage.directory import call_to_resume
 
 _NAMED = 3  # clients named in a sentence
 
@@ -155,10 +156,7 @@ def _unfinished_sentences(run_group: RunGroup) -> list[str]:
         for run in method.runs:
             seed = f", seed {run.seed}" if len(run_group.seeds) > 1 else ""
             if run.rounds_done < run.planned_rounds and not run_group.comparison_results:
-                call = f"polyfed resume {run.folder}"
-                if "data" not in run.config:
-                    call = f"polyfed.resume({str(run.folder)!r}, clients=...)"
-                hint = f": {call}" if run.folder else ""
+                hint = f": {call_to_resume(run.folder)}" if run.folder else ""
                 sentences.append(
                     f"{method.label}{seed} has {run.rounds_done} of {run.planned_rounds} rounds and can go on{hint}."
                 )

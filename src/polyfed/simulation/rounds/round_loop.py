@@ -30,7 +30,7 @@ from polyfed.simulation.rounds.run_state import RunState
 from polyfed.simulation.rounds.training_round import train_and_aggregate_round
 from polyfed.simulation.sources.source_clients import SourceClients
 from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
-from polyfed.simulation.storage.directory import RunDirectory
+from polyfed.simulation.storage.directory import RunDirectory, call_to_resume
 from polyfed.simulation.storage.predictions.prediction_store import PredictionStore
 
 
@@ -95,7 +95,7 @@ def run_remaining_rounds(
             if isinstance(stop, KeyboardInterrupt) and directory is not None:
                 raise RunInterrupt(
                     f"interrupted; {run.checkpoint.round} of {run.settings.rounds} rounds are saved: continue with "
-                    f"`polyfed resume {directory.path}`"
+                    f"`{call_to_resume(directory.path)}`"
                 ) from stop
             raise
     path = None if directory is None else directory.path

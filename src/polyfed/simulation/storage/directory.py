@@ -4,6 +4,7 @@ import io
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -333,6 +334,14 @@ def read_metrics_text(path: Path) -> str:
         return ""
 
 
+def call_to_resume(folder: Path) -> str:
+    """Returns the command that continues a run, or the call where its clients were made in Python."""
+    with suppress(UserError):
+        if read_config(folder).keys().isdisjoint(("data", "deployment")):
+            return f"polyfed.resume({str(folder)!r}, clients=...)"
+    return f"polyfed resume {folder}"
+
+
 def check_can_become_run_directory(folder: Path) -> None:
     """Raises a `UserError` unless a folder can become a new run directory, that is, it is empty or does not exist;
     creates nothing.
@@ -344,7 +353,7 @@ def check_can_become_run_directory(folder: Path) -> None:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"the run directory {folder} is a file; choose another out=... (--out)")
         if folder.exists() and not all(_is_left_by_a_start(entry.name) for entry in folder.iterdir()):
-            hint = f"continue it with `polyfed resume {folder}` or " if (folder / "config.yaml").exists() else ""
+            hint = f"continue it with `{call_to_resume(folder)}` or " if (folder / "config.yaml").exists() else ""
             raise UserError(f"the run directory {folder} is not empty; {hint}choose another out=... (--out)")
     except OSError as error:
         raise _unwritable_error(folder, error) from error
