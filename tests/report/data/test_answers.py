@@ -133,6 +133,11 @@ def test_many_sites_are_grouped_by_answer_below_the_mean_and_drawn_together(page
     assert drawing.count('class="mark ') == 45
 
 
+def test_names_of_sites_in_the_heading_are_written_as_they_are(page):
+    top, _ = page({"north": 60, "e-coli": 50, "south": 40}, title="comparison")
+    assert "<h1>Join, or train alone? e-coli, north, south</h1>" in top
+
+
 def test_a_method_has_one_colour_in_all_figures(page):
     _, whole = page(keep=True, methods={"fedrep": 1.3, "fedavg": 1.6, "fedprox": 1.2, "local": 1.0})
     colours = {}

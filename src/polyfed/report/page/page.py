@@ -80,14 +80,16 @@ def _page_heading(run_group: RunGroup, origin: Provenance) -> str:
     """Returns the heading of the page by the data: of a comparison the question that was asked, of runs their methods."""
     results = run_group.comparison_results
     if not is_comparison_with_answers(run_group):
-        data = origin.data_name or (run_group.title if results else origin.folder_name or run_group.title)
-        return f"{capitalize_first(data)}: {join_first_and_count_rest([m.label for m in run_group.methods], 3)}"
-    name = origin.data_name or run_group.title
-    if name == _TITLE_OF_NO_NAME:
+        data = capitalize_first(origin.data_name or run_group.title)
+        if not results and not origin.data_name:
+            data = origin.folder_name or data
+        return f"{data}: {join_first_and_count_rest([m.label for m in run_group.methods], 3)}"
+    name = capitalize_first(origin.data_name or run_group.title)
+    if name == capitalize_first(_TITLE_OF_NO_NAME):
         name = join_first_and_count_rest(run_group.clients, 3)
     left_out_labels = [*(results.get("skipped") or {}), *(results.get("failed") or {})]
     names_absent_method = any(label.lower() in name.lower() for label in left_out_labels)
-    return "Join, or train alone?" + ("" if names_absent_method else f" {capitalize_first(name)}")
+    return "Join, or train alone?" + ("" if names_absent_method else f" {name}")
 
 
 def _html_group(
