@@ -18,7 +18,7 @@ from polyfed.core.io.trusted_code import (
     trust_code,
     trusted_names,
 )
-from polyfed.core.nn.module_cache import _cached
+from polyfed.core.nn.module_cache import forget_cached_networks
 from polyfed.simulation.storage.directory import read_config
 from polyfed.simulation.storage.integrity import hash_settings_that_affect_results
 
@@ -133,7 +133,7 @@ def test_what_the_user_types_is_allowed_and_only_that(sent, capsys):
     assert main(["run", "--algorithm", "local", "--model", "typed_nets:Net", *plain]) == 0
     capsys.readouterr()
     # The directory names it now: going on needs the word of the user again. (Built networks are kept for a while.)
-    _cached.cache_clear()
+    forget_cached_networks()
     assert main(["resume", "typed", "--quiet"]) == 2
     assert "--trust-code" in capsys.readouterr().err
     assert main(["resume", "typed", "--quiet", "--trust-code"]) == 0

@@ -10,7 +10,13 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedAvg
 from polyfed.core.errors import UserError
-from polyfed.core.nn.module_cache import build_module, cached_module, fill_module, initial_state
+from polyfed.core.nn.module_cache import (
+    build_module,
+    cached_module,
+    fill_module,
+    forget_cached_networks,
+    initial_state,
+)
 from polyfed.testing import SmallNet, assert_runs_equal, small_clients
 
 
@@ -171,3 +177,38 @@ def test_a_network_that_adds_a_layer_as_it_runs():
     cached_module(Growing).module(torch.ones(1, 2))
     with pytest.raises(UserError, match="adds or removes the layer 'more' itself; build all layers in __init__"):
         cached_module(Growing)
+
+
+WIDTH, RATE, SCALE, FROZEN = 4, 0.0, 1.0, False
+
+
+class ReadsGlobals(nn.Module):
+    """Is what the globals of its file say when it is built, as networks in a notebook are."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.drop, self.head = nn.Linear(3, WIDTH), nn.Dropout(RATE), nn.Linear(WIDTH, 2)
+        self.scales = [SCALE]
+        self.register_buffer("shift", torch.full((2,), SCALE), persistent=False)
+        self.body.requires_grad_(not FROZEN)
+
+    def forward(self, x):
+        return self.head(self.drop(self.body(x))) * self.scales[0] + self.shift
+
+
+@pytest.mark.parametrize(("name", "value"), [("WIDTH", 6), ("RATE", 0.5), ("SCALE", 9.0), ("FROZEN", True)])
+def test_a_factory_that_builds_another_network_than_before_is_noticed_by_the_next_run(monkeypatch, name, value):
+    x, y = torch.randn(30, 3, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 2
+    client = pf.Client("a", ReadsGlobals, (x[:20], y[:20]), (x[20:], y[20:]))
+
+    def loss():
+        return pf.federate([client], "local", rounds=1, workers=0, quiet=True).table()[0]["loss"]
+
+    before, module = loss(), cached_module(ReadsGlobals).module
+    assert loss() == before
+    assert cached_module(ReadsGlobals).module is module
+    monkeypatch.setitem(globals(), name, value)
+    changed = loss()
+    assert changed != before
+    forget_cached_networks()
+    assert loss() == changed

@@ -40,6 +40,15 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
+_CACHES: list[Any] = []  # of all that is computed from factories
+
+
+def forget_cached_networks() -> None:
+    """Empties all caches of what factories have built, since a factory builds another network than before."""
+    for cache in _CACHES:
+        cache.cache_clear()
+
+
 @final
 class FactoryCache(Generic[Arguments, Result]):
     """Caches the results of a function of a network's factory (the callable that builds it); does not cache for a
@@ -56,7 +65,7 @@ class FactoryCache(Generic[Arguments, Result]):
 
     def __init__(self, function: Callable[Concatenate[Architecture, Arguments], Result], maxsize: int) -> None:
         self._function, self._cached = function, lru_cache(maxsize=maxsize)(function)
-        self.cache_clear = self._cached.cache_clear
+        _CACHES.append(self._cached)
 
     def __call__(self, factory: Architecture, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Returns the function's result for this factory and these arguments, from the cache if it is there."""
@@ -216,8 +225,8 @@ def _build(factory: Architecture, device: torch.device) -> CachedModule:
         frozen,
         tuple(parameter._version for parameter in frozen.values()),
     )
-    buffers = {name: state[name].clone() for name in state if name in buffer_names}
-    return CachedModule(module, buffers, _compute_architecture_hash(module), tuple(frozen))
+    as_built = {name: state[name].clone() for name in state if name in buffer_names}
+    return CachedModule(module, as_built, _compute_architecture_hash(module), tuple(frozen))
 
 
 def _frozen_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -311,10 +320,7 @@ _cached = FactoryCache(_build, _CACHE_SIZE)
 
 def restore_all_but_weights_and_set_eval(module: nn.Module) -> nn.Module:
     """Undoes all changes in a network since it was built, except to weights and persistent buffers; sets evaluation
-    mode and returns the network.
-
-    So the network that is evaluated, or whose representations are compared, is bit for bit the one that its state dict
-    rebuilds.
+    mode and returns the network. So what is evaluated is bit for bit the network that its state dict rebuilds.
     """
     if module in _PRISTINE_STATES:
         _PRISTINE_STATES[module].restore(module)
@@ -330,8 +336,7 @@ def build_module(factory: Architecture, seed: int) -> nn.Module:
     """
     name = getattr(factory, "__qualname__", None) or getattr(factory, "name", None) or type(factory).__name__
     module = call_model_factory(factory, name, seed)
-    lazy = [n for n, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
+    if lazy := [n for n, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]:
         raise UserError(f"the model factory {name} leaves {lazy[0]!r} uninitialised; run one batch through it first")
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if meta := [n for n, tensor in tensors.items() if tensor.is_meta]:

@@ -25,11 +25,12 @@ from polyfed.core.messages.lora import (
     network_with_largest_ranks,
 )
 from polyfed.core.nn.module_cache import (
+    CachedModule,
+    architecture_hash,
     architectures_differ_only_in_frozen_values,
     build_module,
     cached_module,
-    frozen_parameters,
-    hash_tensors,
+    forget_cached_networks,
 )
 from polyfed.core.task import Task
 from polyfed.simulation.checks.clients.client_init import check_client_init
@@ -43,6 +44,7 @@ from polyfed.simulation.checks.networks.network_layers import (
     check_batch_norm_gets_no_single_example,
     check_network_tensors_and_layers,
 )
+from polyfed.simulation.checks.value_descriptions import describe_values, own_attributes
 
 
 def check_clients(clients: Sequence[Client]) -> None:
@@ -288,13 +290,16 @@ def check_networks_run(
         if client.model is not None and factory is None and id(client.model) not in built:
             built.add(id(client.model))
             rebuilt = build_module(client.model, seed=0)
+            if _is_stale(cached, rebuilt):
+                forget_cached_networks()
+                cached = cached_module_of(client)
             if shared_name := _common_tensor(cached.module, rebuilt):
                 raise UserError(
                     f"client {client.id!r}: its model factory puts the same {shared_name!r} into each network that it "
                     "builds, so that all clients would train one network; build a new one at each call, model=lambda: "
                     "MyNet(), or a copy, model=lambda: copy.deepcopy(network)"
                 )
-            if cached.architecture.partition("-")[2] != hash_tensors(frozen_parameters(rebuilt)):
+            if cached.architecture.partition("-")[2] != architecture_hash(rebuilt).partition("-")[2]:
                 raise UserError(
                     f"client {client.id!r}: its network has other frozen parameters (requires_grad=False) each time it is "
                     "built; load them from a file, or draw them by torch's own generator"
@@ -319,6 +324,21 @@ def check_networks_run(
                     f"{num_outputs} classes; the network's output must have one logit per class"
                 )
             client.task.check_outputs(outputs[key], data.labels, f"client {client.id!r}: {name}")
+
+
+def _is_stale(cached: CachedModule, rebuilt: nn.Module) -> bool:
+    """Returns whether a factory builds another network than the one that was cached, since a global or an attribute that
+    it reads has changed; weights are not compared, which differ from seed to seed."""
+    buffers = {**dict(cached.module.named_buffers()), **cached.buffers}, dict(rebuilt.named_buffers())
+    attributes = (
+        {name: own_attributes(part) for name, part in module.named_modules()} for module in (cached.module, rebuilt)
+    )
+    before, now = (describe_values(part) for part in attributes)
+    return (
+        cached.architecture != architecture_hash(rebuilt)
+        or before != now
+        or describe_values(buffers[0]) != (describe_values(buffers[1]))
+    )
 
 
 def _common_tensor(first: nn.Module, second: nn.Module) -> str | None:
