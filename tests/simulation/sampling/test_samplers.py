@@ -9,6 +9,7 @@ import torch
 
 import polyfed as pf
 from polyfed.core.errors import RunInterrupt, UserError
+from polyfed.simulation.sampling.last_losses import update_last_losses
 from polyfed.simulation.sampling.oort import Oort
 from polyfed.simulation.sampling.power_of_choice import PowerOfChoice
 from polyfed.simulation.sampling.registry import build_sampler
@@ -217,6 +218,14 @@ def test_bad_input():
         pf.federate(small_clients(3), "fedavg", rounds=1, sampler="available", **GIVEN)
     with pytest.raises(UserError, match="sampler Oort reads the clients' training losses, which secure=True hides"):
         pf.federate(small_clients(3), "fedavg", rounds=1, sampler="oort", secure=True, **GIVEN)
+
+
+def test_clients_that_send_no_loss_are_no_news_without_a_word():
+    """As real sites do that do not disclose it."""
+    with pytest.warns(RuntimeWarning, match=r"the clients that took part sent none, .*disclose='train_loss'"):
+        assert update_last_losses(state := {}, [{"replied": ["a"], "clients": {"a": {"seconds": 1.0}}}]) == {}
+    assert update_last_losses(state, [{}, {"replied": ["a"], "clients": {"a": {"train_loss": 1.0}}}]) == {"a": 1.0}
+    assert update_last_losses({}, [{"replied": [], "clients": {}}]) == {}
 
 
 class Line(torch.nn.Linear):

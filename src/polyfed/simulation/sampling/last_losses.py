@@ -1,5 +1,6 @@
 """Collects each client's latest training loss from the records of rounds."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,21 @@ def update_last_losses(state: dict[str, Any], history: Sequence[Mapping[str, Any
     1
     """
     losses: dict[str, float] = state.setdefault("losses", {})
-    for record in history[state.get("records", 0) :]:
+    new_records = history[state.get("records", 0) :]
+    if new_records and not state.get("records") and not _has_losses(new_records):
+        warnings.warn(
+            "the sampler reads training losses, and the clients that took part sent none, so that it draws as if nobody had "
+            "trained; let sites send them (disclose='train_loss'), or take another sampler",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    for record in new_records:
         losses.update({i: row["train_loss"] for i, row in record["clients"].items() if "train_loss" in row})
     state["records"] = len(history)
     return losses
+
+
+def _has_losses(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether a client has sent a training loss, or nobody has replied at all."""
+    replied = any(record.get("replied") for record in records)
+    return not replied or any("train_loss" in row for record in records for row in record["clients"].values())
