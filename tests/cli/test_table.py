@@ -1,6 +1,8 @@
 """From a CSV file to an answer by the command line: run, page, prediction; networks by the names of sites."""
 
 import csv
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -144,3 +146,50 @@ def test_data_are_shown_for_labels_and_amounts_too(tmp_path, monkeypatch, capsys
     assert abs(float(rows[0][3]) - 1005) < 2
     assert abs(float(rows[1][3]) - 1015) < 2
     assert not (tmp_path / "other.png").exists()
+
+
+REFUSED_WITHOUT_TORCH = """
+import sys
+from polyfed.cli.main import main
+
+table = ["--data.target", "ill", "--data.site", "hospital"]
+commands = [
+    ["look", "patients.csv", "--data.target", "il", "--data.site", "hospital"],
+    ["data", "patients.csv", *table, "--data.drop", "agee"],
+    ["run", "patient.csv", *table],
+    ["compare", "patients.csv", "--data.target", "ill", "--data.event", "died", "--data.site", "hospital"],
+    ["predict", "exported", "nowhere.csv"],
+    ["predict", "exported", "patients.csv"],
+    ["predict", "run", "patients.csv"],
+    ["predict", "run", "patients.csv", "--client", "nort"],
+]
+assert [main(words) for words in commands] == [2] * len(commands)
+assert "torch" not in sys.modules
+"""
+
+
+def test_files_columns_and_clients_that_are_not_there_are_refused_without_torch(tmp_path):
+    (tmp_path / "patients.csv").write_text("\ufeffage,ill,hospital\n61,1,north\n", encoding="utf-8")
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported/signature.json").write_text('{"reading": {"delimiter": ","}}')
+    (tmp_path / "exported/preprocessing.json").write_text('{"columns": [{"name": "age"}, {"name": "chol"}]}')
+    (tmp_path / "run/models").mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_text("data: {name: table}")
+    for name in ("north", "south"):
+        (tmp_path / f"run/models/{name}.preprocessing.json").write_text("{}")
+        (tmp_path / f"run/models/{name}.signature.json").write_text(f'{{"client": "{name}"}}')
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED_WITHOUT_TORCH], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.removeprefix("polyfed: ").partition(";")[0] for line in done.stderr.splitlines()]
+    assert lines == [
+        "target: the table has no column 'il'",
+        "drop: the table has no column 'agee'",
+        "'patient.csv' does not exist",
+        "target: the table has no column 'died'",
+        "'nowhere.csv' does not exist",
+        "features: the table has no column 'chol'",
+        "run has models of several clients",
+        "run has no model of client 'nort'",
+    ]

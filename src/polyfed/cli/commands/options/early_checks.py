@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from polyfed.cli.commands.argv import option_name
+from polyfed.cli.commands.options.table_checks import check_table
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, StaticRegistry
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
@@ -27,18 +28,16 @@ def check_settings(config: Mapping[str, Any], words: Sequence[str] = ()) -> None
     """Raises a `UserError` if the fields of `Settings` in a configuration are out of range; names the option if the
     command line has it.
 
-    A table without a path is refused, too.
+    A table without a path, that does not exist, or without a column that is named, is refused, too.
 
     Args:
         config: a complete configuration.
         words: the options of the command line.
 
     Raises:
-        UserError: a value out of range, or a table without a path.
+        UserError: a value out of range, or what `check_table` refuses.
     """
-    data = config.get("data")
-    if isinstance(data, Mapping) and data.get("name") == "table" and not data.get("path"):
-        raise UserError("give path=... (--data.path) with a CSV or Parquet file that has one row per example")
+    check_table(config.get("data"))
     names = [field.name for field in fields(Settings)]
     values = {name: config[name] for name in names if name in config and not name.startswith("compress")}
     try:

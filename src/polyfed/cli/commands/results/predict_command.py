@@ -1,14 +1,12 @@
 """Implements `polyfed predict`, which predicts the rows of a table file with a client's trained network."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyfed.cli.commands.argv import CommandParser, expand_optional_path
+from polyfed.cli.commands.options.table_checks import check_prediction
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
-
-if TYPE_CHECKING:
-    pass
 
 _SHOWN = 10
 
@@ -46,6 +44,7 @@ def predict_file(folder: Path, client: str | None, file: str, out: Path | None) 
             f"cannot read {folder}: it is neither a run directory (config.yaml; of a comparison, {folder}/METHOD/seed-0) "
             "nor a folder of polyfed export"
         )
+    check_prediction(folder, client, file)
     # imported late, as torch is
     import pyarrow
     import pyarrow.csv

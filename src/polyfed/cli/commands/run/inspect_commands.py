@@ -16,7 +16,7 @@ from polyfed.core.io.trusted_code import trust_code
 
 def data_command(argv: list[str]) -> None:
     """Parses the command line of `polyfed data`, and shows each client's number of examples per class."""
-    from polyfed.cli.commands.options import configuration_parser, early_checks, recipes
+    from polyfed.cli.commands.options import configuration_parser, early_checks, recipes, table_checks
 
     parser = CommandParser(
         "polyfed data [RECIPE|config.yaml|DATA] [OPTIONS]",
@@ -34,6 +34,7 @@ def data_command(argv: list[str]) -> None:
         config = configuration_parser.parse_configuration(
             words, recipe.configuration, "polyfed data", command_options=parser.option_names
         )
+    table_checks.check_table(config.get("data"))
     from polyfed.cli.commands.run import class_counts_table
     from polyfed.simulation.experiment import build_experiment
 

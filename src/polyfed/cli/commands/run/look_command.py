@@ -13,15 +13,14 @@ if TYPE_CHECKING:
 
 def look_command(argv: list[str]) -> None:
     """Parses the command line of `polyfed look`, and prints a description of the data of all sites, side by side."""
-    from polyfed.cli.commands.options import configuration_parser, recipes
+    from polyfed.cli.commands.options import configuration_parser, recipes, table_checks
 
     parser = CommandParser(
         "polyfed look [RECIPE|config.yaml|DATA] [OPTIONS]",
         "Shows the data of all sites side by side before anything is trained: of each column the missing values, mean, "
-        "spread, zeros, percentiles and a histogram, and of the target how many examples of each class, or events; marks what "
-        "differs (an empty column, a number that stands for \"not measured\", another unit, few events), and says what it "
-        "means. "
-        "DATA is a CSV or Parquet file, or the name of a data set (polyfed list data).",
+        "spread, zeros, percentiles and a histogram, and of the target how many examples of each class, or events; marks "
+        "what differs (an empty column, a number that stands for \"not measured\", another unit, few events), and says what "
+        "it means. DATA is a CSV or Parquet file, or the name of a data set (polyfed list data).",
         "All other options are those of polyfed run: polyfed look heart.csv --data.target ill --data.site hospital.",
     )  # fmt: skip
     parser.add_option("--out", "FILE", "HTML page to write, with histograms side by side; it needs no network")
@@ -36,6 +35,7 @@ def look_command(argv: list[str]) -> None:
     config = configuration_parser.parse_configuration(
         words, recipe.configuration, "polyfed look", command_options=parser.option_names
     )
+    table_checks.check_table(config.get("data"))
     out = expand_optional_path(options.out, "--out")
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--out must be an HTML file, got {options.out!r}")
