@@ -67,6 +67,11 @@ def test_each_link_of_readme_leads_somewhere_from_pypi_too():
         assert (ROOT / path).exists(), link
 
 
+def test_the_metadata_are_of_a_version_that_uploaders_know():
+    built = CONFIG["tool"]["hatch"]["build"]["targets"]
+    assert {built[name]["core-metadata-version"] for name in ("sdist", "wheel")} == {"2.4"}
+
+
 def test_one_repository_is_named_everywhere():
     assert {"Homepage", "Documentation", "Source", "Issues", "Changelog"} <= PROJECT["urls"].keys()
     citation = read_yaml(ROOT / "CITATION.cff")

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 RUN_HELP = """usage: polyfed run [RECIPE|config.yaml|DATA] [OPTIONS]
 
-Runs a federation and its baselines, and prints a table. Without arguments: the recipe quickstart. DATA is a CSV or
-Parquet file, or a data set (polyfed list data).
+Runs a federation and its baselines, and prints a table. Without recipe, data, network and method: quickstart. DATA is
+a CSV or Parquet file, or a data set (polyfed list data).
 
   --data NAME          where examples come from (polyfed list data); --data.clients N divides them among N clients
   --data.target, --data.site  columns of a table
@@ -40,6 +40,7 @@ not decided. DATA is a CSV or Parquet file, or a data set. With DIR it goes on w
   --tune FIELDS        none, or what to search; default: each method's learning rate
   --budget BUDGET      best (default), steps, bytes or seconds
   --tables             print the tables of scores, gains and costs before the answers
+  --plan               say, after a short pilot, how long it takes and which gains it can decide; compare nothing
   --parallel N         runs at the same time
   -o, --out DIR        directory to create or to continue
   -q, --quiet          print no progress
