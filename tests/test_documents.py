@@ -209,3 +209,9 @@ def test_the_map_of_the_code_has_its_rooms_and_files():
     assert len(named) > 10
     missing = [file for file in named if not any((base / file).exists() for base in bases)]
     assert [file for file in missing if "NAME" not in file] == []
+
+
+def test_no_two_lines_of_the_changelog_begin_alike():  # merges double them
+    lines = re.findall(r"^- .*", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    beginnings = [line[:30] for line in lines]
+    assert [line for line in lines if beginnings.count(line[:30]) > 1] == []

@@ -92,6 +92,17 @@ def test_a_name_that_polyfed_has_elsewhere_is_found():
             getattr(pf, name)
 
 
+def test_a_misspelt_method_is_found():
+    for name in ("FedAvgg", "fedavg", "fed_avg"):
+        with pytest.raises(
+            AttributeError, match=rf"has no attribute '{name}'; did you mean polyfed\.algorithms\.FedAvg\?"
+        ):
+            getattr(pf.algorithms, name)
+    for name in ("zzz", "_fedavg"):
+        with pytest.raises(AttributeError, match=f"'{name}'$"):
+            getattr(pf.algorithms, name)
+
+
 def test_options_of_heart_include_those_of_the_split():
     with pytest.raises(pf.UserError, match="heart has no option 'val_frac'; did you mean val_fraction"):
         pf.data.heart(val_frac=0.1)

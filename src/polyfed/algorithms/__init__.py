@@ -5,7 +5,8 @@ reads it, and each method's fields and docstring, from the source files: an impo
 (`polyfed.cli.static_registry`).
 """
 
-from typing import Any
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
 
 from polyfed.algorithms.adapters.fedsa_lora import FedSALoRA
 from polyfed.algorithms.adapters.ffa_lora import FFALoRA
@@ -150,6 +151,17 @@ def registry_name(algorithm: Algorithm[Any, Any]) -> str:
     """
     names = {method: name for name, method in REGISTRY.items()}
     return names.get(type(algorithm), type(algorithm).__name__)
+
+
+if not TYPE_CHECKING:  # a type checker shall find misspelt names itself
+
+    def __getattr__(name: str) -> Any:
+        classes = {method.__name__.lower(): method.__name__ for method in REGISTRY.values()}
+        near = (
+            [] if name.startswith("_") else get_close_matches(name.lower().replace("_", ""), classes, n=1, cutoff=0.7)
+        )
+        hint = f"; did you mean polyfed.algorithms.{classes[near[0]]}?" if near else ""
+        raise AttributeError(f"module 'polyfed.algorithms' has no attribute {name!r}{hint}")
 
 
 __all__ = [
