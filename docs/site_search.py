@@ -1,7 +1,8 @@
 """How the site's search ranks pages: a weight for each page, and words that people type for it.
 
 Material's search counts a word in a title a thousand times one in the text, and a page's `tags` a thousand times a title.
-No page shows its tags (site.css hides them in the list of results).
+No page shows its tags (site.css hides them in the list of results). Each word of a question is read as the beginning of a
+word, without small words such as "a" and "my" (search_words.js).
 """
 
 WEIGHTS = {  # by the beginning of a page's address, the first that fits; 1 elsewhere
@@ -25,18 +26,24 @@ WORDS = {
     "choose.md": "method best recommend recommended",
     "compare.md": "learning rate tune tuning hyperparameter hyperparameters search",
     "data.md": "data image images text imagefolder dataset datasets numpy dataloader dirichlet non iid partition skew",
-    "export.md": "export save model serve serving onnx predict prediction inference production download",
-    "faq.md": "custom decided resume checkpoint crash interrupted windows macos error optimizer optimiser loss",
+    "deploy.md": "firewall port ports hospital hospitals two",
+    "export.md": "export save load model serve serving onnx predict prediction inference production download",
+    "faq.md": "custom decided resume checkpoint crash interrupted windows macos error optimizer optimiser loss "
+    "reproducible",
     "index.md": "federate federated install pip conda requirements licence license cite citation bibtex personalized",
-    "intervals.md": "cross validation fold folds test confidence significance significant p-value power bootstrap",
+    "intervals.md": "cross validation fold folds test confidence significance significant p-value power sample size",
     "metrics.md": "metric metrics auc auroc accuracy f1 sensitivity specificity calibration",
-    "networks.md": "custom own model models network networks architecture architectures heterogeneous torchvision timm",
+    "networks.md": "custom own model models network networks different architecture architectures heterogeneous torchvision "
+    "timm pytorch",
     "methods.md": "batch epochs momentum scheduler",
+    "notebook.md": "plot plots chart figure results",
     "pretrained.md": "hugging face huggingface transformers bert finetune fine peft",
     "privacy.md": "differential privacy dp epsilon",
     "scaling.md": "bytes bandwidth communication traffic cost",
+    "security.md": "leave leaves sent gdpr legal governance hipaa",
     "tabular.md": "csv excel xlsx spreadsheet parquet pandas dataframe missing own patients imbalance",
     "tasks.md": "regression forecast forecasting time series segmentation survival multilabel",
+    "tutorial.md": "tutorial start started getting quickstart example beginner",
 }
 
 

@@ -63,6 +63,10 @@ SEARCHED = {  # what people type -> the page that must be first
     "privacy": "privacy", "differential privacy": "privacy", "bytes": "scaling",
     "survival": "tasks", "segmentation": "tasks", "regression": "tasks", "time series": "tasks",
     "tensorboard": "tracking", "mlflow": "tracking", "certificate": "operations",
+    "my own model": "networks", "different architectures": "networks", "save a model": "export", "load a model": "export",
+    "add a method": "add_a_method", "my own data": "tabular", "what leaves my site": "security", "what is sent?": "security",
+    "deploy two hospitals": "deploy", "firewall": "deploy", "sample size": "intervals", "reproducible": "faq",
+    "how do I install it?": "index", "quickstart": "tutorial", "getting started": "tutorial", "plot": "notebook",
 }  # fmt: skip
 
 
