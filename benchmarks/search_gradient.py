@@ -6,8 +6,8 @@ CA-FedPNAS ahead of CA-FedDSNAS with it?
     python benchmarks/search_gradient.py rates digits --out $R
     python benchmarks/search_gradient.py table digits --out $R
     F=/usr/share/datasets/fashion-mnist
-    python benchmarks/search_gradient.py rates fashion-mnist --path $F --out $R
-    python benchmarks/search_gradient.py table fashion-mnist --path $F --out $R
+    python benchmarks/search_gradient.py rates fashion-mnist --rounds 12 --images 200 --path $F --out $R
+    python benchmarks/search_gradient.py table fashion-mnist --rounds 12 --images 200 --path $F --out $R
     python benchmarks/search_gradient.py show --out $R
 
 Clients and methods are those of recipe `fedpnas_effects` at scale `cpu` (five clients, images turned by 0 and ±90 degrees),
@@ -48,6 +48,7 @@ def main():
     parser.add_argument("data", nargs="?", default="digits", choices=["digits", "fashion-mnist"])
     parser.add_argument("--path", help="folder of Fashion-MNIST")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--images", type=int, help="training images a client of Fashion-MNIST, 400 if not given")
     parser.add_argument("--forms", default="chosen,full", help="one of them, or both")
     parser.add_argument("--seeds", help="numbers with commas between them, instead of the stage's")
     parser.add_argument("--out", default="benchmarks/results/search_gradient.json")
@@ -67,7 +68,8 @@ def train_all(arguments, results, out):
     """Runs what is missing, seed by seed, so that a stop leaves whole seeds."""
     rates = arguments.stage == "rates"
     seeds = map(int, arguments.seeds.split(",")) if arguments.seeds else RATE_SEEDS if rates else SEEDS
-    setting = f"{arguments.data}, {arguments.rounds} rounds"
+    images = f", {arguments.images} images" if arguments.images else ""
+    setting = f"{arguments.data}{images}, {arguments.rounds} rounds"
     for seed in seeds:
         experiment = experiment_of(arguments, seed)
         participants = experiments.load_participants(experiment)
@@ -99,6 +101,7 @@ def best_rate(runs, form):
 def experiment_of(arguments, seed):
     """The recipe's, with this seed."""
     words = ["--data.path", arguments.path] if arguments.path else []
+    words += ["--data.examples_per_client", str(arguments.images)] if arguments.images else []
     config = recipes.read_recipe("fedpnas_effects").configuration("cpu", arguments.data)
     return experiments.build_experiment(
         configuration_parser.parse_configuration([*words, "--seed", str(seed)], config, "search_gradient")

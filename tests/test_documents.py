@@ -78,10 +78,17 @@ def test_readme_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^polyfed .*", text, flags=re.MULTILINE)]
-    known = {"run", "resume", "report", "compare", "look", "data", "reproduce", "flower", "list"}
-    assert {command[0] for command in commands} == known - {"resume"}  # which stands in a comment
+    assert {command[0] for command in commands} == {
+        "run", "report", "compare", "look", "reproduce", "flower", "list",
+    }  # fmt: skip
+    rows = [
+        f"{age},{age % 2},{hospital}"
+        for hospital, first in (("north", 20), ("south", 60))
+        for age in range(first, first + 20)
+    ]
+    (tmp_path / "patients.csv").write_text("\n".join(["age,outcome,hospital", *rows]))
     assert main(["run", "quickstart", "--rounds", "1", "--quiet", "--workers", "0", "--out", "runs/a"]) == 0
-    for command in [*commands, ["resume", "runs/a"]]:
+    for command in [*commands, ["resume", "runs/a"]]:  # resume stands in a comment
         if command[0] == "reproduce":
             continue  # tests/cli/papers/test_reproduce.py runs each
         shortened = ["--print_config"] if command[0] in ("run", "compare") else []

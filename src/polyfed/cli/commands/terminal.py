@@ -9,7 +9,7 @@ import rich.table
 from rich.console import Console
 from rich.text import Text
 
-from polyfed.core.errors import keep_advice_for_terminal
+from polyfed.core.io.advice import keep_advice_for_terminal
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 

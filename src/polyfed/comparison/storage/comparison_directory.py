@@ -19,7 +19,8 @@ from polyfed.comparison.storage.continuation import find_first_difference, find_
 from polyfed.comparison.storage.results_schema import ComparisonDescription, results_error
 from polyfed.comparison.verdicts.summary import comparison_html, plot_comparison
 from polyfed.comparison.verdicts.warning_sentences import describe_omissions
-from polyfed.core.errors import UserError, did_you_mean, keep_advice_for_python
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.advice import keep_advice_for_python
 from polyfed.core.io.atomic_files import (
     create_private_folder_if_missing,
     expand_user_path,

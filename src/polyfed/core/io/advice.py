@@ -1,0 +1,32 @@
+"""Fits advice that names both an argument of Python and an option of the command line to where it is read."""
+
+import re
+
+# An argument of Python, then the option of the command line that does the same: "drop='age', --data.drop age" or
+# "drop='age' (--data.drop age)".
+_ARGUMENT = r"""\b\w+=(?:'[^']*'|"[^"]*"|\{[^}]*\}|\[[^\]]*\]|\.\.\.|[\w.]+)(?: \(Client\))?"""
+_VALUE = r"(?: (?:'[^']*'|(?!and |or )(?:[^\s;,.()]|[,.](?! |$))+))?"
+_ARGUMENT_COMMA_OPTION = re.compile(rf"({_ARGUMENT}), (?:or )?(--[\w.-]*\w{_VALUE})")
+_ARGUMENT_AND_OPTION_IN_PARENTHESES = re.compile(rf"({_ARGUMENT}) \((--[^()]+)\)")
+
+
+def keep_advice_for_terminal(text: str) -> str:
+    """Returns advice that names both an argument of Python and an option of the command line, with the option alone.
+
+    >>> keep_advice_for_terminal("Try values beyond (tune={'lr': [1, 3]}, --tune lr=1,3,...).")
+    'Try values beyond (--tune lr=1,3,...).'
+    >>> keep_advice_for_terminal("give path=... (--data.path) with a file")
+    'give --data.path with a file'
+    """
+    return _ARGUMENT_AND_OPTION_IN_PARENTHESES.sub(r"\2", _ARGUMENT_COMMA_OPTION.sub(r"\2", text))
+
+
+def keep_advice_for_python(text: str) -> str:
+    """Returns advice that names both an argument of Python and an option of the command line, with the argument alone.
+
+    >>> keep_advice_for_python("give more (seeds=5, --seeds 5; or folds=5, --folds 5).")
+    'give more (seeds=5; or folds=5).'
+    >>> keep_advice_for_python("Try values beyond (tune={'lr': [1, 3]}, --tune lr=1,3,...), then more rounds.")
+    "Try values beyond (tune={'lr': [1, 3]}), then more rounds."
+    """
+    return _ARGUMENT_AND_OPTION_IN_PARENTHESES.sub(r"\1", _ARGUMENT_COMMA_OPTION.sub(r"\1", text))
