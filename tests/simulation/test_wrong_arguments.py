@@ -139,6 +139,12 @@ def test_a_comparison_of_one_client_is_warned_of():
         pf.compare(small_clients()[:1], "fedprox", rounds=1, seeds=1, tune="none", references=False, quiet=True)
 
 
+def test_a_run_of_one_client_is_warned_of_unless_it_trains_alone(recwarn):
+    for method in ("fedavg", "local"):
+        pf.federate(small_clients()[:1], method, rounds=1, quiet=True, engine="inprocess")
+    assert ["there is one client" in str(warning.message) for warning in recwarn] == [True]
+
+
 def test_a_score_that_is_defined_nowhere_is_not_called_missing():
     clients = [
         pf.Client(
@@ -150,7 +156,9 @@ def test_a_score_that_is_defined_nowhere_is_not_called_missing():
         for name in "ab"
     ]
     run = pf.federate(clients, "fedavg", rounds=1, metrics=["auc"], quiet=True, engine="inprocess")
-    assert repr(run) == "Run(FedAvg, 2 clients, 1 round, auc not defined, out=None)"
+    assert repr(run) == (
+        "Run(FedAvg, 2 clients, 1 round, auc not defined: the test examples of a, b are all of one class, out=None)"
+    )
     with pytest.raises(pf.UserError, match="no client 3 in this run; choices: a, b"):
         run.model(3)
 

@@ -9,16 +9,17 @@ from polyfed.comparison.plan import ComparisonPlan, Method, settings_of_method
 from polyfed.comparison.planning.budget import Budget
 from polyfed.comparison.planning.client_set import ClientSet
 from polyfed.comparison.planning.method_selection import check_equal_training
-from polyfed.comparison.planning.undefined_scores import list_clients_without_score, warn_of_undefined_scores
+from polyfed.comparison.planning.undefined_scores import warn_of_undefined_scores
 from polyfed.comparison.storage import comparison_directory
 from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT, SELECTION_RULE
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.verdicts.answer_basis import count_client_examples
 from polyfed.core.capabilities import describe_evaluated_network
 from polyfed.core.declared_words import NEEDS_ONE_ARCHITECTURE
-from polyfed.core.errors import UserError, warn_of_data
+from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.simulation.checks import requirements
+from polyfed.simulation.checks.clients.undefined_scores import list_clients_without_score
 from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint
 from polyfed.simulation.checks.networks.trial_evaluation import check_metrics_work
 from polyfed.simulation.checks.settings.method_settings import check_settings_suit_method
@@ -46,10 +47,7 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
         client_set = plan.build_client_set(seed)
         settings = dataclasses.replace(plan.settings, seed=seed)
         requirements.check_clients(client_set.clients)
-        if len(client_set.ids) == 1:
-            warn_of_data(
-                f"there is one client, {client_set.ids[0]!r}, which has nobody to train with: give at least two"
-            )
+        requirements.warn_of_single_client(client_set.ids, plan.methods.values())
         requirements.check_networks_run(client_set.clients)
         if settings.on_error == "raise":
             check_metrics_work(client_set.clients[0], plan.metrics)

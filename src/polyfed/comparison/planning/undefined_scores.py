@@ -1,37 +1,12 @@
 """Finds, before anything is trained, the test sets on which the score that decides is not defined: an AUC without two
 classes, a C-index without an event."""
 
-import math
 from collections.abc import Mapping, Sequence
-
-import torch
 
 from polyfed.comparison.plan import ComparisonPlan
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, warn_of_data
-from polyfed.core.evaluation.metric import Metric
 from polyfed.core.io.number_format import join_first_and_count_rest
-from polyfed.core.task import Task
-
-
-def list_clients_without_score(metric: Metric, clients: Sequence[Client]) -> list[str]:
-    """Returns the ids of the clients on whose test examples the metric is not defined, whatever a network predicts.
-
-    >>> from polyfed.core.evaluation.metrics import metric_by_name
-    >>> from polyfed.testing import small_clients
-    >>> list_clients_without_score(metric_by_name("auc"), small_clients(2))
-    []
-    """
-    task = clients[0].task
-    if not task.rarest_limits_score or metric.per_example is not None or metric not in task.metrics:
-        return []
-    return [client.id for client in clients if not _is_defined(metric, task, client.test.labels.cpu())]
-
-
-def _is_defined(metric: Metric, task: Task, targets: torch.Tensor) -> bool:
-    num_outputs = max(task.num_outputs(targets), 2 if task.outputs_are_classes else 1)
-    outputs = torch.randn(len(targets), num_outputs, generator=torch.Generator().manual_seed(0))
-    return math.isfinite(metric(outputs, targets))
 
 
 def warn_of_undefined_scores(

@@ -3,20 +3,20 @@ data."""
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from polyfed.algorithms import REGISTRY, registry_name
+from polyfed.algorithms import REGISTRY, Local, registry_name
 from polyfed.algorithms.submodels.widths import widest_shape_by_tensor
 from polyfed.alignment.representations import compute_representations
 from polyfed.core.algorithm import Algorithm, Architecture, Client, DataSpec
 from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.declared_words import MODEL_REQUIREMENTS, ONE_CLASS, check_declared_words_are_known
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.core.examples.pytree import input_spec_of, named_leaves
 from polyfed.core.messages.lora import (
@@ -67,6 +67,12 @@ def check_clients(clients: Sequence[Client]) -> None:
     for client in clients:
         if (limit := client.task.target_warning(client.train.labels, client.test.labels)) is not None:
             warnings.warn(f"client {client.id!r} has {limit}", UserWarning, stacklevel=2)
+
+
+def warn_of_single_client(ids: Sequence[str], methods: Iterable[Algorithm[Any, Any]]) -> None:
+    """Warns if a federation has one client, unless all methods train each client alone."""
+    if len(ids) == 1 and not all(isinstance(method, Local) for method in methods):
+        warn_of_data(f"there is one client, {ids[0]!r}, which has nobody to train with: give at least two")
 
 
 def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:

@@ -18,6 +18,7 @@ from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.module_cache import build_module, fill_module, restore_all_but_weights_and_set_eval
 from polyfed.data.tabular.preprocessing import TablePreprocessor
+from polyfed.simulation.checks.clients.undefined_scores import explain_undefined_score
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
@@ -28,6 +29,7 @@ from polyfed.simulation.results.display.notebook_html import run_html, unit_of_c
 from polyfed.simulation.results.display.plots import plot_learning_curves
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.evaluation_sample import has_other_clients_each_round
+from polyfed.simulation.sources.source_clients import SourceClients
 from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.simulation.storage.metrics_table import build_metrics_table
 from polyfed.simulation.storage.page_file import write_page_of
@@ -68,7 +70,10 @@ class Run:
         score = federation.metrics[0].name
         summary = self.history[-1]["summary"] if self.history else {}
         mean = summary.get(score, {}).get("mean")
-        scored = f"{score} {mean:.3g}" if mean is not None else f"{score} not defined" if summary else "not evaluated"
+        scored = f"{score} {mean:.3g}" if mean is not None else "not evaluated"
+        if summary and mean is None:
+            clients = () if isinstance(federation.clients, SourceClients) else tuple(federation.clients.values())
+            scored = f"{score} not defined{explain_undefined_score(federation.metrics[0], clients)}"
         sample = self.history[-1].get("evaluated") if self.history else None
         evaluated = "" if sample is None else f" ({sample['clients']} evaluated)"
         return (

@@ -20,7 +20,7 @@ from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.io.atomic_files import create_private_folder_if_missing
 from polyfed.simulation.asynchronous.rules import parse_asynchronous
-from polyfed.simulation.checks.requirements import check_clients, check_networks_run
+from polyfed.simulation.checks.requirements import check_clients, check_networks_run, warn_of_single_client
 from polyfed.simulation.checks.settings.scheduling import supports_asynchronous
 from polyfed.simulation.experiment import (
     Experiment,
@@ -110,6 +110,7 @@ def _check_methods_and_models(experiment: Experiment, experiment_data: Participa
     """
     resolve_metrics(experiment.settings.metrics, experiment_data.pool.task)
     check_clients(experiment_data.clients)
+    warn_of_single_client([client.id for client in experiment_data.clients], [experiment.algorithm])
     check_networks_run((*experiment_data.clients, *experiment_data.unseen), experiment_data.pool.num_outputs)
     for method in (experiment.algorithm, *experiment.baselines.values()):
         check_method(experiment_data.clients, method, experiment_data.public)

@@ -21,6 +21,7 @@ from polyfed.core.errors import ClientError, UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.examples.groups import number_units
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
+from polyfed.simulation.checks.clients.undefined_scores import explain_undefined_score
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
@@ -150,7 +151,8 @@ def _build_cell(
     if isinstance(score, str):
         return replace(cell, reason=score)
     if not math.isfinite(score.value):
-        return replace(cell, reason=f"{metric.label} is not defined for the test examples of {client.id}")
+        why = explain_undefined_score(metric, [client])
+        return replace(cell, reason=f"{metric.label} is not defined for the test examples of {client.id}{why}")
     low, high = _interval(score.value, score.pseudo_values)
     if low is not None and high is not None and metric.is_from_zero_to_one:
         low, high = max(low, 0.0), min(high, 1.0)

@@ -72,6 +72,8 @@ def check_and_build_federation(
     given_clients = list_clients(clients)
     if not clients_are_checked:
         requirements.check_clients(given_clients)
+        if resumed is None:
+            requirements.warn_of_single_client([client.id for client in given_clients], [algorithm])
     clients = unify_preprocessing_of_clients(given_clients, settings.seed, settings.secure)
     public_examples = apply_common_preprocessing_to_public(public_examples, clients)
     task = clients[0].task
