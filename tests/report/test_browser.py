@@ -178,6 +178,17 @@ def test_every_figure_is_drawn_and_nothing_overflows(visit, name, width):
     assert all(titles)
 
 
+def test_no_line_ends_at_the_hyphen_of_an_option_or_id(visit):
+    browser = visit("seeds", PHONE)
+    words = browser.execute_script(
+        "return [...document.querySelectorAll('.uncut')].map((e) => { const range = document.createRange();"
+        "range.selectNodeContents(e);"
+        "return [e.textContent, new Set([...range.getClientRects()].map((c) => c.top)).size] })"
+    )
+    assert words
+    assert [word for word, lines in words if lines > 1 and len(word) < 25] == []
+
+
 @pytest.mark.parametrize("name", ["pfedla_table1", "seeds"])
 def test_the_keyboard_reaches_every_control_and_moves_it(visit, name):
     from selenium.webdriver.common.action_chains import ActionChains

@@ -6,6 +6,15 @@
   const tip = document.body.appendChild(Object.assign(document.createElement("div"), { id: "tip" }));
   tip.setAttribute("aria-live", "polite");
 
+  // -- options and ids such as --tune and fold-1: a line ends before them and not at their hyphens
+  const hyphenated = /[\w-]-\w/;
+  for (const part of document.querySelectorAll("h1,p,li,dd")) {
+    for (const text of [...part.childNodes].filter((node) => node.nodeType === 3 && hyphenated.test(node.data))) {
+      text.replaceWith(...text.data.split(/(\s+)/).map((word) => hyphenated.test(word)
+        ? Object.assign(document.createElement("span"), { className: "uncut", textContent: word }) : word));
+    }
+  }
+
   // -- choices
   const choose = (control) => {
     const name = control.name || control.id;
