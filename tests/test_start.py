@@ -116,7 +116,7 @@ QUICK = [  # words, exit status, and what is said
     ("run --clients_per_round 0", 2, "--clients-per-round must be a fraction above 0"),
     ("run quickstart --out full", 2, "the run directory full is not empty"),
     ("run --logger wandb", 2, "cannot track with 'wandb'"),
-    ("run --data table --data.site s --data.target t", 2, "give path=... (--data.path) with a CSV or Parquet file"),
+    ("run --data table --data.site s --data.target t", 2, "give --data.path with a CSV or Parquet file"),
     ("run bad.yaml", 2, "bad.yaml, line 2: rounds must be a whole number, got 'ten'"),
     ("compare --algorithms nosuch", 2, "unknown algorithm 'nosuch'; the nearest are"),
     ("compare --algorithms fedprox,fedprox", 2, "--algorithms has 'fedprox' twice"),

@@ -57,7 +57,7 @@ def lies(engine, tasks):
 
 
 def honest_accuracy(run):
-    return statistics.fmean(row["accuracy"] for i, row in run.history[-1]["clients"].items() if i != LIAR)
+    return statistics.fmean(row["accuracy"] or 0.0 for i, row in run.history[-1]["clients"].items() if i != LIAR)
 
 
 def honest_loss(run):

@@ -77,8 +77,7 @@ def test_the_tables_of_a_comparison(tmp_path):
     clients = [pf.Client(name, lambda: torch.nn.Linear(4, 2), *data) for name in EVIL[:3]]
     out = tmp_path / "c"
     words = {"rounds": 1, "seeds": [0], "out": out, "tune": None, "references": False, "parallel": 1}
-    known = pf.compare.__kwdefaults__
-    found = pf.compare(clients, ["local"], **{k: v for k, v in words.items() if k in known or k == "rounds"})
+    found = pf.compare(clients, ["local"], **words)
     content = json.loads(json.dumps(found.results))
     content["methods"]["m[/b]\x1b[31m"] = content["methods"].pop("local")
     content["reference"] = content["best"] = "m[/b]\x1b[31m"

@@ -302,7 +302,8 @@ def test_code_in_an_exported_folder_needs_the_word(table, tmp_path, monkeypatch,
 
 def test_pictures_are_not_predicted_from_a_file(images, tmp_path, capsys):
     folder = export_model(images, "b", tmp_path / "b", format="weights")
-    assert main(["predict", str(folder), "x.csv"]) == 2
+    (tmp_path / "x.csv").write_text("a\n1\n")
+    assert main(["predict", str(folder), str(tmp_path / "x.csv")]) == 2
     assert "takes images, and polyfed predict reads tables" in capsys.readouterr().err
 
 
