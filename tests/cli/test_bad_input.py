@@ -301,7 +301,7 @@ def test_an_output_directory_that_cannot_be_used(here, refused):
     assert "full/file/below: Not a directory; choose another --out" in refused("run", "--out", "full/file/below")
     assert "cannot write to the run directory /proc/nothing" in refused("run", "--out", "/proc/nothing")
     assert "cannot write to the run directory" in refused("run", "--out", "n" * 300)
-    (here / "full/config.yaml").write_text("rounds: 1")
+    (here / "full/config.yaml").write_text("rounds: 1\ndata: {name: digits}\n")
     assert "continue it with `polyfed resume full` or choose another --out" in refused("run", "--out", "full")
     assert (here / "full/file").read_text() == "precious"
 

@@ -361,8 +361,8 @@ def test_any_score_has_an_interval():
     """Also those of which no closed form is known, and a user's own."""
     rng = np.random.default_rng(10)
     targets = torch.from_numpy(rng.permutation(np.arange(90) % 3))
-    ours = [torch.from_numpy(rng.normal(size=(90, 3))) + 2 * torch.eye(3)[targets] for _ in range(2)]
-    theirs = [torch.from_numpy(rng.normal(size=(90, 3))) for _ in range(2)]
+    ours = [torch.from_numpy(rng.normal(size=(90, 3))) + 2 * torch.eye(3)[targets] for _ in range(4)]
+    theirs = [torch.from_numpy(rng.normal(size=(90, 3))) for _ in range(4)]
     own = Metric("own", lambda outputs, t: float(outputs.softmax(1).gather(1, t[:, None]).square().mean().sqrt()))
     asked = ["balanced_accuracy", "f1", "average_precision", "ece", "log_loss", "sensitivity_at_80", own]
     for metric in resolve_metrics(asked, "classification"):
