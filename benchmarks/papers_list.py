@@ -319,7 +319,7 @@ def with_more_images():
     return (
         "The paper does not say how many images a client has. With 3,000 instead of 100 `pfedla` has "
         f"{accuracy(80, 'pfedla')} % after 80 rounds (paper: 94.34), and `local` {accuracy(2, 'local')} % after two rounds "
-        f"and {accuracy(20, 'local')} % after 20. So the paper's training alone may have had few epochs "
+        f"and {accuracy(60, 'local')} % after 60. So the paper's training alone may have had few epochs "
         "([measured](../benchmarks/README.md#images-a-client-in-pfedlas-table-1-pfedla_columnspy-resultspfedla_columnsjson))."
     )
 

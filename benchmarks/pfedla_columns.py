@@ -7,6 +7,7 @@ images, with everything else as in the paper.
     $C --data $F --images 4900 --rounds 2 --every 1 --methods local --seeds 0,1,2 --balanced
     $C --data $F --images 3000 --rounds 20 --every 5 --methods pfedla,fedavg,local
     $C --data $F --images 3000 --rounds 80 --every 10 --methods pfedla
+    $C --data $F --images 3000 --rounds 60 --every 10 --methods local
     $C --data mnist=FOLDER --images 20,30,40 --seeds 0,1,2
     $C --data mnist=FOLDER --images 24 --rounds 600 --methods local,fedavg,pfedla,fedavg_ft,pfedhn
     python benchmarks/pfedla_columns.py show --out benchmarks/results/pfedla_columns.json
