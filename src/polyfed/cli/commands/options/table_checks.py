@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, expand_user_path, open_file, read_file
+from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, UNLIMITED_BYTES, expand_user_path, open_file, read_file
 from polyfed.core.io.validation import parse_json
 from polyfed.simulation.storage.directory import read_config
 
@@ -60,7 +60,7 @@ def _read_header(path: str, advice: str, options: Mapping[str, Any]) -> list[str
     if not file.is_file() or file.suffix.lower() in (".parquet", ".pq"):
         return None
     try:
-        with io.TextIOWrapper(open_file(file), encoding=options.get("encoding") or "utf-8") as stream:
+        with io.TextIOWrapper(open_file(file, UNLIMITED_BYTES), encoding=options.get("encoding") or "utf-8") as stream:
             first = stream.readline(MAX_TEXT_BYTES).removeprefix("\ufeff")
         delimiter = options.get("delimiter") or "auto"
         separator = max((",", ";", "\t", "|"), key=first.count) if delimiter == "auto" else delimiter
