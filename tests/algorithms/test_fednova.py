@@ -82,6 +82,7 @@ def test_rounds_in_plain_torch_are_the_same(weighted, momentum):
     assert state["steps"]["weight"].item() == pytest.approx(tau, rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_two_quadratics_come_near_the_minimum_that_fedavg_misses():
     """Σ p_i·L_i with one step and three: FedAvg counts the second client thrice."""
     options = {"lr": 0.005, "batch_size": BATCH}

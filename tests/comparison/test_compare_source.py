@@ -49,6 +49,7 @@ def test_scores_are_those_of_a_list(tune):
     assert list(over_source.results["methods"]) == ["local", "fedavg", "fedavg_ft", "fedrep"]
 
 
+@pytest.mark.thorough
 def test_evaluated_clients_train_alone_in_each_round_and_others_never_all():
     source = CountingSource(small_clients(40))
     drawn = pf.compare(source, ["fedprox"], clients_per_round=2, tune="none", **WORDS)
@@ -59,6 +60,7 @@ def test_evaluated_clients_train_alone_in_each_round_and_others_never_all():
     assert "No network was trained on the data of all clients pooled" in " ".join(drawn.results["left_out"])
 
 
+@pytest.mark.thorough
 def test_goes_on_in_its_directory(tmp_path):
     words = {**WORDS, "clients_per_round": 2, "tune": "none", "references": False, "out": tmp_path / "c"}
     first = pf.compare(CountingSource(small_clients(9)), ["fedprox"], **words)

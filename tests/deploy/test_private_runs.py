@@ -31,6 +31,7 @@ def spent(tmp_path):
     return [sum(read_ledger(file).private_steps["data"].values()) for file in files]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("secure", [False, True])
 def test_a_deployment_trains_with_privacy(run, secure_grid, secure_play, nodes, tmp_path, secure):
     file = tmp_path / "plain.py"

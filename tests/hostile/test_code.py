@@ -184,6 +184,7 @@ ALLOWED = {
     ("deploy/flower/superlink.py", "import_module"): "a constant",
     ("deploy/flower/private_api.py", "import_module"): "names of Flower, from a table of its own",
     ("__init__.py", "import_module"): "polyfed's own names, from a table and from its own folder",
+    ("__init__.py", "literal_eval"): "a list of names in polyfed's own source",
     ("cli/static_registry.py", "import_module"): "names in polyfed's own source, of the standard library",
     ("cli/static_registry.py", "literal_eval"): "polyfed's own source; literals only",
     ("data/formats/images.py", "import_module"): "one constant",

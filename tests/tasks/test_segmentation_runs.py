@@ -94,6 +94,7 @@ def test_the_page_has_images_only_if_they_are_asked_for(tmp_path, monkeypatch):
     assert "Not shown" not in page
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", [{"folds": 2}, {"seeds": [0]}])
 def test_a_page_made_in_python_has_the_images_of_the_clients_that_it_is_given(tmp_path, more):
     clients = [replace(client, model=sites()[0][0].model) for client in sites()[0]]

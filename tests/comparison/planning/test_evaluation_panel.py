@@ -13,6 +13,7 @@ from polyfed.testing import small_clients
 QUICK = {"rounds": 1, "seeds": [0, 1], "workers": 0, "quiet": True}
 
 
+@pytest.mark.thorough
 def test_every_run_evaluates_the_same_clients(tmp_path):
     words = {**QUICK, "out": tmp_path / "c", "tune": "none"}
     found = pf.compare(small_clients(6), ["fedavg"], evaluate_clients=3, **words)

@@ -205,6 +205,7 @@ def test_a_run_that_is_resumed_with_other_versions_says_so(started):
         pf.resume(started, clients=clients(), progress=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [

@@ -286,6 +286,7 @@ def test_a_client_needs_no_smaller_gain_than_the_mean_where_clients_are_alike():
     assert pilot.networks_of_client == pytest.approx(0.02, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_a_client_is_decided_as_often_as_planned():
     rng, luck, found = np.random.default_rng(15), 0.1, []
     pilot = PilotVariances((1.0,) * 4, (0.25,) * 4, luck**2, luck**2)
