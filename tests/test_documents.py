@@ -147,7 +147,8 @@ def test_commands_and_example_of_comparisons(tmp_path, monkeypatch, capsys):
     (block,) = python_blocks("docs/compare.md")
     clients = "from polyfed.testing import small_clients\nclients = small_clients(3)\n"
     block = block.replace("rounds=50", "rounds=2").replace("runs/choice", "runs/python")
-    (tmp_path / "example.py").write_text(clients + block + "assert comparison.table() and comparison.results['format'] == 2\n")
+    check = "assert comparison.table() and comparison.results['format'] == 2\n"
+    (tmp_path / "example.py").write_text(clients + block + check)
     done = run("-W", "error", "example.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
