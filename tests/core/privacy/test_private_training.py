@@ -362,7 +362,12 @@ def test_inputs_that_mix_the_examples_of_a_minibatch_are_refused(part):
     mixed = pf.Client("a", plain, replace(client.train, **part), client.test)
     with pytest.raises(UserError, match="'a': transform or augment mixes the examples of a minibatch"):
         pf.federate([mixed], private, rounds=1, workers=0)
-    for noise in (jitter, lambda x, generator: x + 0.1 * torch.randn(x.shape)):  # of torch's default generator, too
+    numpy_noise = np.random.default_rng(0)
+    for noise in (  # of the generator that it is given, of torch's default one, and of another
+        jitter,
+        lambda x, generator: x + 0.1 * torch.randn(x.shape),
+        lambda x, generator: x + torch.from_numpy(numpy_noise.normal(size=x.shape)).float(),
+    ):
         rowwise = replace(client.train, augment=noise, transform=lambda x: 2 * x)
         pf.federate([pf.Client("a", plain, rowwise, client.test)], private, rounds=1, workers=0)
 

@@ -343,7 +343,7 @@ def _is_stale(cached: CachedModule, rebuilt: nn.Module) -> bool:
     return (
         cached.architecture != architecture_hash(rebuilt)
         or before != now
-        or describe_values(buffers[0]) != (describe_values(buffers[1]))
+        or describe_values(buffers[0]) != describe_values(buffers[1])
     )
 
 

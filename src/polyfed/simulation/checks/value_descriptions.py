@@ -3,6 +3,7 @@
 import functools
 import hashlib
 from collections.abc import Mapping
+from operator import itemgetter
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -45,9 +46,7 @@ def _describe(value: Any, described: dict[int, tuple[int, Any]]) -> Any:
     name = getattr(value, "__qualname__", type(value).__qualname__)
     if isinstance(value, Mapping):
         entries = [(repr(_describe(key, described)), key) for key in value]
-        return name, tuple(
-            (text, _describe(value[key], described)) for text, key in sorted(entries, key=_text_of_entry)
-        )
+        return name, tuple((text, _describe(value[key], described)) for text, key in sorted(entries, key=itemgetter(0)))
     if isinstance(value, list | tuple):
         return name, tuple(_describe(entry, described) for entry in value)
     if isinstance(value, set | frozenset):
@@ -58,10 +57,6 @@ def _describe(value: Any, described: dict[int, tuple[int, Any]]) -> Any:
         else _parts_of(value)
     )
     return name, tuple(_describe(part, described) for part in parts)
-
-
-def _text_of_entry(entry: tuple[str, Any]) -> str:
-    return entry[0]
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from polyfed.algorithms import REGISTRY
@@ -148,15 +149,25 @@ def check_privacy_suits_client(client: Client, algorithm: LocalTraining) -> None
 
 
 def _mixes_examples(examples: Examples) -> bool:
-    """Returns whether an example's input for the network depends on the examples that are with it in the minibatch."""
-    others = torch.arange(min(8, len(examples)), device=examples.device)
-    for seed in range(4):  # a random permutation may leave the first example in its place
-        batches = []
-        for rows in (torch.zeros_like(others), others):
-            with temporary_rng_seed(seed):  # of augmentations that draw from torch's default generator
-                batches.append(named_leaves(examples.batch(rows, torch_generator(seed))[0]))
-        alone, among_others = batches
-        for (_, a), (_, b) in zip(alone, among_others, strict=True):
-            if a.shape != b.shape or not torch.allclose(a[0], b[0], rtol=1e-4, atol=1e-5, equal_nan=True):
-                return True
-    return False
+    """Returns whether an example's input for the network depends on the examples that are with it in the minibatch;
+    False if it cannot be told, since an augmentation draws from a generator that is not torch's.
+    """
+    among_others = torch.arange(min(8, len(examples)), device=examples.device)
+    alone = torch.zeros_like(among_others)
+    return any(  # a random permutation may leave the first example in its place
+        not _has_same_first_input(examples, alone, among_others, seed)
+        and _has_same_first_input(examples, alone, alone, seed)
+        for seed in range(4)
+    )
+
+
+def _has_same_first_input(examples: Examples, rows: Tensor, other_rows: Tensor, seed: int) -> bool:
+    """Returns whether the first inputs of two minibatches, augmented with the same seed, are alike."""
+    batches = []
+    for positions in (rows, other_rows):
+        with temporary_rng_seed(seed):  # of augmentations that draw from torch's default generator
+            batches.append(named_leaves(examples.batch(positions, torch_generator(seed))[0]))
+    return all(
+        a.shape == b.shape and torch.allclose(a[0], b[0], rtol=1e-4, atol=1e-5, equal_nan=True)
+        for (_, a), (_, b) in zip(*batches, strict=True)
+    )
