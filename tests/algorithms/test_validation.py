@@ -7,7 +7,7 @@ import torch
 from test_contract import OF_NETWORKS
 
 import polyfed as pf
-from polyfed.algorithms import REGISTRY, FedAvg, KNNPer
+from polyfed.algorithms import REGISTRY, FedAvg, FedFomo, FedL2G, KNNPer
 from polyfed.core.evaluation.evaluate import out_of_fold_outputs, predict
 from polyfed.testing import AlgorithmContract, example_of, small_clients
 
@@ -129,3 +129,14 @@ def test_groups_stay_in_one_half():
     outputs = out_of_fold_outputs(personal, who)
     assert torch.equal(outputs, x)
     assert parts[0] & parts[1] == set()
+
+
+@pytest.mark.parametrize(("method", "rows"), [(FedFomo(), "holdout"), (FedL2G(quiz_size=7), "quiz")])
+def test_what_a_method_holds_out_of_training_are_whole_groups(method, rows):
+    """Otherwise it would judge networks by patients that they were trained on."""
+    x, y = torch.randn(30, 6, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 3
+    patients = [f"p{k // 3}" for k in range(30)]
+    who = replace(small_clients(1)[0], train=pf.Examples(x, y, group=patients))
+    held_out = method.client_init(who, 0)[rows].tolist()
+    assert len(held_out) == 6
+    assert not {patients[k] for k in held_out} & {patients[k] for k in range(30) if k not in held_out}

@@ -339,6 +339,24 @@ def test_what_is_held_out_has_every_class_and_is_disjoint():
     assert hold_out_missing_validation_sets([tiny], seed=0)[0].val is None
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_no_client_holds_out_a_patient_that_another_trains_on(seed):
+    """The first client has a validation set, and the second is too small for one: neither is split."""
+
+    def sets(*patients):
+        rows = [name for name in patients for _ in range(4)]
+        return pf.Examples(torch.zeros(len(rows), 2), torch.arange(len(rows)) % 2, group=rows)
+
+    a = pf.Client("a", None, sets("p0", "p1", "p2"), sets("t0"), sets("p3"))
+    b = pf.Client("b", None, sets("p4"), sets("t1"))
+    c = pf.Client("c", None, sets(*(f"p{k}" for k in range(10))), sets("t2"))
+    after = hold_out_missing_validation_sets([c, a, b], seed)
+    trained = {name for client in after for name in client.train.column("group").tolist()}
+    held_out = {name for client in after if client.val for name in client.val.column("group").tolist()}
+    assert len(after[0].val) >= 4
+    assert not trained & held_out
+
+
 def test_a_value_at_the_edge_of_what_was_tried_is_named():
     found = pf.compare(misleading(), ["fedavg"], **(SHORT | {"rounds": 2}), tune={"lr": [1e-9, 1e-8, 0.5]})
     assert "lr of fedavg" in found.results["tuning"]["edge"]

@@ -8,7 +8,12 @@ import torch
 
 import polyfed as pf
 from polyfed.core.errors import UserError
-from polyfed.core.examples.groups import group_id_of_each_row, is_alone, number_units
+from polyfed.core.examples.groups import (
+    draw_rows_of_whole_groups,
+    group_id_of_each_row,
+    is_alone,
+    number_units,
+)
 from polyfed.core.examples.times import times_as_numbers
 from polyfed.core.training.private_backend import number_of_units
 from polyfed.data.concat import concat_examples, concatenation_obstacle, rows_in_stored_tensors
@@ -29,6 +34,21 @@ def test_an_array_is_as_a_column():
         assert examples.columns_for_subgroup_scores == ()
     assert group_numbers(pf.Examples(X, Y)) is None
     assert pf.Examples(X, Y, group=[1, 1, None, None, 2, 2]).group == "group"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_examples_that_a_method_holds_out_are_whole_groups(seed):
+    group = np.repeat(list("abcde"), [2, 3, 4, 5, 16])
+    examples = pf.Examples(torch.zeros(30, 1), torch.zeros(30), group=group)
+    rows = draw_rows_of_whole_groups(examples, 8, seed)
+    assert not set(group[rows]) & set(np.delete(group, rows))
+    assert 0 < len(rows) <= 8
+    assert draw_rows_of_whole_groups(examples, 1, seed).tolist() == [0, 1], "the smallest group, if all have more"
+    without = pf.Examples(torch.zeros(30, 1), torch.zeros(30))
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(draw_rows_of_whole_groups(without, 8, seed), order[:8].sort().values)
+    one_patient = pf.Examples(torch.zeros(30, 1), torch.zeros(30), group=["p"] * 30)
+    assert len(draw_rows_of_whole_groups(one_patient, 8, seed)) == 8
 
 
 @pytest.mark.parametrize("missing", [None, "", float("nan")])

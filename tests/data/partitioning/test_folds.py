@@ -86,12 +86,15 @@ def test_the_rows_of_a_group_are_tested_together_also_at_two_clients():
         columns={"patient": np.array([f"p{k // 3 + 5}" for k in range(30)])},
         group="patient",
     )
-    other = pf.Client("b", one.model, shared.select(torch.arange(20)), shared.select(torch.arange(20, 30)))
+    other = pf.Client("b", one.model, *(shared.select(torch.arange(*ends)) for ends in ((0, 15), (15, 24), (24, 30))))
     dealt = deal_folds([one, other], Folds(5))
     for members in dealt:
-        tested = {name for client in members for name in client.test.column("patient").tolist()}
-        trained = {name for client in members for name in client.train.column("patient").tolist()}
+        tested, trained, validated = (
+            {name for client in members if (of := getattr(client, part)) for name in of.column("patient").tolist()}
+            for part in ("test", "train", "val")
+        )
         assert not tested & trained
+        assert not validated & (tested | trained)
     assert set(unit_names(dealt[0][0].test)) == set(dealt[0][0].test.column("patient").tolist())
 
 
@@ -99,7 +102,7 @@ def test_too_few_groups_for_a_validation_set_are_said_to_be():
     pool = Examples(torch.zeros(12, 1), torch.arange(12) % 2, group=[f"p{k % 2}" for k in range(12)])
     sets = [pool.select(torch.arange(*ends)) for ends in ((0, 6), (6, 9), (9, 12))]
     client = pf.Client("a", None, *sets)
-    with pytest.raises(pf.UserError, match="'a' has one group of column 'group' to train on in a fold"):
+    with pytest.raises(pf.UserError, match="'a' has in a fold too few groups of column 'group' of its own"):
         deal_folds([client], Folds(2))
     with pytest.raises(pf.UserError, match=r"no group of column 'group' for its val set .* of 2 in all; leave resplit"):
         resplit_clients([client], 2)

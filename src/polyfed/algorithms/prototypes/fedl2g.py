@@ -30,6 +30,7 @@ from polyfed.alignment.representations import compute_representations, represent
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.errors import UserError
+from polyfed.core.examples.groups import draw_rows_of_whole_groups
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers
@@ -63,7 +64,8 @@ class FedL2G(PersonalNetworkMethod, Averaging, ValidatesNetworks):
         server_lr: learning rate of the vectors; None is 0.1 with logits and 100 with features (None, authors' code).
         guide_rounds: rounds at the beginning in which the vectors alone are trained, and no network (0, polyfed's
             choice; the authors' code has 50, of 2000).
-        quiz_size: examples that a client holds out, at most half (10, authors' code: one minibatch).
+        quiz_size: examples that a client holds out, at most half (10, authors' code: one minibatch); whole groups, if the
+            examples have groups.
         weighted: weighs clients in the mean by their number of examples; False counts every client the same (False, authors'
             code).
         buffers: "local" only (polyfed's choice), since networks stay with their clients.
@@ -154,8 +156,8 @@ class FedL2G(PersonalNetworkMethod, Averaging, ValidatesNetworks):
         and the rows of its quiz examples.
         """
         size = max(1, min(self.quiz_size, len(client.train) // 2))
-        order = torch.randperm(len(client.train), generator=torch_generator(derive_seed(seed, client.id, "quiz")))
-        return {**super().client_init(client, seed), "quiz": order[:size].sort().values, "seed": seed}
+        quiz_rows = draw_rows_of_whole_groups(client.train, size, derive_seed(seed, client.id, "quiz"))
+        return {**super().client_init(client, seed), "quiz": quiz_rows, "seed": seed}
 
     def validate_network(self, client: Client) -> None:
         """Raises a `UserError` unless gradients of guiding vectors can be computed through the client's network; it tries

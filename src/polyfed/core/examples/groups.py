@@ -3,9 +3,12 @@
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from polyfed.core.examples.examples import Examples
+from polyfed.core.seeds import torch_generator
 
 ALONE = "\0"
 """Begins the id of a row without a group, which is one by itself; the row's place in the column follows."""
@@ -50,6 +53,26 @@ def number_units(examples: Examples) -> NDArray[np.int64]:
         return np.arange(len(examples))
     units = replace_missing_groups(examples.column(examples.group))
     return np.asarray(np.unique(units, return_inverse=True)[1], dtype=np.int64)
+
+
+def draw_rows_of_whole_groups(examples: Examples, size: int, seed: int) -> Tensor:
+    """Draws `size` random examples to hold out, and returns their positions, ascending; with groups, whole groups with at
+    most as many examples together, or the smallest group if all have more.
+
+    Examples that are all of one group are drawn as if they had none.
+
+    >>> people = Examples(torch.zeros(6, 1), torch.zeros(6), group=list("aabbbb"))
+    >>> draw_rows_of_whole_groups(people, 3, seed=0).tolist()
+    [0, 1]
+    """
+    units = number_units(examples)
+    sizes = np.bincount(units)
+    if len(sizes) == 1:
+        units, sizes = np.arange(len(units)), np.ones_like(units)
+    order = torch.randperm(len(sizes), generator=torch_generator(seed)).numpy()
+    fitting = order[sizes[order] <= size]
+    drawn = fitting[sizes[fitting].cumsum() <= size] if len(fitting) else sizes.argmin()
+    return torch.from_numpy(np.flatnonzero(np.isin(units, drawn)))
 
 
 def replace_missing_groups(group_column: NDArray[Any]) -> NDArray[Any]:

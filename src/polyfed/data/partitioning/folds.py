@@ -142,8 +142,16 @@ def deal_folds(clients: Sequence[Client], folds: Folds) -> list[tuple[Client, ..
             for client, pool in zip(clients, pools, strict=True)
         ]
         for k in range(folds.number):
+            set_of_group = {
+                str(name): "train"  # at a client that holds out none, so that no other client does
+                for client, pool, fold_of_row in zip(clients, pools, fold_of_rows, strict=True)
+                if client.val is None and pool.group is not None
+                for name in unit_names(pool)[fold_of_row != k]
+            }
             members = [
-                _client_of_fold(client, pool, fold_of_row == k, derive_seed(0, "folds", repeat, k, client.id))
+                _client_of_fold(
+                    client, pool, fold_of_row == k, derive_seed(0, "folds", repeat, k, client.id), set_of_group
+                )
                 for client, pool, fold_of_row in zip(clients, pools, fold_of_rows, strict=True)
             ]
             dealt.append(refit_client_preprocessing(members))
@@ -198,26 +206,31 @@ def _deal_stratified(labels: NDArray[np.int64], num_folds: int, seed: int) -> ND
     return fold
 
 
-def _client_of_fold(client: Client, pool: Examples, is_tested: NDArray[np.bool_], seed: int) -> Client:
+def _client_of_fold(
+    client: Client, pool: Examples, is_tested: NDArray[np.bool_], seed: int, set_of_group: MutableMapping[str, str]
+) -> Client:
     tested, rows = np.flatnonzero(is_tested), np.flatnonzero(~is_tested)
     held_out = {"test": replace(select_rows(pool, tested), augment=None)}
     if client.val is not None:
         share = len(client.val) / (len(client.val) + len(client.train))
-        validation = _draw_validation(client.task.strata(pool.labels)[rows], pool, rows, share, seed)
-        if not len(validation):
-            what = "example" if pool.group is None else f"group of column {pool.group!r}"
+        strata = client.task.strata(pool.labels)[rows]
+        validation = _draw_validation(strata, pool, rows, share, seed, set_of_group)
+        if len(validation) in (0, len(rows)):
+            what = "examples" if pool.group is None else f"groups of column {pool.group!r}"
             raise UserError(
-                f"client {client.id!r} has one {what} to train on in a fold, and none for its validation set; leave val "
-                "out, or the client"
+                f"client {client.id!r} has in a fold too few {what} of its own for both a training and a validation set; "
+                "leave val out, or the client"
             )
         held_out["val"] = replace(select_rows(pool, validation), augment=None)
         rows = np.setdiff1d(rows, validation)
     return replace(client, train=select_rows(pool, rows), **held_out)  # type: ignore[arg-type]
 
 
-def _draw_validation(strata: NDArray[Any], pool: Examples, rows: Rows, share: float, seed: int) -> Rows:
+def _draw_validation(
+    strata: NDArray[Any], pool: Examples, rows: Rows, share: float, seed: int, set_of_group: MutableMapping[str, str]
+) -> Rows:
     if pool.group is None:
         size = min(max(1, round(share * len(rows))), len(rows) - 1)
         return rows[draw_stratified_rows(strata, size, derive_seed(seed, "val"), leave_one_per_class=True)]
     groups = group_id_of_each_row(pool.column(pool.group))[rows]
-    return rows[split_by_group_and_record_sets(strata, groups, {"val": share}, seed, {})["val"]]
+    return rows[split_by_group_and_record_sets(strata, groups, {"val": share}, seed, set_of_group)["val"]]

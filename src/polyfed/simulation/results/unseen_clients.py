@@ -21,7 +21,6 @@ from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo
 from polyfed.core.errors import ClientError, UserError
 from polyfed.core.evaluation.evaluate import MetricValues, evaluate_client, predict
 from polyfed.core.examples.as_examples import as_examples
-from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.contiguous import contiguous_message
@@ -30,11 +29,12 @@ from polyfed.core.nn.module_cache import build_module, cached_module, fill_modul
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
 from polyfed.core.state_dict import StateDict
 from polyfed.core.task import DEFAULT_TASK, Task, TaskSpec
+from polyfed.core.task_lookup import get_task
 from polyfed.core.training.client_loss import training_loss_without_penalties
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import fit
 from polyfed.core.training.precision import check_precision
-from polyfed.data.partitioning.allocation import draw_stratified_rows
+from polyfed.data.partitioning.validation_split import split_off_examples
 from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.engines.base import move_clients_to_device
 from polyfed.simulation.engines.devices import choose_device
@@ -44,8 +44,6 @@ from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.checkpoints import checkpoint as checkpoints
 from polyfed.simulation.storage.configuration import restore_settings_and_method
 from polyfed.simulation.storage.directory import read_config, read_manifest
-
-_HELD_OUT = 0.2  # share of an unseen client's data, if it has no test set
 
 
 @final
@@ -191,7 +189,8 @@ def build_unseen_client(
     Args:
         model: builds its network, as `Client.model`.
         data: examples to train on, as `Client.train`.
-        test: examples to score on; None holds out a random fifth of `data`, stratified by class.
+        test: examples to score on; None holds out a fifth of `data`: whole groups if they have groups, the last if they have
+            times, else drawn at random, stratified by class.
         id, task: as for `Client`.
         seed: of that draw.
 
@@ -205,29 +204,18 @@ def build_unseen_client(
     """
     if test is not None:
         return Client(id, model, data, test, task=task), 0
-    train, test, held_out = _hold_out_test(as_examples(data, f"client {id!r}: data"), seed, id)
-    return Client(id, model, train, test, task=task), held_out
-
-
-def _hold_out_test(data: Examples, seed: int, name: str) -> tuple[Examples, Examples, int]:
-    if len(data) < 2:
+    examples = as_examples(data, f"client {id!r}: data")
+    if len(examples) < 2:
         raise UserError(
-            f"client {name!r} has {len(data)} example, too few to hold one out for the score; give test=..."
+            f"client {id!r} has {len(examples)} example, too few to hold one out for the score; give test=..."
         )
-    size = max(1, round(_HELD_OUT * len(data)))
-    test_rows = torch.from_numpy(
-        draw_stratified_rows(
-            data.labels.cpu().numpy(), size, derive_seed(seed, "newcomer", "test"), leave_one_per_class=True
+    strata = get_task(task).strata(examples.labels)
+    train, held_out = split_off_examples(examples, strata, derive_seed(seed, "newcomer", "test"), {})
+    if not len(held_out):
+        raise UserError(
+            f"client {id!r}: all examples are of one group or time, and none can be held out for the score; give test=..."
         )
-    )
-    is_training_row = torch.ones(len(data), dtype=torch.bool)
-    is_training_row[test_rows] = False
-    device = data.device
-    return (
-        data.select(is_training_row.nonzero()[:, 0].to(device)),
-        dataclasses.replace(data.select(test_rows.to(device)), augment=None),
-        size,
-    )
+    return Client(id, model, train, dataclasses.replace(held_out, augment=None), task=task), len(held_out)
 
 
 def compute_warm_start(server: TrainedServer, client: Client, *, held_out: int = 0) -> WarmStart:

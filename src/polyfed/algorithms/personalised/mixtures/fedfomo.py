@@ -14,6 +14,7 @@ from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, Serve
 from polyfed.core.capabilities import KeepsServerStateByClient
 from polyfed.core.evaluation.evaluate import evaluate
 from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.groups import draw_rows_of_whole_groups
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import (
     BufferPolicy,
@@ -57,8 +58,8 @@ class FedFomo(KeepsServerStateByClient, LocalTraining, Algorithm[ServerState, Cl
             code).
         epsilon_decay: decrease of ε in each round (0.05, authors' code).
         holdout: the share of the training examples that a client holds out of training to weigh models (0.2, authors'
-            code). At least two examples are left for training; with fewer than three, a client weighs by all of them.
-            (`Client.val` is not used: validation scores would flatter the method.)
+            code); whole groups, if the examples have groups. At least two examples are left for training; with fewer than
+            three, a client weighs by all of them. (`Client.val` is not used: validation scores would flatter the method.)
         buffers: "local" only (polyfed's choice): models are mixed by parameters alone, each with the client's own buffers.
 
     The other fields are those of `LocalTraining`.
@@ -189,8 +190,8 @@ class FedFomo(KeepsServerStateByClient, LocalTraining, Algorithm[ServerState, Cl
             max(1, round(self.holdout * num_examples)), num_examples - 2
         )  # BatchNorm needs two examples to train on
         if num_holdout > 0:
-            order = torch.randperm(num_examples, generator=torch_generator(derive_seed(seed, client.id, "holdout")))
-            client_state["holdout"] = order[:num_holdout].sort().values
+            holdout_seed = derive_seed(seed, client.id, "holdout")
+            client_state["holdout"] = draw_rows_of_whole_groups(client.train, num_holdout, holdout_seed)
         return client_state
 
     def local_update(
