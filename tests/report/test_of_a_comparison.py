@@ -12,6 +12,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.cli.commands.results.report_command import show_report
 from polyfed.core.seeds import torch_generator
+from polyfed.report.data.predictions import read_group_predictions
 from polyfed.report.data.run_groups import read_run_groups
 from polyfed.testing import small_clients
 
@@ -64,6 +65,11 @@ def test_scores_of_clients_are_those_of_all_folds_together_and_the_worst_has_the
         assert scores == {name: entry["mean"] for name, entry in stored.items()}
         assert fmean(scores.values()) == pytest.approx(group.mean_score(method), abs=1e-6)
         assert all(gain.mean == stored[gain.client]["gain"] for gain in group.gains_over_local(method))
+    predictions, _ = read_group_predictions(group)
+    for client in clients:
+        tested = predictions.prediction_tables["fedavg", 0, client.id].targets
+        every = torch.cat([client.train.y, client.test.y])
+        torch.testing.assert_close(tested.sort(0).values, every.sort(0).values)  # each example once
     console = Console(width=200, file=io.StringIO())
     show_report([tmp_path / "a"], console)
     worst = max(scores, key=scores.__getitem__)

@@ -59,6 +59,28 @@ def test_cells_tell_scores_of_the_known_outputs(outcomes):
     assert told["cells"][3][0][0]["groups"] == []  # three examples have no calibration
 
 
+def test_folds_of_a_repeat_are_counted_together(outcomes):
+    found = outcomes({"north": 60, "south": 40}, seeds=range(6), folds=3)
+    assert (found.seeds, found.same_clients, found.same_order) == ((0, 1), True, True)
+    told = performance_numbers_for_script(found, 0.95)
+    assert told["sites"] == ["All sites", "north", "south"]  # each site tests the same examples in every repeat
+    whole, north = told["cells"][0][0][0], told["cells"][1][0][0]
+    assert (whole["n"], north["n"]) == (300, 180)
+    assert whole["yes"] == sum(int((found.prediction_tables["local", 0, c].targets == 1).sum()) for c in found.clients)
+    assert sum(examples for *_, examples in whole["groups"]) == 300
+    assert found.fold_of_rows[1, "south"].tolist() == [0] * 40 + [1] * 40 + [2] * 40
+    (every, *_) = score_subgroups(found, "sex", found.clients, METRICS["auc"], 0.95)
+    assert every.examples == 300
+    text = str(html_performance_section(found, 0.95, "k"))
+    assert "All sites: 300 test examples" in text
+    assert "means over 2 repeats of the folds" in text
+
+
+def test_folds_of_which_some_are_missing_stay_apart(outcomes):
+    found = outcomes({"north": 60}, seeds=range(3), folds=2)
+    assert (found.seeds, found.fold_of_rows) == ((0, 1, 2), {})
+
+
 def test_more_classes_are_told_one_by_one_and_by_the_most_probable(outcomes):
     found = outcomes({"north": 90, "south": 60}, names=list("abcd"), classes=4)
     told = performance_numbers_for_script(found, 0.95)

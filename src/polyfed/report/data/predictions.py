@@ -3,7 +3,7 @@ and client.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, final
 
@@ -45,12 +45,15 @@ class GroupPredictions:
         task: of the clients.
         methods: labels, the leader first.
         local_label: the label of training alone; None without it.
-        seeds: that all of the methods have.
+        seeds: that all of the methods have; of a comparison in folds the repeats, from 0.
         clients: with predictions of every method and seed, ascending.
         class_names: one a class or label.
         same_clients: whether a client has the same test examples in each seed.
-        prediction_tables: by method, seed and client.
+        prediction_tables: by method, seed and client; of a comparison in folds those of all folds of a repeat together,
+            so that each example is there once, predicted by a network that was not trained on it.
         notes: what is left out, sentences.
+        same_order: whether these examples come in the same order, too.
+        fold_of_rows: by seed (repeat) and client the fold of each example; empty without folds.
     """
 
     task: Task
@@ -62,6 +65,8 @@ class GroupPredictions:
     same_clients: bool
     prediction_tables: Mapping[tuple[str, int, str], Predictions]
     notes: tuple[str, ...] = ()
+    same_order: bool = True
+    fold_of_rows: Mapping[tuple[int, str], NDArray[np.int64]] = field(default_factory=dict)
 
     @property
     def is_binary(self) -> bool:
@@ -95,6 +100,11 @@ class GroupPredictions:
             finite_targets[:, question.column] > 0.5 if finite_targets.dim() == 2 else finite_targets == question.column
         )
         return score, np.asarray(positive.numpy(), dtype=np.bool_)
+
+    @property
+    def counted_seeds(self) -> str:
+        """Returns in words what `seeds` are: "5 trainings", or of a comparison in folds "5 repeats of the folds"."""
+        return f"{len(self.seeds)} {'repeats of the folds' if self.fold_of_rows else 'trainings'}"
 
     def groups(self, clients: Sequence[str], seed: int) -> NDArray[np.int64] | None:
         """Returns for each test example of the clients the number of the group that it belongs to (such as a patient),
@@ -220,13 +230,49 @@ def _group_predictions(
     names = [f"class {name}" if name.isdigit() and task.one_class_per_example else name for name in names]
     if first_nonfinite := sum(int((~torch.isfinite(t.outputs).all(1)).sum()) for t in tables.values()):
         notes.append(f"{first_nonfinite} predictions are not finite numbers (the training diverged) and are left out.")
-    same_clients = (run_group.same_clients or len(seeds) == 1) and all(
+    local_label = run_group.local_label if run_group.local_label in methods else None
+    tables, seeds, fold_of_rows = _join_folds(tables, seeds, run_group.comparison_results)
+    same_order = (run_group.same_clients or len(seeds) == 1) and all(
         torch.equal(tables[m, s, c].targets, tables[methods[0], seeds[0], c].targets) for m, s, c in tables
     )
-    local_label = run_group.local_label if run_group.local_label in methods else None
+    same_clients = same_order or (run_group.same_clients and bool(fold_of_rows))
     return GroupPredictions(
-        task, methods, local_label, seeds, clients, tuple(names), same_clients, tables, tuple(notes)
-    ), ""
+        task, methods, local_label, seeds, clients, tuple(names), same_clients, tables, tuple(notes), same_order,
+        fold_of_rows,
+    ), ""  # fmt: skip
+
+
+def _join_folds(
+    tables: Mapping[tuple[str, int, str], Predictions], seeds: tuple[int, ...], results: Mapping[str, Any]
+) -> tuple[Mapping[tuple[str, int, str], Predictions], tuple[int, ...], dict[tuple[int, str], NDArray[np.int64]]]:
+    """Puts the predictions of the folds of each repeat together, by method, repeat and client.
+
+    Returns them with the numbers of the repeats and the fold of each example; without folds, or where runs are missing,
+    the arguments and an empty dict.
+    """
+    num_folds, all_seeds = results.get("folds"), tuple(results.get("seeds") or ())
+    if not num_folds or sorted(all_seeds) != sorted(seeds) or len(seeds) % num_folds:
+        return tables, seeds, {}
+    joined: dict[tuple[str, int, str], Predictions] = {}
+    fold_of_rows: dict[tuple[int, str], NDArray[np.int64]] = {}
+    for method, client in dict.fromkeys((method, client) for method, _, client in tables):
+        for repeat in range(len(seeds) // num_folds):
+            folds = [tables[method, s, client] for s in all_seeds[repeat * num_folds : (repeat + 1) * num_folds]]
+            sizes = [len(fold.targets) for fold in folds]
+            columns = {
+                name: np.concatenate([fold.columns[name] for fold in folds])
+                for name in folds[0].columns
+                if all(name in fold.columns for fold in folds)
+            }
+            joined[method, repeat, client] = Predictions(
+                folds[0].round,
+                torch.cat([fold.outputs for fold in folds]),
+                torch.cat([fold.targets for fold in folds]),
+                columns,
+                _join_groups(folds),
+            )
+            fold_of_rows[repeat, client] = np.repeat(np.arange(num_folds), sizes)
+    return joined, tuple(range(len(seeds) // num_folds)), fold_of_rows
 
 
 def _stored_task(run_group: RunGroup) -> Task | None:

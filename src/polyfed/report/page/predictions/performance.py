@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from polyfed.comparison.statistics.score_intervals import mean_score_with_interval
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.core.io.number_format import capitalize_first, count_with_noun, format_count, join_with_and
+from polyfed.core.io.number_format import capitalize_first, format_count, join_with_and
 from polyfed.report.data.binary_stats import (
     FALSE_ALARM_GRID,
     BinaryPredictions,
@@ -204,7 +204,7 @@ def html_performance_section(predictions: GroupPredictions, level: float, key: s
         ),
         matrices=matrices and [html_confusion_matrix(matrices[0][m], names[m], matrix_names) for m in shown_methods],
         percent=f"{100 * level:g}",
-        seeds_note=f" Counts are means over {seeds} trainings and may have decimals." if seeds > 1 else "",
+        seeds_note=f" Counts are means over {predictions.counted_seeds} and may have decimals." if seeds > 1 else "",
         most_classes=_MATRIX,
         notes=_limit_notes(predictions, page_data),
     )
@@ -330,11 +330,12 @@ def _roc_figure(
 
 def name_averaged_sites_and_seeds(predictions: GroupPredictions) -> str:
     """Returns sentences that name the sites and seeds over which a curve is averaged."""
-    sites_sentence = "All sites: their test examples together, each with its own site's network."
+    sentence = "All sites: their test examples together, each with its own site's network"
+    sentence += ", which was not trained on it." if predictions.fold_of_rows else "."
     if len(predictions.seeds) == 1:
-        return f"{sites_sentence} One training (seed {predictions.seeds[0]})."
-    trainings = f"{count_with_noun(len(predictions.seeds), 'training')} (seeds {join_with_and(predictions.seeds)})"
-    return f"{sites_sentence} Lines: means over {trainings}; bands: lowest to highest."
+        return sentence if predictions.fold_of_rows else f"{sentence} One training (seed {predictions.seeds[0]})."
+    seeds = "" if predictions.fold_of_rows else f" (seeds {join_with_and(predictions.seeds)})"
+    return f"{sentence} Lines: means over {predictions.counted_seeds}{seeds}; bands: lowest to highest."
 
 
 def _sensitivity_at(performance: dict[str, Any], k: int) -> str:

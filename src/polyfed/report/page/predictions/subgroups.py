@@ -113,13 +113,13 @@ def score_subgroups(
     data only; the first entry is all examples together.
 
     Args:
-        predictions: the predictions. Where each seed deals other data, those of the first seed.
+        predictions: the predictions. Where seeds deal other data, or the same in another order, those of the first seed.
         column: of the examples.
         clients: whose test examples are taken together, each with its own network.
         metric: the score.
         level: of the intervals.
     """
-    seeds = predictions.seeds if predictions.same_clients else predictions.seeds[:1]
+    seeds = predictions.seeds if predictions.same_order else predictions.seeds[:1]
     tables = predictions.prediction_tables
     targets = torch.cat([tables[predictions.methods[0], seeds[0], c].targets for c in clients])
     outputs = {
@@ -251,6 +251,8 @@ def _html_subgroup_panel(
     )
     if not predictions.same_clients:
         caption += f"Each seed deals other data; these are those of seed {predictions.seeds[0]}. "
+    elif not predictions.same_order:
+        caption += f"These are the networks of the first of {len(predictions.seeds)} repeats of the folds. "
     elif len(predictions.seeds) > 1:
         caption += f"Means over {len(predictions.seeds)} seeds. "
     caption += (

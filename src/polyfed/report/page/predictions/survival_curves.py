@@ -27,7 +27,8 @@ def html_survival_curves(predictions: GroupPredictions, key: str) -> Markup:
     and one per client.
 
     A client's patients are divided by the risk that the client's own network gives them, into thirds, or halves where there
-    are few; equal groups of all clients are then drawn together, since risks of different networks have no common scale.
+    are few; in folds, the patients of each fold. Equal groups of all clients are then drawn together, since risks of
+    different networks have no common scale.
 
     Args:
         predictions: of a survival task; the first seed is shown.
@@ -41,28 +42,36 @@ def html_survival_curves(predictions: GroupPredictions, key: str) -> Markup:
             table = predictions.prediction_tables[method, seed, client]
             risk = risk_of_outputs(table.outputs)
             if np.isfinite(risk).all():
-                by_client[client] = risk, *read_times_and_events(table.targets)
+                fold = predictions.fold_of_rows.get((seed, client), np.zeros(len(risk), np.int64))
+                by_client[client] = risk, *read_times_and_events(table.targets), fold
         if not by_client:
             continue
-        num_groups = 3 if sum(len(risk) for risk, _, _ in by_client.values()) >= _PATIENTS_FOR_THIRDS else 2
+        num_groups = 3 if sum(len(risk) for risk, *_ in by_client.values()) >= _PATIENTS_FOR_THIRDS else 2
         choices = {"all clients": list(by_client)} | {
             client: [client] for client in list(by_client)[:_MOST_CLIENTS] if len(by_client) > 1
         }
         for k, (name, clients) in enumerate(choices.items()):
             parts = [by_client[client] for client in clients]
-            groups = np.concatenate([divide_by_risk(risk, num_groups) for risk, _, _ in parts])
+            groups = np.concatenate([_divide_folds_by_risk(risk, fold, num_groups) for risk, _, _, fold in parts])
             time, event = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
             panels[f"{method}: {name}"] = _html_chart(groups, num_groups, time, event, f"{key}-km{m}-{k}", name)
     if not panels:
         return html_paragraph("No risk is a finite number, so that there are no groups to draw.")
     seeds = (
-        "" if len(predictions.seeds) == 1 else f" They are of seed {seed}, one of {len(predictions.seeds)} trainings."
+        "" if len(predictions.seeds) == 1 else f" They are of the first (seed {seed}) of {predictions.counted_seeds}."
     )
     note = (
         "Test patients, divided by predicted risk within each client: a network that orders patients well has curves that "
         f"lie apart, high risk lowest. These curves do not test a difference; the scores above have intervals.{seeds}"
     )
     return html_paragraph(note) + html_dropdown_panels(f"{key}-km", "Method and client", panels)
+
+
+def _divide_folds_by_risk(risk: Floats, fold: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
+    groups = np.zeros(len(risk), np.int64)
+    for k in np.unique(fold):
+        groups[fold == k] = divide_by_risk(risk[fold == k], num_groups)
+    return groups
 
 
 def divide_by_risk(risk: Floats, num_groups: int) -> NDArray[np.int64]:
