@@ -74,6 +74,17 @@ def test_no_public_function_is_a_participle_alone():
     assert not alone, "begin a function's name with a verb, or name the value that it gives"
 
 
+def test_private_functions_of_a_module_have_two_words():
+    """A verb or a noun alone (`_check`, `_sizes`) needs a class around it, which says of what."""
+    short = [
+        f"{file.relative_to(SOURCE)}:{node.lineno} {node.name}"
+        for file in FILES
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and re.fullmatch("_[a-z0-9]+", node.name)
+    ]
+    assert not short, "say in a function's name what it works on, or what it returns"
+
+
 def test_the_exceptions_are_needed():
     names = {function.name for _, function in definitions(ast.FunctionDef)}
     assert names >= PARTICIPLES.keys()

@@ -101,12 +101,14 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(f"polyfed.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
-    if name in _subpackages():
+    if name in _list_subpackages():
         return import_module(f"polyfed.{name}")
-    raise AttributeError(f"module 'polyfed' has no attribute {name!r}{'' if name.startswith('_') else _suggest(name)}")
+    raise AttributeError(
+        f"module 'polyfed' has no attribute {name!r}{'' if name.startswith('_') else _suggest_name(name)}"
+    )
 
 
-def _suggest(name: str) -> str:
+def _suggest_name(name: str) -> str:
     """Returns the end of an error, with the place or the nearest name of what was looked for; empty if there is none."""
     homes = [home for home in ("algorithms", "data", "models", "tasks") if name in _public_names(home)]
     near = [f"polyfed.{home}.{name}" for home in homes] or get_close_matches(name.lower(), __dir__(), n=1)
@@ -122,10 +124,10 @@ def _public_names(package: str) -> list[str]:
 
 
 def __dir__() -> list[str]:
-    return sorted({"__version__", *__all__, *_subpackages()})
+    return sorted({"__version__", *__all__, *_list_subpackages()})
 
 
 @cache
-def _subpackages() -> list[str]:
+def _list_subpackages() -> list[str]:
     """Returns the packages below this one, and `testing`."""
     return [module.name for module in iter_modules(__path__) if not module.name.startswith("_")]

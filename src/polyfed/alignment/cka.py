@@ -82,7 +82,7 @@ def cka(k: Tensor, m: Tensor) -> Tensor:
     """
     check_same_number_of_examples(k, m)
     centred_k, centred_m = _double_centre(k), _double_centre(m)
-    return _matrix_cosine(_normalise(centred_k, k), _normalise(centred_m, m))
+    return _matrix_cosine(_divide_by_norm(centred_k, k), _divide_by_norm(centred_m, m))
 
 
 @final
@@ -103,7 +103,7 @@ class CentredFeatures:
     @classmethod
     def from_representation(cls, b: Tensor) -> "CentredFeatures":
         """Builds the centred and normalised form of a representation of shape (L, d)."""
-        return cls(_normalise(_centre_columns(b), b))
+        return cls(_divide_by_norm(_centre_columns(b), b))
 
     @cached_property
     def squared_kernel_norm(self) -> Tensor:
@@ -175,7 +175,7 @@ def linear_cka(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
     # CKA does not depend on scale: with norm 1 no product over- or underflows. The norm is detached, since the gradient
     # through it is 0.
     features_a, centred_b = (
-        _normalise(_centre_columns(a), a),
+        _divide_by_norm(_centre_columns(a), a),
         b if isinstance(b, CentredFeatures) else CentredFeatures.from_representation(b),
     )
     features_b = centred_b.normalised_features
@@ -350,7 +350,7 @@ def _inverse_or_zero(norm: Tensor) -> Tensor:
     return torch.where(norm > 0, 1 / norm.clamp(min=torch.finfo(norm.dtype).tiny), torch.zeros_like(norm))
 
 
-def _normalise(centred: Tensor, raw: Tensor) -> Tensor:
+def _divide_by_norm(centred: Tensor, raw: Tensor) -> Tensor:
     """Returns the centred matrix divided by its norm; 0 if `raw` is constant."""
     return centred * _inverse_or_zero(norm_or_zero_if_only_rounding_error(centred, raw))
 

@@ -45,7 +45,7 @@ class StaticRegistry(Mapping[str, Any]):
         self._entries = {ast.literal_eval(k): v for k, v in zip(node.keys, node.values, strict=True) if k is not None}
 
     def __getitem__(self, name: str) -> Any:
-        return _evaluate(self._entries[name], self._module)
+        return _evaluate_node(self._entries[name], self._module)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -77,7 +77,7 @@ def read_value_or_outline_without_import(module: str, name: str) -> Any:
         )
     if isinstance(node, ast.Import):
         return _import_if_standard(next(alias.name for alias in node.names if name in (alias.name, alias.asname)))
-    return _evaluate(node, module) if isinstance(node, ast.expr) else getattr(import_module("builtins"), name)
+    return _evaluate_node(node, module) if isinstance(node, ast.expr) else getattr(import_module("builtins"), name)
 
 
 def _is_polyfed_module(module: str) -> bool:
@@ -116,7 +116,7 @@ def _top_level_definitions(module: str) -> Mapping[str, ast.AST]:
 
 
 def _build_class_outline(node: ast.ClassDef, module: str) -> type:
-    bases = [_evaluate(base.value if isinstance(base, ast.Subscript) else base, module) for base in node.bases]
+    bases = [_evaluate_node(base.value if isinstance(base, ast.Subscript) else base, module) for base in node.bases]
     content: dict[str, Any] = {
         "__module__": module,
         "__doc__": ast.get_docstring(node, clean=False),
@@ -126,14 +126,14 @@ def _build_class_outline(node: ast.ClassDef, module: str) -> type:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             content["__annotations__"][field.target.id] = _evaluate_annotation(field.annotation, module)
             if field.value is not None:
-                content[field.target.id] = _evaluate(field.value, module)
+                content[field.target.id] = _evaluate_node(field.value, module)
     outline_class = type(
         node.name, tuple(base for base in bases if _is_polyfed_module(getattr(base, "__module__", ""))), content
     )
     for decorator in node.decorator_list:
         call = decorator if isinstance(decorator, ast.Call) else ast.Call(decorator, [], [])
-        if _evaluate(call.func, module) is dataclasses.dataclass:
-            kw_only = any(word.arg == "kw_only" and _evaluate(word.value, module) for word in call.keywords)
+        if _evaluate_node(call.func, module) is dataclasses.dataclass:
+            kw_only = any(word.arg == "kw_only" and _evaluate_node(word.value, module) for word in call.keywords)
             outline_class = dataclasses.dataclass(kw_only=kw_only, eq=False, repr=False, match_args=False)(
                 outline_class
             )
@@ -153,7 +153,7 @@ def _build_function_outline(node: ast.FunctionDef, module: str) -> Callable[...,
         inspect.Parameter(
             arg.arg,
             kind,
-            default=kinds.empty if default is None else _evaluate(default, module),
+            default=kinds.empty if default is None else _evaluate_node(default, module),
             annotation=kinds.empty if arg.annotation is None else _evaluate_annotation(arg.annotation, module),
         )
         for (arg, kind), default in zip(rows, defaults, strict=True)
@@ -166,15 +166,15 @@ def _build_function_outline(node: ast.FunctionDef, module: str) -> Callable[...,
 
 def _evaluate_annotation(node: ast.expr, module: str) -> Any:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return _evaluate(ast.parse(node.value, mode="eval").body, module)
-    return _evaluate(node, module)
+        return _evaluate_node(ast.parse(node.value, mode="eval").body, module)
+    return _evaluate_node(node, module)
 
 
-def _evaluate(node: ast.expr, module: str) -> Any:
+def _evaluate_node(node: ast.expr, module: str) -> Any:
     """Evaluates an expression of names, literals, types and calls to Python's own functions."""
 
     def evaluate(part: ast.expr) -> Any:
-        return _evaluate(part, module)
+        return _evaluate_node(part, module)
 
     match node:
         case ast.Constant(value):

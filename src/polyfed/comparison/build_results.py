@@ -55,8 +55,7 @@ Histories = Mapping[Run, Sequence[Mapping[str, Any]]]
 
 
 def load_no_outputs(label: str, seed: int, client: str, round_number: int) -> Tensor | None:
-    """Returns None for every run; takes the place of the function `outputs` in `ResultInputs` if no predictions were
-    kept."""
+    """Returns None, as the function `outputs` of `ResultInputs` where no predictions were kept."""
     return None
 
 
@@ -104,8 +103,7 @@ class ResultInputs:
 
 
 def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, Any]:
-    """Computes the results of a comparison from its runs with this budget and target, and returns them as the dict that
-    is saved as `comparison.json`."""
+    """Computes the content of `comparison.json` from the runs, with this budget and target."""
     description, metric = inputs.description, inputs.metric
     labels, reference = list(description["methods"]), description["reference"]
     curves = {run: build_learning_curve(history, metric.name) for run, history in inputs.histories.items()}
@@ -122,7 +120,7 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
         runs[where][of_seed] |= {"mean": None, "validation": None}
     means_of = {label: mean_if_all_defined([run["mean"] for run in runs[label].values()]) for label in labels}
     stopped = any(description["methods"][label].get("patience") is not None for label in labels)
-    best_by, ranks = _ranking(
+    best_by, ranks = _ranking_scores(
         labels, runs, means_of, 1 if metric.higher_is_better else -1, fitted_to_validation=stopped
     )
     target = means_of.get(reference) if criteria.target is None else criteria.target
@@ -328,7 +326,7 @@ def _clients_without_score(runs: Mapping[str, Mapping[str, Mapping[str, Any]]]) 
     return by_run
 
 
-def _ranking(
+def _ranking_scores(
     labels: Sequence[str], runs: Mapping[str, Mapping[str, Any]], means_of: Mapping[str, float | None], sign: int, *,
     fitted_to_validation: bool,
 ) -> tuple[str, dict[str, float]]:  # fmt: skip

@@ -137,8 +137,7 @@ class ComparisonPlan:
 
 
 def settings_of_method(settings: Settings, method: Method) -> Settings:
-    """Returns the settings with which a method of a comparison runs: training alone sends nothing and waits for nobody, and
-    only means are summed by region."""
+    """Returns the settings for one method: training alone sends nothing, and only means are summed by region."""
     alone = isinstance(method, Local)
     return dataclasses.replace(
         settings,

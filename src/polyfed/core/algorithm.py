@@ -79,9 +79,7 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """Returns the size in bytes that the message's tensors take as one safetensors file; the scalars are not
-        counted.
-        """
+        """Returns the bytes of the message's tensors as one safetensors file; scalars are not counted."""
         return safetensors_num_bytes(
             {f"{group}/{name}": t for group, tree in self.tensors.items() for name, t in tree.items()}
         )
@@ -341,14 +339,13 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Computes the server's next state from the clients' replies of one round (`{client's id: reply}`); the result
-        does not depend on the clients' order.
-        """
+        """Computes the server's next state from `{client id: reply}` of one round, whatever the clients' order."""
 
     @property
     def scalars_needed(self) -> frozenset[str]:
-        """Returns the names of the scalars that the server reads from each client's reply; a client sends no other
-        scalars unless its owner allows it.
+        """Returns the names of the scalars that the server reads from each client's reply.
+
+        A client sends no others unless its owner allows it.
         """
         return frozenset({"num_examples"}) if getattr(self, "weighted", False) else frozenset()
 
@@ -367,9 +364,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
 
     @abstractmethod
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Builds the client's private state before its first round; `seed` is the seed of the run, equal for all
-        clients.
-        """
+        """Builds the client's private state before its first round; `seed` is the run's, equal for all clients."""
 
     @abstractmethod
     def local_update(
@@ -379,9 +374,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
 
     @abstractmethod
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Builds the client's personal network from the server's message and the client's state; polyfed evaluates it,
-        exports it and predicts with it.
-        """
+        """Builds the client's personal network, which polyfed evaluates, exports and predicts with."""
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int

@@ -34,29 +34,21 @@ class BringsNetwork(ABC):
 
     @abstractmethod
     def build_from_description(self, description: Mapping[str, Any]) -> nn.Module:
-        """Builds a personal network from the result of `describe_personal_network`; the caller loads the weights
-        afterwards.
-        """
+        """Builds a personal network, still without its weights, from the result of `describe_personal_network`."""
 
     @property
     def evaluated(self) -> str:
-        """Returns in a few words which network is evaluated, for tables and `manifest.json`; "" if that does not depend
-        on the method's fields.
-        """
+        """Names the evaluated network in a few words; "" if it does not depend on the method's fields."""
         return ""
 
 
 def describe_evaluated_network(method: Algorithm[Any, Any]) -> str:
-    """Returns in a few words which network of a method is evaluated; "" if the method does not say so
-    (`BringsNetwork.evaluated`).
-    """
+    """Names a method's evaluated network in a few words; "" if the method does not say so."""
     return method.evaluated if isinstance(method, BringsNetwork) else ""
 
 
 class ValidatesNetworks(ABC):
-    """Checks the clients' networks before the first round, and raises an error for a network with which the method
-    cannot work.
-    """
+    """Checks the clients' networks before the first round."""
 
     @abstractmethod
     def validate_network(self, client: Client) -> None:
@@ -89,9 +81,7 @@ class WrapsNetwork(ABC):
 
 
 def wrap_network_if_method_wraps(method: Algorithm[Any, Any], network: nn.Module, weights: StateDict) -> nn.Module:
-    """Returns `network` inside the method's wrapper if the method has one, else `network` itself; the weights of a
-    personal model can be loaded into the result.
-    """
+    """Returns `network` inside the method's wrapper, if it has one, ready for the weights of a personal model."""
     return method.wrap_network(network, weights) if isinstance(method, WrapsNetwork) else network
 
 
@@ -145,9 +135,7 @@ class KeepsServerStateByClient(ABC):
 
 
 class ResolvesAutoFields(ABC):
-    """Chooses values for the fields that the user left open (such as "auto"), by looking at the clients before the
-    first round.
-    """
+    """Chooses values for fields left open ("auto") by looking at the clients before the first round."""
 
     @abstractmethod
     def resolved_fields(self, server_state: Any) -> Mapping[str, str]:

@@ -36,9 +36,7 @@ class RoundError(RuntimeError):
 
 
 class RunInterrupt(KeyboardInterrupt):
-    """Raised when the user pressed Ctrl-C during a run; the message names the last saved round, and the command that
-    continues the run.
-    """
+    """Raised after Ctrl-C; names the last saved round and the command that continues the run."""
 
 
 def check_extra_installed(package: str, extra: str, feature: str, alternative: str = "") -> None:
@@ -91,9 +89,7 @@ def did_you_mean(name: str, choices: Iterable[str], listing: str = "") -> str:
 
 
 def warn_of_data(text: str) -> None:
-    """Issues `text` as a `UserWarning` about the data, and appends it to the list of an enclosing
-    `collect_data_warnings` block, if there is one.
-    """
+    """Issues `text` as a `UserWarning`, and adds it to an enclosing `collect_data_warnings` block."""
     collected = _COLLECTED.get()
     if collected is not None and text not in collected:
         collected.append(text)

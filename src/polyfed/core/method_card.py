@@ -61,9 +61,7 @@ class MethodCard:
                              f"stop, got {len(self.summary)}: {self.summary!r}")  # fmt: skip
 
     def fields_of_leaderboard_variant(self, variant: str) -> Mapping[str, Any] | None:
-        """Returns `{hyper-parameter: value}` for those that a variant of the leaderboard changes from their defaults;
-        None if the variant leaves this method out.
-        """
+        """Returns the fields that a leaderboard variant changes; None if the variant leaves this method out."""
         by_variant = {"*": {}} if self.leaderboard is None else self.leaderboard
         return by_variant.get(variant, by_variant.get("*"))
 

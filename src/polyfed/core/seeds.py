@@ -66,7 +66,7 @@ def temporary_rng_seed(seed: int, device: torch.device | None = None) -> Iterato
             yield
             return
         before = get_rng_state(device)
-        _seed(device, seed)
+        _seed_device(device, seed)
         try:
             yield
         finally:
@@ -92,7 +92,7 @@ def set_rng_state(device: torch.device, state: Tensor) -> None:
         torch.get_device_module(device.type).set_rng_state(state, device)
 
 
-def _seed(device: torch.device, seed: int) -> None:
+def _seed_device(device: torch.device, seed: int) -> None:
     if device.type == "cuda":  # torch's module-level function would seed the current device only
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
     else:

@@ -35,7 +35,7 @@ def safetensors_num_bytes(tensors: Mapping[str, Tensor]) -> int:
     if not tensors:
         return 0
     # The format orders tensors by falling alignment, then by name; offsets are decimal text inside the header.
-    ordered = sorted(tensors.items(), key=lambda item: (-_alignment(item[1].dtype), item[0]))
+    ordered = sorted(tensors.items(), key=lambda item: (-_alignment_of_dtype(item[1].dtype), item[0]))
     header, offset = {}, 0
     for name, tensor in ordered:
         end = offset + tensor.numel() * tensor.element_size()
@@ -46,7 +46,7 @@ def safetensors_num_bytes(tensors: Mapping[str, Tensor]) -> int:
     return 8 + (length + 7) // 8 * 8 + offset
 
 
-def _alignment(dtype: torch.dtype) -> int:
+def _alignment_of_dtype(dtype: torch.dtype) -> int:
     # safetensors sorts by its enum, in which these types stand by size, floats after integers of the same size.
     order = ("BOOL", "U8", "I8", "I16", "U16", "F16", "BF16", "I32", "F32", "F64", "I64")
     name = _FORMAT_NAMES.get(dtype)

@@ -116,8 +116,7 @@ class Task(ABC):
 
     @property
     def spec(self) -> TaskSpec:
-        """Returns the task in the form for files and messages: its name, or a dict of name and options; `get_task`
-        rebuilds the task from it."""
+        """Returns the task for files and messages: its name, or a dict of name and options (see `get_task`)."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         changed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         name = self.name if registered_task_classes().get(self.name) is type(self) else task_class_path(type(self))
@@ -259,8 +258,7 @@ class Task(ABC):
         return len
 
     def trim_minibatch(self, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:
-        """Returns a training minibatch without the columns that are padding in all of its examples; by default
-        unchanged."""
+        """Returns a training minibatch without columns that are padding in all examples; here unchanged."""
         return inputs, targets
 
     def output_distance(self, teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
@@ -310,8 +308,7 @@ class Task(ABC):
         return tuple(names)
 
     def yes_no_columns(self, num_outputs: int) -> tuple[int, ...]:
-        """Returns the positions of those outputs that each answer a yes/no question, for ROC and calibration curves;
-        empty if there are none."""
+        """Returns the positions of outputs that each answer a yes/no question, for ROC and calibration curves."""
         return ()
 
     # -- scores ---------------------------------------------------------------------------------------------------
@@ -337,8 +334,7 @@ class Task(ABC):
 
     @property
     def unavailable_metrics(self) -> Mapping[str, str]:
-        """Returns `{metric: sentence}` for metrics that the task has only with other options; the sentence says which
-        to give."""
+        """Returns `{metric: sentence}`: which options the task needs for each metric that it lacks."""
         return {}
 
     # -- splits and counts ----------------------------------------------------------------------------------------
@@ -353,8 +349,7 @@ class Task(ABC):
         return values
 
     def class_counts(self, targets: Tensor, num_classes: int) -> tuple[int, ...] | None:
-        """Returns the number of examples of each class (or other value of `strata`), for tables of the data; None if
-        the task has none."""
+        """Returns the number of examples of each class or other value of `strata`; None if there are none."""
         return None
 
     def count_names(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -376,13 +371,11 @@ class Task(ABC):
     # -- models without a network ---------------------------------------------------------------------------------
 
     def constant_model(self) -> ConstantModel | None:
-        """Returns a model that ignores the input, which each client can fit on its own data only; None if the task has
-        none."""
+        """Returns a model that ignores the input and is fitted to a client's data; None if there is none."""
         return None
 
     def simple_models(self) -> tuple[SimpleModel, ...]:
-        """Returns models without a network, such as linear models, which each client can fit to rows of numbers on its
-        own data only; empty if there are none."""
+        """Returns the models without a network (such as linear ones) that a client can fit to its own rows."""
         return ()
 
     def simple_models_obstacle(self, num_outputs: int) -> str | None:

@@ -105,14 +105,14 @@ def make_clients(
         clients.append(
             ClientData(
                 id=client_rows.id,
-                train=replace(shift(_select(train, client_rows.train)), augment=augmentation),
-                test=shift(_select(train, client_rows.test)),
-                val=shift(_select(train, client_rows.val)) if len(client_rows.val) else None,
+                train=replace(shift(_select_rows(train, client_rows.train)), augment=augmentation),
+                test=shift(_select_rows(train, client_rows.test)),
+                val=shift(_select_rows(train, client_rows.val)) if len(client_rows.val) else None,
                 global_test=None if common_test is None else shift(common_test),
                 rows=client_rows,
             )
         )
-    return clients, _select(pool.train, public) if len(public) else None
+    return clients, _select_rows(pool.train, public) if len(public) else None
 
 
 def _build_table_clients(
@@ -155,7 +155,7 @@ def _build_table_clients(
         target = tuple(zip(train_targets.mean(0).tolist(), spread.tolist(), strict=True))
         template = replace(template, target=target)
         store = replace(store, y=((store.y.double() - train_targets.mean(0)) / spread).to(torch.float32))
-    trains = [_select(store, client_rows.train) for client_rows in rows]
+    trains = [_select_rows(store, client_rows.train) for client_rows in rows]
     common_preprocessor = (
         fit_preprocessor(template, trains[: len(rows_in_training)], "federated")
         if template.scope == "federated"
@@ -168,12 +168,12 @@ def _build_table_clients(
             store.input_tensor[np.concatenate([client_rows.test, client_rows.val])]
         )
         client_store = replace(store, transform=client_preprocessor)
-        train = _select(client_store, client_rows.train)
+        train = _select_rows(client_store, client_rows.train)
         test, val = (_own_rows(client_store, part) for part in (client_rows.test, client_rows.val))
         clients.append(ClientData(client_rows.id, train, test, val if len(val) else None, None, client_rows))
     if not is_fitted_later:  # otherwise there are no statistics yet to compare with
         warn_of_changed_constants(changed_by_site)
-    return clients, _select(replace(store, transform=common_preprocessor), public) if len(public) else None
+    return clients, _select_rows(replace(store, transform=common_preprocessor), public) if len(public) else None
 
 
 def _draw_global_test(pool: PooledDataset, size: int, seed: int) -> Examples | None:
@@ -195,15 +195,15 @@ def _draw_global_test(pool: PooledDataset, size: int, seed: int) -> Examples | N
         return pool.test
     # Renaming this purpose would change the draw, and with it published results.
     rows = draw_stratified_rows(pool.task.strata(pool.test.labels), size, derive_seed(seed, "balanced_test"))
-    return _select(pool.test, rows)
+    return _select_rows(pool.test, rows)
 
 
 def _own_rows(examples: Examples, rows: NDArray[Any]) -> Examples:
     """Returns the examples at these rows with a store of their own, so that `client.test.x` are the client's rows alone."""
-    part = _select(examples, rows)
+    part = _select_rows(examples, rows)
     columns = {name: part.column(name) for name in part.columns or {}}
     return replace(part, x=part.raw_inputs, y=part.labels, index=None, columns=columns or None)
 
 
-def _select(examples: Examples, rows: NDArray[Any]) -> Examples:
+def _select_rows(examples: Examples, rows: NDArray[Any]) -> Examples:
     return examples.select(torch.from_numpy(rows))

@@ -23,9 +23,7 @@ _WRITE_SECONDS = 10.0  # between two records of an idle SuperNode
 
 
 class ContactRecord(TypedDict):
-    """Describes the content of `contact-SITE.json`: how a SuperNode stands with the server. Times are in seconds since
-    1970.
-    """
+    """Describes `contact-SITE.json`: how a SuperNode stands with the server; times in seconds since 1970."""
 
     site: str
     superlink: str

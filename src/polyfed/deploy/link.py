@@ -9,9 +9,7 @@ from importlib.metadata import version
 
 
 def start_superlink_or_explain() -> None:
-    """Runs the SuperLink with the command line's arguments; exits with a sentence if the installed Flower lacks a function
-    that it needs.
-    """
+    """Runs the SuperLink with this process's arguments; exits with a sentence if Flower does not suit."""
     try:
         from polyfed.deploy.flower.superlink import run_from_command_line
     except ImportError as error:

@@ -67,7 +67,7 @@ def fold_norms_into_previous_layers(graph: ArchitectureGraph) -> ArchitectureGra
     one after a sum or a concatenation, at the beginning, the second of two in a row, or one of two different norms after a
     shared layer.
     """
-    before, after = _neighbours(graph)
+    before, after = _neighbours_of_nodes(graph)
     norm_after: dict[int, int] = {}
     for position, node in enumerate(graph.nodes):
         readers = [reader for reader in after[position] if _is_norm(graph.nodes[reader])]
@@ -91,7 +91,7 @@ def fold_norms_into_previous_layers(graph: ArchitectureGraph) -> ArchitectureGra
             moved[norm_after[layer]] = layer
     edges = [(moved.get(start, start), moved.get(end, end)) for start, end in graph.edges]
     folded = replace(graph, nodes=tuple(nodes), edges=tuple(edges), stored_head=graph.head_parameter_names)
-    return _renumber(folded, moved)
+    return _renumber_nodes(folded, moved)
 
 
 def drop_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
@@ -127,7 +127,7 @@ def _is_layer(node: Node) -> bool:
     return isinstance(node.type, LayerType) and node.type.is_matrix
 
 
-def _neighbours(graph: ArchitectureGraph) -> tuple[list[set[int]], list[set[int]]]:
+def _neighbours_of_nodes(graph: ArchitectureGraph) -> tuple[list[set[int]], list[set[int]]]:
     """Returns the predecessors of each node, and the successors of each node."""
     before: list[set[int]] = [set() for _ in graph.nodes]
     after: list[set[int]] = [set() for _ in graph.nodes]
@@ -142,17 +142,17 @@ def _remove_nodes(graph: ArchitectureGraph, positions: Iterable[int]) -> Archite
     successors.
     """
     dropped = set(positions)
-    before, after = _neighbours(graph)
+    before, after = _neighbours_of_nodes(graph)
     for position in dropped:
         for start in before[position]:
             after[start] = after[start] - {position} | after[position]
         for end in after[position]:
             before[end] = before[end] - {position} | before[position]
     edges = tuple((start, end) for start, ends in enumerate(after) if start not in dropped for end in ends)
-    return _renumber(replace(graph, edges=edges, stored_head=graph.head_parameter_names), dropped)
+    return _renumber_nodes(replace(graph, edges=edges, stored_head=graph.head_parameter_names), dropped)
 
 
-def _renumber(graph: ArchitectureGraph, dropped: Collection[int]) -> ArchitectureGraph:
+def _renumber_nodes(graph: ArchitectureGraph, dropped: Collection[int]) -> ArchitectureGraph:
     """Returns a graph without the dropped nodes, which no edge uses any more, with the other nodes numbered again;
     edges are sorted, without duplicates.
     """

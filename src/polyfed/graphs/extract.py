@@ -82,7 +82,7 @@ def extract(model: nn.Module, example_input: Inputs, kinds: Kinds = "all") -> Ar
         for tracer, trace in _TRACERS.items():
             if graphs and tracer == _ON_EXAMPLE:
                 break
-            root = _copy(model)
+            root = _copy_model(model)
             try:
                 if tracer == _ON_EXAMPLE:
                     _fix_weights(root)
@@ -91,7 +91,7 @@ def extract(model: nn.Module, example_input: Inputs, kinds: Kinds = "all") -> Ar
                     program = trace(root, tree_map(Tensor.clone, x))
                 with temporary_rng_seed(0, device):
                     flow = record_layer_flow(program, model, tree_map(Tensor.clone, x), kinds)
-                _verify(flow, reference)
+                _verify_traced_flow(flow, reference)
             except Exception as error:
                 failures.append(f"{tracer} stopped in {_failing_module(error, root)}: {_error_summary(error)}")
                 continue
@@ -147,7 +147,7 @@ def _check_arguments(model: Any, x: Any) -> None:
         ) from error
 
 
-def _copy(model: nn.Module) -> Root:
+def _copy_model(model: nn.Module) -> Root:
     try:
         return Root(deep_copy(model)).eval()
     except Exception as error:
@@ -195,7 +195,7 @@ def _run_reference(model: nn.Module, x: Inputs, replaces_parameters: bool = Fals
     With `replaces_parameters`, other tensors take the place of the parameters, as generated weights will; a parameter
     that the model also holds elsewhere (in a list) then does not count.
     """
-    root = _copy(model)
+    root = _copy_model(model)
     parameters: dict[str, Tensor] = dict(root.named_parameters())
     if replaces_parameters:
         parameters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in parameters.items()}
@@ -234,18 +234,18 @@ def autograd_functions(output: Any) -> set[Any]:
     return functions
 
 
-def _verify(flow: LayerFlow, reference: _Reference) -> None:
+def _verify_traced_flow(flow: LayerFlow, reference: _Reference) -> None:
     """Raises a `UserError` if a traced program computes another output than the model, or does not use a parameter that
     the output depends on.
     """
     expected, traced = list(iterate_tensors(reference.output)), list(iterate_tensors(flow.output))
-    if len(expected) != len(traced) or not all(map(_close, expected, traced)):
+    if len(expected) != len(traced) or not all(map(_are_close, expected, traced)):
         raise UserError("the traced program computes another output than the model on the example")
     if missed := sorted(reference.reached - _parameter_names(flow.nodes)):
         raise UserError(f"the traced program does not use {missed[0]}, on which the output depends")
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _are_close(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.is_floating_point() or not a.numel():

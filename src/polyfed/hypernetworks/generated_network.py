@@ -117,7 +117,7 @@ class _GraphKey:
         return id(self.graph)
 
 
-def _build(
+def _build_generated_network(
     factory: Architecture, graph: _GraphKey, config: GHNConfig, device: torch.device
 ) -> tuple[GeneratedNetwork, CachedModule]:
     catalogue = None if config.head == "lowrank" else config.catalogue
@@ -128,4 +128,4 @@ def _build(
     return GeneratedNetwork(cached_ghn(config, device), cached_model.module, tensors), cached_model
 
 
-_cached = FactoryCache(_build, maxsize=64)
+_cached = FactoryCache(_build_generated_network, maxsize=64)

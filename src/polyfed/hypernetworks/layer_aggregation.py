@@ -99,12 +99,12 @@ def aggregation_logits(networks: Hypernetwork) -> Tensor:
     """
     hidden = networks["embedding"]
     for k in range(_DEPTH):
-        hidden = _linear(networks[f"trunk.{k}.weight"], hidden, networks[f"trunk.{k}.bias"]).relu()
+        hidden = _linear_layers(networks[f"trunk.{k}.weight"], hidden, networks[f"trunk.{k}.bias"]).relu()
     weight, bias = networks["heads.weight"], networks["heads.bias"]
-    return _linear(weight.flatten(1, 2), hidden, bias.flatten(1)).view(bias.shape)
+    return _linear_layers(weight.flatten(1, 2), hidden, bias.flatten(1)).view(bias.shape)
 
 
-def _linear(weight: Tensor, inputs: Tensor, bias: Tensor) -> Tensor:
+def _linear_layers(weight: Tensor, inputs: Tensor, bias: Tensor) -> Tensor:
     """Applies B linear layers with weights (B, out, in) to B inputs (B, in), so that each output is independent of the
     other layers in the batch.
 

@@ -334,11 +334,11 @@ def _layers_in_use(model: nn.Module, example: Inputs, layers: Mapping[str, nn.Mo
             _evaluation_mode(model),
         ):
             parameters = {
-                name: _detach(p).requires_grad_(p.is_floating_point()) for name, p in model.named_parameters()
+                name: _detach_tensor(p).requires_grad_(p.is_floating_point()) for name, p in model.named_parameters()
             }
-            buffers = {name: _detach(b) for name, b in model.named_buffers()}
+            buffers = {name: _detach_tensor(b) for name, b in model.named_buffers()}
             output = call_with_tensors(
-                model, {**parameters, **buffers}, *split_into_call_arguments(tree_map(_detach, example))
+                model, {**parameters, **buffers}, *split_into_call_arguments(tree_map(_detach_tensor, example))
             )
             reached = _reached_parameters(logits_or_output(output), parameters)
     finally:
@@ -363,7 +363,7 @@ def _layer_parameters(layer: nn.Module) -> list[nn.Parameter]:
     return parameters + (list(layer.get_submodule("parametrizations").parameters()) if is_parametrized(layer) else [])
 
 
-def _detach(tensor: Tensor) -> Tensor:
+def _detach_tensor(tensor: Tensor) -> Tensor:
     """Returns the tensor outside the caller's autograd graph; copies it only if it is an inference tensor, which
     autograd cannot save."""
     return tensor.clone() if tensor.is_inference() else tensor.detach()

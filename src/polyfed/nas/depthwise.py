@@ -33,14 +33,14 @@ class DepthwiseConv2d(nn.Conv2d):
         """Returns the convolved images; their height and width are ⌈height / stride⌉ and ⌈width / stride⌉."""
         stride, dilation = self.stride[0], self.dilation[0]
         if stride > 1 and dilation % stride == 0:  # it reads no pixel that the stride skips: convolve the others alone
-            x, stride, dilation = _subsample(x, stride), 1, dilation // stride
+            x, stride, dilation = _subsample_pixels(x, stride), 1, dilation // stride
         size, pixels = self.kernel_size[0], x.shape[0] * x.shape[2] * x.shape[3]
         if (dilation == 1 and size <= _COLUMNS) or pixels <= (_FEW if dilation == 1 else _FEW_DILATED):
             return F.conv2d(x, self.weight, None, stride, dilation * (size // 2), dilation, len(self.weight))
         return _Depthwise.apply(x, self.weight, stride, dilation)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _subsample(x: Tensor, step: int) -> Tensor:
+def _subsample_pixels(x: Tensor, step: int) -> Tensor:
     """Returns every `step`-th pixel of images in both directions, in the memory format of `x`."""
     last = x.is_contiguous(memory_format=torch.channels_last)
     return x[:, :, ::step, ::step].contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)

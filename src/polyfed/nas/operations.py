@@ -54,7 +54,7 @@ def _sep_conv(channels: int, size: int, stride: int) -> nn.Module:
     return nn.Sequential(*_separable_layers(channels, size, stride), *_separable_layers(channels, size, 1))
 
 
-def _hourglass(channels: int, stride: int) -> nn.Module:
+def _build_hourglass(channels: int, stride: int) -> nn.Module:
     return nn.Sequential(
         nn.ReLU(),
         nn.Conv2d(channels, channels, (1, 7), (1, stride), (0, 3), bias=False),
@@ -63,7 +63,7 @@ def _hourglass(channels: int, stride: int) -> nn.Module:
     )
 
 
-def _pool(pool: nn.Module, channels: int) -> nn.Module:
+def _build_pooling(pool: nn.Module, channels: int) -> nn.Module:
     return nn.Sequential(pool, GroupedNorm(channels))
 
 
@@ -113,15 +113,15 @@ def build_operation(name: str, channels: int, stride: int = 1) -> nn.Module:
     """
     kind, _, size = name.rpartition("_")
     if name == "conv_7x1_1x7":
-        return _hourglass(channels, stride)
+        return _build_hourglass(channels, stride)
     if name == "skip":
         return nn.Identity() if stride == 1 else _Halve(channels)
     if name not in OPERATION_NAMES:
         raise UserError(f"unknown operation {name!r}; {did_you_mean(name, OPERATION_NAMES)}")
     if kind == "avg_pool":
-        return _pool(nn.AvgPool2d(3, stride, 1, count_include_pad=False), channels)
+        return _build_pooling(nn.AvgPool2d(3, stride, 1, count_include_pad=False), channels)
     if kind == "max_pool":
-        return _pool(nn.MaxPool2d(3, stride, 1), channels)
+        return _build_pooling(nn.MaxPool2d(3, stride, 1), channels)
     if kind == "dil_conv":
         return nn.Sequential(*_separable_layers(channels, int(size), stride, dilation=2))
     return _sep_conv(channels, int(size), stride)

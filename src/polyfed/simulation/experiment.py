@@ -142,8 +142,7 @@ def build_experiment(config: Mapping[str, Any]) -> Experiment:
 
 
 def _build_choice(registry: Mapping[str, Any], base: type[Any], fields: Mapping[str, Any], section_name: str) -> Any:
-    """Builds an object from its name and fields; the name is that of a class in the registry, or of a user's own class
-    `module:Name`."""
+    """Builds an object from its fields and the name of a registered class or of `module:Name`."""
     arguments = dict(fields)
     name = str(arguments.pop("name", ""))
     if ":" in name:
@@ -267,9 +266,7 @@ def load_participants(experiment: Experiment) -> Participants:
 
 
 def describe_participants(loaded: Participants) -> dict[str, Any]:
-    """Returns facts about clients and data for the run's `manifest.json`: a fingerprint of the partition, the class
-    names, and warnings about the data.
-    """
+    """Returns facts for `manifest.json`: the partition's fingerprint, class names, and data warnings."""
     facts = {
         "partition_fingerprint": loaded.partition_fingerprint, "class_names": list(map(str, loaded.pool.class_names))
     }  # fmt: skip

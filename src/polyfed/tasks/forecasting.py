@@ -96,11 +96,11 @@ class Forecasting(Task):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns half the mean squared error over all horizons."""
-        return 0.5 * F.mse_loss(outputs, _future(outputs, targets))
+        return 0.5 * F.mse_loss(outputs, _targets_without_forecasts(outputs, targets))
 
     def elementwise_loss(self, outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Returns half the squared error of each horizon, shape (n, horizons)."""
-        return 0.5 * F.mse_loss(outputs, _future(outputs, targets), reduction="none")
+        return 0.5 * F.mse_loss(outputs, _targets_without_forecasts(outputs, targets), reduction="none")
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -173,7 +173,7 @@ class ForecastError:
         return error / scale if scale else float("nan")
 
 
-def _future(outputs: Tensor, targets: Tensor) -> Tensor:
+def _targets_without_forecasts(outputs: Tensor, targets: Tensor) -> Tensor:
     """Returns the targets without the naive forecasts that clients keep beside them."""
     return targets[..., : outputs.shape[-1]]
 

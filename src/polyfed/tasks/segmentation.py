@@ -149,13 +149,14 @@ class Segmentation(Task):
         image = tuple(targets.shape[2 if self.masks else 1 :])
         if len(shape) != len(image) + 1:
             raise UserError(
-                f"{name}: the network's outputs have shape {format_batch_shape(shape)}; segmentation of {_by(image)} pixels "
-                f"needs {format_batch_shape(('classes', *image))}, as of the model unet{'3d' if len(image) == 3 else ''}"
+                f"{name}: the network's outputs have shape {format_batch_shape(shape)}; segmentation of "
+                f"{_join_sides(image)} pixels needs {format_batch_shape(('classes', *image))}, as of the "
+                f"model unet{'3d' if len(image) == 3 else ''}"
             )
         if shape[1:] != image:
             raise UserError(
-                f"{name}: the masks have {_by(image)} pixels and the network's outputs {_by(shape[1:])}; masks must have "
-                "the size of the images, and a network must keep it"
+                f"{name}: the masks have {_join_sides(image)} pixels and the network's outputs "
+                f"{_join_sides(shape[1:])}; masks must have the size of the images, and a network must keep it"
             )
         needed = targets.shape[1] if self.masks else self.num_outputs(targets)
         if shape[0] != needed if self.masks else shape[0] < needed:
@@ -286,5 +287,5 @@ def _first_row(wrong: Tensor, targets: Tensor) -> tuple[int, float]:
     return place[0], float(targets[place])
 
 
-def _by(sides: Sequence[int]) -> str:
+def _join_sides(sides: Sequence[int]) -> str:
     return "×".join(map(str, sides))

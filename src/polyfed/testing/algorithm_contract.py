@@ -45,7 +45,7 @@ from polyfed.testing.run_equality import assert_runs_equal, without_durations
 from polyfed.testing.small_clients import small_clients
 
 
-def _copy(nested: PyTree) -> PyTree:
+def _copy_tree(nested: PyTree) -> PyTree:
     return deserialize_state(serialize_state(nested))
 
 
@@ -203,20 +203,23 @@ class AlgorithmContract(ABC):
         data = [t.clone() for c in clients for t in (c.train.input_tensor, c.train.y, c.test.input_tensor)]
         with exclusive_single_torch_thread_with_grad():
             server_state = algorithm.server_init(federation.server_context())
-            server_state_copy, replies = _copy(server_state), {}
+            server_state_copy, replies = _copy_tree(server_state), {}
             for client in clients:
                 message = algorithm.dispatch(server_state, federation.client_info(client.id, 1))
                 client_state = algorithm.client_init(client, 3)
-                message_copy, client_state_copy = _copy(_message_content(message)), _copy(client_state)
+                message_copy, client_state_copy = _copy_tree(_message_content(message)), _copy_tree(client_state)
                 replies[client.id], new_client_state = algorithm.local_update(message, client_state, client, 5)
                 _assert_unchanged(message_copy, _message_content(message), "local: `message`")
                 _assert_unchanged(client_state_copy, client_state, "local: `client_state`")
-                new_state_copy, reply_copy = _copy(new_client_state), _copy(_message_content(replies[client.id]))
+                new_state_copy, reply_copy = (
+                    _copy_tree(new_client_state),
+                    _copy_tree(_message_content(replies[client.id])),
+                )
                 algorithm.personal_model(message, new_client_state, client, 6)
                 _assert_unchanged(message_copy, _message_content(message), "personal: `message`")
                 _assert_unchanged(new_state_copy, new_client_state, "personal: `client_state`")
                 _assert_unchanged(reply_copy, _message_content(replies[client.id]), "personal: an earlier reply")
-            reply_copies = _copy({i: _message_content(reply) for i, reply in replies.items()})
+            reply_copies = _copy_tree({i: _message_content(reply) for i, reply in replies.items()})
             algorithm.aggregate(server_state, replies, federation.server_context())
             _assert_unchanged(
                 reply_copies, {i: _message_content(r) for i, r in replies.items()}, "aggregate: `replies`"

@@ -87,7 +87,7 @@ def test_with_a_lookup_table_it_is_unweighted_fedavg(monkeypatch):
     monkeypatch.setattr("polyfed.algorithms.hypernetworks.flha_ghn.init_ghn_params", lambda *_: table)
     monkeypatch.setattr("polyfed.hypernetworks.generated_network.cached_ghn", lambda form, _: Lookup(form))
     monkeypatch.setattr(
-        "polyfed.hypernetworks.generated_network._cached", generated_module._build
+        "polyfed.hypernetworks.generated_network._cached", generated_module._build_generated_network
     )  # leaves no table behind
     shared = {**OPTIONS, "schedule": "cosine", "buffers": "local", "local_epochs": 2}
     runs = [

@@ -120,7 +120,7 @@ def test_thousands_of_labels_and_rows_are_bounded(monkeypatch):
 
 def test_of_more_labels_than_ten_one_penalty_is_chosen(monkeypatch):
     chosen = []
-    monkeypatch.setattr(linear_models, "_strength", lambda table, y, seed: chosen.append(seed) or 1.0)
+    monkeypatch.setattr(linear_models, "_choose_regularisation", lambda table, y, seed: chosen.append(seed) or 1.0)
     x = torch.rand(40, 4)
     for labels, times in ((3, 3), (12, 1)):
         y = (torch.rand(40, labels) > 0.5).float()

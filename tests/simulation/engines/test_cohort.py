@@ -187,7 +187,7 @@ def timed(monkeypatch):
         work()
         return found["together"] if work.__name__ == "<lambda>" else 1.0
 
-    monkeypatch.setattr(benchmark, "_seconds", seconds)
+    monkeypatch.setattr(benchmark, "_measure_seconds", seconds)
     monkeypatch.setattr(benchmark, "_LONGEST", 10.0)
     return found
 

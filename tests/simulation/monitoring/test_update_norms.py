@@ -237,14 +237,14 @@ def test_the_page_of_a_comparison_has_norms_and_no_warning_of_python_is_raised(t
 
 def test_the_change_in_a_tensor_is_let_go_before_the_next_but_one(monkeypatch):
     """Of a large model no copy of the whole update is in memory."""
-    compute, changes = update_norms._change, []
+    compute, changes = update_norms._change_of_tensor, []
 
     def compute_and_count(sent, received):
         assert sum(change() is not None for change in changes) <= 1
         changes.append(weakref.ref(change := compute(sent, received)))
         return change
 
-    monkeypatch.setattr(update_norms, "_change", compute_and_count)
+    monkeypatch.setattr(update_norms, "_change_of_tensor", compute_and_count)
     sent, received = ({f"w{k}": torch.full((3000,), value) for k in range(6)} for value in (3.0, 1.0))
     measured = update_norms.measure_update(Message({"model": sent}), Message({"model": received}))
     assert measured.norm == pytest.approx(2 * 18000**0.5)

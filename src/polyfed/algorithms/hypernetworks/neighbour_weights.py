@@ -161,7 +161,7 @@ def update_models_and_shared_hypernetwork(
         neighbour = server_state["clients"][position]
         part = changed.get(neighbour) or _client_part(server_state, neighbour, sizes)
         changed[neighbour] = {**part, "rows": torch.stack(stepped_rows).mean(0)}
-    new_positions = [_position(server_state, client) for client in clients]
+    new_positions = [_position_of_client(server_state, client) for client in clients]
     replied_now = set(new_positions)
     recent = [*(position for position in server_state["recent"] if position not in replied_now), *new_positions]
     state = {
@@ -230,7 +230,7 @@ def analyse_mixtures(
     return {"alpha": torch.stack(alphas), **names, **numbers}
 
 
-def _position(server_state: ServerState, client: str) -> int:
+def _position_of_client(server_state: ServerState, client: str) -> int:
     """Returns the position of a client in the sorted list of all clients."""
     return bisect_left(server_state["clients"], client)
 
@@ -261,7 +261,7 @@ def _with_best_neighbours(
     `recent_rows` are the rows of the latter. Present neighbours count with their biases, which are the mean over layers of
     what their own models have proved to be worth.
     """
-    part, own_position = _client_part(server_state, client, sizes), _position(server_state, client)
+    part, own_position = _client_part(server_state, client, sizes), _position_of_client(server_state, client)
     if sizes.neighbours >= len(server_state["clients"]):
         return with_neighbours(part, range(len(server_state["clients"])))
     present = [p for p in part["neighbours"].tolist() if p != NO_NEIGHBOUR]
@@ -285,7 +285,7 @@ def _mixture_of(
     diverged."""
     sizes = shared_sizes(server_state, options)
     part = _client_part(server_state, client, sizes)
-    own_position, num_clients = _position(server_state, client), len(server_state["clients"])
+    own_position, num_clients = _position_of_client(server_state, client), len(server_state["clients"])
     if client not in server_state["hypernetworks"] or int(part["neighbours"][0]) == NO_NEIGHBOUR:
         part = _with_best_neighbours(server_state, client, recent_rows(), sizes)
     neighbours = [p for p in part["neighbours"].tolist() if p != NO_NEIGHBOUR]

@@ -149,12 +149,12 @@ class DepthFL(Averaging):
             pairs = [(z, teacher) for k, z in enumerate(exits) for j, teacher in enumerate(exits) if j != k]
             if not pairs or not weight:
                 return total
-            return total + weight / (len(exits) - 1) * torch.stack([_divergence(*pair) for pair in pairs]).sum()
+            return total + weight / (len(exits) - 1) * torch.stack([_teacher_divergence(*pair) for pair in pairs]).sum()
 
         return loss
 
 
-def _divergence(student: Tensor, teacher: Tensor) -> Tensor:
+def _teacher_divergence(student: Tensor, teacher: Tensor) -> Tensor:
     """Returns KL(softmax(teacher) ‖ softmax(student)), the mean over a minibatch; the teacher gets no gradient."""
     return F.kl_div(student.log_softmax(1), teacher.detach().log_softmax(1), reduction="batchmean", log_target=True)
 

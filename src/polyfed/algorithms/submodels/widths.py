@@ -36,7 +36,7 @@ def window(tensor: Tensor, shape: tuple[int, ...], starts: Sequence[int]) -> Ten
     >>> window(torch.arange(6).view(2, 3), (1, 2), (1, 2))
     tensor([[5, 3]])
     """
-    return leading_slice(_rolled(tensor, [-start for start in starts]), shape)
+    return leading_slice(_roll_tensor(tensor, [-start for start in starts]), shape)
 
 
 def add_to_window(tensor: Tensor, part: Tensor, starts: Sequence[int], alpha: float) -> Tensor:
@@ -46,12 +46,12 @@ def add_to_window(tensor: Tensor, part: Tensor, starts: Sequence[int], alpha: fl
     >>> add_to_window(torch.zeros(4), torch.ones(2), (3,), alpha=2.0)
     tensor([2., 0., 0., 2.])
     """
-    rolled = _rolled(tensor, [-start for start in starts])
+    rolled = _roll_tensor(tensor, [-start for start in starts])
     leading_slice(rolled, tuple(part.shape)).add_(part, alpha=alpha)
-    return _rolled(rolled, starts)
+    return _roll_tensor(rolled, starts)
 
 
-def _rolled(tensor: Tensor, shifts: Sequence[int]) -> Tensor:
+def _roll_tensor(tensor: Tensor, shifts: Sequence[int]) -> Tensor:
     return tensor.roll(list(shifts), list(range(tensor.dim()))) if any(shifts) else tensor
 
 

@@ -123,12 +123,12 @@ class CommandParser(argparse.ArgumentParser):
 
 def parse_whole_number(text: str) -> int:
     """Converts the text of an option's value to an int; raises an error if it is not a whole number."""
-    return int(_convert(text, int, "a whole number"))
+    return int(_convert_text(text, int, "a whole number"))
 
 
 def parse_decimal_number(text: str) -> float:
     """Converts the text of an option's value to a float; raises an error if it is not a number."""
-    return float(_convert(text, float, "a number"))
+    return float(_convert_text(text, float, "a number"))
 
 
 def split_names(text: str) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         argparse.ArgumentTypeError: a part of it is not a whole number, or it says too many.
     """
     expected = "whole numbers with commas between, such as 0,1,2, or how many"
-    numbers = tuple(_convert(part, int, expected) for part in text.removesuffix(",").split(","))
+    numbers = tuple(_convert_text(part, int, expected) for part in text.removesuffix(",").split(","))
     if "," in text or numbers[0] <= 0:
         return numbers
     if numbers[0] > _MOST_SEEDS:
@@ -161,7 +161,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     return tuple(range(numbers[0]))
 
 
-def _convert(text: str, kind: Callable[[str], Any], expected: str) -> Any:
+def _convert_text(text: str, kind: Callable[[str], Any], expected: str) -> Any:
     try:
         return kind(text)
     except ValueError:

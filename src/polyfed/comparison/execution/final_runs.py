@@ -20,8 +20,7 @@ from polyfed.simulation.settings import Keep
 
 @final
 class FinalRuns(NamedTuple):
-    """Holds the methods with their final hyper-parameters, by label, the finished training runs, by label and seed, and
-    the errors of methods that failed, by label."""
+    """Holds by label the methods with their final fields, the finished runs by seed, and the errors."""
 
     methods: dict[str, Method]
     runs: dict[tuple[str, int], FinishedRun]
@@ -93,15 +92,13 @@ def _run_folder(
 
 
 def _fingerprint_of_run(plan: ComparisonPlan, method: Method, fingerprint: str) -> str:
-    """Returns the fingerprint of a run's clients: of all clients, but where a source makes them, only of those that train
-    alone."""
+    """Returns the fingerprint of a run's clients: all, or from a source only those that train alone."""
     first_client_set = plan.build_client_set(plan.seeds[0])
     return fingerprint if first_client_set.source is None else first_client_set.fingerprint_of_run(method)
 
 
 def _round_to_keep(plan: ComparisonPlan, label: str, tuning_entry: Mapping[str, Any] | None) -> Keep:
-    """Returns the round whose models a run keeps: the round that the search chose, the one with the lowest validation
-    loss, or the last."""
+    """Returns whose round's models a run keeps: the search's, that of the lowest validation loss, or the last."""
     if tuning_entry is not None and "rounds" in tuning_entry:
         return tuning_entry["rounds"].get(label) or "last"
     return "loss" if any(c.val is not None for c in plan.build_client_set(plan.seeds[0]).clients) else "last"

@@ -33,8 +33,7 @@ class FoldTestTargets:
 
 
 def collect_test_examples_of_folds(plan: ComparisonPlan) -> FoldTestTargets | None:
-    """Collects the test examples of every fold of a comparison's cross-validation; returns None if the plan has no
-    folds."""
+    """Collects the test examples of every fold of a cross-validation; None without folds."""
     if plan.folds is None:
         return None
     targets, units = dict[int, dict[str, Tensor]](), dict[int, dict[str, NDArray[np.str_]]]()

@@ -36,8 +36,7 @@ class _RunningTask(NamedTuple):
 
 
 def supports_forked_runs(settings: Settings) -> bool:
-    """Returns True if runs with these settings can each be executed in a forked process: on Linux, with clients on the
-    CPU, and not on Ray."""
+    """Returns whether forked processes can run these settings: on Linux, on the CPU, without Ray."""
     return settings.engine != "ray" and can_fork(choose_client_device(settings))
 
 
@@ -90,7 +89,7 @@ def run_in_processes(tasks: Iterator[tuple[Key, Callable[[], Any]]], max_process
         next_task = next(tasks, None)
         while running or next_task is not None:
             while next_task is not None and len(running) < max_processes:
-                pipe, process = _start(next_task[1])
+                pipe, process = _start_process(next_task[1])
                 running[pipe] = _RunningTask(next_task[0], process)
                 next_task = next(tasks, None)
             for ready in wait(list(running)):
@@ -98,13 +97,13 @@ def run_in_processes(tasks: Iterator[tuple[Key, Callable[[], Any]]], max_process
                 key, process = running.pop(pipe)
                 yield key, _receive_result(pipe, process, key)
     finally:
-        _stop(running)
+        _stop_processes(running)
 
 
-def _start(task: Callable[[], Any]) -> tuple[Connection, Any]:
+def _start_process(task: Callable[[], Any]) -> tuple[Connection, Any]:
     context = get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(theirs, task, os.getpid()), daemon=True, name="polyfed-run")
+    process = context.Process(target=_serve_task, args=(theirs, task, os.getpid()), daemon=True, name="polyfed-run")
     with warnings.catch_warnings():
         # As in `PoolEngine`: the only other threads are torch's idle ones and the progress bar's.
         warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
@@ -113,7 +112,7 @@ def _start(task: Callable[[], Any]) -> tuple[Connection, Any]:
     return ours, process
 
 
-def _serve(pipe: Connection, task: Callable[[], Any], parent: int) -> None:
+def _serve_task(pipe: Connection, task: Callable[[], Any], parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and stops this process by SIGTERM
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
@@ -162,7 +161,7 @@ def _receive_result(pipe: Connection, process: Any, key: Any) -> Any:
     return kinds[answer["error"]](*answer["arguments"])
 
 
-def _stop(running: dict[Connection, _RunningTask]) -> None:
+def _stop_processes(running: dict[Connection, _RunningTask]) -> None:
     for _, process in running.values():
         process.terminate()
     end = time.monotonic() + _STOP_SECONDS

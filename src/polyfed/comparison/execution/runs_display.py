@@ -129,8 +129,7 @@ class RunsDisplay(ABC):
         return min(1.0, self._rounds_trained() / to_train) if to_train else 1.0
 
     def seconds_left(self) -> float | None:
-        """Returns the estimated seconds until all runs are finished, and after them until the steps of the stage are; None
-        where this is not known."""
+        """Estimates the seconds until all runs, then all steps of the stage are finished; None if not known."""
         if self._stage:
             done, left = self._num_steps_done, self._num_steps - self._num_steps_done
             return (time.monotonic() - self._stage_start) * left / done if done and left else None
@@ -169,8 +168,7 @@ class SilentRunsDisplay(RunsDisplay):
 
 @final
 class RunLines(RunsDisplay):
-    """Prints a few lines on standard error, suitable for a log file: when a fifth of the runs is finished, when a minute
-    has passed, and for each run that failed."""
+    """Prints lines for a log file: at each fifth of the runs, each minute, and each failed run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,8 +291,7 @@ def format_time_left(seconds: float | None) -> str:
 
 @contextmanager
 def open_runs_display(progress: Progress | None = None, *, quiet: bool) -> Iterator[RunsDisplay]:
-    """Yields the display of a comparison: `progress` if it is given, else a bar if standard error is a terminal, lines
-    elsewhere, nothing if `quiet`; ends it afterwards."""
+    """Yields `progress`, or a bar on a terminal, lines elsewhere, nothing if `quiet`; ends it afterwards."""
     display: RunsDisplay
     if progress is not None:
         display = ProgressRunsDisplay(progress)

@@ -60,8 +60,7 @@ Failure = ClientError | RoundError
 @final
 @dataclass(frozen=True, eq=False)
 class FinishedRun:
-    """Holds a finished training run: its `history`, with one record per round, and its predictions, either in the
-    directory `folder` or as the text `packed_outputs`."""
+    """Holds a run's record of each round, and its predictions in `folder` or as `packed_outputs`."""
 
     history: History
     folder: Path | None = None
@@ -72,8 +71,7 @@ class FinishedRun:
         return {} if self.packed_outputs is None else deserialize_state(base64.b64decode(self.packed_outputs))
 
     def test_outputs(self, client: str, round_number: int) -> Tensor | None:
-        """Returns the outputs of a client's network after a round for the client's test examples, as a tensor of shape
-        (n, outputs); None if they were not kept."""
+        """Returns a client's outputs (n, outputs) on its test examples after a round; None if not kept."""
         if self.folder is None:
             stored: Tensor | None = self._unpacked_outputs.get(str(round_number), {}).get(client.encode().hex())
             return stored

@@ -87,7 +87,6 @@ class ResultCriteria:
             raise UserError(f"a target is a mean score, a number such as 0.8, got {self.target!r}")
 
     def check_target(self, score_unit: str) -> None:
-        """Raises a `UserError` if the target cannot be a score in this unit, such as 80 where scores are shares between
-        0 and 1."""
+        """Raises a `UserError` if the target is no score in this unit, such as 80 for shares up to 1."""
         if self.target is not None and score_unit == "%" and self.target > 1:
             raise UserError(f"a target is a mean score, a share such as 0.8 and not 80, got {self.target!r}")

@@ -45,13 +45,11 @@ class ClientSet:
         return [client.id for client in self.clients] if self.source is None else SourceClients(self.source).ids
 
     def clients_of_run(self, method: Algorithm[Any, Any]) -> tuple[Client, ...] | ClientSource:
-        """Returns the clients of a method's runs: those of the source, if there is one. `Local` gets the evaluated
-        clients only, since each client trains alone."""
+        """Returns the clients of a method's runs, or their source; for `Local` only those evaluated."""
         return self.clients if self.source is None or isinstance(method, Local) else self.source
 
     def settings_of_run(self, method: Algorithm[Any, Any], settings: Settings) -> Settings:
-        """Returns the settings of a method's runs. Over a source each client that is evaluated trains alone in every round:
-        hardly one of them is ever drawn."""
+        """Returns a method's settings; over a source each evaluated client trains alone in every round."""
         if self.source is None:
             return settings
         settings = dataclasses.replace(settings, evaluate_clients=tuple(client.id for client in self.clients))

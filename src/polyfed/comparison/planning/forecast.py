@@ -77,9 +77,12 @@ def forecast_cost_and_detectable_gain(
         forecast["designs"] = {
             name: dict(zip(("mean", "client"), smallest_decidable_gain(pilot, other), strict=True))
             | {"runs": other.runs}
-            for name, other in _designs(design).items()
+            for name, other in _possible_designs(design).items()
         }
-    sentences = [*_sentences(forecast, metric, len(methods)), *(f"left out: {reason}" for reason in skipped.values())]
+    sentences = [
+        *_describe_forecast(forecast, metric, len(methods)),
+        *(f"left out: {reason}" for reason in skipped.values()),
+    ]
     return Comparison(
         {"plan": forecast, "verdicts": sentences, "methods": {}, "seeds": list(plan.seeds), "skipped": dict(skipped)}
     )
@@ -87,8 +90,7 @@ def forecast_cost_and_detectable_gain(
 
 @contextmanager
 def _open_pilot_folder(plan: ComparisonPlan) -> Iterator[Path | None]:
-    """Yields a temporary folder beside the comparison's directory, whose files a run takes time to write; None if the
-    comparison has no directory."""
+    """Yields a temporary folder beside the comparison's directory; None if it has no directory."""
     if plan.out is None:
         yield None
         return
@@ -195,7 +197,7 @@ def _describe_design(plan: ComparisonPlan, judged: Sequence[int]) -> ComparisonD
     return ComparisonDesign(kind, len(plan.seeds), folds, tuple(units), tuple(tested))
 
 
-def _designs(design: ComparisonDesign) -> dict[str, ComparisonDesign]:
+def _possible_designs(design: ComparisonDesign) -> dict[str, ComparisonDesign]:
     """Returns the planned design and those that might be better: more runs of the same kind, and folds."""
     doubled = dataclasses.replace(design, runs=2 * design.runs)
     if design.kind == "folds":
@@ -213,7 +215,7 @@ def _designs(design: ComparisonDesign) -> dict[str, ComparisonDesign]:
     }
 
 
-def _sentences(forecast: Mapping[str, Any], metric: Metric, num_methods: int) -> list[str]:
+def _describe_forecast(forecast: Mapping[str, Any], metric: Metric, num_methods: int) -> list[str]:
     duration = f"about {format_time_left(60 * forecast['minutes']).removesuffix(' left')}"
     searched = f", and {forecast['search_runs']} or more to search hyper-parameters" if forecast["search_runs"] else ""
     sentences = [
@@ -230,10 +232,10 @@ def _sentences(forecast: Mapping[str, Any], metric: Metric, num_methods: int) ->
             f"{name} ({entry['runs']} runs of each method): decides a mean gain of {mean}{scored}, or a gain of {client} "
             f"at one client, with a probability of {100 * forecast['power']:.0f} %"
         )
-    return [*sentences, _advice(forecast["designs"])]
+    return [*sentences, _advise_on_designs(forecast["designs"])]
 
 
-def _advice(designs: Mapping[str, Mapping[str, Any]]) -> str:
+def _advise_on_designs(designs: Mapping[str, Mapping[str, Any]]) -> str:
     names: Sequence[str] = list(designs)
     planned = designs[names[0]]
     best = min(names[1:], key=lambda name: designs[name]["mean"] * math.sqrt(designs[name]["runs"]))

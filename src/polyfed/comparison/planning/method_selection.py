@@ -85,8 +85,10 @@ def labels_added_by_default(
 
 
 def _training_template(name: str, candidates: Sequence[Any]) -> Any:
-    """Returns the first candidate that by default trains as the method `name` does. If there is none, returns a `Local`
-    with the epochs and the batch size of the first candidate; None without candidates."""
+    """Returns the first candidate that trains as `name` does by default; None without candidates.
+
+    If there is no such candidate, a `Local` with the epochs and the batch size of the first.
+    """
     alike = (
         m
         for m in candidates
@@ -140,8 +142,7 @@ def build_method_with_training_of(name: str, template: Any = None, fields: Mappi
 
 
 def _refused_field(kind: Any, shared: Mapping[str, Any], fields: Mapping[str, Any]) -> str | None:
-    """Returns the shared field that the method refuses: the one without which it can be built. None if there is no such
-    field."""
+    """Returns the shared field without which the method can be built; None if there is none."""
     for field in shared:
         try:
             kind(**{name: value for name, value in shared.items() if name != field}, **fields)

@@ -37,8 +37,10 @@ NOT_RESULTS = ("seed", "keep", "checkpoint_every", "cross_site", "evaluate_all_a
 
 
 def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...] | None]:
-    """Returns the content of `comparison.yaml`, the sizes of the clients' data by seed, and the names of the classes.
-    Every error that can be found before training is found here, for each seed."""
+    """Returns the content of `comparison.yaml`, data sizes by seed, and class names.
+
+    Every error that can be found before training is found here, for each seed.
+    """
     skipped: dict[str, str] = {}
     data: dict[str, Any] = {}
     fingerprints, first_weights = dict[str, str](), ""
@@ -124,8 +126,7 @@ def method_fields(method: Method) -> dict[str, Any]:
 
 
 def explain_unsuited_method(client_set: ClientSet, method: Method, settings: Settings) -> str | None:
-    """Returns why the clients or the settings do not suit a method, as a run would say it in an error; None if they suit
-    it."""
+    """Returns why clients or settings do not suit a method, as its run would say it; None if they do."""
     settings = client_set.settings_of_run(method, settings_of_method(settings, method))
     try:
         if client_set.clients_of_run(method) is client_set.source:

@@ -122,8 +122,7 @@ def fit_references(
 
 
 def _fit_all_seeds(plan: ComparisonPlan, seeds: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Fits the simple models for each seed; returns their packed outputs, the sentences about them, and what was left
-    out."""
+    """Fits the simple models for each seed; returns packed outputs, sentences, and what was left out."""
     clients = len(plan.build_client_set(seeds[0]).ids)
     processes = default_parallel_runs(plan.settings, clients) if plan.parallel_runs == "auto" else plan.parallel_runs
     fit_by_seed: dict[int, dict[str, Any]] = {}

@@ -70,7 +70,7 @@ def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: i
     work = sum(outputs[i] * width[i] for i in tables)
     models: dict[str, tuple[str, Mapping[str, Floats]]] = {}
     left_out: list[str] = []
-    with _quiet():
+    with _quiet_sklearn():
         for model in simple_models:
             if model.is_trees and work > _TOO_MUCH:
                 left_out.append(f"Gradient boosting would take minutes for {work} features and outputs of all sites, and is "
@@ -127,7 +127,7 @@ def fit_pooled_simple_models(
     if not models or len(rows) < len(tables) or len({table.fit.shape[1] for table in rows}) > 1:
         return {}
     groups = [table.groups for table in rows if table.groups is not None]
-    together = _standardised(
+    together = _standardise_rows(
         SimpleModelInputs(
             np.concatenate([table.fit for table in rows]),
             np.concatenate([table.y for table in rows]),
@@ -137,7 +137,7 @@ def fit_pooled_simple_models(
     ).subsample(_EXAMPLES, derive_seed(seed, "pooled examples"))
     ends = np.cumsum([len(table.test) for table in rows])[:-1]
     models_by_name = {}
-    with _quiet():
+    with _quiet_sklearn():
         for model in models:
             try:
                 outputs = np.split(model.fit(together, num_outputs, derive_seed(seed, "pooled")), ends)
@@ -160,10 +160,10 @@ def _are_float32(values: Floats) -> bool:
 def _read_inputs(client: Client) -> SimpleModelInputs | None:
     """Reads a client's examples, with standardised inputs; None if these are not rows of finite numbers."""
     rows = _read_rows(client)
-    return None if rows is None else _standardised(rows)
+    return None if rows is None else _standardise_rows(rows)
 
 
-def _standardised(rows: SimpleModelInputs) -> SimpleModelInputs:
+def _standardise_rows(rows: SimpleModelInputs) -> SimpleModelInputs:
     mean, spread = rows.fit.mean(axis=0), rows.fit.std(axis=0)
     spread[spread <= _ROUNDING * np.abs(mean)] = 1.0
     return SimpleModelInputs((rows.fit - mean) / spread, rows.y, (rows.test - mean) / spread, rows.groups)
@@ -190,7 +190,7 @@ def _read_rows(client: Client) -> SimpleModelInputs | None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet_sklearn() -> Iterator[None]:
     """Runs scikit-learn in one thread and without convergence warnings.
 
     One thread as everywhere in a federation; a fit that stops early is good enough for a reference.

@@ -72,8 +72,7 @@ def estimate_from_half_width(
 
 
 def _level_touching_zero(centre: float, half_width: Callable[[float], float]) -> float:
-    """Finds by bisection the error rate at which the interval just touches 0; intervals get narrower as the error rate
-    grows."""
+    """Finds by bisection the error rate at which the interval just touches 0."""
     if abs(centre) <= half_width(1.0):
         return 1.0
     low, high = -40.0, 0.0  # logarithms of the error rate

@@ -180,8 +180,7 @@ class Evidence:
         )
 
     def clients_scored_with_every_seed(self, label: str, rival: str | None) -> list[str]:
-        """Returns the ids of the clients that have a score with every seed, both for the method `label` and, unless it
-        is None, for `rival`."""
+        """Returns the ids of clients that `label` and, if given, `rival` score with every seed."""
         if self.folds is not None:
             return list(self.folds.differences(label, rival))
         tables = [self.scores[name][seed] for name in (label, rival) if name is not None for seed in self.seeds]
@@ -308,8 +307,7 @@ class Evidence:
 
 
 def _gain_over_rivals(gains: Mapping[str, tuple[Estimate | None, Estimate | None]]) -> GainOverRivals | None:
-    """Combines the gains over several rivals into the gain over the best rival; None if the gain over one rival cannot
-    be estimated, since that rival may be the best."""
+    """Combines gains into the gain over the best rival; None if one is missing, as it may be the best."""
     defined = {
         name: GainOverRival(single, joint)
         for name, (single, joint) in gains.items()
@@ -328,8 +326,7 @@ def _gain_over_rivals(gains: Mapping[str, tuple[Estimate | None, Estimate | None
 def clip_interval_to_metric_range(
     estimate: Estimate | None, metric: Metric, *, is_difference: bool
 ) -> list[float] | None:
-    """Returns `[low, high]`, the interval of the estimate clipped to the values that the metric, or a difference of two
-    scores, can take; None if there is no finite interval."""
+    """Returns `[low, high]` clipped to what scores or differences can be; None without a finite interval."""
     if estimate is None or not math.isfinite(estimate.low):
         return None
     if metric.is_from_zero_to_one:

@@ -14,8 +14,7 @@ _DIGITS = 12  # digits after the decimal point of a difference; what is beyond i
 
 
 def add_method_statistics(content: dict[str, Any], evidence: Evidence) -> list[str]:
-    """Adds the entry `statistics` to each method in `content`, and returns the ids of the clients for which no
-    confidence interval could be computed."""
+    """Adds `statistics` to each method; returns the ids of clients without a confidence interval."""
     methods, reference = content["methods"], content["reference"]
     scored = [label for label in methods if label in evidence.scores]
     evidence_by_label = evidence.estimate_scores_and_gains(
@@ -55,7 +54,7 @@ def _method_statistics(
     return {
         "mean": mean_if_all_defined([run["mean"] for run in runs]),
         "interval": clip_interval_to_metric_range(method_evidence.mean_score, metric, is_difference=False),
-        **{name: mean_if_all_defined([_quantile(run, q) for run in runs]) for name, q in worst},
+        **{name: mean_if_all_defined([_percentile_of_scores(run, q) for run in runs]) for name, q in worst},
         "gain": None if gains is None else mean_if_all_defined(gains),
         "gain_interval": clip_interval_to_metric_range(method_evidence.gain_over_reference, metric, is_difference=True),
         "gain_per_seed": gains,
@@ -160,7 +159,7 @@ def _mean_gain(run: Mapping[str, Any], base_run: Mapping[str, Any], sign: int) -
     return round(fmean(gains), _DIGITS) if gains and run["mean"] is not None and base_run["mean"] is not None else None
 
 
-def _quantile(run: Mapping[str, Any], percent: float) -> float | None:
+def _percentile_of_scores(run: Mapping[str, Any], percent: float) -> float | None:
     defined = [value for value in run["scores"].values() if value is not None]
     return float(np.percentile(defined, percent)) if defined else None
 

@@ -113,13 +113,13 @@ def _client_variance(pilot: PilotVariances, design: ComparisonDesign, k: int) ->
         ratio = training_variance_ratio(design.folds, pilot.is_bounded)
         return (examples + residual / repeats + ratio * (examples + residual)) / units
     if design.kind == "resplit":
-        return (examples + residual) / design.tested[k] * (1 / design.runs + _overlap(design, k))
+        return (examples + residual) / design.tested[k] * (1 / design.runs + _tested_per_trained_unit(design, k))
     return (examples + residual / design.runs) / design.tested[k]
 
 
 def _network_factor(design: ComparisonDesign) -> float:
-    return 1 / design.runs + (_overlap(design, 0) if design.kind == "resplit" else 0.0)
+    return 1 / design.runs + (_tested_per_trained_unit(design, 0) if design.kind == "resplit" else 0.0)
 
 
-def _overlap(design: ComparisonDesign, k: int) -> float:
+def _tested_per_trained_unit(design: ComparisonDesign, k: int) -> float:
     return design.tested[k] / max(design.units[k] - design.tested[k], 1)

@@ -63,8 +63,7 @@ class SiteGain:
 @final
 @dataclass(frozen=True)
 class SharedError:
-    """Holds the variance, with its degrees of freedom, of an error that all sites share, such as the error due to the
-    runs' seeds."""
+    """Holds variance and degrees of freedom of an error that sites share, such as that of runs' seeds."""
 
     variance: float = 0.0
     freedom: float = 1.0

@@ -74,8 +74,7 @@ class Comparison:
         return f"Comparison({', '.join(self.results['methods'])}; {seeds}, out={out!r})"
 
     def __str__(self) -> str:
-        """Returns the warnings and the answers, one sentence a line; among the answers is what was left out, failed or
-        could not be judged."""
+        """Returns warnings and answers, a sentence a line, with what was left out or failed."""
         return "\n".join(self._sentences)
 
     def _repr_html_(self) -> str:
@@ -131,8 +130,7 @@ class Comparison:
 
     @property
     def answers(self) -> Sequence[str]:
-        """Returns the answers of the comparison as sentences: whom joining helps, as far as the confidence intervals
-        support it, and which methods were left out, failed or could not be judged."""
+        """Returns sentences on whom joining helps, as far as intervals decide, and what was left out."""
         return [*self.results["verdicts"], *describe_omissions(self.results)]
 
     @property
@@ -230,8 +228,7 @@ def load_comparison(folder: str | Path) -> Comparison:
 
 
 def write_comparison_results(folder: Path, content: Mapping[str, Any]) -> None:
-    """Writes `content` to the file `comparison.json` in the folder, atomically: a reader finds either the old file or
-    the new one."""
+    """Writes `comparison.json` atomically: a reader finds the old or the new file."""
     write_file_atomically(folder / RESULTS, json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False).encode())
 
 
@@ -257,8 +254,7 @@ def call_to_continue(folder: str | Path) -> str:
 
 
 def parse_result_criteria(description: Mapping[str, Any]) -> ResultCriteria:
-    """Returns the budget and target with which the results of a comparison were last computed, as they stand in the
-    content of its `comparison.yaml`."""
+    """Returns the last budget and target in the content of `comparison.yaml`."""
     stored = description.get("reading") or {}
     return ResultCriteria(Budget.from_text(stored.get("budget", "best")), stored.get("target"))
 

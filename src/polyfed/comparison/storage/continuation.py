@@ -19,10 +19,10 @@ def find_invalidating_change(before: Mapping[str, Any], after: Mapping[str, Any]
     >>> find_invalidating_change({"methods": {"local": {"lr": 0.1}}}, {"methods": {"local": {"lr": 0.2}, "fedavg": {}}})
     'methods.local.lr was 0.1 and is now 0.2'
     """
-    return find_first_difference(_comparable(before, before), _comparable(after, before))
+    return find_first_difference(_select_comparable_part(before, before), _select_comparable_part(after, before))
 
 
-def _comparable(description: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+def _select_comparable_part(description: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part of a description that must be the same as in `before`."""
     comparable = {key: value for key, value in description.items() if key not in _OF_READING}
     for key in _MAY_GROW:
@@ -34,7 +34,7 @@ def _comparable(description: Mapping[str, Any], before: Mapping[str, Any]) -> di
         if len(seeds) > len(first_seeds) and "same_clients" in before:
             comparable["same_clients"] = before.get("same_clients")  # which follows from the fingerprints
     if isinstance(comparable.get("experiment"), Mapping) and isinstance(before.get("experiment"), Mapping):
-        comparable["experiment"] = _comparable(comparable["experiment"], before["experiment"])
+        comparable["experiment"] = _select_comparable_part(comparable["experiment"], before["experiment"])
     return comparable
 
 

@@ -10,8 +10,7 @@ IntervalEnds = tuple[float, float] | None
 
 
 class GainEntry(TypedDict, total=False):
-    """Holds a method's gain over one reference model, with a confidence interval that takes this model as the only
-    reference."""
+    """Holds a gain over one reference model, with the interval for this reference alone."""
 
     gain: Score
     interval: IntervalEnds
@@ -29,8 +28,7 @@ class ClientTestCountsEntry(TypedDict, total=False):
 
 
 class RandomEffectsGainEntry(TypedDict, total=False):
-    """Holds a random-effects model of the clients' gains: the best method against the alternative without federation
-    that is best in the mean."""
+    """Holds a random-effects model of gains over the best alternative without federation."""
 
     over: Required[str]
     gain: Required[float]

@@ -93,8 +93,7 @@ class RunEntry(TypedDict, total=False):
 
 
 class MeanTargetReachedEntry(TypedDict, total=False):
-    """Holds the mean round, and the mean costs, at which a method's runs reach the target score; None unless the runs
-    of all seeds reach it."""
+    """Holds the mean round and costs to the target score; None unless all seeds reach it."""
 
     reached: Required[int]
     """Number of seeds that reach the target."""
@@ -104,8 +103,7 @@ class MeanTargetReachedEntry(TypedDict, total=False):
 
 
 class ClientStatisticsEntry(TypedDict, total=False):
-    """Holds one client's mean score and gain over the seeds; p-value and confidence intervals hold for all clients
-    simultaneously."""
+    """Holds a client's mean score and gain, with p-value and intervals for all clients at once."""
 
     mean: Score
     gain: Score
@@ -172,8 +170,7 @@ class ConvergenceEntry(TypedDict, total=False):
 
 
 class ReferenceEntry(TypedDict, total=False):
-    """Holds the scores of a reference model: a simple model on each client's data only, or a network on the pooled data
-    of all clients."""
+    """Holds scores of a simple model on each client's data, or of a network on all clients' data."""
 
     sentence: Required[str]
     alone: bool
@@ -328,8 +325,7 @@ class CriteriaEntry(TypedDict, total=False):
 
 
 class ComparisonDescription(TypedDict, total=False):
-    """Describes the content of `comparison.yaml`, which is written before the first run and holds every setting that
-    changes the results."""
+    """Describes `comparison.yaml`: every setting that changes the results."""
 
     choices: str
     """Names the examples by which learning rates and rounds are chosen."""

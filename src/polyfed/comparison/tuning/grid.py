@@ -42,8 +42,11 @@ def resolve_search_values(method: Method, name: str, values: Any) -> Any:
 
 
 def list_values_or_range_ends(name: str, values: Any) -> tuple[Any, ...]:
-    """Returns the values with which to validate a hyper-parameter before the search: all of a list, or the two ends of
-    a range; raises a `UserError` if `values` is neither."""
+    """Returns all values of a list, or both ends of a range, to validate before the search.
+
+    Raises:
+        UserError: `values` is neither.
+    """
     if isinstance(values, str):
         search_range = SearchRange.from_low_to_high(values)
         return search_range.low, search_range.high
@@ -88,8 +91,7 @@ def allows_values_beyond_listed(values: Any) -> bool:
 
 
 def check_grid_can_be_extended(name: str, values: Any, trials: int | None) -> None:
-    """Raises a `UserError` if a grid with the mark `...` cannot be extended, because it holds anything but positive
-    numbers, or because Optuna searches."""
+    """Raises a `UserError` if a grid with `...` has other than positive numbers, or Optuna searches."""
     if not allows_values_beyond_listed(values):
         return
     if trials is not None:

@@ -64,8 +64,7 @@ def trials_without_fields_error(trials: int) -> str:
 
 
 def validate_search(plan: ComparisonPlan) -> None:
-    """Raises a `UserError` if the hyper-parameter search is impossible: there are no validation examples, or a
-    hyper-parameter cannot be searched."""
+    """Raises a `UserError` if there are no validation examples, or a field cannot be searched."""
     trials, space = plan.num_trials, plan.search_space
     if space is None:
         if trials is not None:
@@ -86,14 +85,14 @@ def validate_search(plan: ComparisonPlan) -> None:
         if isinstance(values, str) and values not in (GRID, EXTENDED_GRID) and trials is None:
             raise UserError(f"the range {values!r} for {name} needs a number of runs a method, trials=20 (--trials 20), "
                             "or give the values to try")  # fmt: skip
-        field_names = {f.name for method in plan.methods.values() for f in _fields(method)}
+        field_names = {f.name for method in plan.methods.values() for f in _fields_of_method(method)}
         if name not in field_names:
             raise UserError(
                 f"no method of the comparison has a field {name!r} to search; {did_you_mean(name, field_names)}"
             )
         check_grid_can_be_extended(name, values, trials)
         for method in plan.methods.values():
-            if name in {f.name for f in _fields(method)}:
+            if name in {f.name for f in _fields_of_method(method)}:
                 for value in list_values_or_range_ends(name, resolve_search_values(method, name, values)):
                     dataclasses.replace(method, **{name: value})  # type: ignore[type-var]  # which checks the value
     if trials is not None:
@@ -195,7 +194,7 @@ def _extended_candidates(result: SearchResult, label: str) -> list[Fields]:
         if not allows_values_beyond_listed((plan.search_space or {})[name]):
             continue
         tried = {search_run.fields[name] for search_run in runs}
-        is_integer = not any(f.name == name and "float" in str(f.type) for f in _fields(method))
+        is_integer = not any(f.name == name and "float" in str(f.type) for f in _fields_of_method(method))
         sides = set[bool]()
         for best in result.best_fields_of_method_or_each_client(label):
             upper = best[name] == max(tried)
@@ -249,7 +248,7 @@ def _run_candidates(result: SearchResult, candidates: Sequence[tuple[str, Fields
     return runs
 
 
-def _fields(method: Method) -> tuple[dataclasses.Field[Any], ...]:
+def _fields_of_method(method: Method) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(method)  # type: ignore[arg-type]
 
 
@@ -268,7 +267,7 @@ def build_search_variants(plan: ComparisonPlan, method: Method) -> list[Method]:
 
 def _search_values(plan: ComparisonPlan, method: Method) -> dict[str, Any]:
     """Returns the searched fields that the method has, with their values or range."""
-    field_names = {f.name for f in _fields(method)}
+    field_names = {f.name for f in _fields_of_method(method)}
     return {
         name: resolve_search_values(method, name, values)
         for name, values in (plan.search_space or {}).items()

@@ -29,8 +29,11 @@ class SearchRange:
 
     @classmethod
     def from_low_to_high(cls, text: str) -> "SearchRange":
-        """Parses a text of the form "LOW..HIGH" as a range; raises a `UserError` if it has another form, or LOW is not
-        below HIGH."""
+        """Parses a text of the form "LOW..HIGH".
+
+        Raises:
+            UserError: it has another form, or LOW is not below HIGH.
+        """
         low, dots, high = text.partition("..")
         first, last = parse_number_or_text(low), parse_number_or_text(high)
         if not dots or isinstance(first, str) or isinstance(last, str):
@@ -83,8 +86,7 @@ class OptunaSearch:
         return {n: v if isinstance(self._values[n], str) else self._values[n][v] for n, v in parameters}
 
     def report_score(self, validation_score: float | None) -> None:
-        """Reports to Optuna the validation score (higher is better) of the values that it suggested last, or None if
-        their run has no score."""
+        """Reports the validation score (higher is better, or None) of the values suggested last."""
         if validation_score is None:
             self._study.tell(self._trial, state=self._failed)
         else:

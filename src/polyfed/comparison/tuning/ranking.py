@@ -211,13 +211,11 @@ class SearchRun:
 
     @cached_property
     def pooled_loss_curve(self) -> LossCurve:
-        """Returns (round, loss) pairs: the mean loss on the validation examples of all clients together, for each
-        evaluated round."""
+        """Returns (round, mean loss) on the validation examples of all clients together."""
         return pool_losses(self.validation_losses_by_client, self.num_validation)
 
     def ranking_loss_of_curve(self, curve: LossCurve) -> LossAtRound | None:
-        """Returns the loss (with its round) by which this run would be ranked if `curve` were its loss by round; None
-        for an empty curve."""
+        """Returns the loss and round that would rank this run by `curve`; None if it is empty."""
         if self.budget.determines_compared_round:
             return mean_of_last_losses(curve, self.cost_by_round, self.budget.limit)
         return lowest_smoothed_loss(curve)
@@ -248,8 +246,7 @@ class SearchRun:
 
 
 def rank_runs_by_pooled_loss(runs: Sequence[SearchRun], clients_with_loss: frozenset[str]) -> list[SearchRun]:
-    """Ranks the runs that have a loss for every client in `clients_with_loss`, best first: by lowest loss, then by
-    steadier loss curve, then by smaller learning rate."""
+    """Ranks runs with a loss for all these clients by loss, steadiness of its curve, and learning rate."""
     complete_runs = [
         run
         for run in runs

@@ -31,8 +31,7 @@ MAX_EXTENSIONS = 2  # values that a grid is extended by, on either side
 
 @final
 class HyperparameterOwner(NamedTuple):
-    """Identifies whose hyper-parameters a search chose: those of a method, or those of one client if the search chooses
-    for each of the method's clients separately."""
+    """Names a method, or also one of its clients, whose hyper-parameters a search chose."""
 
     label: str
     client: str | None
@@ -40,8 +39,7 @@ class HyperparameterOwner(NamedTuple):
 
 @final
 class TunedMethods(NamedTuple):
-    """Holds the methods, by label, with the hyper-parameters that a search chose, and the entry `tuning` of
-    `comparison.json`."""
+    """Holds methods by label with the fields chosen by a search, and the entry `tuning`."""
 
     methods: dict[str, Method]
     tuning_entry: dict[str, Any]
@@ -78,8 +76,7 @@ class SearchResult:
 
     @cached_property
     def clients_with_loss(self) -> frozenset[str]:
-        """Returns the ids of the clients over which a run's loss is averaged: those of the run in which the most
-        clients have a loss."""
+        """Returns the clients over which losses are averaged: the most that a run has."""
         return max(
             (frozenset(run.validation_losses_by_client) for runs in self.runs_by_label.values() for run in runs),
             key=len,
@@ -88,8 +85,7 @@ class SearchResult:
 
     @cached_property
     def ranked_runs_by_label(self) -> Mapping[str, Sequence[SearchRun]]:
-        """Returns `{method label: search runs, best first}`, without runs that lack a loss for one of the
-        `clients_with_loss`."""
+        """Returns `{label: runs, best first}`, of runs with a loss for all `clients_with_loss`."""
         return {
             label: rank_runs_by_pooled_loss(runs, self.clients_with_loss) for label, runs in self.runs_by_label.items()
         }
@@ -158,8 +154,7 @@ class SearchResult:
         return choice if rank_by_choice.get(choice, 0) + 1 < num_runs else None
 
     def subfolder_of_final_runs(self, label: str, rank_by_choice: Mapping[HyperparameterOwner, int]) -> str:
-        """Returns the name of the subfolder, below the method's folder, for final runs with these choices of
-        hyper-parameters; an empty text for the best choices."""
+        """Returns the subfolder of final runs with these choices; "" for the best."""
         if rank := rank_by_choice.get(HyperparameterOwner(label, None), 0):
             return safe_file_name(join_as_name_equals_value(self.ranked_runs_by_label[label][rank].fields))
         later = sum(rank for (name, _), rank in rank_by_choice.items() if name == label)
@@ -235,8 +230,7 @@ class SearchResult:
         return TunedMethods(tuned_methods, entry | ({"rounds": rounds} if self.held_out else {}))
 
     def _pooled_curve_of_choices(self, choice_by_client: Mapping[str, RunWithBestRound]) -> list[list[float]]:
-        """Returns the loss by round on all validation examples if each client trains with its own choice and ends at
-        its own round."""
+        """Returns the pooled loss by round if each client has its own choice and last round."""
         histories = {c: search_run.validation_losses_by_client[c] for c, (search_run, _) in choice_by_client.items()}
         return [
             list(point)
@@ -281,8 +275,7 @@ class SearchResult:
 
 
 def _with_client_fields(method: Method, fields_by_client: Mapping[str, Fields]) -> Method:
-    """Returns the method `local` with the hyper-parameters that each client has chosen; fields that the user set for a
-    client take precedence."""
+    """Returns `local` with each client's chosen fields; those that the user set for a client win."""
     assert isinstance(method, Local)
     before = method.by_client or {}
     return dataclasses.replace(
@@ -291,8 +284,7 @@ def _with_client_fields(method: Method, fields_by_client: Mapping[str, Fields]) 
 
 
 def _is_at_edge(name: str, best: SearchRun, runs: Sequence[SearchRun]) -> bool:
-    """Returns whether the best value of a hyper-parameter is the smallest or the largest of at least three that were
-    tried."""
+    """Returns whether the best value is the smallest or largest of three or more."""
     values = sorted({run.fields[name] for run in runs if is_number(run.fields[name])})
     return len(values) > 2 and best.fields[name] in (values[0], values[-1])
 

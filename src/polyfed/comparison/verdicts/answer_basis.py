@@ -72,8 +72,7 @@ def _count_groups(client: Client) -> dict[str, list[int]]:
 
 
 def count_test_examples_by_seed(content: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Returns one mapping for each seed, from client ids to numbers of test examples; if the runs are folds of a
-    cross-validation, a single mapping for all folds together."""
+    """Returns `{client: test examples}` for each seed, or one for all folds together."""
     return [content["tested"]] if content.get("tested") else list(content["data"].values())
 
 

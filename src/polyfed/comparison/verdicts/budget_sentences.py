@@ -22,8 +22,7 @@ def budget_sentence(kind: str, limit: float | None, *, has_limit: bool, has_vali
 
 
 def describe_target_source(target: float | None, reference: str | None) -> str:
-    """Returns a phrase that says where the target score comes from: the user asked for it, or a reference method
-    reaches it."""
+    """Says where the target score comes from: the user, or a reference method."""
     if target is not None:
         return "asked for"
     if reference is None:

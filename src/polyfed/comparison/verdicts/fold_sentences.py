@@ -5,8 +5,7 @@ from typing import Any
 
 
 def describe_fold_interval_coverage(content: Mapping[str, Any]) -> list[str]:
-    """Returns sentences that say what the confidence intervals of a cross-validation cover, from the content of its
-    `comparison.json`."""
+    """Says what the intervals of a cross-validation in `comparison.json` cover."""
     folds, repeats = content["folds"], content["fold_repeats"]
     repeated = f", {repeats} times over" if repeats > 1 else ""
     others = "fold" if folds == 2 else f"{folds - 1} folds"

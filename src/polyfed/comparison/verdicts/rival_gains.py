@@ -33,8 +33,7 @@ def name_of_method_or_reference(key: str) -> str:
 
 
 def collect_local_simple_model_scores(references: Mapping[str, Any]) -> ScoresByMethod:
-    """Returns the scores of the simple models that clients fit on their own data only, as `{key: {seed: {client id:
-    score}}}`."""
+    """Returns `{key: {seed: {client: score}}}` of the simple models fitted by clients alone."""
     return {
         bracketed_simple_model_name(name): {int(seed): scores for seed, scores in entry["runs"].items()}
         for name, entry in references.items()
@@ -67,8 +66,7 @@ def leader_gain_over_local_alternatives(
 
 
 def add_gains_of_references_over_local(content: Mapping[str, Any], evidence: Evidence, metric: Metric) -> None:
-    """Adds to each simple model in `content["references"]` its gain over the network that clients train on their own
-    data only, with simultaneous confidence intervals."""
+    """Adds to each simple model its gain over training alone, with simultaneous intervals."""
     simple, reference = _simple_model_keys(content), content["reference"]
     evidence_by_key = (
         evidence.estimate_scores_and_gains([*simple, reference], reference, None)

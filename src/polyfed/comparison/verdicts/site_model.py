@@ -44,8 +44,7 @@ def build_random_effects_gain_entry(
 
 
 def describe_mean_gain_over_similar_sites(content: Mapping[str, Any]) -> list[str]:
-    """Returns a list with the sentence on the mean gain over sites like these; an empty list for fewer than
-    `MANY_SITES` sites."""
+    """Returns the sentence on the mean gain over sites like these; none below `MANY_SITES` sites."""
     model = content.get("site_model")
     if model is None or model["interval"] is None or len(model["clients"]) < MANY_SITES:
         return []

@@ -34,7 +34,7 @@ def format_difference(value: float, unit: str) -> str:
     >>> format_difference(-0.041, "%"), format_difference(0.041, ""), format_difference(0.0004, "%")
     ('4.1 points', '0.041', '0.04 points')
     """
-    return f"{_rounded(value, unit)}{' points' if unit == '%' else ''}"
+    return f"{_format_rounded(value, unit)}{' points' if unit == '%' else ''}"
 
 
 def format_difference_range(low: float, high: float, unit: str) -> str:
@@ -44,7 +44,7 @@ def format_difference_range(low: float, high: float, unit: str) -> str:
     ('4.1 to 6.0 points', '0.041 to 0.060')
     """
     least, most = sorted((low, high), key=abs)
-    return f"{_rounded(least, unit)} to {format_difference(most, unit)}"
+    return f"{_format_rounded(least, unit)} to {format_difference(most, unit)}"
 
 
 def name_score_of_difference(unit: str, label: str) -> str:
@@ -56,7 +56,7 @@ def name_score_of_difference(unit: str, label: str) -> str:
     return "" if unit == "%" else f" in {label}"
 
 
-def _rounded(value: float, unit: str) -> str:
+def _format_rounded(value: float, unit: str) -> str:
     """Rounds a number for display, with more digits where the usual number of digits would show 0."""
     size, digits = (100 * abs(value), 1) if unit == "%" else (abs(value), 3)
     while size and not round(size, digits) and digits < _DIGITS:
@@ -68,14 +68,14 @@ def _better_or_worse(value: float, unit: str) -> str:
     return f"{format_difference(value, unit)} {'worse' if value < 0 else 'better'}"
 
 
-def _between(low: float, high: float, unit: str, label: str) -> str:
+def _format_gains(low: float, high: float, unit: str, label: str) -> str:
     """Formats an interval of a gain.
 
-    >>> _between(-0.11, 0.036, "", "C-index"), _between(-0.2, -0.1, "%", "accuracy")
+    >>> _format_gains(-0.11, 0.036, "", "C-index"), _format_gains(-0.2, -0.1, "%", "accuracy")
     ('between 0.110 worse and 0.036 better in C-index', 'between 10.0 and 20.0 points worse')
     """
     least, most = sorted((low, high), key=abs) if low * high > 0 else (low, high)
-    first = _rounded(least, unit) if low * high > 0 else _better_or_worse(least, unit)
+    first = _format_rounded(least, unit) if low * high > 0 else _better_or_worse(least, unit)
     words = f"{first} and {_better_or_worse(most, unit)}"
     return f"between {words}{name_score_of_difference(unit, label)}"
 
@@ -143,8 +143,7 @@ def _answer_entry(
     basis: AnswerBasis,
     why_not: str,
 ) -> dict[str, Any]:
-    """Builds the entry of `comparison.json` with the answer for one client, or for the mean over clients if `client` is
-    None."""
+    """Builds the entry with the answer for a client, or for the mean if `client` is None."""
     interval, over = None, content["reference"]
     if rival_gain is not None:
         gain, over = round(rival_gain.estimate.value, _ROUNDED), name_of_method_or_reference(rival_gain.best_rival)
@@ -197,7 +196,7 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
     if _is_too_wide(interval, content):
         splits = "" if content["same_clients"] and not content["resplit"] else f"{len(content['seeds'])} splits of "
         return f"{subject}: {first}not decided: {splits}{basis}{',' if ',' in basis else ''} cannot answer{because}"
-    between = _between(interval[0], interval[1], unit, label)
+    between = _format_gains(interval[0], interval[1], unit, label)
     return f"{subject}: {first}not decided: {leader} is {between} than {rival} {rests}{because}"
 
 
@@ -247,8 +246,7 @@ def verdict_sentences(
 
 
 def _simple_model_sentences(content: Mapping[str, Any]) -> list[str]:
-    """Returns a sentence that compares the best simple model with training the network alone; returns no sentence if
-    the simple model has no gain."""
+    """Compares the best simple model with training alone in a sentence; none without a gain."""
     with_gain = {name: entry for name, entry in content["references"].items() if entry.get("gain") is not None}
     if not with_gain:
         return []
@@ -265,12 +263,11 @@ def _simple_model_sentences(content: Mapping[str, Any]) -> list[str]:
             f"mean over clients: {rival} is {format_difference_range(ends[0], ends[1], unit)} {side}"
             f"{name_score_of_difference(unit, label)} than {network} {estimate}"
         ]
-    return [f"mean over clients: {rival} is {_between(ends[0], ends[1], unit, label)} than {network} {estimate}"]
+    return [f"mean over clients: {rival} is {_format_gains(ends[0], ends[1], unit, label)} than {network} {estimate}"]
 
 
 def describe_result_scope(content: Mapping[str, Any]) -> list[str]:
-    """Returns sentences that explain, from the content of `comparison.json`, what the results estimate and what they do
-    not cover."""
+    """Says what the results in `comparison.json` estimate, and what they do not cover."""
     return [*_estimation_sentences(content), *_alternatives_sentences(content)]
 
 

@@ -202,11 +202,11 @@ def summarise_clients(
     for name in names:
         ids = sorted(i for i, metrics in clients.items() if metrics.get(name) is not None)
         if ids:
-            summary[name] = _statistics([clients[i][name] for i in ids], [weights.get(i) for i in ids])
+            summary[name] = _summary_statistics([clients[i][name] for i in ids], [weights.get(i) for i in ids])
     return summary
 
 
-def _statistics(values: Sequence[float], weights: Sequence[float | None]) -> dict[str, float]:
+def _summary_statistics(values: Sequence[float], weights: Sequence[float | None]) -> dict[str, float]:
     v = np.asarray(values, dtype=np.float64)
     has_weights = None not in weights
     p10, p90 = np.percentile(v, (10, 90))

@@ -41,7 +41,7 @@ def resolve_metrics(choice: Any, task: Task | TaskSpec) -> tuple[Metric, ...]:
         return (task.default_metric,)
     resolved = [_resolve_metric(metric, task) for metric in choices]
     for metric in resolved:
-        if not _suits(metric, task):
+        if not _metric_suits_task(metric, task):
             possible = sorted(metric.name for metric in task.metrics)
             raise UserError(
                 f"{metric.name} is not a metric of a task of {task}; choose of {', '.join(possible)}, or give a function"
@@ -71,7 +71,7 @@ def _find_built_in(name: str) -> Metric | None:
     return next((metric for task in registered_tasks() if (metric := task.find_metric(name)) is not None), None)
 
 
-def _suits(metric: Metric, task: Task) -> bool:
+def _metric_suits_task(metric: Metric, task: Task) -> bool:
     if task.find_metric(metric.name) == metric:
         return True
     return not is_built_in_metric(metric.name) and (not metric.tasks or task.name in metric.tasks)
@@ -134,9 +134,7 @@ def _resolve_metric(choice: Any, task: Task) -> Metric:
 
 
 def _import_metric(path: str, task: Task) -> Metric:
-    """Imports a user's metric by `module:name`, and gives it this name: a function f(outputs, targets) -> float, or a
-    `Metric`.
-    """
+    """Imports a user's metric, a function f(outputs, targets) -> float or a `Metric`, by `module:name`."""
     obj, name = trusted_code.import_trusted_callable(path, "metric"), path.rpartition(":")[2].rpartition(".")[2]
     if isinstance(obj, Metric):
         return obj if obj.name == name else replace(obj, name=name, label=obj.label)

@@ -31,9 +31,7 @@ class SimpleModelInputs:
     groups: NDArray[Any] | None
 
     def subsample(self, number: int, seed: int) -> "SimpleModelInputs":
-        """Returns these inputs with at most `number` of the examples for fitting, drawn at random; the test inputs
-        stay.
-        """
+        """Returns these inputs with at most `number` of the examples for fitting, drawn at random."""
         if len(self.fit) <= number:
             return self
         rows = np.random.default_rng(seed).permutation(len(self.fit))[:number]

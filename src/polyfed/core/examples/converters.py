@@ -307,9 +307,7 @@ def _numbers_of_frame(value: Any, name: str) -> Any:
 
 
 def names_of_frame_columns(inputs: Any) -> tuple[str, ...] | None:
-    """Returns the names of the columns of inputs that are a pandas frame; for a mapping of frames PART/COLUMN, and None
-    without a frame.
-    """
+    """Returns the column names of a pandas frame (PART/COLUMN for a mapping of frames), or None without a frame."""
     if isinstance(inputs, Mapping):
         parts = {key: names_of_frame_columns(part) or () for key, part in inputs.items()}
         return tuple(f"{key}/{name}" for key in sorted(parts, key=str) for name in parts[key]) or None

@@ -213,9 +213,7 @@ class Examples:
 
     @property
     def raw_inputs(self) -> Inputs:
-        """Returns the inputs of these examples before `transform`, in their order; copies them if the examples have an
-        `index`.
-        """
+        """Returns the inputs before `transform`, in order; copies them if the examples have an `index`."""
         return self.x if self.index is None else tree_map(lambda part: part[self.index], self.x)
 
     @property
@@ -243,9 +241,7 @@ class Examples:
 
     @property
     def columns_for_subgroup_scores(self) -> tuple[str, ...]:
-        """Returns the names of the columns by which scores of subgroups may be shown: all but the group column and the
-        time column.
-        """
+        """Returns the names of all columns but the group column and the time column."""
         return tuple(name for name in self.columns or {} if name not in (self.group, self.time))
 
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:

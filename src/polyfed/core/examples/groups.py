@@ -37,8 +37,7 @@ def _text_of(value: Any) -> str:
 
 
 def is_alone(group_id: str) -> bool:
-    """Returns whether an id from `group_id_of_each_row` is that of a row without a group. It means another row in another
-    column."""
+    """Returns whether an id from `group_id_of_each_row` is that of a row without a group."""
     return group_id.startswith(ALONE)
 
 

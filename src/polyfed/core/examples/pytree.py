@@ -159,9 +159,7 @@ def iterate_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def first_leaf(inputs: Any) -> Tensor:
-    """Returns the first tensor of nested inputs, for its number of rows or device, which all tensors of the inputs
-    share.
-    """
+    """Returns the first tensor of nested inputs, whose number of rows and device all others share."""
     return inputs if isinstance(inputs, Tensor) else next(named_leaves(inputs))[1]
 
 
@@ -274,9 +272,7 @@ class InputSpec:
 
 
 def input_spec_of(inputs: Any) -> InputSpec:
-    """Returns the `InputSpec` of a batch of inputs (structure, shapes and types); the order of a dict's keys does not
-    matter.
-    """
+    """Returns the structure, shapes and types of a batch of inputs, whatever the order of a dict's keys."""
     if isinstance(inputs, Tensor):
         return InputSpec(tuple(inputs.shape[1:]), inputs.dtype)
     if isinstance(inputs, dict):

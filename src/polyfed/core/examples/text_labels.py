@@ -21,8 +21,7 @@ class NumberedLabels(NamedTuple):
 
 
 def is_array_like(value: Any) -> bool:
-    """Returns whether NumPy can make an array of a value that is no tensor: of a frame, a series, a pandas categorical or
-    index, or an Arrow array."""
+    """Returns whether NumPy can make an array of a value that is no tensor, such as a frame or an Arrow array."""
     return hasattr(value, "__array__") and not isinstance(value, Tensor)
 
 
@@ -95,10 +94,10 @@ def share_classes(sets: Mapping[str, Examples]) -> dict[str, Examples]:
             f"the labels of {next(iter(named))} are texts, those of {other} numbers; give texts everywhere, or numbers"
         )
     classes = tuple(sorted({text for part in sets.values() for text in part.classes or ()}))
-    return {name: _renumber(part, classes) for name, part in sets.items()}
+    return {name: _renumber_labels(part, classes) for name, part in sets.items()}
 
 
-def _renumber(examples: Examples, classes: Sequence[str]) -> Examples:
+def _renumber_labels(examples: Examples, classes: Sequence[str]) -> Examples:
     if examples.classes == classes:
         return examples
     numbers = torch.tensor([classes.index(text) for text in examples.classes or ()], device=examples.y.device)

@@ -200,9 +200,7 @@ def flush_files_to_disk(paths: Sequence[Path]) -> None:
 
 
 def flush_folder_to_disk(folder: Path) -> None:
-    """Flushes a folder to the disk, so that files created or renamed in it survive a loss of power. Windows cannot open
-    a folder; there it does nothing.
-    """
+    """Flushes a folder, so that its new and renamed files survive a loss of power; not on Windows."""
     if sys.platform != "win32":
         _flush_to_disk(folder)
 

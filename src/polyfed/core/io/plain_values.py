@@ -26,8 +26,6 @@ def numpy_to_python(value: Any) -> Any:
 
 
 def convert_numpy_fields_in_place(instance: Any) -> None:
-    """Replaces NumPy numbers and arrays in the fields of a frozen dataclass by Python numbers and lists, in place; its
-    `__post_init__` calls this.
-    """
+    """Replaces NumPy numbers and arrays in a frozen dataclass's fields by Python numbers and lists."""
     for field in dataclasses.fields(instance):
         object.__setattr__(instance, field.name, numpy_to_python(getattr(instance, field.name)))

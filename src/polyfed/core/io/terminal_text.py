@@ -39,10 +39,10 @@ def sanitise_for_terminal(text: object) -> str:
     string = str(text)
     if string.isascii() and string.isprintable():
         return string
-    return "".join(_printable(letter) for letter in string)
+    return "".join(_escape_unless_printable(letter) for letter in string)
 
 
-def _printable(letter: str) -> str:
+def _escape_unless_printable(letter: str) -> str:
     if letter in "\n\t":
         return " "
     return "\N{REPLACEMENT CHARACTER}" if unicodedata.category(letter) in _CONTROL_CATEGORIES else letter

@@ -50,18 +50,14 @@ def trusted_names() -> tuple[str, ...]:
 
 
 def add_trusted_names(names: Iterable[str]) -> None:
-    """Adds names to the code that this process trusts; a worker process calls it with the `trusted_names()` of its
-    parent process.
-    """
+    """Adds names to the code that this process trusts, as a worker does with its parent's `trusted_names()`."""
     global _trusted
     _trusted |= frozenset(names)
 
 
 @contextmanager
 def restore_trusted_names_afterwards() -> Iterator[None]:
-    """Restores the set of trusted names at the end of the `with` block, so that trust given inside the block ends
-    there.
-    """
+    """Restores the set of trusted names at the end of the `with` block."""
     global _trusted
     before = _trusted
     try:

@@ -91,9 +91,7 @@ def parse_yaml(text: str | bytes) -> Any:
 
 
 def _mend_numbers_and_check_keys(node: Any) -> None:
-    """Makes texts of numbers that YAML reads otherwise than people, and raises a `yaml.constructor.ConstructorError`, with
-    its place, if a mapping has a key twice, of which YAML would take the last in silence.
-    """
+    """Makes text of numbers that YAML misreads, and raises `yaml.constructor.ConstructorError` for a repeated key."""
     from yaml.constructor import ConstructorError
 
     kind, seen_keys = getattr(node, "id", ""), set()
@@ -196,7 +194,9 @@ def validation_error(value: Any, annotation: Any, path: str = "") -> str | None:
         if len(messages) < len(errors):
             return None
         several = len(errors) > 2
-        return _describe_wrong_type(path, describe_annotation(annotation), value) if several else _deepest(messages)
+        return (
+            _describe_wrong_type(path, describe_annotation(annotation), value) if several else _deepest_error(messages)
+        )
     if is_typeddict(annotation):
         return _fields_error(value, get_type_hints(annotation), annotation.__required_keys__, path)
     if annotation in _WORDS:
@@ -289,7 +289,7 @@ def _describe_wrong_type(place: str, expected: str, value: Any) -> str:
     return f"{place or 'it'} must be {expected}, got {text if len(text) <= 60 else text[:60] + '…'}"
 
 
-def _deepest(errors: Sequence[str]) -> str:
+def _deepest_error(errors: Sequence[str]) -> str:
     """Returns the error about the most deeply nested value, given one error per type of a union."""
     return max(errors, key=lambda sentence: sentence.partition(" must be ")[0].count("."))
 

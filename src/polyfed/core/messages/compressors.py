@@ -35,9 +35,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class CompressedTensor(NamedTuple):
-    """Holds one compressed tensor: the name of its encoding, its entry in the message, and its part of one further
-    tensor that all entries of a group share.
-    """
+    """Holds a compressed tensor: its encoding's name, its entry, and its part of the group's shared tensor."""
 
     encoding: str
     entry: Tensor
@@ -45,9 +43,7 @@ class CompressedTensor(NamedTuple):
 
 
 class DecompressedForm(NamedTuple):
-    """Describes the tensor that a compressed entry restores to, and how many numbers it takes from the tensor that a
-    group's entries share, and of which type.
-    """
+    """Describes a restored tensor, and how many numbers of which type it takes from the shared tensor."""
 
     tensor: ShapeAndDtype
     num_shared: int
@@ -120,9 +116,7 @@ class Int8(Compressor):
     def compress_tensor_if_worthwhile(
         self, tensor: Tensor, reference: Tensor | None, seed: int
     ) -> CompressedTensor | None:
-        """Rounds a tensor to bytes q with one scale s; returns None if the tensor is small or has a value that is not
-        finite.
-        """
+        """Rounds a tensor to bytes q with one scale s; None if it is small or not finite throughout."""
         if not _is_worth_compressing((tuple(tensor.shape), tensor.dtype)):
             return None
         change = tensor.double() if reference is None else tensor.double() - reference.double()
@@ -138,9 +132,7 @@ class Int8(Compressor):
     def checked_decompressed_form(
         self, encoding: str, entry: ShapeAndDtype, reference: ShapeAndDtype | None
     ) -> DecompressedForm:
-        """Returns the form of the restored tensor (the shape of the bytes, the type named by `encoding`), which uses
-        one shared float32 number, its scale.
-        """
+        """Returns the form of the restored tensor, which uses one shared float32 number, its scale."""
         if encoding not in _DTYPES or not _is_worth_compressing((entry[0], _DTYPES[encoding])):
             raise ValueError(f"of shape {entry[0]} does not travel as {encoding!r}")
         if entry[1] != torch.int8:
@@ -223,9 +215,7 @@ class TopK(Compressor):
     def checked_decompressed_form(
         self, encoding: str, entry: ShapeAndDtype, reference: ShapeAndDtype | None
     ) -> DecompressedForm:
-        """Returns the shape and type of the reference tensor that the receiver already has, which the restored tensor
-        also has.
-        """
+        """Returns the shape and type of the reference tensor, which the restored tensor also has."""
         expected = None if reference is None else self._positions(reference)
         if encoding != _TOPK or reference is None or expected is None:
             raise ValueError(f"does not travel as {encoding!r}")
@@ -236,9 +226,7 @@ class TopK(Compressor):
         return DecompressedForm(reference, expected[0][0], reference[1])
 
     def decompress_tensor(self, encoding: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
-        """Restores a tensor: copies the reference tensor that the receiver already has, and writes the new values at
-        the sent positions.
-        """
+        """Copies the reference tensor that the receiver has, and writes the new values at the sent positions."""
         assert reference is not None  # `checked_decompressed_form` has refused it
         positions = entry.long()
         if int(positions[0]) < 0 or int(positions[-1]) >= reference.numel() or bool((positions.diff() <= 0).any()):
@@ -248,9 +236,7 @@ class TopK(Compressor):
         return values.reshape(reference.shape)
 
     def _positions(self, form: ShapeAndDtype) -> ShapeAndDtype | None:
-        """Returns the shape and type of the positions that are sent of a tensor; None if the tensor travels
-        uncompressed.
-        """
+        """Returns the shape and type of a tensor's sent positions; None if it travels uncompressed."""
         if not _is_worth_compressing(form):
             return None
         entries = math.prod(form[0])
@@ -308,9 +294,7 @@ def _is_worth_compressing(form: ShapeAndDtype) -> bool:
 
 
 def _int8_scale(largest: float) -> float:
-    """Returns the scale s = max|x|/127 in float32, rounded up so that no x exceeds 127·s; NaN or infinite for such
-    values.
-    """
+    """Returns the scale s = max|x|/127 in float32, rounded up so that no x exceeds 127·s."""
     scale = torch.tensor(largest / _STEPS, dtype=torch.float32)
     if float(scale) * _STEPS < largest:
         scale = torch.nextafter(scale, torch.tensor(math.inf))

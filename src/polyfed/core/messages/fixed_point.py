@@ -128,9 +128,7 @@ class SumLayout:
         return layout
 
     def meta_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Returns `{group: {name: tensor}}` with each tensor of the layout on torch's "meta" device, where it takes no
-        memory.
-        """
+        """Returns `{group: {name: tensor}}` of the layout on torch's "meta" device, which takes no memory."""
         groups: dict[str, dict[str, Tensor]] = {}
         for group, name, shape, dtype in self.tensors:
             groups.setdefault(group, {})[name] = torch.empty(shape, dtype=dtype, device="meta")

@@ -77,17 +77,13 @@ def find_adapters(names: Iterator[str] | Mapping[str, Any]) -> list[LoraTensorNa
 
 
 def adapter_averaging_mode(algorithm: Algorithm[Any, Any]) -> AdapterMode | None:
-    """Returns the mode (such as "svd" or "stack") in which a method averages adapters of different ranks; None if it
-    treats adapters like other parameters.
-    """
+    """Returns how a method averages adapters of different ranks ("svd", say); None if like other parameters."""
     mode: AdapterMode | None = getattr(algorithm, "adapters", None)
     return mode
 
 
 def architecture_key_without_averaged_lora_ranks(algorithm: Algorithm[Any, Any], net: CachedModule) -> str:
-    """Returns a key that is equal for networks of one architecture; if the method averages adapters of different ranks,
-    the ranks do not change the key.
-    """
+    """Returns the key of a network's architecture, without adapters' ranks if the method averages over them."""
     if adapter_averaging_mode(algorithm) is None:
         return net.architecture
     ranked = {pair.a: 0 for pair in find_adapters(net.module.state_dict())}
@@ -257,7 +253,7 @@ def scale_initial_server_adapters(algorithm: Algorithm[Any, Any], server_state: 
             tensors[pair.b] = tree[pair.b] * _adapter_scale(module, pair)
             if mode == "stack":
                 tensors[pair.b] = torch.zeros_like(tree[pair.b])
-                tensors[pair.product] = _product(tree[pair.a], tensors[pair.b])
+                tensors[pair.product] = _product_of_factors(tree[pair.a], tensors[pair.b])
         return tensors
 
     return {group: init_group(part) if isinstance(part, Mapping) else part for group, part in server_state.items()}
@@ -295,7 +291,7 @@ def reply_at_server_rank(algorithm: Algorithm[Any, Any], reply: Message, message
                 tensors[pair.b] = torch.cat([b, b.new_zeros(b.shape[0], server_rank - rank, *b.shape[2:])], dim=1)
                 continue
             tensors[pair.a], tensors[pair.b] = server_a, server_b
-            product = _product(a, b)
+            product = _product_of_factors(a, b)
             tensors[pair.product] = product if mode == "svd" else sent_tensors[pair.product] + product
         groups[group] = tensors
     return Message(groups, reply.scalars)
@@ -318,9 +314,7 @@ def reply_spec_at_server_rank(
 
 
 def factorise_mean_adapters(algorithm: Algorithm[Any, Any], mean: Mapping[str, StateDict]) -> Mapping[str, StateDict]:
-    """Converts the mean of the clients' replies to the server's state; in the mode "svd" it factorises each mean
-    product B·A into matrices A and B.
-    """
+    """Converts the mean reply to the server's state; "svd" factorises each mean product B·A into A and B."""
     if adapter_averaging_mode(algorithm) != "svd":
         return mean
     groups: dict[str, StateDict] = {}
@@ -365,6 +359,6 @@ def factorise_into_a_and_b(product: Tensor, present_a: Tensor) -> LowRankFactors
     return LowRankFactors(new_a.to(present_a.dtype), new_b.to(present_a.dtype))
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _product_of_factors(a: Tensor, b: Tensor) -> Tensor:
     """Computes the product B·A of an adapter, shape (m, n)."""
     return (b.to(torch.float64) @ a.to(torch.float64)).to(a.dtype)

@@ -115,9 +115,7 @@ def select_uncompressed_tensors(entries: StateDict) -> dict[str, Tensor]:
 @final
 @dataclass(frozen=True)
 class _CompressedEntry:
-    """Describes one compressed tensor of a group: its name, encoding and form, and where its part of the shared entry
-    begins and ends.
-    """
+    """Describes a compressed tensor: name, encoding, form, and the ends of its part of the shared entry."""
 
     name: str
     kind: str
@@ -224,9 +222,7 @@ class BroadcastCompressor:
         self._groups: dict[Any, tuple[StateDict, StateDict, StateDict]] = {}
 
     def __call__(self, message: Message) -> tuple[Message, Message]:
-        """Returns two messages: the compressed one, which is sent, and the restored one, as the client will decompress
-        it.
-        """
+        """Returns the compressed message to send, and the message as the client will restore it."""
         if self._compressor is None:
             return message, message
         sent, arrived = {}, {}

@@ -34,9 +34,7 @@ class HasBufferPolicy(Protocol):
 
     @property
     def buffers(self) -> BufferPolicy:
-        """Returns the method's policy for buffers: "average" (clients send them), "local" (clients keep them) or
-        "recompute" (from training data).
-        """
+        """Returns "average" (clients send buffers), "local" (keep them) or "recompute" (from training data)."""
         ...
 
     @property
@@ -46,9 +44,7 @@ class HasBufferPolicy(Protocol):
 
 
 def tensors_to_send(state: StateDict, buffers: Mapping[str, Tensor], policy: BufferPolicy) -> dict[str, Tensor]:
-    """Returns the tensors of a client's state dict that it sends to the server: the parameters, and also the buffers if
-    the policy is "average".
-    """
+    """Returns the tensors that a client sends of its state dict: parameters, and buffers under "average"."""
     return {name: tensor for name, tensor in state.items() if policy == "average" or name not in buffers}
 
 
@@ -67,9 +63,7 @@ def load_client_model(
 def fill_client_model(
     net: CachedModule, weights: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> CachedModule:
-    """Returns the cached network `net`, filled with the weights from the server, and with buffers from server or client
-    as `policy` says.
-    """
+    """Fills a cached network with the server's weights, and with buffers from server or client as `policy` says."""
     local_buffers = net.buffers if policy == "recompute" or not client_state.get("buffers") else client_state["buffers"]
     fill_module(net.module, weights, {} if policy == "average" else local_buffers)
     if policy != "average":

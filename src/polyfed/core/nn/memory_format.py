@@ -51,9 +51,7 @@ def _channels_last(part: Tensor) -> Tensor:
 
 
 def _gradient_overflows(part: nn.Module) -> bool:
-    """Returns whether oneDNN would write outside its memory when it computes this layer's weight gradient in
-    channels-last.
-    """
+    """Returns whether oneDNN would write outside its memory for this layer's weight gradient in channels-last."""
     return (
         isinstance(part, nn.Conv2d)
         and set(part.kernel_size) == {1}

@@ -210,7 +210,7 @@ def cached_module(factory: Architecture, device: torch.device | None = None) -> 
     return cached
 
 
-def _build(factory: Architecture, device: torch.device) -> CachedModule:
+def _build_cached_module(factory: Architecture, device: torch.device) -> CachedModule:
     module = build_module(factory, seed=0)
     check_parameters_share_no_memory(module)
     aliases = first_name_by_alias(module)
@@ -315,12 +315,13 @@ def _plain_attributes(part: nn.Module) -> dict[str, _PlainValue]:
     return {k: v for k, v in part.__dict__.items() if v is None or isinstance(v, int | float | str | bool)}
 
 
-_cached = FactoryCache(_build, _CACHE_SIZE)
+_cached = FactoryCache(_build_cached_module, _CACHE_SIZE)
 
 
 def restore_all_but_weights_and_set_eval(module: nn.Module) -> nn.Module:
-    """Undoes all changes in a network since it was built, except to weights and persistent buffers; sets evaluation
-    mode and returns the network. So what is evaluated is bit for bit the network that its state dict rebuilds.
+    """Undoes all changes since the network was built but those of its state dict, and sets evaluation mode.
+
+    So what is evaluated is bit for bit the network that its state dict rebuilds.
     """
     if module in _PRISTINE_STATES:
         _PRISTINE_STATES[module].restore(module)
@@ -361,8 +362,7 @@ def initial_state(factory: Architecture, seed: int) -> dict[str, Tensor]:
 
 
 def copy_trained_weights_and_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Returns `{name: tensor}`, copies on the CPU of a network's buffers and trained parameters, without frozen
-    parameters."""
+    """Copies a network's buffers and trained parameters to the CPU, as `{name: tensor}`."""
     frozen = frozen_parameters(module)
     return {n: tensor.detach().to("cpu", copy=True) for n, tensor in unique_tensors(module).items() if n not in frozen}
 

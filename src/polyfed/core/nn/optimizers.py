@@ -27,9 +27,7 @@ _UNSUPPORTED_CLASSES = {
 @final
 @dataclass(eq=False)
 class ParameterGroup:
-    """Holds parameters that share a learning rate, and the optimiser's state for each of them (momentum, or the two
-    moments of Adam).
-    """
+    """Holds parameters of one learning rate, and the optimiser's state of each (momentum or Adam's moments)."""
 
     parameters: list[nn.Parameter]
     lr: float
@@ -37,9 +35,7 @@ class ParameterGroup:
 
 
 class Optimizer(Protocol):
-    """Defines the interface of optimisers for local training; the caller may change the learning rates in `groups`
-    between steps.
-    """
+    """Defines the interface of optimisers; rates in `groups` may change between steps."""
 
     groups: list[ParameterGroup]
 

@@ -92,12 +92,12 @@ def retie_buffers(module: nn.Module, aliases: Mapping[str, str]) -> None:
         aliases: what `first_name_by_alias` returned before the move.
     """
     for name, first in aliases.items():
-        (owner, key), (source, first_key) = _place(module, name), _place(module, first)
+        (owner, key), (source, first_key) = _owner_and_attribute(module, name), _owner_and_attribute(module, first)
         if key in owner._buffers and first_key in source._buffers:
             owner._buffers[key] = source._buffers[first_key]
 
 
-def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _owner_and_attribute(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, key = name.rpartition(".")
     return module.get_submodule(path), key
 

@@ -26,7 +26,7 @@ class OuterProducts:
 
     def norms(self) -> Tensor:
         """Returns the Frobenius norm of each matrix."""
-        return _norms(self.left) * _norms(self.right)
+        return _norm_by_example(self.left) * _norm_by_example(self.right)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """Returns Σ_i factor_i·u_i·v_iᵀ."""
@@ -40,15 +40,14 @@ class OuterProducts:
 @final
 @dataclass(frozen=True)
 class StackedGradients:
-    """Holds one tensor for each example, stacked along the first dimension, and how their sum is brought into the shape of
-    the parameter."""
+    """Holds one tensor for each example, stacked, and how their sum gets the parameter's shape."""
 
     tensors: Tensor
     rearrange: Callable[[Tensor], Tensor] = lambda total: total
 
     def norms(self) -> Tensor:
         """Returns the Euclidean norm of each tensor."""
-        return _norms(self.tensors)
+        return _norm_by_example(self.tensors)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """Returns Σ_i factor_i·tensor_i."""
@@ -127,8 +126,7 @@ class TappedLayers:
 
 
 def supported_layers(model: nn.Module) -> dict[str, Layer]:
-    """Returns by name the layers whose gradients this file computes: dense layers and convolutions with zeros as padding,
-    with a trained weight that no other layer shares."""
+    """Returns by name the dense layers and zero-padded convolutions with a trained weight of their own."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -172,9 +170,9 @@ def gradients_of_layer(layer: Layer, inputs: Sequence[Tensor], slopes: Sequence[
             tuple(part if part.dim() == len(layer.kernel_size) + 3 else part.unsqueeze(1) for part in call)
             for call in zip(inputs, slopes, strict=True)
         ]
-        weights = _sum([_convolution_gradients(layer, *call) for call in calls])
+        weights = _sum_tensors([_convolution_gradients(layer, *call) for call in calls])
         gradients["weight"] = StackedGradients(weights, lambda total: total.movedim(-1, 2).flatten(0, 1))
-        bias = _sum([slope.transpose(1, 2).flatten(2).sum(dim=2) for _, slope in calls])
+        bias = _sum_tensors([slope.transpose(1, 2).flatten(2).sum(dim=2) for _, slope in calls])
     if layer.bias is not None and layer.bias.requires_grad:
         gradients["bias"] = StackedGradients(bias)
     return gradients
@@ -207,10 +205,10 @@ def _convolution_gradients(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor, 
     return torch.einsum(f"bngo{positions},bngc{positions}{kernel}->bgo{kernel}c", slopes, windows)
 
 
-def _norms(tensors: Tensor) -> Tensor:
+def _norm_by_example(tensors: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(tensors.reshape(len(tensors), -1), dim=1)
     return norms
 
 
-def _sum(tensors: Sequence[Tensor]) -> Tensor:
+def _sum_tensors(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors)).sum(dim=0)

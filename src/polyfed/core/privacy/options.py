@@ -78,8 +78,7 @@ class Privacy:
         return cls(**options)
 
     def number_of_steps(self, sampling_rate: float) -> int:
-        """Returns the optimiser steps that a client takes in the whole run, if a step takes each unit with this
-        probability."""
+        """Returns a client's optimiser steps in the whole run if each takes a unit with this probability."""
         return self.run_epochs * math.ceil(1 / sampling_rate) + self.run_steps
 
     def noise_for(self, sampling_rate: float) -> float:

@@ -40,8 +40,7 @@ class LayerOutputs:
 
     @classmethod
     def of(cls, model: nn.Module, x: Any) -> "LayerOutputs":
-        """Runs the network on the first example of a batch, and returns the layers that it calls; none if it uses their
-        weights in other ways."""
+        """Runs the network on one example, and returns the layers called; none if weights are used otherwise."""
         layers = supported_layers(model)
         zeros = _zeros_for_outputs(model, layers, tree_map(lambda part: part[:1], x))
         return cls({name: layers[name] for name in zeros}, zeros)
@@ -74,7 +73,7 @@ def sum_clipped_gradients_of_examples(
     layers, additions = outputs.layers, outputs.zeros
     taps = TappedLayers(layers)
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    in_layers = {_join(name, role) for name, layer in layers.items() for role in layer._parameters}
+    in_layers = {_join_parameter_name(name, role) for name, layer in layers.items() for role in layer._parameters}
     others = {name: tensor for name, tensor in trained.items() if name not in in_layers}
 
     def loss_of_one(
@@ -99,7 +98,7 @@ def sum_clipped_gradients_of_examples(
         gradients: dict[str, ExampleGradients] = {name: StackedGradients(g) for name, g in of_others.items()}
         for name, layer in layers.items():
             for role, of_examples in gradients_of_layer(layer, layer_inputs[name], slopes[name]).items():
-                gradients[_join(name, role)] = of_examples
+                gradients[_join_parameter_name(name, role)] = of_examples
         factors = _clipping_factors([of_examples.norms() for of_examples in gradients.values()], max_norm)
         if not bool((finite := factors > 0).all()):
             gradients, factors = {name: g.select(finite) for name, g in gradients.items()}, factors[finite]
@@ -127,7 +126,7 @@ def _zeros_for_outputs(model: nn.Module, layers: Mapping[str, Layer], x: Any) ->
     return {name: [torch.zeros_like(part) for part in parts] for name, parts in outputs.items() if parts}
 
 
-def _join(name: str, role: str) -> str:
+def _join_parameter_name(name: str, role: str) -> str:
     """Returns the name of a layer's parameter in the network, which may be the layer itself."""
     return f"{name}.{role}" if name else role
 

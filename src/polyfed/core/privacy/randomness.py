@@ -34,9 +34,7 @@ class PrivateRandomness(ABC):
 
     @abstractmethod
     def draw_sample(self, num_units: int, sampling_rate: float) -> Tensor:
-        """Draws the units (examples or groups) of one step, each with the probability `sampling_rate`; returns their
-        numbers, int64, shape (drawn,).
-        """
+        """Draws each unit of one step with the probability `sampling_rate`; returns numbers, int64, (drawn,)."""
 
     @abstractmethod
     def add_noise(self, total: Tensor, deviation: float) -> Tensor:
@@ -51,9 +49,7 @@ class SeededRandomness(PrivateRandomness):
         self._generator = generator
 
     def draw_sample(self, num_units: int, sampling_rate: float) -> Tensor:
-        """Draws the units (examples or groups) of one step, each with the probability `sampling_rate`; returns their
-        numbers, int64, shape (drawn,).
-        """
+        """Draws each unit of one step with the probability `sampling_rate`; returns numbers, int64, (drawn,)."""
         return (torch.rand(num_units, generator=self._generator) < sampling_rate).nonzero().flatten()
 
     def add_noise(self, total: Tensor, deviation: float) -> Tensor:
@@ -81,8 +77,6 @@ def use_randomness_source(source: RandomnessSource) -> Iterator[None]:
 
 
 def begin_private_training(steps: PrivateSteps, generator: torch.Generator) -> PrivateRandomness:
-    """Returns the randomness of a private training that is about to begin: from the source of `use_randomness_source`,
-    or without one from `generator`.
-    """
+    """Returns the randomness of a new private training, from `use_randomness_source` or else `generator`."""
     source = _SOURCE.get()
     return SeededRandomness(generator) if source is None else source(steps)

@@ -54,9 +54,7 @@ def epsilon_of_steps(sampling_rate: float, noise_multiplier: float, steps: int, 
 
 
 def epsilon_of_divergences(divergences: NDArray[np.float64], delta: float) -> float:
-    """Returns ε of (ε, δ)-differential privacy for a Rényi divergence at each order of `_ORDERS` (Canonne, Kamath and
-    Steinke 2020, proposition 12).
-    """
+    """Returns ε at `delta` of Rényi divergences at `_ORDERS` (Canonne et al. 2020, proposition 12)."""
     orders = np.asarray(_ORDERS, float)
     candidates = divergences + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
     return max(0.0, float(candidates.min()))

@@ -52,9 +52,7 @@ class CountedMedian:
 
     @classmethod
     def from_first_message(cls, message: Message) -> "CountedMedian":
-        """Returns the estimate before round 1: a fifth of the norm of the tensors that the server sends, which no client's
-        data have changed; 30 if it sends none.
-        """
+        """Starts at a fifth of the norm that the server sends, or 30: no client's data have changed it."""
         changes = {(g, n): t for g, tree in message.tensors.items() for n, t in tree.items() if t.is_floating_point()}
         norm = euclidean_norm(changes)
         return cls(_SHARE_OF_START * norm if _SMALLEST < norm < _LARGEST else _UNKNOWN_NORM)

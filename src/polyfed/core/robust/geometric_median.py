@@ -55,7 +55,7 @@ class GeometricMedian(CombiningRule):
         beta, before = alpha / alpha.sum(), math.inf
         center = _combine_rows(tensors_by_client, ids, beta)
         for _ in range(self.iterations):
-            distances = _distances(tensors_by_client, ids, center)
+            distances = _distances_to_center(tensors_by_client, ids, center)
             total = float(alpha @ distances)
             if total >= before * (1 - _TOLERANCE):
                 break
@@ -78,7 +78,7 @@ def _combine_rows(tensors_by_client: Mapping[str, StateDict], ids: list[str], be
     return center
 
 
-def _distances(tensors_by_client: Mapping[str, StateDict], ids: list[str], center: StateDict) -> Tensor:
+def _distances_to_center(tensors_by_client: Mapping[str, StateDict], ids: list[str], center: StateDict) -> Tensor:
     """Returns ‖v − w_i‖ of each client, (clients,)."""
     names = names_of_distances(tensors_by_client[ids[0]])
     squares = [

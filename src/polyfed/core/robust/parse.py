@@ -52,19 +52,19 @@ def _read_numbers(word: str, text: str) -> dict[str, Any] | None:
     """Returns the fields of a rule that the text after its name gives; None if it has another form."""
     if word == "clip":
         field, number = ("times_median", text[:-1]) if text.endswith("x") else ("max_norm", text)
-        value = _read(float, number)
+        value = _parse_number(float, number)
         return None if value is None or math.isnan(value) else {field: value}
     if word == "trimmed_mean":
-        share = _read(float, text)
+        share = _parse_number(float, text)
         return None if share is None else {"share": share}
     names = {"krum": ("liars",), "multi_krum": ("liars", "chosen"), "geometric_median": ("iterations",)}.get(word, ())
-    numbers = [_read(int, part) for part in text.split(",")]
+    numbers = [_parse_number(int, part) for part in text.split(",")]
     if None in numbers or len(numbers) > len(names):
         return None
     return dict(zip(names, numbers, strict=False))
 
 
-def _read(kind: Callable[[str], float], text: str) -> float | None:
+def _parse_number(kind: Callable[[str], float], text: str) -> float | None:
     try:
         return kind(text)
     except ValueError:

@@ -27,9 +27,7 @@ class RobustRule(ABC):
         """Returns the text from which `parse_robust_rule` builds this rule again."""
 
     def client_count_error(self, num_clients: int) -> str | None:
-        """Returns, as half a sentence, the reason why the rule cannot combine the replies of so many clients; None if it
-        can.
-        """
+        """Returns half a sentence on why the rule cannot combine so many replies; None if it can."""
         return None
 
 
@@ -80,9 +78,7 @@ def stack_as_double(tensors_by_client: Mapping[str, StateDict], ids: list[str], 
 
 
 def like_original(values: Tensor, original: Tensor) -> Tensor:
-    """Returns float64 numbers in the shape and type of the original tensor; whole numbers are rounded to the nearest,
-    up from the middle.
-    """
+    """Returns float64 numbers in the original's shape and type; rounds for whole numbers, halves up."""
     values = values.reshape(original.shape)
     if original.is_floating_point():
         return values.to(original.dtype)

@@ -52,9 +52,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def iter_minibatches(self, optimizer: Optimizer) -> Iterator[Sequence[Sequence[Minibatch]]]:
-        """Yields the minibatches of each optimiser step, as a list of lists; minibatches whose gradients are
-        accumulated are in one list.
-        """
+        """Yields for each optimiser step lists of minibatches; gradients of one list are accumulated."""
 
     @abstractmethod
     def compute_outputs(self, batch: Minibatch) -> Tensor:
@@ -68,9 +66,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def write_direction_to_grad(self, gradient: Direction | PerClientTerm, loss_of: Callable[[int], Tensor]) -> Tensor:
-        """Computes the step by the method's function `gradient`, writes it to the parameters' `grad` in place of the
-        loss's gradient, and returns the loss to report.
-        """
+        """Writes the step that `gradient` computes to the parameters' `grad`; returns the loss to report."""
 
     @abstractmethod
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
@@ -164,13 +160,13 @@ class SingleClientBackend(OneNetworkBackend):
                 weights = self._sampling_weights.cpu()
                 order = torch.multinomial(weights, number, replacement=True, generator=generator).to(self.device)
             batches = split_into_batches(order, size, at_least_two=has_batch_norm)
-            for group in _chunks(batches, self._batches_per_step * options.accumulate)[:steps_left]:
+            for group in _split_into_chunks(batches, self._batches_per_step * options.accumulate)[:steps_left]:
                 batches_of_step = [
                     (to_preferred_memory_format(self._model, x), y)
                     for x, y in (self._task.trim_minibatch(*data.batch(rows, generator)) for rows in group)
                 ]
                 self._rows_of_step = sum(len(rows) for rows in group)
-                yield _chunks([Minibatch(x, y) for x, y in batches_of_step], options.accumulate)
+                yield _split_into_chunks([Minibatch(x, y) for x, y in batches_of_step], options.accumulate)
                 steps_left = None if steps_left is None else steps_left - 1
             if steps_left == 0 or (stop is not None and epoch < epochs and stop()):
                 break
@@ -183,9 +179,7 @@ class SingleClientBackend(OneNetworkBackend):
         return build_early_stopping(self._model, self._client, self.criterion(self._task), patience)
 
     def write_direction_to_grad(self, gradient: Direction | PerClientTerm, loss_of: Callable[[int], Tensor]) -> Tensor:
-        """Lets the method's function `gradient` write the step to the parameters' `grad`, and returns the loss to
-        report.
-        """
+        """Lets `gradient` write the step to the parameters' `grad`; returns the loss to report."""
         return gradient(self._model, loss_of) if isinstance(gradient, PerClientTerm) else gradient(loss_of)
 
     def record_loss(self, loss: Tensor) -> None:
@@ -247,9 +241,7 @@ class CohortBackend(TrainingBackend):
         return [tensor[: self._networks.num_clients] for tensor in term.tensors]
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
-        """Scales each client's gradients down in place, so that the global norm of that client's gradients is at most
-        `max_norm`.
-        """
+        """Scales each client's gradients down in place to a global norm of at most `max_norm`."""
         self._networks.clip_gradients(max_norm)
 
     def record_loss(self, loss: Tensor) -> None:
@@ -257,9 +249,7 @@ class CohortBackend(TrainingBackend):
         self._networks.record_losses(loss, self._rows)
 
     def mean_loss(self) -> float:
-        """Returns the mean over clients of each client's mean training loss; `StackedNetworks.mean_losses` has each
-        client's own.
-        """
+        """Returns the mean of the clients' mean training losses (`StackedNetworks.mean_losses`)."""
         return float(self._networks.mean_losses().mean())
 
 
@@ -271,16 +261,14 @@ def create_backend(
     batches_per_step: int,
     seed: int,
 ) -> TrainingBackend:
-    """Returns the backend for many stacked networks if `examples` is a `CohortBatches`, else the backend for one
-    network.
-    """
+    """Returns the backend for stacked networks if `examples` is a `CohortBatches`, else that for one network."""
     if isinstance(examples, CohortBatches):
         assert isinstance(model, StackedNetworks)
         return CohortBackend(model, examples, options.label_smoothing)
     return SingleClientBackend(model, examples, options, task, batches_per_step, seed)
 
 
-def _chunks(members: Sequence[Member], size: int) -> list[Sequence[Member]]:
+def _split_into_chunks(members: Sequence[Member], size: int) -> list[Sequence[Member]]:
     return [members[i : i + size] for i in range(0, len(members), size)]
 
 

@@ -291,8 +291,7 @@ def _are_close(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> bool:
 
 
 def group_calls_to_predict_together(calls: Sequence[PredictCall]) -> list[list[int]]:
-    """Returns lists of positions in `calls`: the calls of `predict_sets` at the positions in one list can be computed
-    together."""
+    """Returns lists of positions in `calls`; the calls of one list can be computed together."""
     places_by_key: dict[Hashable, list[int]] = {}
     for place, call in enumerate(calls):
         forms = tuple((input_spec_of(data.x), data.device) for data in call.sets)

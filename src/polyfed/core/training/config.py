@@ -192,9 +192,7 @@ class LocalTraining(ABC):
             self._require_number(field, lambda value: 0 < value < math.inf, "positive")
 
     def _require_number(self, field: str, holds: Callable[[float], bool], requirement: str) -> None:
-        """Raises an error if a field is not a number that meets the requirement; None passes where the field's type
-        allows it.
-        """
+        """Raises an error if a field (unless None is allowed) is no number that meets the requirement."""
         value, none = getattr(self, field), NoneType in get_args(field_types(type(self))[field])
         self._require(
             (none and value is None) or holds(value), field, f"{requirement}, or none" if none else requirement
@@ -239,9 +237,7 @@ class LocalTraining(ABC):
         return dataclasses.replace(self, privacy=privacy)
 
     def criterion(self, client: Client) -> Loss:
-        """Returns the loss function that training minimises at a client: the client's, or the task's with class weights
-        and label smoothing.
-        """
+        """Returns a client's loss function: its own, or the task's with class weights and label smoothing."""
         return build_loss(client.train, client.task, client.loss, self.label_smoothing, self.class_weights)
 
     def lr_factor(self, *parameter_names: str) -> float:

@@ -50,9 +50,7 @@ class ForwardPass:
 @final
 @dataclass(frozen=True)
 class FitResult:
-    """Holds the result of `fit`: `loss`, the mean of the reported loss over all examples seen, and `steps`, the number
-    of optimiser steps.
-    """
+    """Holds `loss`, the mean reported loss over all examples seen, and `steps` of the optimiser."""
 
     loss: float
     steps: int

@@ -39,8 +39,11 @@ def number_of_units(examples: Examples, privacy: Privacy) -> int:
 
 @final
 class PrivateBackend(OneNetworkBackend):
-    """Trains one network by DP-SGD (Abadi et al. 2016, algorithm 1): each step takes a Poisson sample of the units, sums
-    their clipped gradients, adds Gaussian noise, and divides by the expected number of units in a sample."""
+    """Trains one network by DP-SGD (Abadi et al. 2016, algorithm 1).
+
+    Each step takes a Poisson sample of the units, sums their clipped gradients, adds Gaussian noise, and divides by the
+    expected number of units.
+    """
 
     def __init__(
         self,

@@ -35,9 +35,7 @@ class Minibatch:
 @final
 @dataclass(frozen=True, eq=False)
 class ValidRows:
-    """Holds how many rows of each client's part of a batch are real examples and not padding, shape (k,): a copy on the
-    CPU and one on the device.
-    """
+    """Holds how many of each client's rows are no padding, shape (k,), on the CPU and on the device."""
 
     cpu_counts: Sequence[int]
     device_counts: Tensor
@@ -111,9 +109,7 @@ class CohortBatches:
         return order.to(self.device) if index is None else index[order.to(self.device)]
 
     def __iter__(self) -> Iterator[tuple[list[Minibatch], Tensor]]:
-        """Yields for each step the stacked minibatches of all clients, and how many examples of each client they
-        contain, shape (k,).
-        """
+        """Yields for each step the stacked minibatches, and each client's number of examples in them, (k,)."""
         for step, counts in enumerate(self._examples_by_step):
             active = int(counts.count_nonzero())
             batches: list[Minibatch] = []

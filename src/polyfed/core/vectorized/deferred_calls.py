@@ -90,9 +90,7 @@ class PredictCall:
 @final
 @dataclass(frozen=True, eq=False)
 class FitCallResult:
-    """Holds the result of a `FitCall`: the parameters and buffers after training, the client's tensors, the loss, and
-    the number of steps.
-    """
+    """Holds what training changed: parameters, buffers, the client's tensors, loss and number of steps."""
 
     state: Mapping[str, Tensor]
     tensors: Tensors
@@ -163,9 +161,7 @@ def current_deferred_run() -> ReplayedCallResults | None:
 
 @contextmanager
 def deferring_calls(run: ReplayedCallResults | None) -> Iterator[None]:
-    """Collects in `run` the calls of `fit` and `predict_sets` made inside the `with` block; collects nothing if `run`
-    is None.
-    """
+    """Collects in `run`, unless it is None, the `fit` and `predict_sets` calls inside the `with` block."""
     token = _CURRENT_RUN.set(run)
     try:
         yield

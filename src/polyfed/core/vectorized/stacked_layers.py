@@ -42,7 +42,7 @@ class _BatchedLinear(torch.autograd.Function):
         )
 
 
-def _linear(part: nn.Linear, weights: Weights, x: Tensor) -> Tensor:
+def _compute_linear(part: nn.Linear, weights: Weights, x: Tensor) -> Tensor:
     weight = weights["weight"]
     rows = x.reshape(len(weight), -1, x.shape[-1])
     out: Tensor = _BatchedLinear.apply(rows, weight, weights.get("bias"))  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ def _below_one_another(x: Tensor, clients: int) -> Tensor:
     return x.reshape(len(x), clients, -1, *x.shape[2:]).transpose(0, 1).flatten(0, 1)
 
 
-def _convolution(part: _ConvNd, weights: Weights, x: Tensor) -> Tensor:
+def _compute_convolution(part: _ConvNd, weights: Weights, x: Tensor) -> Tensor:
     """Computes a convolution of all clients at once, as one convolution in which each client's channels are a group."""
     weight, bias = weights["weight"], weights.get("bias")
     clients = len(weight)
@@ -122,9 +122,7 @@ def _batch_norm_of_valid_rows(
 
 
 def _apply_scale_and_bias(x: Tensor, weights: Weights, form: tuple[int, ...]) -> Tensor:
-    """Computes x·w + b with each client's weights of shape `form`, which match the trailing dimensions of x, (k, ...,
-    *form).
-    """
+    """Computes x·w + b; each client's weights, shape `form`, match the trailing dimensions of x."""
     weight, bias = weights.get("weight"), weights.get("bias")
     if weight is None:
         return x
@@ -149,7 +147,7 @@ def _group_norm(part: nn.GroupNorm, weights: Weights, x: Tensor) -> Tensor:
     return (rows * weight.view(clients, 1, *form) + bias.view(clients, 1, *form)).reshape(x.shape)
 
 
-def _embedding(part: nn.Embedding, weights: Weights, tokens: Tensor) -> Tensor:
+def _compute_embedding(part: nn.Embedding, weights: Weights, tokens: Tensor) -> Tensor:
     weight = weights["weight"]
     clients, words = weight.shape[:2]
     first = torch.arange(clients, device=tokens.device).view(-1, 1) * words
@@ -184,21 +182,21 @@ def _has_fixed_momentum(part: _BatchNorm) -> bool:
     return part.momentum is not None
 
 
-def _always(part: nn.Module) -> bool:
+def _is_always_supported(part: nn.Module) -> bool:
     return True
 
 
 STACKED_LAYERS: Mapping[type[nn.Module], tuple[Layer, Callable[[Any], bool]]] = {
-    nn.Linear: (_linear, _always),
-    nn.Conv1d: (_convolution, _pads_with_zeros),
-    nn.Conv2d: (_convolution, _pads_with_zeros),
-    nn.Conv3d: (_convolution, _pads_with_zeros),
+    nn.Linear: (_compute_linear, _is_always_supported),
+    nn.Conv1d: (_compute_convolution, _pads_with_zeros),
+    nn.Conv2d: (_compute_convolution, _pads_with_zeros),
+    nn.Conv3d: (_compute_convolution, _pads_with_zeros),
     nn.BatchNorm1d: (_batch_norm, _has_fixed_momentum),
     nn.BatchNorm2d: (_batch_norm, _has_fixed_momentum),
     nn.BatchNorm3d: (_batch_norm, _has_fixed_momentum),
-    nn.LayerNorm: (_layer_norm, _always),
-    nn.GroupNorm: (_group_norm, _always),
-    nn.Embedding: (_embedding, _is_plain_embedding),
+    nn.LayerNorm: (_layer_norm, _is_always_supported),
+    nn.GroupNorm: (_group_norm, _is_always_supported),
+    nn.Embedding: (_compute_embedding, _is_plain_embedding),
     nn.LSTM: (run_stacked_lstm, _is_plain_lstm),
 }
 """Layers with weights of which many clients' can work at once, and whether this one can."""

@@ -91,9 +91,7 @@ class _StackedLSTMLayer(torch.autograd.Function):
 def run_stacked_lstm(
     part: nn.LSTM, weights: Mapping[str, Tensor], x: Tensor, hx: None = None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Computes the outputs and last states of all clients' LSTMs, in the form that torch's LSTM `part` returns, with
-    the clients' examples stacked along the batch.
-    """
+    """Computes all clients' LSTMs on examples stacked along the batch; returns what torch's LSTM returns."""
     if hx is not None:
         raise NotImplementedError("an LSTM that is given its first state")
     clients = len(weights["weight_ih_l0"])

@@ -20,9 +20,7 @@ ModuleTensors = Mapping[str, Tensor]
 
 
 class CannotStackError(Exception):
-    """Raised when several networks of one architecture cannot be computed as one stack; the message says why in half a
-    sentence.
-    """
+    """Raised with half a sentence if networks of one architecture cannot be computed as one stack."""
 
 
 def stacking_obstacle(module: nn.Module) -> str | None:
@@ -192,18 +190,14 @@ class StackedNetworks(nn.Module):
         return loss_by_client
 
     def valid_row_mask(self, max_rows: int) -> Tensor:
-        """Returns a mask of shape (k, max_rows): True where a client's row is a real example, False where it is
-        padding.
-        """
+        """Returns a mask of shape (k, max_rows): True for a client's real examples, False for padding."""
         assert self.valid_rows is not None
         return torch.arange(
             max_rows, device=self.valid_rows.device_counts.device
         ) < self.valid_rows.device_counts.unsqueeze(1)
 
     def clip_gradients(self, max_norm: float) -> None:
-        """Scales each client's gradients down in place to a global norm of at most `max_norm`, as
-        `torch.nn.utils.clip_grad_norm_` does for one network.
-        """
+        """Scales each client's gradients down in place to a global norm of at most `max_norm`."""
         grads = [p.grad for _, p in self.named_parameters() if p.grad is not None]
         norms = torch.stack([torch.linalg.vector_norm(grad.flatten(1), dim=1) for grad in grads])
         factor = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
@@ -211,9 +205,7 @@ class StackedNetworks(nn.Module):
             grad.mul_(factor.view(-1, *(1 for _ in grad.shape[1:])))
 
     def record_losses(self, loss: Tensor, rows: Tensor) -> None:
-        """Adds each client's loss of one step, shape (k,), weighted by the client's number of examples, to the sums for
-        `mean_losses`.
-        """
+        """Adds each client's loss of a step, (k,), times its number of examples, to the sums of `mean_losses`."""
         self.loss_sums[: self.num_clients] += loss * rows
         self.example_counts[: self.num_clients] += rows
 
@@ -222,9 +214,7 @@ class StackedNetworks(nn.Module):
         return self.loss_sums / self.example_counts
 
     def check_shared_buffers_unchanged(self) -> None:
-        """Raises a `CannotStackError` if the network changed a buffer of which there is one for all clients, such as a
-        counter in a layer of the user's own. Each client would need its own.
-        """
+        """Raises a `CannotStackError` if the network changed a buffer that all clients of the stack share."""
         for name, buffer in self.module.named_buffers():
             if name in self._shared_buffers and not torch.equal(buffer, self._shared_buffers[name]):
                 raise CannotStackError(f"buffer {name!r} changes in training")
@@ -235,9 +225,7 @@ class StackedNetworks(nn.Module):
 
 
 def has_batch_statistics(module: nn.Module) -> bool:
-    """Returns whether the network computes batch statistics (BatchNorm) in training, so that a minibatch needs at least
-    two examples.
-    """
+    """Returns whether training computes batch statistics (BatchNorm), which need two examples at least."""
     return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
@@ -258,9 +246,7 @@ def reshape_to_broadcast(per_client_numbers: Tensor, like: Tensor) -> Tensor:
 
 
 def get_network_rng_states(network: nn.Module, device: torch.device) -> list[Tensor]:
-    """Returns the states of the random number generators from which a network draws (for dropout, say): one, or one per
-    stacked client.
-    """
+    """Returns the states of a network's random number generators, one or one per stacked client."""
     return (
         [chance.state for chance in network.dropout_rngs]
         if isinstance(network, StackedNetworks)

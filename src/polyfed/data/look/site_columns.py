@@ -116,7 +116,7 @@ def read_site_columns(sets: Mapping[str, Examples], class_names: Sequence[str] =
     tokens: set[int] = set()
     by_set = []
     for examples in sets.values():
-        sample = _thinned(examples)
+        sample = _thin_out_examples(examples)
         pairs = _input_columns(sample, tokens)
         features = {column.name for column, _ in pairs}
         for column, target_cells in _target_columns(sample, names, preprocessor):
@@ -133,7 +133,7 @@ def read_site_columns(sets: Mapping[str, Examples], class_names: Sequence[str] =
     )
 
 
-def _thinned(examples: Examples) -> Examples:
+def _thin_out_examples(examples: Examples) -> Examples:
     """Returns the examples, or some of them spread evenly where each must be decoded or is large."""
     shape = getattr(examples.transform, "shape", None)
     is_image = shape is not None or (isinstance(examples.x, Tensor) and examples.x.dim() >= 4)

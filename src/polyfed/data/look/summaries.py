@@ -94,13 +94,13 @@ class SiteSummaries:
                 if column.values is None:
                     row |= _number_fields(site.numbers[column.name])
                 else:
-                    categories = {v: _shown(n) for v, n in site.categories[column.name].items()}
+                    categories = {v: _count_or_few(n) for v, n in site.categories[column.name].items()}
                     row |= {"missing": categories.pop("", 0), "categories": categories}
                 rows.append(row)
         return rows
 
 
-def _shown(count: float) -> int | str:
+def _count_or_few(count: float) -> int | str:
     return describe_count(count) if count < 0 else round(count)
 
 
@@ -111,11 +111,11 @@ def _number_fields(summary: NumberSummary) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "values": round(statistics.count),
         "missing": f"<{MIN_COUNT}" if summary.missing is None else round(summary.missing),
-        "mean": _finite(statistics.mean),
-        "sd": _finite(statistics.sd),
-        "zeros": _shown(statistics.codes.get(0.0, 0.0)),
-        "codes": {f"{code:g}": _shown(count) for code, count in statistics.codes.items() if count and code},
-        "histogram": [_shown(count) for count in summary.histogram],
+        "mean": _finite_or_none(statistics.mean),
+        "sd": _finite_or_none(statistics.sd),
+        "zeros": _count_or_few(statistics.codes.get(0.0, 0.0)),
+        "codes": {f"{code:g}": _count_or_few(count) for code, count in statistics.codes.items() if count and code},
+        "histogram": [_count_or_few(count) for count in summary.histogram],
     }
     if summary.percentiles is not None:
         fields |= dict(zip(("p1", "median", "p99"), summary.percentiles, strict=True))
@@ -124,7 +124,7 @@ def _number_fields(summary: NumberSummary) -> dict[str, Any]:
     return fields
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

@@ -63,8 +63,8 @@ def format_look(look: SiteSummaries, findings: Sequence[SiteDifferenceFinding]) 
                 cells = _number_line(site.numbers[column.name], site.rows)
             else:
                 counts = site.categories[column.name]
-                cells = f"{_percent(counts[''], site.rows):>8}  " + ", ".join(
-                    f"{value} {_percent(counts[value], site.rows)}" for value in column.values[:6]
+                cells = f"{_format_percent(counts[''], site.rows):>8}  " + ", ".join(
+                    f"{value} {_format_percent(counts[value], site.rows)}" for value in column.values[:6]
                 ) + (" …" if len(column.values) > 6 else "")  # fmt: skip
             lines.append(f"  {name:{name_width - 2}}{cells}{f'  << {mark}' if mark else ''}")
     if len(look.columns) > len(listed_columns):
@@ -86,7 +86,7 @@ def format_findings(findings: Sequence[SiteDifferenceFinding]) -> list[str]:
     return lines
 
 
-def _percent(count: float | None, rows: int) -> str:
+def _format_percent(count: float | None, rows: int) -> str:
     if count is None or count < 0:
         return f"<{MIN_COUNT}" if count is None else describe_count(count)
     return f"{100 * count / rows:.0f} %" if rows else "–"
@@ -109,7 +109,6 @@ def _number_line(summary: NumberSummary, rows: int) -> str:
         return f"{'100 %':>8}{'no value':>20}"
     ends = "–" if summary.percentiles is None else f"{summary.percentiles[0]:.4g} to {summary.percentiles[2]:.4g}"
     moments = f"{statistics.mean:.4g} ± {format_short(statistics.sd)}"
-    zeros = _percent(statistics.codes.get(0.0, 0.0), round(statistics.count))
-    return (
-        f"{_percent(summary.missing, rows):>8}{moments:>20}{zeros:>7}{ends:>22}  {format_sparkline(summary.histogram)}"
-    )
+    zeros = _format_percent(statistics.codes.get(0.0, 0.0), round(statistics.count))
+    missing = _format_percent(summary.missing, rows)
+    return f"{missing:>8}{moments:>20}{zeros:>7}{ends:>22}  {format_sparkline(summary.histogram)}"

@@ -70,13 +70,13 @@ class ImageFolder(Source):
             raise UserError(f"{self.path!r} is not a folder; {advice}")
         train = root / "train" if (root / "train").is_dir() else root
         train_pictures = self._find_pictures(train, advice)
-        names = tuple(subfolder.name for subfolder in _subfolders(train)) if self.layout == "class" else ()
+        names = tuple(subfolder.name for subfolder in _list_subfolders(train)) if self.layout == "class" else ()
         names = names or tuple(sorted({label for _, label, _ in train_pictures}))
         parts = [train_pictures]
         if train != root and (root / "test").is_dir():
             parts.append(self._find_pictures(root / "test", advice))
             test_labels = (
-                {subfolder.name for subfolder in _subfolders(root / "test")} if self.layout == "class" else set()
+                {subfolder.name for subfolder in _list_subfolders(root / "test")} if self.layout == "class" else set()
             )
             if extra := sorted((test_labels or {label for _, label, _ in parts[1]}) - set(names)):
                 raise UserError(f"{str(root / 'test')!r} has classes without training pictures: {', '.join(extra)}")
@@ -92,8 +92,8 @@ class ImageFolder(Source):
     def _find_pictures(self, folder: Path, advice: str) -> list[tuple[Path, str, str]]:
         """Returns the file, class and site of each image."""
         entries = []
-        for outer in _subfolders(folder):
-            inner = [outer] if self.layout == "class" else _subfolders(outer)
+        for outer in _list_subfolders(folder):
+            inner = [outer] if self.layout == "class" else _list_subfolders(outer)
             if self.layout != "class" and (loose := _list_pictures(outer, recursive=False)):
                 raise UserError(f"{str(loose[0])!r} lies in no folder of the layout {self.layout}; move it into one")
             for leaf in inner:
@@ -106,7 +106,7 @@ class ImageFolder(Source):
         return sorted(entries, key=lambda entry: (entry[1], entry[2])) if self.layout != "class" else entries
 
 
-def _subfolders(folder: Path) -> list[Path]:
+def _list_subfolders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
@@ -122,10 +122,10 @@ def _check_one_level(folder: Path) -> None:
         UserError: several folders have subfolders of the same names.
     """
     names_by_folder = {
-        outer.name: {subfolder.name for subfolder in _subfolders(outer)} for outer in _subfolders(folder)
+        outer.name: {subfolder.name for subfolder in _list_subfolders(outer)} for outer in _list_subfolders(folder)
     }
     shared = set.intersection(*names_by_folder.values()) if len(names_by_folder) > 1 else set()
-    if len(shared) > 1 and not any(_list_pictures(outer, recursive=False) for outer in _subfolders(folder)):
+    if len(shared) > 1 and not any(_list_pictures(outer, recursive=False) for outer in _list_subfolders(folder)):
         outer, inner = ", ".join(sorted(names_by_folder)[:3]), ", ".join(sorted(shared)[:3])
         raise UserError(
             f"the folders of {str(folder)!r} ({outer}) have folders of the same names in them ({inner}): give --data.layout "

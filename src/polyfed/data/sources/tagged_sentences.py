@@ -78,13 +78,13 @@ class TaggedSentences(Source):
         names = []
         for site in range(self.sites):
             rng = np.random.default_rng(derive_seed(self.seed, "tagged sentences", str(site)))
-            words = {kind: _some(rng, all_words, 2 / 3) for kind, all_words in _words_by_kind().items()}
-            templates = _some(rng, _TEMPLATES, 0.6)
+            words = {kind: _draw_some_words(rng, all_words, 2 / 3) for kind, all_words in _words_by_kind().items()}
+            templates = _draw_some_words(rng, _TEMPLATES, 0.6)
             end = len(pairs) + self.sentences
             for _ in range(_TRIES * self.sentences):
                 if len(pairs) == end:
                     break
-                tokens, tags = _sentence(rng, templates, words)
+                tokens, tags = _draw_sentence(rng, templates, words)
                 pairs.setdefault(tokens, tags)  # no sentence twice, so that none is trained on and tested
             if len(pairs) < end:
                 raise UserError(f"sites={self.sites}, sentences={self.sentences}: the grammar has too few; give less")
@@ -105,11 +105,11 @@ def _words_by_kind() -> dict[str, tuple[str, ...]]:
     return {"first": tuple(first), "last": tuple(last), "place": (*place, *_TWO_WORDS)}
 
 
-def _some(rng: np.random.Generator, words: tuple[str, ...], share: float) -> tuple[str, ...]:
+def _draw_some_words(rng: np.random.Generator, words: tuple[str, ...], share: float) -> tuple[str, ...]:
     return tuple(words[i] for i in sorted(rng.permutation(len(words))[: round(share * len(words))]))
 
 
-def _sentence(
+def _draw_sentence(
     rng: np.random.Generator, templates: tuple[str, ...], words: dict[str, tuple[str, ...]]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the tokens of one sentence and their tags."""

@@ -86,7 +86,7 @@ def merge_schemas(*sources: str | Path | Mapping[str, Any], to: str | Path | Non
     )
     if not columns:
         raise UserError("the schemas have no column in common; give tables of the same columns")
-    classes = _union([schema.classes for schema in schemas])
+    classes = _union_of_lists([schema.classes for schema in schemas])
     num_numeric = sum(column.categories is None for column in columns)
     merged_schema = TablePreprocessor(
         columns, (0.0,) * num_numeric, (1.0,) * num_numeric, (), schemas[0].scope, classes, schemas[0].task
@@ -106,10 +106,10 @@ def _merge_column(columns: Sequence[Column]) -> Column:
         )
     missing = any(column.missing for column in columns)
     lists = [column.categories for column in columns if column.categories is not None]
-    return Column(columns[0].name, _union(lists) if lists else None, missing)
+    return Column(columns[0].name, _union_of_lists(lists) if lists else None, missing)
 
 
-def _union(lists: Sequence[Sequence[str]]) -> tuple[str, ...]:
+def _union_of_lists(lists: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Returns the items of the first list, followed by further items of the other lists; sorted if all lists are
     sorted.
     """

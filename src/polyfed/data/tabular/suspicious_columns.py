@@ -148,7 +148,7 @@ def _near_target_sentences(
     columns = [y.numpy()] if y.dim() == 1 else list(y.numpy().T)
     for target, values in zip(targets, columns, strict=True):
         has_classes = not y.is_floating_point() or bool(np.isin(values, (0, 1)).all())
-        if has_classes and codes is not None and _determines(codes, values.astype(np.int64)):
+        if has_classes and codes is not None and _values_determine_class(codes, values.astype(np.int64)):
             yield f"column {name!r} nearly is the target {target!r} (each of its values goes with one class)"
         elif has_classes and numbers is not None and len(np.unique(values)) == 2:
             area = _area_of_column(numbers, values == values.max())
@@ -163,7 +163,7 @@ def _near_target_sentences(
                     yield f"column {name!r} nearly is the target {target!r} (correlation {correlation:.2f})"
 
 
-def _determines(codes: Codes, classes: Codes) -> bool:
+def _values_determine_class(codes: Codes, classes: Codes) -> bool:
     """Returns whether each value of a column, of several rows each, goes with one class only."""
     different, pairs = int(codes.max()) + 1, len(np.unique(codes * (int(classes.max()) + 1) + classes))
     return 2 <= different <= len(codes) / 5 and pairs == different and len(np.unique(classes)) > 1

@@ -56,9 +56,7 @@ def read_pem_certificates(file: Path) -> list[x509.Certificate]:
 
 
 def check_ca_certificate_file(component: str, file: Path) -> Findings:
-    """Yields a finding for each mistake in a CA file: it is unreadable, holds a private key, or has a certificate that
-    is not valid now or not of a certificate authority.
-    """
+    """Yields a finding for each mistake in a CA file, such as a private key or an expired certificate."""
     if unreadable := finding_if_unreadable(component, file):
         yield unreadable
         return
@@ -77,7 +75,8 @@ def check_ca_certificate_file(component: str, file: Path) -> Findings:
         if not _is_authority(certificate):
             yield problem_finding(
                 component,
-                f"{file} has {_subject(certificate)}, which is not an authority's certificate; give the one of who signed",
+                f"{file} has {_subject_name(certificate)}, which is not an authority's certificate; give the one of who "
+                "signed",
             )
         else:
             yield from _check_validity(component, file, certificate)
@@ -127,7 +126,7 @@ def _is_authority(certificate: x509.Certificate) -> bool:
         return False
 
 
-def _subject(certificate: x509.Certificate) -> str:
+def _subject_name(certificate: x509.Certificate) -> str:
     return certificate.subject.rfc4514_string()[:200] or "a certificate without a name"
 
 
@@ -265,8 +264,7 @@ def _check_key(part: str, file: Path, leaf: x509.Certificate, key: Path) -> Find
 
 
 def _check_handshake(part: str, file: Path, key: Path, authority: Path, host: str | None) -> Findings:
-    """Tries a TLS handshake in memory with a server's certificate, since OpenSSL detects some mistakes that the other
-    checks do not."""
+    """Tries a TLS handshake in memory, since OpenSSL detects mistakes that the other checks do not."""
     try:
         server_context, client_context = (
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
@@ -292,8 +290,7 @@ def _check_handshake(part: str, file: Path, key: Path, authority: Path, host: st
 
 
 def check_site_key_pair(component: str, private_key_file: Path) -> Findings:
-    """Yields findings on a site's key pair: whether the private key can be read, is closed to other users, and matches
-    the public key file beside it."""
+    """Yields findings on a site's key pair: readable, closed to others, and matching its public key file."""
     if unreadable := finding_if_unreadable(component, private_key_file):
         yield unreadable
         return
@@ -329,8 +326,7 @@ def check_site_key_pair(component: str, private_key_file: Path) -> Findings:
 
 
 def read_openssh_public_key_as_der(file: Path) -> bytes | None:
-    """Reads a public key file in OpenSSH's format, and returns the key as DER bytes; None if the file holds no key in
-    this format."""
+    """Reads a public key file in OpenSSH's format as DER bytes; None if it holds no such key."""
     try:
         return serialization.load_ssh_public_key(read_file(file)).public_bytes(*_RAW)
     except (OSError, *_PARSE_ERRORS):
@@ -338,8 +334,7 @@ def read_openssh_public_key_as_der(file: Path) -> bytes | None:
 
 
 def check_public_keys_of_all_sites(component: str, folder: Path, site_name: str, private_key_file: Path) -> Findings:
-    """Yields findings on the folder with the public keys of all sites, which secure aggregation needs: whether all keys
-    differ, and this site's key is among them."""
+    """Yields findings on the sites' public keys for secure aggregation: all differ, this site's among them."""
     files = sorted(folder.glob("*.pub")) if folder.is_dir() else []
     if not files:
         yield problem_finding(
@@ -379,8 +374,7 @@ def check_public_keys_of_all_sites(component: str, folder: Path, site_name: str,
 
 
 def first_host_in_certificate(file: Path) -> str | None:
-    """Returns the first DNS name or IP address for which a certificate file is valid; None if the file cannot be read
-    or names none."""
+    """Returns a certificate's first DNS name or IP address; None if there is none or it is unreadable."""
     try:
         leaf = read_pem_certificates(file)[0]
         names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -249,9 +249,7 @@ def _check_taken_port(address: tuple[str, int], authority: Path, name: str | Non
 
 
 def _check_key_files(folder: Path) -> Findings:
-    """Checks the key files in a server's folder: the sites' public keys can be read, and no site's private key is among
-    them.
-    """
+    """Checks that a server's folder has readable public keys of sites, and no private key of one."""
     for file in sorted(folder.glob("*.pub")):
         if read_openssh_public_key_as_der(file) is None:
             yield problem_finding("keys", f"{file} is not a public key in OpenSSH's form; ask the site for it again")

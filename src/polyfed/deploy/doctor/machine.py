@@ -49,9 +49,7 @@ def check_only_owner_can_access(component: str, file: Path) -> Findings:
 
 
 def check_control_token_file(component: str, file: Path) -> Findings:
-    """Yields findings on the file with the token that protects Flower's control interface: whether it exists, is closed
-    to other users, and holds a long enough token.
-    """
+    """Yields findings on the control token's file: it exists, is closed to others, and is long enough."""
     if unreadable := finding_if_unreadable(component, file):
         yield unreadable
         return
@@ -66,9 +64,7 @@ def check_control_token_file(component: str, file: Path) -> Findings:
 
 
 def check_state_folder(component: str, folder: Path) -> Findings:
-    """Yields findings on a folder for states and checkpoints: whether it is writable, is closed to other users, and has
-    enough free disk space.
-    """
+    """Yields findings on a folder for states: writable, closed to others, and with free disk space."""
     existing_folder = folder
     while not existing_folder.exists() and existing_folder != existing_folder.parent:
         existing_folder = existing_folder.parent
@@ -131,9 +127,7 @@ def is_process_alive(process_id: int) -> bool:
 
 
 def check_systemd_program(component: str, program: Path) -> Findings:
-    """Yields findings on the program that a systemd unit starts: whether it exists, is executable, and belongs to this
-    Python installation.
-    """
+    """Yields findings on a systemd unit's program: it exists, is executable, and of this installation."""
     if not program.exists():
         yield problem_finding(
             component,

@@ -42,9 +42,7 @@ def is_port_listening(host: str, port: int) -> bool:
 
 
 def check_port_free(component: str, host: str, port: int, advice_if_taken: str) -> Findings:
-    """Yields a finding: whether a server can listen on a port. If it cannot, the finding ends with the text
-    `advice_if_taken`.
-    """
+    """Yields a finding on whether a server can listen on a port, with `advice_if_taken` if it cannot."""
     if is_port_listening("127.0.0.1" if host in ("0.0.0.0", "") else host, port):
         yield problem_finding(component, f"port {port} of {host} is taken by another program; {advice_if_taken}")
         return

@@ -37,9 +37,7 @@ def parse_node_config(text: str) -> dict[str, Any]:
 
 
 def check_node_config(component: str, node_config: Mapping[str, Any]) -> Findings:
-    """Yields a problem finding for each key of a site's node configuration that is missing or unknown, has a value of
-    the wrong type, or contradicts another key.
-    """
+    """Yields a problem for each key that is missing, unknown, of a wrong type, or contradicts another."""
     has_problem = False
     for word in (word for word in ("client-id", "site", "state-dir") if not node_config.get(word)):
         has_problem = True
@@ -99,9 +97,7 @@ def check_node_config(component: str, node_config: Mapping[str, Any]) -> Finding
 
 
 def check_site_file_defines_client(component: str, file: Path) -> Findings:
-    """Yields findings: whether `site.py` has valid Python syntax and defines the function `client`. Does not execute
-    the file.
-    """
+    """Yields findings on whether `site.py` is valid and defines `client`, without executing it."""
     yield from check_file_defines_functions(component, file, {"client": "a site's network and data"})
 
 

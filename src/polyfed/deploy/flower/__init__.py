@@ -12,9 +12,7 @@ __all__ = ["client_app", "server_app"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `server_app` and `client_app` on first access, so that modules of this package that do not need torch do
-    not load it.
-    """
+    """Imports `server_app` and `client_app` on first access, since they need torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from polyfed.deploy.flower import apps

@@ -74,9 +74,7 @@ def server_app(config: Callable[[Context], Mapping[str, Any]] = lambda context: 
 
 
 def client_app() -> ClientApp:
-    """Returns the Flower ClientApp that answers the server's messages for one site: `app = client_app()`. The node
-    configuration of the site's SuperNode describes the site.
-    """
+    """Returns the ClientApp that answers for the site of the SuperNode's node configuration."""
     app = ClientApp()
 
     def answer(message: FlowerMessage, context: Context) -> FlowerMessage:

@@ -65,9 +65,7 @@ class PollingSchedule:
         return max(0.0, self._next_poll - self._clock())
 
     def _expected_idle_seconds(self, passed: float) -> float:
-        """Returns for how many seconds no message is expected yet, judged by earlier waiting times; at most the longest
-        allowed wait.
-        """
+        """Returns for how long no message is expected, judged by earlier waits; at most the longest wait."""
         if len(self._durations) < _HISTORY_LENGTH:
             return 0.0
         return max(0.0, min(_LONGEST_SECONDS, _EARLY_SHARE * min(self._durations) - passed))

@@ -71,9 +71,7 @@ class TokenPlugin(NoOpControlAuthnPlugin):
     def validate_tokens_in_metadata(
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[bool, AccountInfo | None]:
-        """Returns (True, account) if a request carries the right token, and (False, None) otherwise; all callers share
-        Flower's only account.
-        """
+        """Returns (True, Flower's only account) for the right token, else (False, None)."""
         sent_tokens = [
             value if isinstance(value, bytes) else value.encode() for key, value in metadata if key == ACCESS_TOKEN_KEY
         ]
@@ -84,9 +82,7 @@ class TokenPlugin(NoOpControlAuthnPlugin):
     def refresh_tokens(
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[Sequence[tuple[str, str | bytes]] | None, AccountInfo | None]:
-        """Raises an error, since Flower's control interface has one fixed token, which only its owner can
-        replace.
-        """
+        """Raises an error, since only the owner can replace the control interface's token."""
         raise FlowerError(ApiErrorCode.NO_ACCOUNT_AUTH, "The token of the control interface is wrong.")
 
 

@@ -85,9 +85,7 @@ class SiteProcess:
             self._send_config()
 
     def send_and_keep_node_config(self, config_json: str) -> None:
-        """Sends the node configuration (a JSON text) to the site's process, and keeps it to send it again to each
-        process started later.
-        """
+        """Sends the node configuration (JSON) to the site's process, and to each one started later."""
         self._config = config_json
         self._send_config()
 
@@ -175,9 +173,7 @@ class MessageLoop:
         _, self._receive, self._send, _, _, self._pull, self._push, self._confirm = connection
 
     def answer_messages_forever(self, schedule: PollingSchedule) -> NoReturn:
-        """Polls Flower for messages and answers them, until a signal ends this process or the connection fails for
-        good.
-        """
+        """Answers Flower's messages until a signal ends this process or the connection fails for good."""
         while True:
             time.sleep(schedule.seconds_until_poll())
             received = self._receive()

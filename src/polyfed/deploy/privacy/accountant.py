@@ -112,9 +112,7 @@ def check_budget_for_next_message(file: Path, data_set: str, protection: ReplyPr
 
 
 def _count_one_more_message(file: Path, data_set: str, protection: ReplyProtection) -> tuple[Ledger, float]:
-    """Returns the ledger with one more message about a data set, and the ε of its messages, without writing it; raises a
-    `UserError` if they exceed the budget.
-    """
+    """Returns the ledger with one more message, unwritten, and its ε; raises a `UserError` over the budget."""
     ledger = read_ledger(file)
     messages = dict(ledger.messages.get(data_set, {}))
     messages[protection.noise_multiplier] = messages.get(protection.noise_multiplier, 0) + 1

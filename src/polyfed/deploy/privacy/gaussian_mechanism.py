@@ -95,9 +95,7 @@ class ReplyProtection:
 
     @property
     def keeps_guarantee(self) -> bool:
-        """Returns True if noise covers all that the site sends: the noise of each message, or that of training with
-        `privacy`.
-        """
+        """Returns whether noise covers all that the site sends, of each message or of private training."""
         return bool(self.noise_multiplier) or self.protects_units
 
 
@@ -139,9 +137,7 @@ def _uncovered_disclosure(algorithm: Algorithm[Any, Any], secure: bool) -> str |
 
 
 def _methods_compatible_with_noise(secure: bool) -> list[str]:
-    """Returns the names of the methods that a site with noise can run, if clients are not weighted by their numbers of
-    examples.
-    """
+    """Names the methods that a site with noise can run, if no example counts weigh clients."""
     unweighted: dict[str, Any] = {"weighted": False}
     methods = {
         n: method(**unweighted) if getattr(method, "weighted", False) else method() for n, method in REGISTRY.items()
@@ -223,9 +219,7 @@ _TensorKey = tuple[str, str]  # group and name
 
 
 def _first_occurrences(reply: Message, changes: Mapping[_TensorKey, Tensor]) -> dict[_TensorKey, _TensorKey]:
-    """Maps each tensor of a reply to the first tensor with the same memory and the same values, so that tied weights
-    are clipped and get noise only once.
-    """
+    """Maps each tensor of a reply to the first with its memory and values: tied weights get noise once."""
     key_by_memory: dict[tuple[object, ...], _TensorKey] = {}
     first_keys: dict[_TensorKey, _TensorKey] = {}
     for key, change in changes.items():
@@ -266,8 +260,7 @@ class GaussianNoise:
         return np.frombuffer(self._stream.update(bytes(8 * count)), dtype="<u8").astype(np.uint64)
 
     def add_to(self, values: Tensor, deviation: float) -> Tensor:
-        """Returns `values` (float64, on the CPU) plus noise of this standard deviation, rounded to a grid of about 2⁻²⁴
-        deviations."""
+        """Returns `values` (float64, CPU) plus noise, rounded to a grid of about 2⁻²⁴ deviations."""
         grid = 2.0 ** (math.floor(math.log2(deviation)) - _GRID_BITS)
         noise = torch.from_numpy(self.draw_standard_normal(values.numel())).reshape(values.shape)
         return ((values + deviation * noise) / grid).round() * grid

@@ -16,9 +16,7 @@ from polyfed.core.io.validation import parse_json, validation_error
 
 
 class _LedgerContent(TypedDict):
-    """Describes the JSON in the ledger, by data set: messages sent with each noise multiplier, and private steps by their
-    kind, such as "group 0.05 1.2".
-    """
+    """Describes the ledger by data set: messages by noise multiplier, and steps by kind ("group 0.05 1.2")."""
 
     version: Literal[1]
     data_sets: dict[str, dict[str, int]]
@@ -27,9 +25,7 @@ class _LedgerContent(TypedDict):
 
 @final
 class StepKind(NamedTuple):
-    """Names the steps of private training that cost the same: the unit ("example" or "group"), the probability with which
-    a step takes a unit, and the noise multiplier.
-    """
+    """Names steps of equal cost: the unit ("example" or "group"), its probability, and the noise multiplier."""
 
     unit: str
     sampling_rate: float

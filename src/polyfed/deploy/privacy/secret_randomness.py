@@ -26,9 +26,7 @@ class SecretRandomness(PrivateRandomness):
         self._noise = GaussianNoise(key)
 
     def draw_sample(self, num_units: int, sampling_rate: float) -> Tensor:
-        """Draws a Poisson sample of the units: takes each with the probability `sampling_rate`. The
-        uniform numbers have 53 bits.
-        """
+        """Draws each unit with the probability `sampling_rate`, from uniform numbers of 53 bits."""
         uniform = (self._noise.draw_uniform_uint64(num_units) >> np.uint64(11)).astype(np.float64) * 2.0**-53
         return torch.from_numpy(np.flatnonzero(uniform < sampling_rate))
 

@@ -2,6 +2,4 @@
 
 
 class RefusalError(Exception):
-    """Raised when a site refuses a request of the server. The site sends the error's text to the server, so it must not
-    reveal anything about the data or the network.
-    """
+    """Raised when a site refuses a request; its text goes to the server, so it must reveal no data."""

@@ -21,9 +21,7 @@ _CHUNK = 2**20
 
 
 class FrameError(Exception):
-    """Raised when a message on the socket between a SuperNode and its site process cannot be read; the connection can
-    still be used for the next message.
-    """
+    """Raised for a message from the other process that cannot be read; the next one still can."""
 
 
 @final
@@ -52,9 +50,7 @@ class Frame:
 
 @final
 class SerializedEnvelope(NamedTuple):
-    """Holds a message between server and site in serialised parts: its header as JSON, its scalars, and the bytes of
-    each group of tensors.
-    """
+    """Holds a message in parts: header as JSON, scalars, and the bytes of each group of tensors."""
 
     head: str
     scalars: Mapping[str, Any]
@@ -114,9 +110,7 @@ def receive_frame(connection: socket.socket) -> Frame:
 
 
 def _receive_exactly(connection: socket.socket, size: int, may_end: bool = False) -> bytes:
-    """Reads exactly `size` bytes from a socket. Memory grows only as bytes arrive, since the announced size may be
-    false.
-    """
+    """Reads `size` bytes from a socket; memory grows as they arrive, since the size may be false."""
     received = bytearray()
     while len(received) < size:
         data = connection.recv(min(_CHUNK, size - len(received)))

@@ -163,9 +163,7 @@ def check_width_family(
 
 
 def _count_outputs(factory: Architecture, inputs: tuple[int, ...]) -> int | None:
-    """Returns a network's number of outputs, found by running it on an example of zeros; None if the network cannot run
-    on such an example.
-    """
+    """Returns a network's number of outputs for an example of zeros; None if it cannot run on one."""
     if math.prod(inputs) > _MAX_NUMBERS:
         return None
     # A site reports the type that it stores, which may differ from the type that networks get.

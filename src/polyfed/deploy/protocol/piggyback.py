@@ -117,9 +117,7 @@ def split_training_and_evaluation(envelope: Envelope) -> SplitEnvelope | None:
 def _attach_evaluation(
     training_envelope: Envelope, evaluation_envelope: Envelope, are_equal: "_TensorEquality"
 ) -> Envelope:
-    """Joins a training message and an evaluation message into one, in which tensors that both contain are sent only
-    once.
-    """
+    """Joins a training and an evaluation message into one that has common tensors only once."""
     sources: dict[str, tuple[str, _Positions]] = {}
     extra_tensors: dict[str, StateDict] = {}
     for group, tree in evaluation_envelope.body.tensors.items():

@@ -34,9 +34,7 @@ _MAX_COLUMNS, _MAX_CHARACTERS = 400, 2**15  # columns whose names are sent; half
 
 
 class TableSummary(TypedDict, total=False):
-    """Describes a site's table by hashes of its columns, categories and classes, by which the server compares the
-    tables of all sites.
-    """
+    """Describes a site's table by hashes of columns, categories and classes, for comparison."""
 
     whole: str  # hash of columns, categories and classes
     columns: dict[str, list[Any]]  # column -> hash of its categories, and whether cells may be empty
@@ -184,9 +182,7 @@ def _frames_by_site(head_by_site: Mapping[str, Mapping[str, Any]]) -> dict[str, 
 
 
 def _describe_frame_difference(frame_by_site: Mapping[str, Any]) -> str | None:
-    """Returns a sentence about the first site whose frame has other columns than that of another site, or has them in
-    another order; None if there is no difference.
-    """
+    """Names the first site whose frame has other columns, or another order, than another site's; or None."""
     if (
         not frame_by_site
         or (pair := find_deviating_pair({i: frame["whole"] for i, frame in frame_by_site.items()})) is None

@@ -178,9 +178,7 @@ def build_compressor_head_fields(settings: Settings) -> dict[str, str]:
 
 @final
 class TaskCompressors(NamedTuple):
-    """Holds the two compressors of a task: that of the site's reply, and that of the server's message; None for a part
-    that is not compressed.
-    """
+    """Holds the compressors of the site's reply and of the server's message, or None."""
 
     reply: Compressor | None
     received_message: Compressor | None

@@ -139,9 +139,7 @@ class SecureSumClient:
         body[BUNDLE_GROUP] = {"bundle": bytes_to_tensor(shares.bundle)}
 
     def replace_keys_and_build_advertisement(self, sum_id: SumId) -> dict[str, str]:
-        """Creates new keys for a secure sum, which replace earlier ones, and returns the signed public keys as header
-        fields.
-        """
+        """Creates new keys for a secure sum, and returns the signed public keys as header fields."""
         if self.private_key_file is None:
             raise RefusalError(_NO_KEYS)
         state, advert = create_signed_keys(

@@ -42,9 +42,7 @@ def encode_length_prefixed(*parts: str | bytes) -> bytes:
 
 
 def derive_key(key: bytes, *context: str | bytes) -> bytes:
-    """Derives a 32-byte key from another key by HKDF-SHA256; a different `context` (such as the name of a purpose)
-    gives a different key.
-    """
+    """Derives a 32-byte key by HKDF-SHA256; each `context` (such as a purpose) gives another."""
     return HKDF(hashes.SHA256(), length=32, salt=None, info=encode_length_prefixed(*context)).derive(key)
 
 
@@ -74,9 +72,7 @@ def compute_shared_secret(own_private_key: bytes, peer_public_key: bytes) -> byt
 
 
 def generate_key_stream(key: bytes, count: int) -> Words:
-    """Returns `count` pseudo-random 64-bit integers that depend only on the key (ChaCha20). The key must not be used
-    for anything else.
-    """
+    """Returns `count` pseudo-random 64-bit integers (ChaCha20) of a key that is used for nothing else."""
     encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     return np.frombuffer(encryptor.update(bytes(8 * count)), dtype="<u8").astype(np.uint64, copy=False)
 

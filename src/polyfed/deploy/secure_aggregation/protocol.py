@@ -105,9 +105,7 @@ class SecretsSharedState:
 
     @property
     def participants_digest(self) -> bytes:
-        """Returns a hash of the sum, its sites with their public keys, and the threshold. Sites that were sent
-        different values cannot decrypt each other's shares.
-        """
+        """Hashes sum, sites with public keys, and threshold: who was sent others cannot decrypt shares."""
         return compute_participants_digest(self.advertised.sum_id, self.adverts, self.threshold)
 
 
@@ -142,9 +140,7 @@ class UnmaskingShares:
 
 
 def compute_participants_digest(sum_id: SumId, sorted_adverts: Sequence[KeyAdvertisement], threshold: int) -> bytes:
-    """Returns a hash of everything that all sites of a secure sum must agree on: its run and round, the sites' names
-    and public keys, and the threshold.
-    """
+    """Hashes what all sites must agree on: run, round, names, public keys and threshold."""
     parts = [part for advert in sorted_adverts for part in (advert.name, advert.cipher_public, advert.mask_public)]
     return hashlib.sha256(crypto.encode_length_prefixed(sum_id.id_bytes, str(threshold), *parts)).digest()
 
@@ -167,18 +163,14 @@ def minimum_accepted_threshold(num_sites: int, owner_threshold: int | None = Non
 
 
 def bytes_of_shares_from_one_site_to_another(num_sites: int) -> int:
-    """Returns the number of bytes of the encrypted secret shares that one site sends to another, in a sum of
-    `num_sites` sites.
-    """
+    """Returns the bytes of encrypted shares from one site to another in a sum of `num_sites`."""
     return ELEMENT_BYTES * (_FIRST_LIST_NUMBER + num_sites) + crypto.TAG_BYTES
 
 
 def create_signed_keys(
     sum_id: SumId, name: str, sign_function: SignFunction
 ) -> tuple[KeysAdvertisedState, KeyAdvertisement]:
-    """Creates a site's two key pairs for a secure sum and signs the public keys (step 1: AdvertiseKeys, round 0 of the
-    paper).
-    """
+    """Creates a site's two key pairs and signs the public keys (step 1, AdvertiseKeys)."""
     state = KeysAdvertisedState(sum_id, name, crypto.generate_private_key(), crypto.generate_private_key())
     unsigned = KeyAdvertisement(
         name, crypto.public_key_of(state.cipher_private), crypto.public_key_of(state.mask_private), b""
@@ -371,8 +363,7 @@ def derive_pairwise_mask_key(pair_secret: bytes, digest: bytes, first_site: str,
 
 
 def derive_self_mask_key(seed: bytes, digest: bytes, name: str) -> bytes:
-    """Derives, from a site's random seed, the key that generates the site's individual mask, which it shares with no
-    other site."""
+    """Derives from a site's seed the key of its individual mask, which no other site shares."""
     return crypto.derive_key(seed, digest, "self", name)
 
 

@@ -31,10 +31,10 @@ def split_secrets_by_holder(values: Sequence[int], num_holders: int, threshold: 
     if not all(0 <= value < PRIME for value in values):
         raise ValueError("a value is not an element of the field")
     polynomials = [[value, *(secrets.randbelow(PRIME) for _ in range(threshold - 1))] for value in values]
-    return [[_evaluate(polynomial, x) for polynomial in polynomials] for x in range(1, num_holders + 1)]
+    return [[_evaluate_polynomial(polynomial, x) for polynomial in polynomials] for x in range(1, num_holders + 1)]
 
 
-def _evaluate(polynomial: Sequence[int], x: int) -> int:
+def _evaluate_polynomial(polynomial: Sequence[int], x: int) -> int:
     value = 0
     for coefficient in reversed(polynomial):
         value = (value * x + coefficient) % PRIME

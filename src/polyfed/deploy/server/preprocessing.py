@@ -39,9 +39,7 @@ class MessageExchangeEngine(Protocol):
     def exchange(
         self, envelopes: Mapping[str, Envelope], round_number: int
     ) -> Iterator[tuple[str, PackedEnvelope | str]]:
-        """Sends one message to each site, and yields (site, reply) as replies arrive; (site, reason as text) if there
-        is not a reply.
-        """
+        """Sends a message to each site, and yields (site, reply, or reason as text) as replies arrive."""
 
 
 def compute_common_preprocessing_with_sites(
@@ -153,9 +151,7 @@ def _schema_summary_error(table: Any) -> str:
 
 
 def _merge_tables(tables: Mapping[str, tuple[SchemaSummary, Any]]) -> tuple[TablePreprocessor, bool]:
-    """Builds one common table description from those of all sites, and returns it with a flag: whether the sites'
-    tables differ, so that they must be sent the common column names.
-    """
+    """Builds the sites' common table, and says whether tables differ and sites need its columns."""
     summaries = {site: table for site, (table, _) in tables.items()}
     first = next(iter(summaries.values()))
     are_equal = all({**summary, "schema": 0} == {**first, "schema": 0} for summary in summaries.values())

@@ -147,9 +147,7 @@ def _parse_metrics(head: Mapping[str, Any], server: DeploymentServer) -> dict[st
 
 
 def _parse_scalars(packed: PackedEnvelope, server: DeploymentServer, introduction: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those scalars of a reply that the method uses, and checks that the number of examples has not changed
-    since the run began.
-    """
+    """Returns the scalars that the method uses; the number of examples must be as at the start."""
     allowed = server.algorithm.scalars_needed | {"train_loss", "num_examples"}
     scalars = {n: v for n, v in packed.scalars.items() if n in allowed}
     if wrong := [n for n, v in scalars.items() if not is_number(v) or abs(v) > _MAX_ABSOLUTE_VALUE]:

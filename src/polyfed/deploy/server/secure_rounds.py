@@ -121,9 +121,7 @@ class SecureRoundServer:
     # -- before a round -----------------------------------------------------------------------------------------------
 
     def _exchange_keys(self, round_number: int, round_clients: Sequence[str]) -> None:
-        """Collects from the sites, in two exchanges before a round, the public keys and the encrypted secret shares
-        that the round needs.
-        """
+        """Collects from the sites a round's public keys, then their encrypted secret shares."""
         self._adverts[round_number], self._boxes[round_number] = {}, {}
         envelopes = {client: self._sum_envelope(client, advertise=round_number) for client in round_clients}
         for client, answer in self._exchange(envelopes, round_number):
@@ -132,9 +130,7 @@ class SecureRoundServer:
             self._store_boxes(client, answer, round_number)
 
     def _share_requests(self, round_number: int) -> dict[str, Envelope]:
-        """Returns messages that ask the sites for encrypted secret shares for a round; empty if too few sites have sent
-        keys.
-        """
+        """Asks the sites for a round's encrypted secret shares; empty if too few have sent keys."""
         adverts = self._adverts.get(round_number, {})
         threshold = self._server.secure_sum_threshold
         if len(adverts) < threshold:
@@ -165,9 +161,7 @@ class SecureRoundServer:
             self._adverts.setdefault(round_number, {})[client] = advert
 
     def _store_boxes(self, client: str, answer: PackedEnvelope | str, round_number: int) -> None:
-        """Stores the encrypted secret shares in a site's reply, if they are complete: one of the right length for each
-        other site.
-        """
+        """Stores a site's encrypted secret shares if there is one of the right length for each other site."""
         head, adverts = _head_or_empty(answer), self._adverts[round_number]
         self._log_refusals(client, head)
         if client not in adverts:
@@ -196,9 +190,7 @@ class SecureRoundServer:
         round_number: int,
         round_clients: Sequence[str],
     ) -> dict[str, Envelope]:
-        """Returns the messages with a round's tasks, and messages that ask for keys to the sites that take part only in
-        the next round.
-        """
+        """Returns a round's tasks, and requests for keys to sites that take part only in the next."""
         boxes_by_sender = self._boxes.get(round_number, {})
         is_last_round = round_number >= self._server.settings.rounds
         next_round_clients = set() if is_last_round else set(self._federation.sample_round_clients(round_number + 1))
@@ -253,9 +245,7 @@ class SecureRoundServer:
         total: tuple[FixedPointWords, SumLayout],
         round_number: int,
     ) -> Iterator[TaskResult]:
-        """Removes the masks from a round's sum and yields the results; the same exchange of messages collects the
-        encrypted secret shares for the next round.
-        """
+        """Unmasks a round's sum and yields the results; collects the next round's shares on the way."""
         envelopes = self._share_requests(round_number + 1)
         has_enough = len(survivors) >= self._server.secure_sum_threshold
         for client in survivors if has_enough else ():

@@ -138,9 +138,7 @@ class DeploymentServer:
     preprocessing_facts: Mapping[str, int] = field(default_factory=dict)
 
     def build_introduction_request_header(self) -> dict[str, Any]:
-        """Returns the header of the first message to a site, which announces the run and asks the site to describe
-        itself.
-        """
+        """Returns the header that announces the run to a site and asks it to describe itself."""
         needs = self.algorithm.requires
         common_architecture = next(iter(self.models)) if "one_architecture" in needs else None
         preprocessing_field = {} if self.preprocessing is None else {"prepared": self.preprocessing}
@@ -169,8 +167,9 @@ class DeploymentServer:
         return int(earlier[0]) if len(earlier) == self._max_rounds_to_go_back else 0
 
     def describe_stored_state(self, task: ClientTask) -> dict[str, Any]:
-        """Returns the entry that the server stores in place of a site's private state after a training task: the
-        state's round and, in asynchronous runs, the rounds of the earlier states to which the run may go back.
+        """Returns what the server stores in place of a site's state: its round.
+
+        In asynchronous runs also the rounds of earlier states to which the run may go back.
         """
         if self.settings.asynchronous is None:
             return {"round": task.round}
@@ -205,9 +204,7 @@ class DeploymentServer:
 
     @property
     def secure_sum_threshold(self) -> int:
-        """Returns the number of sites that are needed to unmask a secure sum; by default more than two thirds of the
-        sites in a round.
-        """
+        """Returns how many sites can unmask a sum; by default over two thirds of the round's."""
         return self.deployment.secure_threshold or 2 * self.sites_per_round // 3 + 1
 
     def build_checked_federation(self, introductions: Mapping[str, Mapping[str, Any]]) -> Federation:

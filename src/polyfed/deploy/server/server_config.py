@@ -116,17 +116,14 @@ def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
 
 
 def _take_asynchronous_rule(options: dict[str, Any]) -> dict[str, Any] | None:
-    """Removes the options of asynchronous rounds, `asynchronous` or `asynchronous.FIELD`, and returns them as a mapping;
-    None without any."""
+    """Removes the options `asynchronous` or `asynchronous.FIELD`, and returns them; None without any."""
     keys = [key for key in options if key.partition(".")[0] == "asynchronous"]
     values = {key.partition(".")[2] or "rule": _parse_field_value(options.pop(key)) for key in keys}
     return {name: value for name, value in values.items() if value is not None} or None
 
 
 def _parse_field_value(value: Any) -> Any:
-    """Returns the value of a method's field. Flower's configuration has neither lists nor null, so a text is parsed as
-    YAML if it looks like one of these.
-    """
+    """Returns a method field's value; Flower knows no lists and no null, which are read as YAML."""
     if isinstance(value, str) and (value[:1] in "[{" or value in ("null", "none")):
         try:
             return None if value == "none" else parse_yaml(value)
@@ -136,9 +133,7 @@ def _parse_field_value(value: Any) -> Any:
 
 
 def _configure_resumed_server(deployment: Deployment) -> DeploymentServer:
-    """Builds the server of a resumed run from its run directory; the sites and the consent to disclosures must be given
-    anew in the configuration.
-    """
+    """Builds a resumed run's server from its directory; sites and consents must be configured anew."""
     config = read_config(deployment.out)
     if "deployment" not in config:
         raise UserError(f"{deployment.out} is the directory of a simulation: polyfed resume {deployment.out}")
@@ -173,9 +168,7 @@ def _configure_resumed_server(deployment: Deployment) -> DeploymentServer:
 def _check_and_build_server(
     deployment: Deployment, algorithm: Algorithm[Any, Any], settings: Settings, run: str
 ) -> DeploymentServer:
-    """Checks that the settings and consents suit the method, loads the server's networks and public examples, and
-    builds the server.
-    """
+    """Checks settings and consents, loads networks and public examples, and builds the server."""
     needs, name = algorithm.requires, registry_name(algorithm)
     parties = settings.count_round_clients(len(deployment.sites))
     if (rule := parse_asynchronous(settings.asynchronous)) is not None:
@@ -234,9 +227,7 @@ def _check_and_build_server(
 def _load_server_function(
     deployment: Deployment, name: Literal["model", "architectures", "public"], reason: str
 ) -> Any:
-    """Returns a function from the server's Python file, or raises an error if no file was named or its code is not
-    trusted.
-    """
+    """Returns a function of the server's file; an error if none is named or it is not trusted."""
     file = deployment.file
     if file is None:
         raise UserError(

@@ -116,9 +116,7 @@ class DisclosureGuard:
         return {"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": delta}
 
     def describe_error(self, error: BaseException | str) -> str:
-        """Returns the text that the server gets about an error: only its type or, if the owner allows it, the whole
-        message.
-        """
+        """Returns what the server may read of an error: its type or, if allowed, its message."""
         if "errors" in self.disclose:
             return (error if isinstance(error, str) else f"{type(error).__name__}: {error}")[:_MAX_ERROR_LENGTH]
         kind = str(error).partition(":")[0] if isinstance(error, str) else type(error).__name__

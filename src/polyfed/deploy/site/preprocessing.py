@@ -46,9 +46,7 @@ _HEAD_RESERVE = 4096  # bytes of a header for its other fields
 
 
 class _CommonPreprocessing(TypedDict):
-    """Describes the common preprocessing as the server sends it in JSON: means and scales of the columns and, if the
-    sites' tables differ, the columns and classes.
-    """
+    """Describes the server's JSON: means and scales and, if tables differ, columns and classes."""
 
     columns: list[dict[str, Any]] | None
     classes: list[str] | None
@@ -58,15 +56,14 @@ class _CommonPreprocessing(TypedDict):
 
 
 def uses_federated_preprocessing(client: Client) -> bool:
-    """Returns True if the client's examples come from a table whose preprocessing is fitted over the tables of all
-    sites.
-    """
+    """Returns whether a table's preprocessing is fitted over the tables of all sites."""
     return isinstance(client.train.transform, TablePreprocessor) and client.train.transform.scope == "federated"
 
 
 def check_table_sums_allowed(client: Client, protection: ReplyProtection, *, secure_sums: bool) -> None:
-    """Raises a `RefusalError` if the site must not send sums over its table's rows: its table does not ask for it, the
-    site adds noise or clips, or a column has too few values.
+    """Raises a `RefusalError` if the site must not send sums over its table's rows.
+
+    It must not if its table does not ask for it, it adds noise or clips, or a column has too few values.
     """
     if not uses_federated_preprocessing(client):
         raise RefusalError("its data do not ask for preprocessing from sums over all sites (preprocess='federated')")

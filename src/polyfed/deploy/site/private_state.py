@@ -95,7 +95,7 @@ def read_private_state(
         raise InvalidSiteStateError(
             f"{description} is lost: {shown_path} is not a file that can be read; {_ADVICE}"
         ) from error
-    if checksum_line != f"{_checksum(owner_line, state)}\n".encode():
+    if checksum_line != f"{_compute_checksum(owner_line, state)}\n".encode():
         raise InvalidSiteStateError(
             f"{description} is damaged: {shown_path} was changed since it was written; {_ADVICE}"
         )
@@ -142,7 +142,7 @@ def write_private_state_and_delete_older(
         serialize_state(private_state),
     )
     with open_atomic_file(target) as file:
-        file.write(f"{_checksum(head, encoded)}\n".encode())
+        file.write(f"{_compute_checksum(head, encoded)}\n".encode())
         file.write(head)
         file.write(encoded)
     round_texts = {file: file.stem.removeprefix("round-") for file in target.parent.glob("round-*.state")}
@@ -236,7 +236,7 @@ def _owner_difference(file_owner: _StateOwner, expected_owner: _StateOwner) -> s
     return f"a method with {changed[0]} = {method[changed[0]]}" if changed else ""
 
 
-def _checksum(head: bytes, state: bytes) -> str:
+def _compute_checksum(head: bytes, state: bytes) -> str:
     digest = hashlib.sha256(head)
     digest.update(state)
     return digest.hexdigest()
@@ -244,9 +244,7 @@ def _checksum(head: bytes, state: bytes) -> str:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Locks a site's folder within a `with` block, so that only one process at a time answers messages; only the owner
-    can read files written in the block.
-    """
+    """Locks a site's folder for one process at a time; files written inside are the owner's alone."""
     create_private_folder_if_missing(folder.resolve(), parents=True)  # its owner may have put a link there
     old_umask = os.umask(0o077)  # files below are private, whatever umask the site's unit sets
     try:

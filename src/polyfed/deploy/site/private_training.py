@@ -44,9 +44,7 @@ _MOST_STEPS = 10**12
 
 
 class _PersonalNoise(TypedDict):
-    """Describes the secret of the newest evaluation's trainings: a hash of their inputs, the key of their random numbers,
-    and how many of them the ledger has.
-    """
+    """Describes the newest evaluation's secret: hash of inputs, key, and trainings in the ledger."""
 
     inputs: str
     key: str
@@ -144,9 +142,7 @@ class PrivateTrainingGuard:
             ) from error
 
     def record_steps(self, steps: PrivateSteps) -> float:
-        """Records steps in the ledger, and returns the ε of each unit with them; raises a `RefusalError` if they exceed
-        the budget.
-        """
+        """Records steps in the ledger and returns each unit's ε; raises a `RefusalError` over the budget."""
         self._check_steps(steps, "this training")
         epsilon, delta = record_private_steps(self.ledger, self.data_set, self.protection, steps), self.protection.delta
         _LOG.info(

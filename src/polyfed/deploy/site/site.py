@@ -105,9 +105,7 @@ class Site:
         check_disclose_suits_protection(self.disclose, self.protection)
 
     def answer_envelope(self, envelope: Envelope) -> Envelope:
-        """Executes the request in a server's message and returns the reply; after an error, logs it and returns a reply
-        that refuses.
-        """
+        """Executes a server's request and returns the reply; logs an error and replies a refusal."""
         return self._refuse_on_error(lambda: self._dispatch(envelope))
 
     def _dispatch(self, envelope: Envelope) -> Envelope:

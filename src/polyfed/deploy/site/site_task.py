@@ -139,9 +139,7 @@ def parse_site_task(
 
 
 def check_phase(head: Mapping[str, Any]) -> None:
-    """Raises a `RefusalError` if the phase that a message's header names is not one of the phases of a round, such as
-    training or evaluation.
-    """
+    """Raises a `RefusalError` if a header's phase is none of a round's, such as training."""
     if (phase := head["phase"]) not in get_args(Phase):
         raise RefusalError(f"{phase!r} is not a phase of a round; {did_you_mean(str(phase), get_args(Phase))}")
 

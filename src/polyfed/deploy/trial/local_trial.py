@@ -142,9 +142,7 @@ class RunningTrial(TypedDict):
 
 
 def read_running_trial(project: DeploymentProject) -> RunningTrial | None:
-    """Returns the port, sites and process ids of a project's running trial, from `trial.json`; None if no trial runs or
-    the file is damaged.
-    """
+    """Returns port, sites and process ids of `trial.json`; None if no trial runs or it is damaged."""
     try:
         content = parse_json(read_file(trial_folder_of(project) / "trial.json"))
     except (OSError, ValueError):
@@ -241,9 +239,7 @@ def start_trial(
 
 
 def _control_token_file(folder: Path) -> Path:
-    """Returns the path of the file with the token of the trial's control interface, and creates the file if it does not
-    exist.
-    """
+    """Returns the path of the control token's file, which is created if missing."""
     file = folder / "control.token"
     if not file.exists():
         file.touch(mode=0o600)
@@ -339,9 +335,7 @@ def _wait_until(is_ready: Any, process: TrialProcess) -> None:
 
 
 def raise_keyboard_interrupt_on_signals() -> None:
-    """Makes SIGTERM and Ctrl-C raise a KeyboardInterrupt, so that the trial stops its processes; Ctrl-C then also works
-    for a trial that a shell started in the background.
-    """
+    """Makes SIGTERM and Ctrl-C raise KeyboardInterrupt, also for a trial in a shell's background."""
 
     def raise_interrupt(*_: object) -> None:
         raise KeyboardInterrupt

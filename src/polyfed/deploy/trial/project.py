@@ -75,9 +75,7 @@ class DeploymentProject:
         return table
 
     def resolve_paths(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a flat configuration whose relative paths (`file`, `algorithm.catalogue`) start from the project's folder
-        and are absolute.
-        """
+        """Returns a flat configuration with absolute paths (`file`, `algorithm.catalogue`) below the project."""
         paths = {key: config[key] for key in ("file", "algorithm.catalogue") if config.get(key)}
         return {**config, **{key: str(self.path / expand_user_path(str(path), key)) for key, path in paths.items()}}
 
@@ -215,9 +213,7 @@ def write_trial_certificates(folder: Path) -> None:
 
 
 def write_site_key_pair(private_key_file: Path) -> None:
-    """Writes a site's key pair in OpenSSH's format: the private key to the given path, and the public key to that path
-    with the suffix `.pub`.
-    """
+    """Writes a key pair in OpenSSH's format, the public key with the suffix `.pub`."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 

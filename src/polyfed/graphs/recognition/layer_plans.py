@@ -131,7 +131,7 @@ def _plan_module(module: nn.Module) -> NodePlan | None:
     if isinstance(module, nn.MultiheadAttention) and not is_parametrized(module):
         return _plan_attention(module)
     if isinstance(module, nn.PReLU):
-        return _one(type_by_shape(module.weight, "prelu"), {"weight": module.weight})
+        return _plan_node(type_by_shape(module.weight, "prelu"), {"weight": module.weight})
     kind = layer_kind(module) or next(
         (kind for part, kind in _TRANSPOSED_CONVOLUTIONS if isinstance(module, part)), None
     )
@@ -146,7 +146,7 @@ def _plan_module(module: nn.Module) -> NodePlan | None:
         return None
     numbers = [getattr(module, name, 1) for name in ("stride", "groups", "dilation")]
     layer = build_layer_use(kind, tensors_by_role, *numbers)  # type: ignore[arg-type]
-    return None if layer is None else _one(layer.type, _roles(layer))
+    return None if layer is None else _plan_node(layer.type, _tensor_by_role(layer))
 
 
 def _trained_weight(module: nn.Module) -> Tensor | None:
@@ -173,12 +173,12 @@ def _plan_call(n: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
         tensors: dict[Any, Any] = {"weight": argument(1, "weight"), "bias": argument(2, "bias")}
         numbers = (argument(3, "stride", 1), argument(6, "groups", 1), argument(7, "dilation", 1))
         layer = build_layer_use(cast(LayerKind, name), tensors, *numbers)
-        return None if layer is None else _one(layer.type, _roles(layer))
+        return None if layer is None else _plan_node(layer.type, _tensor_by_role(layer))
     if name == "addmm" and not kwargs.keys() & {"alpha", "beta"}:  # transformers' Conv1D
         bias, x, weight = argument(0, "input"), argument(1, "mat1"), argument(2, "mat2")
         if isinstance(weight, nn.Parameter) and weight.shape[1:] == bias.shape and not isinstance(x, nn.Parameter):
             kind = LayerType("linear", *weight.shape)
-            return _one(kind, {TRANSPOSED: weight, "bias": bias})
+            return _plan_node(kind, {TRANSPOSED: weight, "bias": bias})
         return None
     cell = cast(_Cell, name.partition("_")[0])
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and len(args) == 9:
@@ -192,17 +192,19 @@ def _plan_call(n: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     return None
 
 
-def _roles(layer: LayerOccurrence) -> dict[str, Tensor]:
+def _tensor_by_role(layer: LayerOccurrence) -> dict[str, Tensor]:
     return {str(role): tensor for role, tensor in layer.parameters.items()}
 
 
-def _one(kind: LayerType | None, tensors: Mapping[str, Tensor]) -> NodePlan | None:
+def _plan_node(kind: LayerType | None, tensors: Mapping[str, Tensor]) -> NodePlan | None:
     return None if kind is None else NodePlan((PlannedNode(kind, tensors),), (0,))
 
 
 def _plan_lookup(weight: Tensor) -> NodePlan | None:
     rows, columns = weight.shape
-    return _one(LayerType("embedding", rows, columns, bias=False), {"weight": weight}) if rows and columns else None
+    return (
+        _plan_node(LayerType("embedding", rows, columns, bias=False), {"weight": weight}) if rows and columns else None
+    )
 
 
 def plan_recurrent_layers(

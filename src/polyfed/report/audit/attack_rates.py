@@ -106,8 +106,7 @@ def _share_below(ordered: Floats, values: Floats) -> Floats:
 
 
 def _rate_with_interval(value: float, influence: Floats, units: NDArray[np.int64], most_trials: int) -> AttackRate:
-    """Returns the rate with the interval of as many trials as would have its variance, where scores of one unit vary
-    together."""
+    """Returns the rate with the interval of as many independent trials as would have its variance."""
     _, places = np.unique(units, return_inverse=True)
     sums = np.bincount(places, influence)
     num_units = len(sums)

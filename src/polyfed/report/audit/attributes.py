@@ -73,8 +73,10 @@ def guess_attributes(network: nn.Module, examples: Examples) -> Guesses:
 
 
 def columns_of_few_values(examples: Examples) -> dict[str, tuple[int, Tensor, Tensor]]:
-    """Returns position, values and frequencies of the first 20 columns of a table that have 2 to 10 values, the most
-    frequent value first; empty if the inputs are not a table."""
+    """Returns the first 20 table columns of 2 to 10 values as `{name: (position, values, frequencies)}`.
+
+    Values are sorted by frequency, the highest first. Inputs that are no table have none.
+    """
     rows = examples.raw_inputs
     if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
         return {}

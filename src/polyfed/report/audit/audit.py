@@ -162,7 +162,9 @@ def audit(
     attributes = measure_attributes(
         [(c.train, number_units(c.train), guesses[c.id], memberships[c.id]) for c in attacked]
     )
-    report = _summarise(attacked, observations, memberships, epsilons, federation, messages, attributes, effort)
+    report = _build_audit_report(
+        attacked, observations, memberships, epsilons, federation, messages, attributes, effort
+    )
     write_audit(path, report)
     return report
 
@@ -232,7 +234,7 @@ def _train_shadow_run(
         return run_federation(halves, method, settings, progress=SilentProgress(), public=public, metrics=metrics)
 
 
-def _summarise(
+def _build_audit_report(
     clients: Sequence[Client],
     observations: Observations,
     memberships: Observations,

@@ -39,27 +39,26 @@ def read_audit(folder: Path) -> AuditReport | None:
         if not isinstance(content, dict) or not isinstance(content.get("format"), int):
             raise ValueError("it has no format")
         if content["format"] == JSON_FORMAT:
-            report: AuditReport = _restore(AuditReport, content, "it")
+            report: AuditReport = _restore_dataclass(AuditReport, content, "it")
             return report
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); audit the run again, or delete it") from error
     raise UserError(f"{path} has format {content['format']!r}, and this version reads {JSON_FORMAT}; audit again")
 
 
-def _restore(cls: Any, content: Any, label: str) -> Any:
-    """Builds a dataclass, and those in its fields, from the JSON of its fields; leaves out fields that are not its own, of a
-    later version."""
+def _restore_dataclass(cls: Any, content: Any, label: str) -> Any:
+    """Builds a dataclass and those in its fields from JSON; ignores fields of a later version."""
     if not isinstance(content, dict):
         raise UserError(f"{label} must be a mapping, got {type(content).__name__}")
     values = {name: content[name] for name in field_types(cls) if name in content}
     for name, value in values.items():
         kind, items = field_types(cls)[name], get_args(field_types(cls)[name])
         if is_dataclass(kind):
-            values[name] = _restore(kind, value, f"{label}.{name}")
+            values[name] = _restore_dataclass(kind, value, f"{label}.{name}")
         elif get_origin(kind) is tuple and isinstance(value, list):
             inner = items[0]
             values[name] = tuple(
-                _restore(inner, item, f"{label}.{name}[{k}]") if is_dataclass(inner) else item
+                _restore_dataclass(inner, item, f"{label}.{name}[{k}]") if is_dataclass(inner) else item
                 for k, item in enumerate(value)
             )
     return build_dataclass(cls, values, label)

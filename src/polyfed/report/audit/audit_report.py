@@ -62,9 +62,7 @@ class AuditReport:
             raise UserError("an audit report needs at least one client, got none")
 
     def table(self) -> list[dict[str, Any]]:
-        """Returns a row for each client and one for all, as dicts of plain numbers; ends of intervals are `auc_low`,
-        `auc_high` and so on.
-        """
+        """Returns a dict of numbers for each client and one for all, with intervals as `auc_low`, `auc_high`."""
         rows = []
         for entry in (*self.clients, self.overall):
             row: dict[str, Any] = {"client": entry.client, "examples": entry.examples}

@@ -59,9 +59,7 @@ def score_members(confidences: NDArray[np.float64], members: NDArray[np.bool_]) 
 def _fit_two_means(
     confidences: NDArray[np.float64], members: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
-    """Returns each example's difference between the means of members and non-members, the point half-way between the
-    two, and the variance around them.
-    """
+    """Returns each example's mean of members minus non-members, the middle of both, and the variance."""
     num_in, num_out = members.sum(0), (~members).sum(0)
     mean_in = np.where(members, confidences, 0.0).sum(0) / np.maximum(num_in, 1)
     mean_out = np.where(members, 0.0, confidences).sum(0) / np.maximum(num_out, 1)

@@ -52,9 +52,7 @@ class SiteAnswer:
             )
 
     def sentence_without_site_and_advice(self) -> str:
-        """Returns the sentence of the advice without the site's name and the word for the advice, which the page shows
-        before it.
-        """
+        """Returns the sentence without the site's name and the advice, which the page shows before it."""
         text = self.sentence.removeprefix(f"{'mean over clients' if self.client is None else self.client}: ")
         if self.kind == "undecided":  # what a simple model does alone is said before
             before, _, after = text.partition("not decided: ")

@@ -25,9 +25,7 @@ _POINTS = 10
 @final
 @dataclass(frozen=True)
 class CalibrationPoint:
-    """Holds one point of a calibration curve, for a group of examples: their mean predicted probability, the share of
-    positives with its confidence interval, and the number of examples (mean over seeds).
-    """
+    """Holds the mean predicted probability and the share of positives (with interval) of a group of examples."""
 
     mean_probability: float
     positive_share: float
@@ -168,7 +166,5 @@ def _last_within(is_within: Callable[[float], bool], inside: float, outside: flo
 
 
 def z_of_confidence_level(level: float) -> float:
-    """Returns how many standard deviations to each side of the mean hold the share `level` of a normal distribution:
-    1.96 for 0.95.
-    """
+    """Returns how many standard deviations around the mean hold a normal share `level`: 1.96 for 0.95."""
     return NormalDist().inv_cdf((1 + level) / 2)

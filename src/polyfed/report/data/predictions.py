@@ -27,9 +27,7 @@ _MANY_CLIENTS = 100  # clients from which only these two are read
 @final
 @dataclass(frozen=True, eq=False)
 class BinaryClassOutput:
-    """Describes one yes/no question of a classification task, such as "is the example of this class?"; `column` is the
-    position of the network output that answers it.
-    """
+    """Names a yes/no question of a task, and the `column` of the network's output that answers it."""
 
     name: str
     column: int
@@ -75,9 +73,7 @@ class GroupPredictions:
 
     @cached_property
     def binary_questions(self) -> tuple[BinaryClassOutput, ...]:
-        """Returns the yes/no questions of the task: for two classes one question, whether an example is of the second
-        class; otherwise one question per class or label.
-        """
+        """Returns one yes/no question per class or label; for two classes only that of the second."""
         columns = self.task.yes_no_columns(len(self.class_names))
         return tuple(BinaryClassOutput(self.class_names[k], k) for k in columns)
 
@@ -107,15 +103,11 @@ class GroupPredictions:
         return f"{len(self.seeds)} {'repeats of the folds' if self.fold_of_rows else 'trainings'}"
 
     def groups(self, clients: Sequence[str], seed: int) -> NDArray[np.int64] | None:
-        """Returns for each test example of the clients the number of the group that it belongs to (such as a patient),
-        in the order of `column_values`; None if examples have no groups.
-        """
+        """Returns the group number (a patient's, say) of each test example; None if examples have none."""
         return _join_groups([self.prediction_tables[self.methods[0], seed, client] for client in clients])
 
     def groups_of_predictions(self, method: str, seed: int, clients: Sequence[str]) -> NDArray[np.int64] | None:
-        """Returns for each example of `binary_predictions` the number of the group that it belongs to (such as a
-        patient), in the same order; None if examples have no groups.
-        """
+        """Returns the group number of each example of `binary_predictions`; None if examples have none."""
         tables = [self.prediction_tables[method, seed, client] for client in clients]
         groups = _join_groups(tables)
         if groups is None:
@@ -124,9 +116,7 @@ class GroupPredictions:
         return np.asarray(groups[is_finite])
 
     def confusion_matrix(self, method: str, seed: int, clients: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Counts the test examples of the given clients by true class (rows) and most probable class (columns), as an
-        array of shape (K, K) for K classes.
-        """
+        """Counts test examples by true class (rows) and most probable class (columns), shape (K, K)."""
         size = len(self.class_names)
         matrix = np.zeros((size, size), np.int64)
         for client in clients:
@@ -136,9 +126,7 @@ class GroupPredictions:
         return matrix
 
     def column_names(self) -> list[str]:
-        """Returns the names of the columns, such as "sex", that come with the test examples besides inputs and targets,
-        in ascending order.
-        """
+        """Returns, sorted, the names of the test examples' further columns, such as "sex"."""
         return sorted({name for table in self.prediction_tables.values() for name in table.columns})
 
     def column_values(self, name: str, clients: Sequence[str], seed: int) -> list[Any]:
@@ -155,9 +143,7 @@ class GroupPredictions:
 
 
 def _join_groups(tables: Sequence[Predictions]) -> NDArray[np.int64] | None:
-    """Returns the groups of the examples of several clients, with numbers that differ between clients; None if no client has
-    groups.
-    """
+    """Returns the groups of several clients' examples, with numbers that no two clients share; None without groups."""
     if all(table.groups is None for table in tables):
         return None
     joined, first = [], 0
@@ -276,9 +262,7 @@ def _join_folds(
 
 
 def _stored_task(run_group: RunGroup) -> Task | None:
-    """Returns the task that the comparison or the first run names; None if none is named, or it is code that this
-    process does not trust.
-    """
+    """Returns the task of the comparison or first run; None without one, or if its code is not trusted."""
     folders = (run.folder for method in run_group.methods for run in method.runs if run.folder is not None)
     folder = next(folders, None)
     spec = run_group.comparison_results.get("task") or (read_manifest(folder).get("task") if folder else None)
@@ -293,8 +277,9 @@ def _target_form(predictions: Predictions) -> tuple[Any, ...]:
 
 
 def methods_by_importance(run_group: RunGroup) -> list[MethodRuns]:
-    """Returns the methods in the order in which the page shows their predictions and draws colours for them: the best,
-    training alone, the methods that the answers advise, and the next best.
+    """Returns the methods as the page orders and colours them.
+
+    They are the best, training alone, the methods that the answers advise, and the next best.
     """
     advised = {
         answer.get("method")

@@ -56,7 +56,7 @@ def read_provenance(run_group: RunGroup) -> Provenance:
         config = run.config if isinstance(run.config.get("data"), Mapping) else {}
         return Provenance(
             run.folder.resolve().name,
-            _written(run.folder / "metrics.jsonl"),
+            _time_of_writing(run.folder / "metrics.jsonl"),
             "polyfed run config.yaml" if config else "",
             _as_yaml(config),
             str(manifest.get("data_fingerprint") or ""),
@@ -72,7 +72,7 @@ def read_provenance(run_group: RunGroup) -> Provenance:
     prints = list(dict.fromkeys(map(str, (description.get("fingerprints") or {}).values())))
     return Provenance(
         comparison.resolve().name,
-        _written(comparison / RESULTS),
+        _time_of_writing(comparison / RESULTS),
         _compare_command(description, experiment) if config else "",
         _as_yaml(config),
         join_first_and_count_rest(prints, 3),
@@ -94,7 +94,7 @@ def name_of_data(config: Mapping[str, Any]) -> str:
     return PurePath(path).stem if isinstance(path, str) and path else str(data.get("name", ""))
 
 
-def _written(path: Path) -> str:
+def _time_of_writing(path: Path) -> str:
     try:
         return datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0")
     except OSError:
@@ -102,8 +102,7 @@ def _written(path: Path) -> str:
 
 
 def _as_yaml(config: Mapping[str, Any]) -> str:
-    """Returns a configuration as YAML; of files and folders only the last part of the name, which says nothing of a person's
-    machine."""
+    """Returns a configuration as YAML, with the last part of paths only, which names no person's machine."""
     printed_config = {name: value for name, value in config.items() if name not in EXECUTION_FIELDS}
     data = printed_config.get("data")
     if isinstance(data, Mapping):

@@ -173,8 +173,9 @@ class RunGroup:
         return {client: entry[name] for client, entry in clients.items() if entry.get(name) is not None}
 
     def gains_over_local(self, method: MethodRuns) -> list[ClientGain]:
-        """Computes how much better each client scores than when it trains on its own data only with the same seed, as a
-        list with the largest gain first; empty without local runs. Clients that lack one of the scores are left out.
+        """Computes each client's gain over training alone with the same seed, the largest first.
+
+        Clients without one of the scores are left out.
         """
         if self.local_method is None or method is self.local_method:
             return []
@@ -319,8 +320,10 @@ def _data_title(config: Mapping[str, Any]) -> str:
 
 
 def _unfinished_comparison_group(folder: Path, runs: Sequence[RunRecord], notes: list[str]) -> RunGroup:
-    """Builds the group of an unfinished comparison, and appends a note on what it shows: of finished runs those of the seeds
-    that all their methods have, since others cannot be compared; all runs if there is no such seed."""
+    """Builds the group of an unfinished comparison from the seeds that all methods finished; all runs without one.
+
+    A note on what it shows is appended to `notes`.
+    """
     description = comparison.read_description(folder)
     runs_by_label: dict[str, list[RunRecord]] = {}
     for run in [run for run in runs if run.rounds_done >= run.planned_rounds] or runs:

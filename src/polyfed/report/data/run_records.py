@@ -109,9 +109,7 @@ class RunRecord:
 @final
 @dataclass(frozen=True, eq=False)
 class ClientGain:
-    """Holds how much better a client scores than when it trains on its own data only: mean over seeds, lowest and
-    highest seed.
-    """
+    """Holds a client's gain over training on its own data only: mean, lowest and highest over seeds."""
 
     client: str
     mean: float
@@ -188,8 +186,7 @@ def read_run_record(folder: Path) -> RunRecord | None:
 
 
 def _sample_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns how many of how many clients a round evaluated, with the intervals of its means; empty if it was all, or if
-    the entry is damaged."""
+    """Returns the numbers of evaluated and of all clients, with intervals of means; empty if all were evaluated."""
     sample = record.get("evaluated")
     if not isinstance(sample, Mapping) or not all(type(sample.get(name)) is int for name in ("clients", "of")):
         return {}
@@ -238,9 +235,7 @@ def norms_and_warnings_of_rounds(records: Sequence[Mapping[str, Any]]) -> NormsA
 
 
 def _deciding_metric(config: Mapping[str, Any]) -> str | None:
-    """Returns the metric by which a run is judged, the first in its configuration; None if the configuration names no
-    metric.
-    """
+    """Returns the first metric in a run's configuration, by which it is judged; None if it names none."""
     metrics = config.get("metrics")
     first = metrics[0] if isinstance(metrics, list) and metrics else metrics
     if isinstance(first, str) and ":" in first:  # one of the user's, which is called by the last word of `module:name`

@@ -41,15 +41,11 @@ class ScoreFormat:
         return mean_label_of(self.label)
 
     def positive_if_better(self, difference: float) -> float:
-        """Returns the difference of two scores (first minus second) with the sign changed if lower is better, so that a
-        positive value means that the first is better.
-        """
+        """Returns a difference of scores (first minus second), negated where lower scores are better."""
         return difference if self.higher_is_better else -difference
 
     def best_value(self, values: list[float]) -> float:
-        """Returns the best of the given scores: the highest, or the lowest if lower is better; there must be at least
-        one.
-        """
+        """Returns the highest of one or more scores, or the lowest where lower is better."""
         return max(values) if self.higher_is_better else min(values)
 
     @property

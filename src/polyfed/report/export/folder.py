@@ -162,9 +162,7 @@ def _folder_contents(trained: TrainedModel, format: Format) -> dict[str, bytes]:
 
 
 def _write_folder(target: Path, contents: dict[str, bytes]) -> None:
-    """Writes the files to a temporary folder beside `target`, and renames it to `target` when all files are on the
-    disk.
-    """
+    """Writes files to a temporary folder, and renames it to `target` when all are on the disk."""
     partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
     try:
         create_private_folder_if_missing(partial, parents=True)
@@ -243,9 +241,7 @@ class ExportedModel:
         self._network = build_trained_network(network_spec, weights, folder, None, method, description)
 
     def predict(self, table: Any) -> dict[str, list[Any]]:
-        """Predicts every row of a table; takes the arguments and returns the results of
-        `polyfed.simulation.results.saved_model.SavedModel.predict`.
-        """
+        """Predicts every row of a table, as `polyfed.simulation.results.saved_model.SavedModel.predict` does."""
         if self._network is not None:
             return SavedModel(self._network, self._prepared, self._client).predict(table)
         stored = encode_table(table, self._prepared.columns)

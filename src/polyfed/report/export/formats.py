@@ -105,9 +105,7 @@ NetworkFunction = Callable[..., Tensor]
 
 
 def _check_same_outputs(module: StandaloneModule, run_exported: NetworkFunction, trained: TrainedModel) -> None:
-    """Raises an error if the exported file gives other outputs than the network, also for batches of other sizes than
-    in the export.
-    """
+    """Raises an error if the exported file gives other outputs than the network for some batch size."""
     for number in CHECKED_BATCH_SIZES:
         inputs = draw_random_inputs(trained, number, seed=number)
         expected, actual = module(*inputs), run_exported(*inputs)

@@ -35,9 +35,7 @@ class StandaloneModule(nn.Module):
         self.ready = nn.ModuleList(ready)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Returns the network's outputs, shape (batch, ...), for the input tensors, which are in the order of the
-        signature.
-        """
+        """Returns the outputs, shape (batch, ...), for the inputs in the order of the signature."""
         ready_inputs = tuple(ready(tensor) for ready, tensor in zip(self.ready, inputs, strict=True))
         outputs = logits_of(call_network(self.network, _build_input_tree(self.tree, ready_inputs)))
         return outputs if self.unit is None else self.unit(outputs)

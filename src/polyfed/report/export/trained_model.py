@@ -53,9 +53,7 @@ TABLE_OPTIONS = (
 @final
 @dataclass(frozen=True)
 class ClientScore:
-    """Holds one score of a network on the client's test examples, with its confidence interval; the interval may be
-    None.
-    """
+    """Holds a network's score on the client's test examples, with its confidence interval or None."""
 
     label: str
     value: float
@@ -90,9 +88,7 @@ class TrainedModel:
 
     @property
     def method_name(self) -> str:
-        """Returns the name of the method that trained the network; empty for a network from a site, where the method is
-        not known.
-        """
+        """Returns the name of the training method; empty for a site's network, where it is not known."""
         return "" if self.algorithm is None else registry_name(self.algorithm)
 
     @property
@@ -146,9 +142,7 @@ def _never_trained(records: Sequence[Mapping[str, Any]], client: str, last_round
 
 
 def _refuse_wrapped_network(algorithm: Algorithm[Any, Any]) -> None:
-    """Raises an error if the method adds something to the network: an export has one network, and would disclose what of
-    the client's data is added.
-    """
+    """Raises an error if the method wraps the network: the export would disclose stored data of the client."""
     if isinstance(algorithm, WrapsNetwork) and isinstance(algorithm, TrainsAuxiliaryNetwork):
         raise UserError(
             f"a network of {registry_name(algorithm)} has a second network beside it, and is not exported; use run.predict "

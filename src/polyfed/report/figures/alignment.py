@@ -56,16 +56,12 @@ class RepresentationAlignment:
 
     @property
     def mean_cka_of_initial_networks(self) -> float:
-        """Returns the mean similarity (linear CKA) of two clients' representations before training, over all pairs of
-        clients.
-        """
+        """Returns the mean linear CKA before training of any two clients' representations."""
         return _mean_over_pairs(self.cka_before)
 
     @property
     def mean_cka_of_trained_networks(self) -> float:
-        """Returns the mean similarity (linear CKA) of two clients' representations after training, over all pairs of
-        clients.
-        """
+        """Returns the mean linear CKA after training of any two clients' representations."""
         return _mean_over_pairs(self.cka_after)
 
 

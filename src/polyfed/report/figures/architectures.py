@@ -96,9 +96,7 @@ class ArchitectureSearchResult:
 
     @property
     def cell_titles(self) -> tuple[str, ...]:
-        """Returns the titles of a client's cells in their order: "base cell 1", "base cell 2", ..., "personal cell 1",
-        ...
-        """
+        """Returns the titles of a client's cells: "base cell 1", ..., "personal cell 1", ..."""
         stacks = [cell.stack for cell in self.cells[0]]
         return tuple(f"{stack} cell {stacks[: k + 1].count(stack)}" for k, stack in enumerate(stacks))
 
@@ -187,9 +185,7 @@ def _description_of(run: Run, client: str) -> Any:
 
 
 def _read_descriptions(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Reads the description of each client's network from models/ID.json; returns the contents and the files' paths, by
-    client.
-    """
+    """Reads each client's network description from models/ID.json; returns contents and paths by client."""
     if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run directory: it has no config.yaml")
     config = read_config(folder)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @cache
-def _environment() -> "Environment":
+def _jinja_environment() -> "Environment":
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -38,15 +38,13 @@ def read_asset(name: str) -> Markup:
 
 
 def render_template(name: str, **context: Any) -> Markup:
-    """Renders the Jinja2 template `templates/NAME.html.j2` with the given variables; raises an error if a variable is
-    missing.
-    """
-    return Markup(_environment().get_template(f"{name}.html.j2").render(**context))
+    """Renders `templates/NAME.html.j2`; a missing variable is an error."""
+    return Markup(_jinja_environment().get_template(f"{name}.html.j2").render(**context))
 
 
 def _render_macro(name: str, *arguments: Any) -> Markup:
     """Renders one macro of the template file `macros.html.j2` with the given arguments."""
-    macro = getattr(_environment().get_template("macros.html.j2").module, name)
+    macro = getattr(_jinja_environment().get_template("macros.html.j2").module, name)
     return Markup(macro(*arguments).strip())
 
 

@@ -154,9 +154,7 @@ def _html_group(
 
 
 def _prediction_panels(run_group: RunGroup, page_details: PageDetails, key: str) -> list[tuple[str, Markup]]:
-    """Renders the panels that are made from test predictions, each with its heading; without predictions, one panel
-    says why.
-    """
+    """Renders the panels made from test predictions, with headings, or one that says why there are none."""
     if page_details.predictions is None:
         return (
             [(_PREDICTIONS_HEADING, html_paragraph(page_details.predictions_note))]

@@ -71,9 +71,7 @@ class PageDetails:
 
 
 def html_methods_table(run_group: RunGroup) -> Markup:
-    """Renders a table with one row per method; for a comparison with a target score, the table also shows the cost
-    until each method reached it.
-    """
+    """Renders one row per method, with the cost of reaching a comparison's target score, if it has one."""
     unit, several_seeds, is_comparison = (
         run_group.score_format.unit,
         len(run_group.seeds) > 1,
@@ -141,9 +139,7 @@ def html_methods_table(run_group: RunGroup) -> Markup:
 
 
 def _cost_to_target(run_group: RunGroup) -> tuple[str, list[list[str]]]:
-    """Returns a sentence on the target score of a comparison (empty without one), and for each method the cost of
-    reaching the target.
-    """
+    """Returns a sentence on the target score (empty without one), and each method's cost of reaching it."""
     target = run_group.comparison_results.get("target", {})
     if target.get("score") is None:
         return "", []
@@ -352,16 +348,13 @@ def html_class_counts(details: PageDetails, key: str) -> Markup:
 
 
 def _stored_statistic(method: MethodRuns, name: str, default: float) -> float:
-    """Returns a statistic of a method that a finished comparison stored, NaN where it is not defined; returns `default`
-    without a comparison.
-    """
+    """Returns a method's stored statistic, NaN if undefined, or `default` without a finished comparison."""
     value = method.statistics.get(name, default)
     return math.nan if value is None else float(value)
 
 
 def _line_style(run_group: RunGroup, method: MethodRuns) -> int:
-    """Returns the number of the style of a method's line, which is that of its other figures; training alone has its own
-    style, grey and dashed."""
+    """Returns the style number of a method's line in all figures; training alone is grey and dashed."""
     if method is run_group.local_method:
         return 2 * COLOUR_COUNT - 1
     position = [x for x in methods_by_importance(run_group) if x is not run_group.local_method].index(method)
@@ -369,9 +362,7 @@ def _line_style(run_group: RunGroup, method: MethodRuns) -> int:
 
 
 def _curve_for_script(method: MethodRuns) -> dict[str, Any]:
-    """Returns a method's learning curve in the form that the page's script reads: rounded numbers, and null for
-    undefined values.
-    """
+    """Returns a learning curve for the page's script: rounded numbers, null where undefined."""
     table = {
         name: [None if math.isnan(v) else float(f"{v:.5g}") for v in values]
         for name, values in method.learning_curve_columns.items()
@@ -389,8 +380,7 @@ def _defined_scores(score_by_client: Mapping[str, float | None]) -> list[float]:
 
 
 def _best_columns(values: Sequence[float], score_format: ScoreFormat) -> set[int]:
-    """Returns the columns with the best value of a table row, where column 0 is the row's name; empty if all values are
-    equal."""
+    """Returns the columns with a row's best value, where column 0 is its name; empty if all are equal."""
     defined = [value for value in values if not math.isnan(value)]
     if len(defined) < 2 or max(defined) == min(defined):
         return set()

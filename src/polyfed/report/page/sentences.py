@@ -33,9 +33,7 @@ def unit_of_score(score: str) -> NumberUnit:
 
 
 def describe_comparison(run_group: RunGroup, noun: str = "client") -> str:
-    """Returns one sentence with the numbers of clients, methods and seeds, the score, and the rounds after which it was
-    computed; `noun` is "client" or "site".
-    """
+    """Says in one sentence how many clients ("client" or "site"), methods, seeds and rounds there are."""
     clients = count_with_noun(len(run_group.clients), noun)
     rounds = sorted({run.scored_round for method in run_group.methods for run in method.runs})
     rounds_text = f"after round {rounds[0]}" if len(rounds) == 1 else f"after rounds {rounds[0]} to {rounds[-1]}"
@@ -110,9 +108,7 @@ def _best_method_sentence(run_group: RunGroup, scored_methods: Sequence[MethodRu
 
 
 def omission_and_tuning_notes(run_group: RunGroup) -> list[str]:
-    """Returns sentences about what a comparison left out and why, and about how it chose hyper-parameters and numbers
-    of rounds.
-    """
+    """Returns sentences on what a comparison left out, and how it chose fields and rounds."""
     results = run_group.comparison_results
     if not results:
         return []

@@ -86,8 +86,7 @@ class AsynchronousPlan(RoundPlan):
         return super().validate_reply(result) if outcome is None else outcome
 
     def rebase_reply(self, client: str, reply: Message, message: Message) -> tuple[Message, Message]:
-        """Returns a client's reply with its change added to the newest state, scaled by its staleness, and the message of
-        the newest state."""
+        """Returns the reply with its change, scaled by staleness, added to the newest state; and its message."""
         newest = self._newest_messages[client]
         scale = self.rule.scale(self.staleness_of(client))
         try:

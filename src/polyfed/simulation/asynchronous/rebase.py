@@ -43,7 +43,7 @@ def rebase_update(
                     f"tensor {name!r} of group {group!r} was not in the server's message, so that its change is not known"
                 )
             if not tensor.is_floating_point() or name in buffer_names or name.endswith(_BUFFER_SUFFIXES):
-                tensors[group][name] = _mix(base, tensor, min(1.0, scale))
+                tensors[group][name] = _mix_tensors(base, tensor, min(1.0, scale))
             elif scale == 1 and torch.equal(before, base):
                 tensors[group][name] = tensor
             else:
@@ -69,11 +69,11 @@ def mix_model(reply: Message, newest: Message, share: float) -> Message:
             base = _find_tensor(newest, group, name, tensor)
             if base is None:
                 raise ValueError(f"tensor {name!r} of group {group!r} is not in the server's message")
-            tensors[group][name] = _mix(base, tensor, share)
+            tensors[group][name] = _mix_tensors(base, tensor, share)
     return Message(tensors, reply.scalars)
 
 
-def _mix(base: Tensor, tensor: Tensor, share: float) -> Tensor:
+def _mix_tensors(base: Tensor, tensor: Tensor, share: float) -> Tensor:
     if share == 1:
         return tensor
     mixed = (1.0 - share) * base.to(torch.float64) + share * tensor.to(torch.float64)
@@ -81,8 +81,10 @@ def _mix(base: Tensor, tensor: Tensor, share: float) -> Tensor:
 
 
 def _find_tensor(message: Message, group: str, name: str, like: Tensor) -> Tensor | None:
-    """Returns the tensor of a message that a reply's tensor has changed: the one of the same group and name, or of the same
-    name in another group (FedRep's first message has the whole network, its replies the body); None if there is none."""
+    """Returns the tensor of a message that a reply's tensor has changed; None if there is none.
+
+    It has the same name, in the same group or another: FedRep first sends the whole network, and gets the body.
+    """
     groups = [message.tensors.get(group, {}), *message.tensors.values()]
     candidates = (tree[name] for tree in groups if name in tree)
     return next((tensor for tensor in candidates if tensor.shape == like.shape and tensor.dtype == like.dtype), None)

@@ -55,9 +55,7 @@ class Callback(ABC):
         return None
 
     def on_end(self) -> None:
-        """Runs once at the end, when all results are written: after the last round, or after a callback has stopped the
-        run.
-        """
+        """Runs once, after the last round or a callback's stop, when all results are written."""
         return
 
 
@@ -80,8 +78,7 @@ class FunctionCallback(Callback):
 
 
 def name_of_callback(callback: Callback) -> str:
-    """Returns the name by which messages and files call a callback: that of its class, or of the function that was
-    given."""
+    """Returns the name of a callback in messages and files: that of its class or function."""
     return callback.name if isinstance(callback, FunctionCallback) else type(callback).__name__
 
 

@@ -40,9 +40,7 @@ class CheckpointSaver(Callback):
             directory.add_to_manifest({name: {} for name in outdated})
 
     def on_aggregated(self, round_number: int) -> None:
-        """Saves a checkpoint if one is due: every `checkpoint_every` rounds, after the last round, and after the round
-        that the setting `keep` selects.
-        """
+        """Saves a checkpoint if `checkpoint_every` or `keep` want one, or the round is the last."""
         run = self._run
         state, keep = run.checkpoint, run.settings.keep
         kept_round = keep if isinstance(keep, int) else run.history[-1]["best_round"] if run.history else None
@@ -54,9 +52,7 @@ class CheckpointSaver(Callback):
             self.save_newest_state()
 
     def save_newest_state(self) -> None:
-        """Saves the run's newest state as a checkpoint; does nothing if it is saved already, or the run has no
-        directory.
-        """
+        """Saves the newest state as a checkpoint, unless it is saved or the run has no directory."""
         run, directory, state = self._run, self._run.directory, self._run.checkpoint
         if directory is None or state.round <= self._saved_round:
             return
@@ -71,9 +67,7 @@ class CheckpointSaver(Callback):
         self._saved_round, self._kept_rounds = state.round, _rounds_of(run.best)
 
     def on_end(self) -> None:
-        """Writes the clients' personal models and their predictions to the run directory, as they were after the round
-        that the setting `keep` selects.
-        """
+        """Writes personal models and predictions of the round that `keep` selects to the run directory."""
         run, directory, keep = self._run, self._run.directory, self._run.settings.keep
         if run.best is None and keep in ("best", "loss"):
             criterion = "score" if keep == "best" else "loss"

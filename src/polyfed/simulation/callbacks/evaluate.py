@@ -20,9 +20,7 @@ class RoundEvaluator(Callback):
         self._run = run
 
     def on_aggregated(self, round_number: int) -> None:
-        """Evaluates the clients after this round, or leaves that to the training of the next round, if the engine
-        evaluates and trains at once.
-        """
+        """Evaluates the clients, unless the engine does so while it trains the next round."""
         run, after = self._run, self._run.aggregated
         if not is_evaluation_round(run.settings, round_number):
             run.finish_round(after, None)

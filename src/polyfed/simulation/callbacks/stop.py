@@ -32,9 +32,7 @@ class UserCallbackRunner(Callback):
             self._call(callback, "on_aggregated", round_number)
 
     def on_round(self, record: Mapping[str, Any]) -> None:
-        """Calls `on_round` of every user callback with the round's record; if one returns False, stops the run after
-        this round. The first that returns False is recorded as the one that stopped the run.
-        """
+        """Calls `on_round` of every user callback; the first that returns False stops the run."""
         for callback in self._callbacks:
             if asks_to_stop(self._call(callback, "on_round", record)):
                 self._run.request_stop_after_round(name_of_callback(callback))

@@ -134,11 +134,11 @@ def _hash_code(root: Any) -> str:
         if isinstance(thing, type):
             functions, used = _functions_of_class(thing), list(thing.__mro__[1:])
             constants = {name: value for name, value in vars(thing).items() if name.isupper()}
-            texts.append(f"{thing.__qualname__}: {_plain(constants)}")
+            texts.append(f"{thing.__qualname__}: {_plain_values(constants)}")
         for name, function in sorted(functions.items()):
             values = _values_by_name(function)
             texts.append(
-                f"{thing.__qualname__}.{name}: {_describe_code(function.__code__, function.__doc__)} {_plain(values)}"
+                f"{thing.__qualname__}.{name}: {_describe_code(function.__code__, function.__doc__)} {_plain_values(values)}"
             )
             used += [_class_or_function(v) for v in values.values() if isinstance(v, type) or inspect.isroutine(v)]
             used += [value for value in values.values() if isinstance(value, type)]
@@ -182,7 +182,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _plain(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _plain_values(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     return sorted((name, repr(value)) for name, value in values.items() if _is_plain(value))
 
 

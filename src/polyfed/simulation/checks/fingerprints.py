@@ -46,9 +46,7 @@ def _describe_loss(client: Client) -> str:
 
 
 def earlier_version_run_error(run_fingerprint: str, clients: Sequence[Client], public: Examples | None) -> str | None:
-    """Returns an error message if the run was started with these clients by an earlier version of polyfed, and so
-    cannot be resumed; None if it was not.
-    """
+    """Returns an error if an earlier version of polyfed began the run with these clients; else None."""
     modules = {c.id: cached_module(c.model).module for c in clients if c.model is not None}
     further_names_of = next(filter(None, map(first_name_by_alias, modules.values())), None)
     if not further_names_of:

@@ -76,9 +76,7 @@ def warn_of_single_client(ids: Sequence[str], methods: Iterable[Algorithm[Any, A
 
 
 def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:
-    """Raises a `UserError` if the clients or public examples fail a requirement of the method (`algorithm.requires`);
-    the error names these clients, and methods that would suit them.
-    """
+    """Raises a `UserError` if clients or public examples fail a requirement; names methods that would do."""
     if "public_data" in algorithm.requires and public is None:
         raise UserError(
             f"{registry_name(algorithm)} needs public examples that are no client's data; give public=... (federate) "
@@ -94,9 +92,7 @@ def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any]
 
 
 def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """Raises a `UserError` if the clients' networks or the form of their data do not suit the method; does not check
-    public examples.
-    """
+    """Raises a `UserError` if the clients' networks or data (public examples apart) do not suit the method."""
     requirements, name = algorithm.requires, registry_name(algorithm)
     check_declared_words_are_known(algorithm, type(algorithm).__name__)
     check_table_schemas(clients, algorithm)
@@ -181,9 +177,7 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
 
 
 def representation_width(client: Client) -> int:
-    """Returns the width of a network's representation, which is the number of inputs of its last linear layer; raises a
-    `UserError` if the network has none.
-    """
+    """Returns the inputs of a network's last linear layer; raises a `UserError` if there is none."""
     assert client.model is not None
     network = cached_module(client.model).module
     try:
@@ -333,8 +327,7 @@ def check_networks_run(
 
 
 def _is_stale(cached: CachedModule, rebuilt: nn.Module) -> bool:
-    """Returns whether a factory builds another network than the one that was cached, since a global or an attribute that
-    it reads has changed; weights are not compared, which differ from seed to seed."""
+    """Returns whether a factory now builds another network than the cached one, whatever its weights."""
     buffers = {**dict(cached.module.named_buffers()), **cached.buffers}, dict(rebuilt.named_buffers())
     attributes = (
         {name: own_attributes(part) for name, part in module.named_modules()} for module in (cached.module, rebuilt)
@@ -348,8 +341,7 @@ def _is_stale(cached: CachedModule, rebuilt: nn.Module) -> bool:
 
 
 def _common_tensor(first: nn.Module, second: nn.Module) -> str | None:
-    """Returns the name of a tensor that two networks share, though they must be independent; None if they share none.
-    Frozen parameters may be shared, since they never change."""
+    """Returns the name of a trained tensor that two networks share though they must be independent, or None."""
     first_ids = {id(tensor) for tensor in (*first.parameters(), *first.buffers())}
     second_tensors = (*((n, p) for n, p in second.named_parameters() if p.requires_grad), *second.named_buffers())
     return next((name for name, tensor in second_tensors if id(tensor) in first_ids), None)
@@ -360,9 +352,7 @@ def _describe_outputs(shape: tuple[int, ...]) -> str:
 
 
 def examples_by_split(client: Client) -> dict[str, Examples]:
-    """Returns a client's examples by the name of their split: "train", "test" and, if the client has them, "val" and
-    "global_test".
-    """
+    """Returns a client's sets by name: "train", "test" and, if it has them, "val" and "global_test"."""
     sets = {"train": client.train, "test": client.test, "val": client.val, "global_test": client.global_test}
     return {name: data for name, data in sets.items() if data is not None}
 
@@ -372,9 +362,7 @@ _FINGERPRINT_NAMES = {"TablePreprocessor(": "Prepared(", "LazyImageDecoder(": "D
 
 
 def stable_repr(transform: Any) -> str:
-    """Returns a text that describes a transform and is the same in every process, unlike the `repr` of a function,
-    which includes the function's address.
-    """
+    """Describes a transform by a text that is the same in every process, without addresses."""
     if isinstance(transform, PartwiseTransform):
         return str({name: stable_repr(part_transform) for name, part_transform in transform.transforms.items()})
     if not is_dataclass(transform):

@@ -25,12 +25,12 @@ def describe_values(value: Any) -> Any:
     (True, False)
     """
     try:
-        return _describe(value, {})
+        return _describe_part(value, {})
     except Exception as error:  # whatever a user's object raises when it is looked at
         return type(value).__qualname__, type(error).__qualname__
 
 
-def _describe(value: Any, described: dict[int, tuple[int, Any]]) -> Any:
+def _describe_part(value: Any, described: dict[int, tuple[int, Any]]) -> Any:
     """Describes a value; `described` has the objects that were described before, by id, and their numbers."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic | torch.dtype):
         return repr(value)
@@ -45,18 +45,20 @@ def _describe(value: Any, described: dict[int, tuple[int, Any]]) -> Any:
     described[id(value)] = len(described), value  # which stays alive, so that no other gets its id
     name = getattr(value, "__qualname__", type(value).__qualname__)
     if isinstance(value, Mapping):
-        entries = [(repr(_describe(key, described)), key) for key in value]
-        return name, tuple((text, _describe(value[key], described)) for text, key in sorted(entries, key=itemgetter(0)))
+        entries = [(repr(_describe_part(key, described)), key) for key in value]
+        return name, tuple(
+            (text, _describe_part(value[key], described)) for text, key in sorted(entries, key=itemgetter(0))
+        )
     if isinstance(value, list | tuple):
-        return name, tuple(_describe(entry, described) for entry in value)
+        return name, tuple(_describe_part(entry, described) for entry in value)
     if isinstance(value, set | frozenset):
-        return name, tuple(sorted(repr(_describe(entry, described)) for entry in value))
+        return name, tuple(sorted(repr(_describe_part(entry, described)) for entry in value))
     parts = (
         [value.state_dict(), own_attributes(value), value._modules]
         if isinstance(value, nn.Module)
         else _parts_of(value)
     )
-    return name, tuple(_describe(part, described) for part in parts)
+    return name, tuple(_describe_part(part, described) for part in parts)
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:

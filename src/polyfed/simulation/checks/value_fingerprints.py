@@ -17,9 +17,7 @@ from polyfed.simulation.checks.value_descriptions import describe_values
 
 
 def hash_values_by_name(clients: Iterable[Client]) -> dict[str, str]:
-    """Returns {name: short hash} of the values that each function or class of transforms, augmentations and losses holds,
-    over all clients. Functions without values of their own are left out.
-    """
+    """Returns `{name: hash}` of the values that transforms, augmentations and losses of all clients hold."""
     hashes, descriptions = dict[str, Any](), dict[int, Any]()  # many clients may share an object
     for client in sorted(clients, key=lambda client: client.id):
         for place, thing in _holders_of_values(client):

@@ -47,9 +47,7 @@ class ClientTask:
 
     @property
     def transmitted_message(self) -> Message:
-        """Returns the server's message in the form in which the client receives it, compressed if the run compresses
-        messages.
-        """
+        """Returns the server's message as the client receives it, compressed if the run does so."""
         return self.message if self.compressed_message is None else self.compressed_message
 
     @property
@@ -129,9 +127,7 @@ class TaskResult:
 
 
 class Engine(ABC):
-    """Runs clients' tasks (training, evaluation, export of weights): in this process, in worker processes, on a
-    cluster, or at real sites.
-    """
+    """Runs clients' tasks in this process, in worker processes, on a cluster, or at real sites."""
 
     max_block_bytes: ClassVar[int] = 256 * 2**20
     """Most bytes of messages in one call of `run`: tasks come in blocks of at most this size, or one task at a time."""
@@ -142,9 +138,7 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Runs all tasks, and yields each result as soon as it is finished, in any order. If a client fails, no error
-        is raised: its result has the error in `failure`.
-        """
+        """Runs all tasks, and yields each result once finished, in any order, with errors in `failure`."""
 
     def take_partial_sums(self) -> Sequence[PartialSum]:
         """Returns the sums of the replies of the last call of `run` that this engine has added up; none by default."""
@@ -164,14 +158,14 @@ class RealTimeEngine(Engine):
 
     @abstractmethod
     def wait_for_results(self) -> Sequence[TaskResult]:
-        """Waits until a started task has ended, and returns the results of all that have ended since the last call; empty
-        if no client is at work. `run` then returns these results again, for the same tasks."""
+        """Waits for a started task; returns all results since the last call, empty if no client is at work.
+
+        `run` then returns these results again, for the same tasks.
+        """
 
 
 def move_clients_to_device(clients: Sequence[Client], device: torch.device) -> list[Client]:
-    """Returns copies of the clients with their data on `device`; a tensor that several clients share is moved once, and
-    they still share it.
-    """
+    """Copies the clients with their data to `device`; tensors that clients share are moved once."""
     if device.type == "cpu":
         return list(clients)
     moved_stores: dict[int, torch.Tensor] = {}
@@ -226,16 +220,15 @@ def place_clients(clients: Sequence[Client] | Mapping[str, Client], device: torc
 
 
 def count_examples_of_phase(phase: Phase, client: Client) -> int:
-    """Returns the number of examples that a client processes in a task of this phase ("local", "evaluate" or "export"),
-    as an estimate of the task's duration.
-    """
+    """Returns how many examples a task of this phase processes, as an estimate of its duration."""
     sets = [client.train] if phase == "local" else [client.test, client.val, client.global_test]
     return sum(len(data) for data in sets if data is not None)
 
 
 def sort_longest_first(tasks: Sequence[ClientTask], clients: Mapping[str, Client]) -> list[ClientTask]:
-    """Returns the tasks sorted by the number of examples that they process, largest first (ties by client id), so that
-    no long task starts last. Clients that are made on demand are not made for this: then ids alone sort.
+    """Sorts tasks by their number of examples, largest first, then by client id.
+
+    Clients that are made on demand are not made for this: then ids alone sort.
     """
     if not isinstance(clients, dict):
         return sorted(tasks, key=lambda task: task.client)

@@ -120,8 +120,7 @@ def benchmark_engines(
 
 
 def _first_fit(engine: InProcessEngine, task: ClientTask) -> FitCall | None:
-    """Returns the arguments of a client's first call of `fit`; None if that call cannot be stacked with the calls of other
-    clients."""
+    """Returns the arguments of a client's first call of `fit`; None if that call cannot be stacked."""
     deferred_run = ReplayedCallResults(stop_at_first_call=True)
     try:
         with deferring_calls(deferred_run):
@@ -133,9 +132,7 @@ def _first_fit(engine: InProcessEngine, task: ClientTask) -> FitCall | None:
 
 @grad_enabled()
 def measure_speedup_of_joint_training(fit_calls: Sequence[FitCall], device: torch.device) -> float:
-    """Returns the factor by which a training step of these clients is faster together than one by one; 0 if they cannot
-    be trained together.
-    """
+    """Returns by which factor a step is faster together than one by one; 0 if it cannot be stacked."""
     short_calls = [
         replace(call, options=replace(call.options, local_epochs=1, local_steps=_STEPS)) for call in fit_calls
     ]
@@ -154,15 +151,15 @@ def measure_speedup_of_joint_training(fit_calls: Sequence[FitCall], device: torc
 
     try:
         copy_tensors_into_module(first.module, first.state)
-        single_seconds = _seconds(train_first, device)
+        single_seconds = _measure_seconds(train_first, device)
         if device.type == "cpu" and single_seconds / _STEPS > _LONGEST:
             return 0.0
-        return single_seconds * len(fit_calls) / _seconds(lambda: train_cohort(short_calls), device)
+        return single_seconds * len(fit_calls) / _measure_seconds(lambda: train_cohort(short_calls), device)
     except Exception:  # the run itself reports whatever a network raises
         return 0.0
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
+def _measure_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Returns how long a function takes: the shortest of several timings, after one warm-up call that fills caches.
 
     On a CPU it counts this thread's processor seconds, which other programs do not affect.

@@ -82,9 +82,7 @@ class CohortEngine(Engine):
         }
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Runs all tasks, and yields each result when its client has finished; clients are trained together, and
-        ordered by their ids. The clients of a source are made once for all tasks.
-        """
+        """Trains clients together, in the order of ids, and yields each result when it is finished."""
         with nullcontext() if self._source is None else self._source.hold_clients():
             yield from self._run(tasks)
 
@@ -104,8 +102,7 @@ class CohortEngine(Engine):
             waiting = still_pending
 
     def _advance(self, pending: _PendingTask) -> TaskResult | None:
-        """Runs a client's task up to its next deferred call; returns its result, or None if it waits for a stacked
-        computation."""
+        """Runs a task up to its next deferred call; returns its result, or None if it waits."""
         started = time.perf_counter()
         pending.deferred_run.restart_calls()
         try:
@@ -140,8 +137,7 @@ class CohortEngine(Engine):
     def _compute_together(
         self, members: Sequence[_PendingTask], compute: Callable[[], Sequence[FitCallResult | list[torch.Tensor]]]
     ) -> None:
-        """Computes the calls of these clients together and hands each client its result; if that fails, marks the clients
-        to run alone."""
+        """Computes these clients' calls together, and hands on the results; on failure each runs alone."""
         started = time.perf_counter()
         outputs: Sequence[FitCallResult | list[torch.Tensor]] = ()
         if len(members) >= MIN_COHORT_SIZE:
@@ -158,6 +154,5 @@ class CohortEngine(Engine):
                 pending.deferred_run.runs_alone = True
 
     def predict(self, task: ClientTask, examples: Any) -> torch.Tensor:
-        """Returns the outputs of a client's personal network for these examples, as `InProcessEngine.predict` computes
-        them."""
+        """Returns a client's outputs for these examples, as `InProcessEngine.predict` computes them."""
         return self._single_engine.predict(task, examples)

@@ -40,12 +40,12 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"unknown device {name!r}; use auto, cpu, cuda, cuda:N, mps, or what else torch has") from error
-    if not _available(device.type):
+    if not _is_device_available(device.type):
         raise UserError(f"device {name!r} is not available on this machine; use device='cpu'")
     return device
 
 
-def _available(kind: str) -> bool:
+def _is_device_available(kind: str) -> bool:
     """Returns whether this machine has a device of this kind ("cuda", say)."""
     if kind in ("cpu", "mps"):
         return kind == "cpu" or torch.backends.mps.is_available()

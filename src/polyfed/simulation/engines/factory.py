@@ -110,9 +110,7 @@ def build_engine_for_settings(
     metrics: Sequence[Metric] = (),
     choice: EngineChoice | None = None,
 ) -> Engine:
-    """Builds the engine that the settings of a run name; for `engine="auto"`, `choice` says whether clients are trained
-    together.
-    """
+    """Builds the engine that the settings name; `choice` decides `engine="auto"`."""
     device = choose_client_device(settings)
     ray_options = settings.ray_address, settings.gpus_per_worker
     reply_compression = parse_compressor(settings.compress)
@@ -132,8 +130,7 @@ def build_engine_for_settings(
 
 
 def unpicklable_client_error(clients: Sequence[Client] | SourceClients) -> str | None:
-    """Returns an error message if a client's model factory or loss cannot be pickled, so that the client cannot be sent to
-    another process; None if all can."""
+    """Returns an error if a client's model factory or loss cannot be sent to another process, or None."""
     if isinstance(clients, SourceClients):
         owned: list[tuple[str, Any]] = [("source of clients", clients)]
     else:

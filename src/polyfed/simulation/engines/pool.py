@@ -167,8 +167,9 @@ class PoolEngine(Engine):
         return _PoolWorker(process, parent_end)
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Runs the tasks in the worker processes, and yields each result as soon as it is finished. A task whose worker
-        died twice yields a result with an error in `failure`.
+        """Runs the tasks in worker processes, and yields each result as soon as it is finished.
+
+        A task whose worker died twice yields a result with an error in `failure`.
         """
         ordered = sort_longest_first(tasks, self._clients)
         # Tasks are dealt in turn, so that batches take equally long; without cohorts a batch is one task.
@@ -318,8 +319,7 @@ def _run_worker(
     uses_cohorts: bool,
     sequential: Sequence[str],
 ) -> None:
-    """Runs in a worker process: reads tasks, runs them, answers in their order, and exits when the parent process is
-    gone."""
+    """Runs tasks in a worker process, answers in order, and exits when the parent process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C: it saves the run and closes the pipe
     for connection in inherited:
         connection.close()

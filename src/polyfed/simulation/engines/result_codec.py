@@ -17,14 +17,14 @@ def encode_result_or_failure(result: TaskResult, facts: Mapping[str, Any] | None
     `facts` are what else an engine's worker has to say of it.
     """
     try:
-        return _pack(result, facts)
+        return _pack_result(result, facts)
     except (TypeError, ValueError) as error:
         task = result.task
         reason = f"{type(error).__name__}: {error}"
-        return _pack(TaskResult(task, failure=ClientError(task.round, task.client, task.phase, reason)))
+        return _pack_result(TaskResult(task, failure=ClientError(task.round, task.client, task.phase, reason)))
 
 
-def _pack(result: TaskResult, facts: Mapping[str, Any] | None = None) -> bytes:
+def _pack_result(result: TaskResult, facts: Mapping[str, Any] | None = None) -> bytes:
     failure = result.failure
     return serialize_state(
         {

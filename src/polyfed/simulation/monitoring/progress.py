@@ -48,9 +48,7 @@ class Progress(ABC):
         self.say(sentence)
 
     def for_another_process(self) -> "Progress":
-        """Returns the display for a run of a comparison that takes place in a process of its own; by default a silent
-        one.
-        """
+        """Returns the display for a comparison's run in a process of its own; here a silent one."""
         return SilentProgress()
 
     def stop(self) -> None:
@@ -75,14 +73,14 @@ def _format_mean(mean: float, score: str) -> str:
     return format_number(mean, unit)
 
 
-def _megabytes(record: Mapping[str, Any]) -> str:
+def _format_megabytes(record: Mapping[str, Any]) -> str:
     """Formats the bytes sent and received so far in MB (2^20 bytes)."""
     return f"{(record['bytes_down_total'] + record['bytes_up_total']) / 2**20:.1f} MB"
 
 
 def describe_score_and_traffic(record: Mapping[str, Any], separator: str = ", ") -> str:
     """Returns a round's mean score over clients, if it has one, and the traffic so far, as text."""
-    return separator.join(part for part in (_mean_score(record), _megabytes(record)) if part)
+    return separator.join(part for part in (_mean_score(record), _format_megabytes(record)) if part)
 
 
 @final
@@ -150,7 +148,12 @@ class LineProgress(Progress):
         parts = [f"{self._title}: round {record['round']}/{self._rounds}"]
         if record["train_loss"] is not None:
             parts.append(f"train loss {record['train_loss']:.3f}")
-        parts += [_mean_score(record), _megabytes(record), f"{record['seconds']:.2f} s", f"{seconds_left:.0f} s left"]
+        parts += [
+            _mean_score(record),
+            _format_megabytes(record),
+            f"{record['seconds']:.2f} s",
+            f"{seconds_left:.0f} s left",
+        ]
         print(sanitise_for_terminal(", ".join(part for part in parts if part)), file=self._stream, flush=True)
         if self._norms and (norm_by_client := norms_by_client(record)):
             listed = ", ".join(f"{client} {norm:.4g}" for client, norm in sorted(norm_by_client.items()))

@@ -44,9 +44,7 @@ class Logger(ABC):
 
     @abstractmethod
     def open_and_get_last_logged_round(self, folder: Path, title: str, rounds_done: int) -> int:
-        """Opens the log of a run that begins, or resumes after `rounds_done` rounds; returns the last round that the
-        log already holds.
-        """
+        """Opens a run's log before the round after `rounds_done`; returns the last round that it holds."""
 
     @abstractmethod
     def log(self, round: int, values: Mapping[str, float]) -> None:
@@ -62,9 +60,7 @@ class TensorBoard(Logger):
     """Logs a run's numbers to TensorBoard's event files in the run directory, for `tensorboard --logdir`."""
 
     def open_and_get_last_logged_round(self, folder: Path, title: str, rounds_done: int) -> int:
-        """Opens the run's event files, removes their rounds after `rounds_done`, and returns the last round that they
-        still hold.
-        """
+        """Opens the event files, and removes rounds after `rounds_done`; returns the last round in them."""
         has_events = any((folder / TENSORBOARD_FOLDER).glob("events.*"))
         last_logged = min(rounds_done, self._last_logged_round(folder / TENSORBOARD_FOLDER)) if has_events else 0
         create_private_folder_if_missing(folder / TENSORBOARD_FOLDER)
@@ -100,9 +96,7 @@ class MLflow(Logger):
         self._client.get_experiment_by_name(_experiment_name())
 
     def open_and_get_last_logged_round(self, folder: Path, title: str, rounds_done: int) -> int:
-        """Opens the MLflow run that `mlflow.json` names, or creates one if there is none or the server no longer has
-        it; returns the last round that it holds.
-        """
+        """Opens the run of `mlflow.json`, or creates one; returns the last round that it holds."""
         run_id = self._existing_run_id(folder)
         if run_id is not None:
             self._id = run_id
@@ -113,15 +107,15 @@ class MLflow(Logger):
         self._id = self._client.create_run(experiment_id, tags=tags, run_name=str(folder)).info.run_id
         write_file_atomically(folder / MLFLOW_LINK_FILE, json.dumps({"run_id": self._id}).encode())
         parameters = [
-            self._entities.Param(_mlflow_name(k), str(v)[:_LENGTH]) for k, v in _flatten(read_config(folder), ".")
+            self._entities.Param(_mlflow_name(k), str(v)[:_LENGTH])
+            for k, v in _flatten_mappings(read_config(folder), ".")
         ]
-        for part in _batches(parameters, _PARAMS):
+        for part in _split_into_batches(parameters, _PARAMS):
             self._client.log_batch(self._id, params=part)
         return 0
 
     def _existing_run_id(self, folder: Path) -> str | None:
-        """Returns the id of the MLflow run that `mlflow.json` names; None if there is none, or the server no longer has
-        it."""
+        """Returns the run id of `mlflow.json`; None without one, or if the server no longer has the run."""
         try:
             run_id = read_mlflow_run_id(folder)
             if run_id is not None:
@@ -135,7 +129,7 @@ class MLflow(Logger):
         timestamp_ms = int(1000 * time.time())
         ordered = sorted(values.items(), key=_is_mark)
         metrics = [self._entities.Metric(_mlflow_name(name), value, timestamp_ms, round) for name, value in ordered]
-        for part in _batches(metrics, _METRICS):
+        for part in _split_into_batches(metrics, _METRICS):
             self._client.log_batch(self._id, metrics=part)
 
     def close(self, *, finished: bool) -> None:
@@ -148,17 +142,13 @@ def _experiment_name() -> str:
 
 
 def ensure_mlflow_experiment(client: Any) -> str:
-    """Returns the id of the MLflow experiment for polyfed's runs, which it creates if it does not exist; `client` is an
-    `MlflowClient`.
-    """
+    """Returns the id of polyfed's experiment, which it creates if missing; `client` is an `MlflowClient`."""
     experiment = client.get_experiment_by_name(_experiment_name())
     return str(experiment.experiment_id if experiment else client.create_experiment(_experiment_name()))
 
 
 def read_mlflow_run_id(folder: Path) -> str | None:
-    """Returns the id of the MLflow run to which a run directory was logged; None if it was not logged, or its file
-    `mlflow.json` is damaged.
-    """
+    """Returns the MLflow run's id in `mlflow.json`; None if that is missing or damaged."""
     try:
         link = parse_json(read_file(folder / MLFLOW_LINK_FILE))
     except (OSError, ValueError):
@@ -290,9 +280,7 @@ def validate_logger_names(names: str | Sequence[str]) -> list[str]:
 
 
 def list_loggers_of_run(out: str | Path) -> list[str]:
-    """Returns the names of the tracking services to which a run was logged before, so that a resumed run continues with
-    them.
-    """
+    """Returns the names of the tracking services to which a run was logged before."""
     return [
         name
         for name, mark in (("tensorboard", TENSORBOARD_FOLDER), ("mlflow", MLFLOW_LINK_FILE))
@@ -308,14 +296,16 @@ def flatten_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     {'round': 3.0, 'summary/accuracy/mean': 0.5}
     """
     kinds = int | float
-    return {name: float(v) for name, v in _flatten(record, "/") if isinstance(v, kinds) and not isinstance(v, bool)}
+    return {
+        name: float(v) for name, v in _flatten_mappings(record, "/") if isinstance(v, kinds) and not isinstance(v, bool)
+    }
 
 
-def _flatten(content: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_mappings(content: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (path, value) for every value in nested mappings."""
     for key, value in content.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, separator, f"{prefix}{key}{separator}")
+            yield from _flatten_mappings(value, separator, f"{prefix}{key}{separator}")
         else:
             yield f"{prefix}{key}", value
 
@@ -333,5 +323,5 @@ def _mlflow_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name)
 
 
-def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+def _split_into_batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (items[i : i + size] for i in range(0, len(items), size))

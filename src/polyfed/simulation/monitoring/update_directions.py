@@ -148,7 +148,11 @@ def describe_departing_clients(
     """
     rows, number = record["clients"], record["round"]
     said = [text for before in earlier_records[1 - WARNED_ROUNDS :] for text in before.get("warnings", ())]
-    departures = [*_opposed(rows, earlier_records), *_idle(rows), *_rising_losses(rows, earlier_records)]
+    departures = [
+        *_opposed_clients(rows, earlier_records),
+        *_idle_clients(rows),
+        *_rising_losses(rows, earlier_records),
+    ]
     return [
         *(
             f"round {number}: {departure}{details}"
@@ -172,7 +176,7 @@ def _medians_of_others(rows: Mapping[str, Mapping[str, Any]], field: str) -> dic
     return {i: (value, ordered[middle + (rank <= middle)][0]) for rank, (value, i) in enumerate(ordered)}
 
 
-def _opposed(
+def _opposed_clients(
     rows: Mapping[str, Mapping[str, Any]], earlier_records: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
     """Yields what each client that pulls against the others does, and the details of this round."""
@@ -200,7 +204,7 @@ def _opposed(
             )
 
 
-def _idle(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _idle_clients(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     for client, (norm, median) in _medians_of_others(rows, "update_norm").items():
         if norm < _IDLE * median:
             yield (

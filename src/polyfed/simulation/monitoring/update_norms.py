@@ -33,8 +33,7 @@ _NOBODY = "no client has a finite"
 
 
 class MeasuredUpdate(NamedTuple):
-    """Holds the norm of a client's update and a sketch of its direction; both are None for a reply without
-    floating-point tensors."""
+    """Holds an update's norm and a sketch of its direction; None without floating-point tensors."""
 
     norm: float | None
     sketch: UpdateSketch | None
@@ -63,7 +62,7 @@ def measure_update(reply: Message, message: Message, differences: Iterable[str] 
 
     def iterate_changes() -> Iterator[Tensor]:
         for sent, before in tensors:
-            change = _change(sent, before)
+            change = _change_of_tensor(sent, before)
             squares.append(float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2)
             yield change
 
@@ -96,7 +95,7 @@ def describe_measures(
     return rows
 
 
-def _change(sent: Tensor, received: Tensor | None) -> Tensor:
+def _change_of_tensor(sent: Tensor, received: Tensor | None) -> Tensor:
     """Returns a sent tensor minus the received one. A client with adapters of a lower rank had received the first
     components only."""
     sent = sent.to(torch.promote_types(sent.dtype, torch.float32))  # a difference in half precision may overflow

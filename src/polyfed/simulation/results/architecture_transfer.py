@@ -144,8 +144,7 @@ def _require_search_method(run: Run, client_id: str) -> SupernetMethod:
 
 
 def _check_task_fits(client: Client, task: Client, model: nn.Module) -> None:
-    """Checks that the network can be used for a new task: same form of inputs, and an output for each label. Raises a
-    `UserError` if not."""
+    """Raises a `UserError` unless a new task has the same form of inputs, and an output for each label."""
     run_spec, new_spec = client_data_spec(client), client_data_spec(task)
     if run_spec.inputs != new_spec.inputs or client.task != task.task:
         raise UserError(

@@ -24,9 +24,7 @@ _ROWS = 256
 
 @final
 class ClientStepWeights(NamedTuple):
-    """Holds the ids of a run's clients in ascending order, the weight α_i of each client's gradient in FedPNAS's step,
-    and the two sides of the paper's Proposition 1.
-    """
+    """Holds sorted client ids, their weights α_i in FedPNAS's step, and both sides of Proposition 1."""
 
     client_ids: tuple[str, ...]
     step_weights: StepWeights
@@ -89,8 +87,7 @@ class _ClientGradients:
 
     @grad_enabled()
     def mean_gradients(self, message: Message, draws: int) -> tuple[Tensor, Tensor]:
-        """Returns a client's two gradients (g_i, g̃_i) as flat vectors, averaged over random draws of the architecture's
-        operations."""
+        """Returns the flat gradients (g_i, g̃_i), averaged over random draws of operations."""
         gradients_by_draw = [
             self.gradients_of_draw(message, derive_seed(self.seed, "conflicts", draw)) for draw in range(draws)
         ]

@@ -128,21 +128,17 @@ class Run:
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Returns the names of the classes, in the order of the networks' outputs, where labels were given as texts;
-        None if they were numbers."""
+        """Returns the classes' names in the order of outputs; None if labels were numbers."""
         return self.federation.class_names
 
     @property
     def kept_checkpoint(self) -> Checkpoint:
-        """Returns the checkpoint after the round that the setting `keep` selects, the state that `model`, `predict` and
-        by default `predictions` use.
-        """
+        """Returns the checkpoint that `keep` selects, which `model` and `predict` use."""
         return self.best or self.last
 
     @property
     def best_round(self) -> int | None:
-        """Returns the round with the best mean validation score (with `keep="loss"`: the lowest loss); None if no client
-        has validation examples."""
+        """Returns the round with the best mean validation score or loss; None without validation examples."""
         return self.federation.best_round(self.history)
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:

@@ -157,8 +157,7 @@ def _build_from_config(
     folder: str | Path,
     method: Algorithm[Any, Any],
 ) -> nn.Module:
-    """Builds the network from that `model` section of the configuration whose tensors have the shapes of the
-    weights."""
+    """Builds the network from that `model` section whose tensors have the shapes of the weights."""
     model = config.get("model")
     if model is None:
         raise UserError(

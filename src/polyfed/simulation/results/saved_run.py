@@ -65,9 +65,7 @@ class SavedRun:
         return {str(score["name"]): score.get("unit", "")} if isinstance(score, Mapping) and "name" in score else {}
 
     def to_frame(self) -> Any:
-        """Returns the scores of all rounds as a pandas `DataFrame`, a row per round and client; raises a
-        `UserError` if pandas is not installed.
-        """
+        """Returns the scores of all rounds as a `DataFrame` of pandas, which must be installed."""
         return build_frame(list_scores_by_round(self.history), ["round", "client", *self._units])
 
     def plot(self, metric: str | None = None, *, ax: Any = None) -> Any:

@@ -123,9 +123,7 @@ class UnseenClientCurves:
 
     @property
     def epochs_to_match_scratch(self) -> int | None:
-        """Returns the first number of epochs after which the network with generated weights scores at least as high as
-        the one trained from scratch for all epochs; None if it never does.
-        """
+        """Returns after how many epochs generated weights match the last score from scratch; None if never."""
         goal = self.scratch[-1]
         if goal is None:
             return None

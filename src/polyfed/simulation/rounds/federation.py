@@ -79,8 +79,7 @@ class Federation:
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Returns the names of the classes, in the order of the networks' outputs, where labels were given as texts; None
-        if they were numbers, or the clients are not at hand."""
+        """Returns the classes' names in the order of outputs; None if labels were numbers or are not at hand."""
         if isinstance(self.clients, SourceClients):
             return class_names_of([self.clients[self.clients.first]])
         return class_names_of(list(self.clients.values())) if self.clients else None
@@ -161,8 +160,7 @@ class Federation:
         )
 
     def _common_model(self) -> Architecture:
-        """Returns the architecture that all clients share; if the ranks of their adapters differ, the one with the largest
-        rank."""
+        """Returns the clients' common architecture, with the largest rank if adapters' ranks differ."""
         models, mode = self.client_registry.models, lora.adapter_averaging_mode(self.algorithm)
         return next(iter(models.values())) if mode is None else lora.network_with_largest_ranks(models, mode)
 
@@ -182,8 +180,7 @@ class Federation:
         return sorted(ids[i] for i in generator.choice(len(ids), size, replace=False))
 
     def sample_evaluated_clients(self, round_number: int) -> list[str]:
-        """Returns the ids, sorted, of the clients that are evaluated after a round: all, or those of the setting
-        `evaluate_clients`."""
+        """Returns the sorted ids of clients evaluated after a round, as `evaluate_clients` says."""
         return sample_evaluated_clients(self.settings, self.client_registry.ids, round_number)
 
     def exported_clients(self, round_number: int) -> list[str]:
@@ -374,9 +371,7 @@ def build_message_compressor(settings: Settings, round_number: int) -> Broadcast
 
 
 def deciding_metric_manifest_entry(federation: Federation) -> dict[str, Any]:
-    """Returns the metric by which rounds are compared as an entry of `manifest.json`: `{"name", "label", "unit",
-    "higher_is_better"}`.
-    """
+    """Returns the deciding metric as `{"name", "label", "unit", "higher_is_better"}` for `manifest.json`."""
     score = federation.metrics[0]
     return {
         "name": score.name, "label": score.label, "unit": score.unit, "higher_is_better": score.higher_is_better,

@@ -9,9 +9,7 @@ from polyfed.core.evaluation.metrics import default_metric_names
 
 
 def mean_train_loss(scalars_by_client: Mapping[str, Mapping[str, float]]) -> float | None:
-    """Returns the mean of the clients' training losses, weighted by numbers of examples; None if no client's reply has
-    a loss.
-    """
+    """Returns the mean training loss weighted by examples; None if no reply has a loss."""
     reported = [scalars for _, scalars in sorted(scalars_by_client.items()) if "train_loss" in scalars]
     if not reported:
         return None

@@ -64,9 +64,7 @@ class RunState:
 
     @property
     def overlaps_evaluation(self) -> bool:
-        """Returns True if each round is evaluated during the training of the next; False if `keep` needs the scores
-        before that.
-        """
+        """Returns whether rounds are evaluated while the next trains, unless `keep` needs scores before."""
         waits_for_all = self.settings.asynchronous is None
         return self.engine.overlaps_evaluation and waits_for_all and self.settings.keep == "last"
 
@@ -95,16 +93,12 @@ class RunState:
             callback.on_round(record)
 
     def request_stop_after_round(self, callback_name: str) -> None:
-        """Requests that the run end after the current round, and records which callback stopped it; only the first
-        request counts.
-        """
+        """Ends the run after this round, and records which callback asked first."""
         if self.stopped_by is None and self.current_round < self.settings.rounds:
             self.stopped_by, self.last_round = callback_name, self.current_round
 
     def build_manifest_entry_of_stop(self) -> dict[str, Any]:
-        """Returns which callback stopped the run, and after which round, for `manifest.json`: `{"stopped": {"round":
-        round, "by": callback}}`; an empty dict if none did.
-        """
+        """Returns `{"stopped": {"round", "by"}}` if a callback stopped the run, else {}."""
         return {} if self.stopped_by is None else {"stopped": {"round": self.last_round, "by": self.stopped_by}}
 
     def write_plot_arrays_and_return_numbers(

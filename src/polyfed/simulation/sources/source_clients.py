@@ -105,8 +105,7 @@ class SourceClients(Mapping[str, Client]):
             self._held = None
 
     def fingerprint(self, public: Examples | None) -> str:
-        """Returns a short hash of the ids, the manifest, the first client and the public examples; a run is resumed only
-        with the same."""
+        """Hashes ids, manifest, first client and public examples, which a resumed run must share."""
         content = hashlib.sha256(repr((len(self.ids), self.manifest.fingerprint)).encode())
         content.update("\0".join(self.ids).encode())
         for numbers in (self.manifest.num_examples, self.manifest.model_of):

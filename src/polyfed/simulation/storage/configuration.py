@@ -22,9 +22,7 @@ _ABSENT = "(absent)"  # stands for a field without a value
 
 
 def describe_method_and_settings(algorithm: Algorithm[Any, Any], settings: Settings) -> dict[str, Any]:
-    """Returns the content of `config.yaml` for a method and settings, as a dict with all settings, and with the
-    method's name and all its fields.
-    """
+    """Returns the content of `config.yaml`: all settings, and the method's name and fields."""
     return {"algorithm": _describe_method(algorithm), **to_plain_values(dataclasses.asdict(settings), "settings")}
 
 

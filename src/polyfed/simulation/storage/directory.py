@@ -124,9 +124,7 @@ class RunDirectory:
         return self.path / "checkpoint"
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Writes the configuration to `config.yaml`. This file makes the folder a run directory, so all other files
-        that precede the first round must be written before it.
-        """
+        """Writes `config.yaml`, which makes the folder a run directory, after all other first files."""
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         self.add_to_manifest({"config_sha256": hash_settings_that_affect_results(parse_yaml(text))})
         write_file_atomically(self.path / "config.yaml", text.encode())
@@ -150,9 +148,7 @@ class RunDirectory:
         return read_manifest(self.path)
 
     def append_record(self, record: Mapping[str, Any]) -> None:
-        """Appends the record of a round to `metrics.jsonl`, and syncs the file, so that the line is on disk before the
-        next checkpoint.
-        """
+        """Appends a round's record to `metrics.jsonl`, on the disk before the next checkpoint."""
         line = json.dumps(record, allow_nan=False)
         append_line_and_flush(self.path / "metrics.jsonl", line)
         self._metrics_hash.add_line(f"{line}\n")
@@ -325,9 +321,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics_text(path: Path) -> str:
-    """Returns the text of `metrics.jsonl`, or "" if it is missing; replaces bytes that are not valid text, which makes
-    their line invalid JSON.
-    """
+    """Returns `metrics.jsonl` or "" if missing; bytes that are no text make their line invalid."""
     try:
         return read_text_file(path, MAX_ROUNDS_BYTES, errors="replace")
     except FileNotFoundError:

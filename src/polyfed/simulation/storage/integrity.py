@@ -63,17 +63,13 @@ def hash_file(path: Path) -> str:
 
 
 def compute_run_hashes(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> RunHashes:
-    """Returns the hashes by which each checkpoint shows that it belongs to a run, as `{"config": hash, "data": hash}`;
-    in a deployment the run's id takes the place of the hash of the data.
-    """
+    """Returns `{"config": hash, "data": hash}` of a run; a deployment's id replaces the data's hash."""
     data = manifest.get("data_fingerprint") or manifest.get("deployment") or ""
     return {"config": hash_settings_that_affect_results(config), "data": str(data)}
 
 
 def checkpoint_mismatch_error(bound: RunHashes, expected: RunHashes, checkpoint: Path, round_number: int) -> str | None:
-    """Returns, as a sentence, the reason why a checkpoint does not belong to a run, by comparing the stored hashes with
-    the expected ones; None if it does.
-    """
+    """Returns a sentence on why a checkpoint's hashes are not those of the run; None if they are."""
     folder = checkpoint.parent.parent
     if bound.get("config") != expected["config"]:
         return (
@@ -93,9 +89,7 @@ def checkpoint_mismatch_error(bound: RunHashes, expected: RunHashes, checkpoint:
 def expected_run_hashes_by_round(
     config: Mapping[str, Any], manifest: Mapping[str, Any], metrics: str
 ) -> Callable[[int], RunHashes]:
-    """Returns a function that takes a round number, and returns the hashes that a checkpoint of the run after that
-    round must store.
-    """
+    """Returns a function of a round number: the hashes that a checkpoint after that round must store."""
     constant_hashes, lines = compute_run_hashes(config, manifest), hash_line_prefixes(metrics)
     return lambda round_number: {
         **constant_hashes,
@@ -104,9 +98,7 @@ def expected_run_hashes_by_round(
 
 
 def check_config_unchanged(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
-    """Raises a `UserError` if the configuration is not the one with which the run began, or if `manifest.json` is
-    missing or damaged.
-    """
+    """Raises a `UserError` if the configuration has changed, or `manifest.json` is missing or damaged."""
     if not manifest:
         raise UserError(
             f"{folder / 'manifest.json'} is missing or damaged, so that nothing says which run this is; put back a copy of "
@@ -203,9 +195,7 @@ def hash_files(folder: Path, subfolders: Sequence[str]) -> dict[str, str]:
 
 
 def read_checkpoint_hashes(folder: Path, section: str) -> dict[str, str]:
-    """Returns the hashes in one section of a checkpoint's `complete.json`, as `{name: hash}`; an empty dict if the file
-    is missing or damaged.
-    """
+    """Returns `{name: hash}` of a section of `complete.json`; empty if it is missing or damaged."""
     try:
         content = parse_json(read_file(folder / COMPLETE_FILE))
     except (OSError, ValueError):
@@ -216,9 +206,7 @@ def read_checkpoint_hashes(folder: Path, section: str) -> dict[str, str]:
 
 
 def read_run_hashes_of_newest_checkpoint(folder: Path) -> RunHashes:
-    """Returns the hashes of the run that its newest checkpoint stores, and the checkpoint's round under "round"; an
-    empty dict if no checkpoint stores hashes.
-    """
+    """Returns the run's hashes in its newest checkpoint, with its "round"; empty if none stores hashes."""
     for candidate in sorted(folder.glob("round-*"), reverse=True):
         number = candidate.name.removeprefix("round-")
         if number.isdecimal() and (bound := read_checkpoint_hashes(candidate, "bound")):

@@ -28,7 +28,7 @@ def build_metrics_table(
         client_ids = [client for client, row in record["clients"].items() if row.keys() & {"loss", *metric_names}]
     metrics = {client: record["clients"].get(client, {}) for client in _sort_ids(client_ids)}
     columns = {name for values in metrics.values() for name in values}
-    other_networks = sorted({prefix for name in columns if (prefix := _prefix(name, metric_names))})
+    other_networks = sorted({prefix for name in columns if (prefix := _prefix_of_column(name, metric_names))})
     names = [
         f"{part}{name}"
         for part in dict.fromkeys(["", "val_", "global_", *other_networks])
@@ -63,9 +63,8 @@ def find_metric_names(records: Sequence[Mapping[str, Any]], first: str | None = 
     return sorted(names, key=lambda name: name != first)
 
 
-def _prefix(column: str, metric_names: Sequence[str]) -> str:
-    """Returns what stands before the metric's name (the longest that fits) in the name of a column; "" if nothing does, or
-    the column holds no metric."""
+def _prefix_of_column(column: str, metric_names: Sequence[str]) -> str:
+    """Returns what precedes the longest metric name in a column's name; "" if nothing does."""
     if column == "train_loss":  # a value of training, not of an evaluation
         return ""
     for name in sorted((*metric_names, "loss"), key=len, reverse=True):

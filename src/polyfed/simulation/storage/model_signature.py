@@ -126,13 +126,12 @@ def build_model_signature(client: Client) -> Signature:
     counts = {name: len(part) for name, part in sets.items() if isinstance(part, Examples)}
     return {
         "client": client.id, "task": client.task.spec, "inputs": inputs, "tree": tree, "transform": transform_name,
-        "network": _network(client.model), "examples": counts,
+        "network": _describe_network(client.model), "examples": counts,
     }  # fmt: skip
 
 
 def _qualified_name(function: Any) -> str:
-    """Returns the module and name of a function, or of an object's class; they say nothing about the object's
-    content."""
+    """Returns the module and name of a function or an object's class, which tell no content."""
     kind = type(function)
     return f"{kind.__module__}.{getattr(function, '__qualname__', kind.__qualname__)}"
 
@@ -140,8 +139,7 @@ def _qualified_name(function: Any) -> str:
 def _describe_inputs(
     x: Any, name: str, described_transforms: "Mapping[str, _DescribedTransform]", inputs: list[ModelInput]
 ) -> Any:
-    """Returns the inputs' nested structure with the position of each tensor, and appends a description of each tensor to
-    `inputs`."""
+    """Returns the inputs' structure with each tensor's position, and appends its description to `inputs`."""
     if isinstance(x, Tensor):
         transform = described_transforms.get(name)
         if isinstance(transform, LazyImageDecoder):  # the stored inputs are positions of images
@@ -167,7 +165,7 @@ def _describe_inputs(
     ]
 
 
-def _network(model: Any) -> BuiltInNetwork | None:
+def _describe_network(model: Any) -> BuiltInNetwork | None:
     """Describes the built-in network that a `ModelSpec` builds; returns None for any other model factory."""
     if not isinstance(model, ModelSpec):
         return None
@@ -228,17 +226,17 @@ def read_signature(path: Path) -> Signature:
         raise UserError(f"{path} is damaged ({error}); run again, or put back a copy") from error
     if wrong := validation_error(content, Signature):
         raise UserError(f"{path} is damaged: {wrong}; run again, or put back a copy")
-    positions = sorted(_positions(content["tree"]))
+    positions = sorted(_list_positions(content["tree"]))
     if positions != list(range(len(content["inputs"]))):
         raise UserError(f"{path} is damaged: tree does not name each of its inputs once; run again, or put back a copy")
     return content
 
 
-def _positions(tree: Any) -> list[int]:
+def _list_positions(tree: Any) -> list[int]:
     if is_whole_number(tree):
         return [tree]
     parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else [None]
-    return [position for part in parts for position in ([-1] if part is None else _positions(part))]
+    return [position for part in parts for position in ([-1] if part is None else _list_positions(part))]
 
 
 def write_weights_and_description(path: Path, weights: StateDict, description: Mapping[str, Any] | None = None) -> None:

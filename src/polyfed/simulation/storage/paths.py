@@ -27,9 +27,7 @@ def safe_file_name(client: str) -> str:
 
 
 def choose_run_directory(name: str) -> Path:
-    """Returns an unused path for a new run directory in the working directory: `runs/NAME-DATE-TIME`, with a number
-    appended if that exists.
-    """
+    """Returns an unused path `runs/NAME-DATE-TIME`, with a number appended if that exists."""
     base = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = (base if i == 0 else base.with_name(f"{base.name}-{i}") for i in range(1000))
     return next(path for path in tries if not path.exists())

@@ -70,9 +70,7 @@ class RunFiles:
 
     @property
     def score(self) -> tuple[str, float] | None:
-        """Returns the name of the deciding metric, and its mean over clients after the last evaluated round; None if
-        there is none.
-        """
+        """Returns the deciding metric and its last mean over clients; None if there is none."""
         for record in reversed(self.history):
             for name in self.metric_names[:1]:
                 if (mean := record["summary"].get(name, {}).get("mean")) is not None:

@@ -76,8 +76,7 @@ class AvailabilityTrace:
         return time - offset + (later[0] if later else self.period + self.intervals[0][0])
 
     def finish_time(self, start: float, seconds: float) -> float:
-        """Returns the time at which work of so many seconds ends that begins at `start`, or as soon as the client is
-        available."""
+        """Returns when work of so many seconds ends that begins at `start` or once the client is available."""
         cycle, offset = start - start % self.period, start % self.period
         for begin, end in self.intervals:
             length = end - max(begin, offset)
@@ -152,11 +151,13 @@ def _traces_of_intervals(
     intervals_by_client: Mapping[str, Any], client_ids: Sequence[str], place: str
 ) -> Mapping[str, AvailabilityTrace]:
     period = max(float(end) for intervals in intervals_by_client.values() for _, end in intervals)
-    traces = {str(i): AvailabilityTrace(_merge(intervals), period) for i, intervals in intervals_by_client.items()}
+    traces = {
+        str(i): AvailabilityTrace(_merge_intervals(intervals), period) for i, intervals in intervals_by_client.items()
+    }
     return deal_entries_to_clients(traces, client_ids, place)
 
 
-def _merge(intervals: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:
+def _merge_intervals(intervals: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:
     """Returns intervals in ascending order; those that touch or overlap become one."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted((float(start), float(end)) for start, end in intervals):
@@ -168,8 +169,10 @@ def _merge(intervals: Sequence[Sequence[float]]) -> tuple[tuple[float, float], .
 
 
 def _parse_fedscale_trace(entry: Any, place: str) -> AvailabilityTrace:
-    """Builds a trace of an entry of FedScale's `client_behave_trace`: the client is active from each time in `active` to
-    the one in `inactive` at the same position."""
+    """Builds the trace of an entry of FedScale's `client_behave_trace`.
+
+    The client is active from each time in `active` to the one in `inactive` at the same position.
+    """
     fields: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {}
     starts, ends = fields.get("active"), fields.get("inactive")
     period: Any = fields.get("finish_time")
@@ -181,7 +184,7 @@ def _parse_fedscale_trace(entry: Any, place: str) -> AvailabilityTrace:
         )
     pairs = [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
     try:
-        return AvailabilityTrace(_merge(pairs), max(map(float, [period, *ends])))
+        return AvailabilityTrace(_merge_intervals(pairs), max(map(float, [period, *ends])))
     except UserError as error:
         raise UserError(f"{place}: {error}") from error
 

@@ -153,7 +153,7 @@ def f1(outputs: Tensor, targets: Tensor) -> float:
     return float(np.mean(scores)) if scores else float("nan")
 
 
-def _probabilities(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
+def _class_probabilities(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
     return label_probabilities(outputs) if _are_labels(outputs, targets) else class_probabilities(outputs)
 
 
@@ -163,7 +163,7 @@ def brier_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
     This is the squared error of the probability of class 1 if there are two classes, the sum over classes if there are more,
     and the mean over labels.
     """
-    share = _probabilities(outputs, targets)
+    share = _class_probabilities(outputs, targets)
     if _are_labels(outputs, targets):
         return np.asarray(((share - targets.numpy()) ** 2).mean(axis=1))
     if share.shape[1] == 2:
@@ -188,7 +188,7 @@ def calibration_error(outputs: Tensor, targets: Tensor) -> float:
 
     It compares the probability of the predicted class with its accuracy; for labels it is the mean over them.
     """
-    share = _probabilities(outputs, targets)
+    share = _class_probabilities(outputs, targets)
     if not np.isfinite(share).all():
         return float("nan")
     if _are_labels(outputs, targets):
@@ -205,7 +205,7 @@ def calibration_error(outputs: Tensor, targets: Tensor) -> float:
     return float(np.mean(errors))
 
 
-def _errors(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
+def _prediction_errors(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
     if outputs.numel() != targets.numel() or len(outputs) != len(targets):
         raise UserError(
             f"outputs of shape {tuple(outputs.shape)} do not suit targets of shape {tuple(targets.shape)}; give one output "
@@ -217,19 +217,19 @@ def _errors(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
 
 def absolute_error_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
     """Returns the absolute error of each example, averaged over its targets, shape (n,)."""
-    return np.asarray(np.abs(_errors(outputs, targets)).mean(axis=1))
+    return np.asarray(np.abs(_prediction_errors(outputs, targets)).mean(axis=1))
 
 
 def rmse(outputs: Tensor, targets: Tensor) -> float:
     """Returns the root mean squared error over all examples and targets."""
-    return float(np.sqrt((_errors(outputs, targets) ** 2).mean()))
+    return float(np.sqrt((_prediction_errors(outputs, targets) ** 2).mean()))
 
 
 def r2(outputs: Tensor, targets: Tensor) -> float:
     """Returns the coefficient of determination R² over all targets; NaN if the targets do not vary."""
     true = np.asarray(targets.double().numpy()).reshape(len(targets), -1)
     spread = float(((true - true.mean(axis=0)) ** 2).sum())
-    return 1 - float((_errors(outputs, targets) ** 2).sum()) / spread if spread else float("nan")
+    return 1 - float((_prediction_errors(outputs, targets) ** 2).sum()) / spread if spread else float("nan")
 
 
 def _mean_per_example(

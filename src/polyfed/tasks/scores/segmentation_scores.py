@@ -31,12 +31,12 @@ def dice_per_image(outputs: Tensor, targets: Tensor) -> Scores:
     >>> dice_per_image(torch.tensor([[[[1.0, 1.0], [0.0, 1.0]], [[0.0, 0.0], [2.0, 0.0]]]]), truth)
     array([0.666...])
     """
-    return _mean_over_classes(outputs, targets, 0, lambda a, b: _ratio(2 * (a & b).sum(), a.sum() + b.sum()))
+    return _mean_over_classes(outputs, targets, 0, lambda a, b: _ratio_or_one(2 * (a & b).sum(), a.sum() + b.sum()))
 
 
 def iou_per_image(outputs: Tensor, targets: Tensor) -> Scores:
     """Returns the intersection over union |A∩B| / |A∪B| of each image, averaged over classes; 1 for two empty masks."""
-    return _mean_over_classes(outputs, targets, 1, lambda a, b: _ratio((a & b).sum(), (a | b).sum()))
+    return _mean_over_classes(outputs, targets, 1, lambda a, b: _ratio_or_one((a & b).sum(), (a | b).sum()))
 
 
 def hd95_per_image(outputs: Tensor, targets: Tensor) -> Scores:
@@ -134,5 +134,5 @@ def _mean_over_classes(outputs: Tensor, targets: Tensor, column: int, score: Cal
     )
 
 
-def _ratio(numerator: int, denominator: int) -> float:
+def _ratio_or_one(numerator: int, denominator: int) -> float:
     return float(numerator / denominator) if denominator else 1.0

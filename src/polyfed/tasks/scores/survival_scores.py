@@ -54,7 +54,7 @@ def c_index(outputs: Tensor, targets: Tensor) -> float:
     1.0
     """
     time, event = read_times_and_events(targets)
-    return _concordance(risk_of_outputs(outputs), time, event, np.ones(len(time)))
+    return _weighted_concordance(risk_of_outputs(outputs), time, event, np.ones(len(time)))
 
 
 def uno_c_index(outputs: Tensor, targets: Tensor) -> float:
@@ -67,10 +67,10 @@ def uno_c_index(outputs: Tensor, targets: Tensor) -> float:
     time, event = read_times_and_events(targets)
     uncensored = _uncensored_before(time, event, time)
     weights = np.divide(1.0, uncensored**2, out=np.zeros(len(time)), where=event & (uncensored > 0))
-    return _concordance(risk_of_outputs(outputs), time, event, weights)
+    return _weighted_concordance(risk_of_outputs(outputs), time, event, weights)
 
 
-def _concordance(risk: Floats, time: Floats, event: NDArray[np.bool_], weights: Floats) -> float:
+def _weighted_concordance(risk: Floats, time: Floats, event: NDArray[np.bool_], weights: Floats) -> float:
     """Returns the weighted share of concordant pairs; `weights` are those of the earlier patient of a pair."""
     if not np.isfinite(risk).all():
         return math.nan

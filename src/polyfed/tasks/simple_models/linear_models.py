@@ -24,7 +24,7 @@ def fit_logistic(table: SimpleModelInputs, outputs: int, seed: int) -> Floats:
     """Fits a multinomial logistic regression to one client's data, and returns its log-probabilities for the test
     examples, shape (n, outputs).
     """
-    strength = _strength(table, table.y, seed)
+    strength = _choose_regularisation(table, table.y, seed)
     return spread_to_all_classes(
         log_probabilities_of(_logistic_regression(table.fit, table.y, strength), table.test),
         np.unique(table.y),
@@ -41,7 +41,7 @@ def _logistic_regression(x: Floats, y: NDArray[Any], strength: float) -> Any:
     return LogisticRegression(C=strength, max_iter=500).fit(x, y)
 
 
-def _strength(table: SimpleModelInputs, y: NDArray[Any], seed: int) -> float:
+def _choose_regularisation(table: SimpleModelInputs, y: NDArray[Any], seed: int) -> float:
     """Chooses C by the lowest log loss in cross-validation; 1 with few examples or a single class."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
@@ -90,10 +90,10 @@ def fit_logistic_by_label(table: SimpleModelInputs, outputs: int, seed: int) -> 
     common = None
     if outputs > _PENALTIES_CHOSEN:
         even = int(np.abs(present.mean(axis=0) - 0.5).argmin())
-        common = _strength(table, present[:, even], derive_seed(seed, even))
+        common = _choose_regularisation(table, present[:, even], derive_seed(seed, even))
     logits = np.tile(label_share_logits(table.y), (len(table.test), 1))
     for k in range(outputs):
-        strength = _strength(table, present[:, k], derive_seed(seed, k)) if common is None else common
+        strength = _choose_regularisation(table, present[:, k], derive_seed(seed, k)) if common is None else common
         model = _logistic_regression(table.fit, present[:, k], strength)
         if model is not None:
             logits[:, k] = model.decision_function(table.test)

@@ -28,8 +28,8 @@ def check_table(data: Any) -> None:
     header = _read_header(str(data["path"]), f"give path=... (--data.path) with {_ROW_PER_EXAMPLE}", data)
     if header is None:
         return
-    names_by_role = {"target": [*_split(data.get("target"), header), *_split(data.get("event"), header)]}
-    names_by_role |= {role: _split(data.get(role), header) for role in _ROLES}
+    names_by_role = {"target": [*_split_names(data.get("target"), header), *_split_names(data.get("event"), header)]}
+    names_by_role |= {role: _split_names(data.get(role), header) for role in _ROLES}
     for role, names in names_by_role.items():
         _check_columns(header, names, role)
 
@@ -76,7 +76,7 @@ def _check_columns(header: Sequence[str], names: Sequence[str], role: str) -> No
             raise UserError(f"{role}: the table has no column {name!r}; {did_you_mean(name, filter(None, header))}")
 
 
-def _split(names: Any, header: Sequence[str]) -> list[str]:
+def _split_names(names: Any, header: Sequence[str]) -> list[str]:
     if isinstance(names, str):
         return [names] if names in header else [part.strip() for part in names.split(",") if part.strip()]
     return [str(name) for name in names or ()]

@@ -85,20 +85,20 @@ def _score_metric(prefix: str) -> Callable[[PaperCell, Any], float | None]:
 
     def measure_score(cell: PaperCell, run: RecipeRun) -> float | None:
         return _mean_of_defined(
-            _scores(prefix, run.folder_of(cell.method))[_parse_slice(cell.part.get("clients", ":"))]
+            _score_by_client(prefix, run.folder_of(cell.method))[_parse_slice(cell.part.get("clients", ":"))]
         )
 
     return measure_score
 
 
-def _scores(prefix: str, folder: Path) -> list[float | None]:
+def _score_by_client(prefix: str, folder: Path) -> list[float | None]:
     """Returns each client's score of the metric with this prefix, after the last round."""
     rows = read_metrics(folder / "metrics.jsonl")[-1]["clients"]
     names = [f"{prefix}{score}" for score in default_metric_names()]
     return [next((row[n] for n in names if n in row), None) for _, row in sorted(rows.items())]
 
 
-def _drop(cell: PaperCell, run: RecipeRun) -> float | None:
+def _drop_of_scores(cell: PaperCell, run: RecipeRun) -> float | None:
     """Computes by how much the clients' scores on the common test set are lower in the runs `others` than in this run.
 
     In each of the others, some clients have another network. The value is the mean over runs and over the clients that
@@ -107,7 +107,7 @@ def _drop(cell: PaperCell, run: RecipeRun) -> float | None:
 
     def clients(of: RecipeRun) -> list[tuple[Any, float | None]]:
         folder = of.folder_of(cell.method)
-        return list(zip(read_config(folder)["model"], _scores("global_", folder), strict=True))
+        return list(zip(read_config(folder)["model"], _score_by_client("global_", folder), strict=True))
 
     drops = [
         None if before is None or after is None else before - after
@@ -124,7 +124,7 @@ def _mean_cka(cell: PaperCell, run: RecipeRun) -> float | None:
     return None if value is None else float(value)
 
 
-def _megabytes(cell: PaperCell, run: RecipeRun) -> float:
+def _megabytes_per_round(cell: PaperCell, run: RecipeRun) -> float:
     """Returns the megabytes that one client moves in a round, both ways, times the number that the paper has."""
     history = read_metrics(run.folder_of(cell.method) / "metrics.jsonl")
     moved = history[-1]["bytes_down_total"] + history[-1]["bytes_up_total"]
@@ -306,10 +306,10 @@ CELL_METRICS: Mapping[str, Callable[[PaperCell, Any], float | None]] = {
     "server_score": _score_metric("server_"),
     "cohort_score": _score_metric("cohort_"),
     "global_score": _score_metric("global_"),
-    "drop": _drop,
+    "drop": _drop_of_scores,
     "mean_cka": _mean_cka,
     "trained_score": _score_metric("trained_"),
-    "megabytes": _megabytes,
+    "megabytes": _megabytes_per_round,
     "weight": _aggregation_weight,
     "warm_start": _warm_start_metric("warm"),
     "from_scratch": _warm_start_metric("scratch"),

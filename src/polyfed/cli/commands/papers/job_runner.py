@@ -89,7 +89,7 @@ def run_paper_jobs_and_list_failures(jobs: Sequence[PaperJob], *, quiet: bool) -
     processes = min(_process_count(method_run.job, len(unfinished)) for method_run in unfinished)
     if not quiet and processes > 1:
         print(f"{len(unfinished)} runs, {processes} at once", file=sys.stderr, flush=True)
-    failed, results = [], run_in_processes(_tasks(unfinished, quiet, single_process=processes == 1), processes)
+    failed, results = [], run_in_processes(_build_tasks(unfinished, quiet, single_process=processes == 1), processes)
     for finished_count, (method_run, result) in enumerate(results, 1):
         if isinstance(result, Exception):
             failed.append(f"{method_run} could not be finished: {result}")
@@ -124,7 +124,7 @@ def _process_count(job: PaperJob, runs: int) -> int:
     return processes if at_worst < one_by_one else 1
 
 
-def _tasks(
+def _build_tasks(
     missing: Sequence[_MethodRun], quiet: bool, *, single_process: bool
 ) -> Iterator[tuple[_MethodRun, Callable[[], None]]]:
     from polyfed.cli.commands.run.run_command import load_checked_participants

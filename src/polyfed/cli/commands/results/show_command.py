@@ -108,7 +108,7 @@ def _describe_run(folder: Path) -> ShownDirectory:
     return {
         "format": JSON_FORMAT, "kind": "run", "directory": name, "finished": run.is_finished,
         "methods": [run.method, *baselines], "table": run.table() if evaluated else [],
-        "files": _present(folder, ("config.yaml", "metrics.jsonl", "models", "predictions", BASELINES, "report.html")),
+        "files": _find_paths(folder, ("config.yaml", "metrics.jsonl", "models", "predictions", BASELINES, "report.html")),
         "score_unit": str((run.manifest.get("score") or {}).get("unit") or ""),
         "next": commands, "warnings": list(dict.fromkeys(map(str, texts))),
         "rounds_done": len(run.history), "rounds": run.planned_rounds,
@@ -127,7 +127,7 @@ def _describe_comparison(folder: Path) -> ShownDirectory:
     content: ShownDirectory = {
         "format": JSON_FORMAT, "kind": "comparison", "directory": name, "finished": finished,
         "methods": [str(label) for label in description.get("methods") or {}], "table": [], "score_unit": "",
-        "files": _present(folder, (DESCRIPTION, RESULTS, "report.html")), "next": [], "warnings": [], "runs": runs,
+        "files": _find_paths(folder, (DESCRIPTION, RESULTS, "report.html")), "next": [], "warnings": [], "runs": runs,
     }  # fmt: skip
     if not finished:
         in_python = description.get("experiment") is None
@@ -151,7 +151,7 @@ def _style_of(sentence: str) -> str:
     return next((style for words, style in _STYLES.items() if answer.startswith(words)), "")
 
 
-def _present(folder: Path, names: Sequence[str]) -> dict[str, str]:
+def _find_paths(folder: Path, names: Sequence[str]) -> dict[str, str]:
     return {name: str(folder / name) for name in names if (folder / name).exists()}
 
 
@@ -178,7 +178,7 @@ def _build_table(content: ShownDirectory) -> PlainTable:
             {
                 {"num_examples": "trained on"}.get(name, name): f"{row[name]:.0f}"
                 if name == "num_examples" and row[name] is not None
-                else _format(row[name], unit if name in scores else "")
+                else _format_value(row[name], unit if name in scores else "")
                 for name in rows[0]
                 if not name.startswith("val_")
             }
@@ -187,10 +187,10 @@ def _build_table(content: ShownDirectory) -> PlainTable:
     else:
         formatted_rows = [
             {
-                "method": row["method"], "mean": _format(row["mean"], unit),
-                "95 % interval": f"{_format(row['low'], unit)} to {_format(row['high'], unit)}",
-                "worst client": _format(row["worst"], unit), "gain": _format(row["gain"], unit),
-                "MB": _format(row["megabytes"]),
+                "method": row["method"], "mean": _format_value(row["mean"], unit),
+                "95 % interval": f"{_format_value(row['low'], unit)} to {_format_value(row['high'], unit)}",
+                "worst client": _format_value(row["worst"], unit), "gain": _format_value(row["gain"], unit),
+                "MB": _format_value(row["megabytes"]),
             }
             for row in rows
         ]  # fmt: skip
@@ -201,7 +201,7 @@ def _build_table(content: ShownDirectory) -> PlainTable:
     return table
 
 
-def _format(value: Any, unit: str = "") -> str:
+def _format_value(value: Any, unit: str = "") -> str:
     if not isinstance(value, float):
         return "–" if value is None else str(value)
     return f"{100 * value:.1f}" if unit == "%" else f"{value:.3f}"

@@ -88,14 +88,12 @@ class FoldDifferences:
 
     @property
     def variance_due_to_examples(self) -> float:
-        """Returns the part of the variance of the mean difference `value` that is due to the choice of test and
-        training examples."""
+        """Returns the part of the variance of `value` that is due to the choice of examples."""
         return self.example_variance + training_variance_ratio(self.num_folds, self.is_bounded) * self.repeat_variance
 
     @property
     def network_variance(self) -> float:
-        """Returns the variance between the networks of different folds that their different test examples do not
-        explain; the estimate may be below 0."""
+        """Returns the variance between folds' networks beyond that of test examples; it may be below 0."""
         between = float(self.folds.var(axis=1, ddof=1).mean())
         return between - self.num_folds * self.repeat_variance
 
@@ -111,8 +109,10 @@ class FoldDifferences:
 
 
 def difference_over_folds(ours: FoldScores, theirs: FoldScores | None) -> FoldDifferences:
-    """Returns the cross-validated difference of two methods on the same examples, positive where `ours` is better; if
-    `theirs` is None, the scores of `ours`."""
+    """Returns the cross-validated difference of two methods, positive where `ours` is better.
+
+    If `theirs` is None, it is the score of `ours`.
+    """
     if theirs is None:
         values, folds, influence, sign = ours.values, ours.folds, ours.influence, 1.0
     else:
@@ -205,8 +205,7 @@ def estimate_mean_from_folds(
 
 
 def estimate_variance_between_fold_runs(clients: Sequence[FoldDifferences]) -> float:
-    """Returns the variance, between the runs of different folds, of the mean over clients, as far as their test
-    examples do not explain it; at least 0."""
+    """Returns the variance of the mean over clients between folds, beyond that of test examples; at least 0."""
     means = np.mean([client.folds for client in clients], axis=0)
     noise = sum(client.repeat_variance for client in clients) / len(clients) ** 2
     return max(float(means.var(axis=1, ddof=1).mean()) - clients[0].num_folds * noise, 0.0)

@@ -48,8 +48,7 @@ class CrossValidationEvidence:
     _cache: dict[tuple[str, str], FoldScores | None] = field(default_factory=dict, repr=False)
 
     def scores(self, label: str, client: str) -> FoldScores | None:
-        """Returns the cross-validated scores of the method `label` at a client; None if the score is not defined or its
-        predictions were not kept."""
+        """Returns a method's cross-validated scores at a client; None if undefined or not kept."""
         if (label, client) not in self._cache:
             outputs = [self.outputs(label, seed, client) for seed in self.seeds]
             defined = [fold_outputs for fold_outputs in outputs if fold_outputs is not None]
@@ -67,8 +66,7 @@ class CrossValidationEvidence:
         return self._cache[label, client]
 
     def differences(self, label: str, rival: str | None) -> dict[str, FoldDifferences]:
-        """Returns the cross-validated difference of two methods as `{client id: difference}`, for clients at which both
-        have a score; if `rival` is None, the scores of `label`."""
+        """Returns `{client: difference}` of two methods; without `rival`, the scores of `label`."""
         by_client = {}
         for client in sorted(self.targets[self.seeds[0]]):
             ours, theirs = self.scores(label, client), None if rival is None else self.scores(rival, client)
@@ -82,8 +80,7 @@ class CrossValidationEvidence:
         return estimate_mean_from_folds(differences, num_tests=num_tests, alpha=self.alpha) if differences else None
 
     def estimate_clients(self, label: str, rival: str | None, num_tests: int) -> dict[str, Estimate | None]:
-        """Estimates the difference of two methods at each client, and returns `{client id: estimate}`, with None where
-        a score is not defined."""
+        """Estimates the difference of two methods as `{client: estimate}`, None for undefined scores."""
         differences = self.differences(label, rival)
         sites = list(differences.values())
         estimates = estimate_clients_from_folds(sites, num_tests=num_tests, alpha=self.alpha) if sites else []
@@ -91,22 +88,19 @@ class CrossValidationEvidence:
         return {client: by_client.get(client) for client in sorted(self.targets[self.seeds[0]])}
 
     def mean_scores(self, label: str) -> tuple[float | None, dict[str, float | None]]:
-        """Returns a method's mean score over clients, and its score at each client as `{client id: score}`; a score
-        that is not defined is None."""
+        """Returns a method's mean score, and `{client: score}` with None for undefined scores."""
         scores = {client: self.scores(label, client) for client in sorted(self.targets[self.seeds[0]])}
         by_client = {c: None if score is None else float(score.values.mean()) for c, score in scores.items()}
         defined = [value for value in by_client.values() if value is not None]
         return (fmean(defined) if defined else None), by_client
 
     def site_gains(self, label: str, rival: str) -> tuple[dict[str, SiteGain], SharedError]:
-        """Returns the gains of the method `label` over `rival` as `{client id: gain}`, and the error that all clients
-        share, since they share the seeds of the runs."""
+        """Returns `{client: gain}` over `rival`, and the error that clients share through the runs' seeds."""
         return describe_site_gains(self.differences(label, rival))
 
 
 def describe_site_gains(differences: Mapping[str, FoldDifferences]) -> tuple[dict[str, SiteGain], SharedError]:
-    """Returns the gain of each client as `{client id: gain}`, and the error that all clients share: the inputs of
-    `fit_random_effects`."""
+    """Returns `{client: gain}` and the error that all clients share, for `fit_random_effects`."""
     sites = list(differences.values())
     if not sites:
         return {}, SharedError()

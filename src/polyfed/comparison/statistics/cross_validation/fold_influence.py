@@ -153,12 +153,11 @@ def _fold_and_row_parts(influence: FloatArray, score: float, rows: _JoinedFolds)
     sizes = np.bincount(rows.fold, minlength=rows.num_folds)
     within = influence - (sums / np.maximum(sizes, 1))[rows.fold]
     contributions = np.asarray(score + rows.num_folds * sums, dtype=np.float64)
-    return contributions, within * _correction(np.zeros(len(rows.fold), bool), rows)
+    return contributions, within * _correction_of_rows(np.zeros(len(rows.fold), bool), rows)
 
 
-def _correction(positive: NDArray[np.bool_], rows: _JoinedFolds) -> FloatArray:
-    """Returns the factor of each row that corrects sums of squares for the mean that each fold, and class, has of its
-    own: √(G/(G − K)) for G units in K folds."""
+def _correction_of_rows(positive: NDArray[np.bool_], rows: _JoinedFolds) -> FloatArray:
+    """Returns each row's factor √(G/(G − K)) for the means of K folds (and classes) of G units."""
     factor = np.empty(len(positive))
     for inside in (positive, ~positive):
         units = len(np.unique(rows.unit[inside]))
@@ -182,12 +181,11 @@ def _auc_in_folds(score: FloatArray, positive: NDArray[np.bool_], rows: _JoinedF
     fold_area = np.divide(wins_of_fold, pairs_of_fold, out=np.full(rows.num_folds, area), where=pairs_of_fold > 0)
     contributions = area + rows.num_folds * (wins_of_fold - area * pairs_of_fold) / total
     within = (wins - fold_area[rows.fold] * pairs) / total
-    return area, contributions, within * _correction(positive, rows)
+    return area, contributions, within * _correction_of_rows(positive, rows)
 
 
 def _count_wins(positive: FloatArray, negative: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Returns, for each positive and each negative example, the number of pairs that are ranked correctly; ties count
-    half."""
+    """Returns each example's number of correctly ranked pairs, with ties as half."""
     if len(positive) * len(negative) <= _PAIRS:
         above = positive[:, None] - negative
         wins = (above > 0) + 0.5 * (above == 0)
@@ -212,8 +210,7 @@ def _r2_in_folds(rows: _JoinedFolds) -> _Parts | None:
 
 
 def _mean_of_fold_scores(metric: Metric, rows: _JoinedFolds) -> _Parts | None:
-    """Scores each fold by itself, and the influence of each unit by leaving it out of its fold; folds in which that is not
-    defined do not count."""
+    """Scores each fold and each unit's influence on its own fold; folds without a score do not count."""
     scores, within = np.full(rows.num_folds, np.nan), np.zeros(len(rows.fold))
     sizes = np.zeros(rows.num_folds)
     for k in range(rows.num_folds):

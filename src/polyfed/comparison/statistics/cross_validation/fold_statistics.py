@@ -12,8 +12,7 @@ _DIGITS = 12  # digits after the decimal point of a difference; what is beyond i
 
 
 def describe_folds(tests: FoldTestTargets | None, description: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of `comparison.json` that describe its cross-validation, such as the number of folds; an
-    empty dict if there is no cross-validation."""
+    """Returns the entries of `comparison.json` on cross-validation; empty if there is none."""
     if tests is None:
         return {}
     return {
@@ -42,7 +41,7 @@ def replace_run_means_by_fold_scores(content: dict[str, Any], folds: CrossValida
         if statistics["mean"] is None or mean is None:
             continue
         statistics["mean"] = mean
-        statistics |= _spread(scores, folds.metric.higher_is_better)
+        statistics |= _worst_and_percentiles(scores, folds.metric.higher_is_better)
         gains = {
             client: round(sign * (score - theirs), _DIGITS)
             for client, score in scores.items()
@@ -57,7 +56,7 @@ def replace_run_means_by_fold_scores(content: dict[str, Any], folds: CrossValida
             statistics["losers"], statistics["participants"] = sum(gain < 0 for gain in gains.values()), len(gains)
 
 
-def _spread(scores: Mapping[str, float | None], higher_is_better: bool) -> dict[str, float]:
+def _worst_and_percentiles(scores: Mapping[str, float | None], higher_is_better: bool) -> dict[str, float]:
     defined = [score for score in scores.values() if score is not None]
     percents = (0, 10, 90) if higher_is_better else (100, 90, 10)
     return {

@@ -69,8 +69,7 @@ class ResplitDifferences:
 
     @property
     def variance_factor_of_mean(self) -> float:
-        """Returns the factor that converts the variance of one difference to the variance of their mean: 1/K +
-        test/train for K splits; 0 if all differences are equal."""
+        """Returns 1/K + test/train, the factor from a difference's variance to the mean's; 0 if all are equal."""
         return (
             variance_of_mean_over_resplits(self.values, self.num_train, self.num_test) / self.sample_variance
             if self.sample_variance
@@ -79,8 +78,9 @@ class ResplitDifferences:
 
     @property
     def degrees_of_freedom(self) -> float:
-        """Returns K − 1 for K splits; with fewer than 20 units less, 1/(1/(K − 1) + 1/(n − 1)), since however many splits
-        of n units there are, their variance is known no better than from n numbers.
+        """Returns K − 1 for K splits, or 1/(1/(K − 1) + 1/(n − 1)) for n < 20 units.
+
+        However many splits of n units there are, their variance is known no better than from n numbers.
         """
         free = len(self.values) - 1
         return free if self.num_units >= _MANY_UNITS else 1 / (1 / free + 1 / max(self.num_units - 1, 1e-3))

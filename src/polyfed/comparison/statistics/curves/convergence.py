@@ -122,8 +122,7 @@ def advice_if_loss_still_falls(tuning_entry: Mapping[str, Any] | None) -> str:
 
 
 def _lowest_smoothed(before: NDArray[np.float64]) -> float:
-    """Returns the lowest moving average over three rounds of the losses `before`; infinity if the first value is the
-    lowest."""
+    """Returns the lowest mean of three successive losses; infinity if the first loss is the lowest."""
     if int(before.argmin()) == 0:
         return math.inf
     near = min(_NEAR, len(before))
@@ -139,8 +138,7 @@ def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[NDArray[
 
 
 def _fit_line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Fits a least-squares line. Returns its fall from the first to the last x, its value at the last x, and the
-    one-sided p-value of a negative slope."""
+    """Fits a line; returns its fall over all x, its last value, and the one-sided p-value of a fall."""
     from scipy import stats  # imported late: other commands should not pay its half second
 
     centred = x - x.mean()

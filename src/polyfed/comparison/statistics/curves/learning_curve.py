@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, final
 @final
 @dataclass(frozen=True)
 class CurvePoint:
-    """Describes one evaluated round of a run: the mean score over clients, and the bytes and seconds that the run had
-    spent by its end."""
+    """Describes an evaluated round: the mean score, and the bytes and seconds spent by then."""
 
     round: int
     score: float | None

@@ -31,8 +31,7 @@ FloatArray = NDArray[np.float64]
 
 @final
 class ScoreWithPseudoValues(NamedTuple):
-    """Holds the score of a network's outputs, and the jackknife pseudo-value (the contribution to the score) of each
-    test example or group of test examples."""
+    """Holds a score and the pseudo-value (contribution) of each test example or group."""
 
     score: float
     pseudo_values: FloatArray
@@ -77,8 +76,7 @@ def score_with_pseudo_values(
 def example_class_of_each_pseudo_value(
     metric: Metric, targets: Tensor, groups: Groups | None = None
 ) -> NDArray[np.int64]:
-    """Returns, for each jackknife pseudo-value, the class of the test example to which it belongs; 0 for all if the
-    metric does not depend on classes."""
+    """Returns the class of each pseudo-value's example; 0 for a metric without classes."""
     n = len(targets)
     if groups is not None:
         count = int(groups.max()) + 1

@@ -53,9 +53,7 @@ class SiteRunner:
         self._loaded_at, self._stamps = 0.0, _file_stamps(config)
 
     def try_to_load_site(self) -> None:
-        """Loads `site.py` and builds the site's client; logs an error instead of raising it, and the next message tries
-        again.
-        """
+        """Loads `site.py` and builds the client; logs an error, and the next message tries again."""
         start = self._clock()
         try:
             self._get_site()
@@ -67,9 +65,7 @@ class SiteRunner:
         self._loaded_at = self._clock()
 
     def answer_frame_or_request_restart(self, frame: Frame) -> Frame:
-        """Answers a message from the SuperNode; if the message begins a new run and the loaded data are too old or
-        their files have changed, instead returns a request to start a new process.
-        """
+        """Answers a message; asks for a new process if a run begins and the loaded data are stale."""
         if self._is_stale(frame):
             return Frame("again")
         self._has_answered = True
@@ -77,9 +73,7 @@ class SiteRunner:
         return _to_frame(answer_or_refuse_message(self._config, self._get_site, unpack))
 
     def _is_stale(self, frame: Frame) -> bool:
-        """Returns whether a message begins a new run, but this process has loaded the site's data too long ago or from
-        files that have changed.
-        """
+        """Returns whether a message begins a run but the loaded data are too old or have changed."""
         try:
             is_introduction = parse_head(frame.head[:SERVER_HEAD_BYTES]).get("kind") == "introduce"
         except ValueError:
@@ -137,9 +131,7 @@ def answer_frames_until_closed(connection: socket.socket) -> None:
 
 
 def _read_frames(connection: socket.socket, frames: "queue.SimpleQueue[Frame | FrameError]") -> None:
-    """Receives messages in a thread and queues them for the main thread; ends this process when the connection is
-    closed.
-    """
+    """Queues messages for the main thread; ends the process when the connection is closed."""
     while True:
         try:
             frames.put(receive_frame(connection))

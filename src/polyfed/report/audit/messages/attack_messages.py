@@ -87,7 +87,7 @@ def _attack_reply(
         note = "the weights that travel have not changed"
     else:
         target = _choose_target(federation, client, recorded, images, steps)
-        candidates = _reconstruct(recorded, target, iterations, restarts)
+        candidates = _reconstruct_images(recorded, target, iterations, restarts)
         note = "" if len(candidates) else "no attack for these weights"
     own_psnr, other_psnr = _NO_PSNR, _NO_PSNR
     if images is not None and len(candidates):
@@ -112,7 +112,7 @@ def _attack_reply(
     )
 
 
-def _reconstruct(recorded: RecordedReply, target: InversionTarget, iterations: int, restarts: int) -> Tensor:
+def _reconstruct_images(recorded: RecordedReply, target: InversionTarget, iterations: int, restarts: int) -> Tensor:
     assert recorded.weights is not None
     network, change = recorded.weights.network, recorded.weights.change
     computed = compute_inputs_of_first_layer(change, target)

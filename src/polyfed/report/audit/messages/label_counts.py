@@ -40,8 +40,7 @@ def class_shares_overlap(shares: Tensor, counts: Tensor) -> float:
 
 
 def find_counts_in_message(reply: Message, counts: Tensor) -> InferredLabels | None:
-    """Returns the counts if a row of the reply's tensors is in proportion to them, or if rows are zero exactly for the
-    classes that do not occur; None if there is no such tensor."""
+    """Returns the counts if rows of the reply are in proportion to them, or zero for absent classes; else None."""
     shares, occurs, classes_only = counts.double() / counts.sum(), counts > 0, None
     is_even = int(counts.min()) == int(counts.max())  # every row of equal numbers would fit
     for tree in reply.tensors.values():

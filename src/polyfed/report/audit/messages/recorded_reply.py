@@ -82,7 +82,9 @@ def record_first_replies(federation: Federation, client_ids: Sequence[str]) -> d
     )
     engine = InProcessEngine(algorithm, federation.clients, _CPU, federation.metrics, federation.reply_compression)
     start = federation.initial_checkpoint()
-    tasks, replies, states = _train(federation, engine, start, {*client_ids, *(round_clients if secure else ())})
+    tasks, replies, states = _train_clients(
+        federation, engine, start, {*client_ids, *(round_clients if secure else ())}
+    )
     recorded = {}
     for i in client_ids:
         members, reply = [i, *(j for j in round_clients if j != i)][: len(round_clients)] if secure else [i], replies[i]
@@ -93,11 +95,11 @@ def record_first_replies(federation: Federation, client_ids: Sequence[str]) -> d
     unknown = {i for i, entry in recorded.items() if entry.weights is None and entry.reply.tensors}
     if secure or not unknown:
         return recorded
-    _, more_replies, more_states = _train(federation, engine, start, set(round_clients) - tasks.keys())
+    _, more_replies, more_states = _train_clients(federation, engine, start, set(round_clients) - tasks.keys())
     first_replies = {i: reply for i, reply in (replies | more_replies).items() if i in round_clients}
     state = algorithm.aggregate(start.state, first_replies, federation.server_context())
     state = check_and_wrap_server_state(state, algorithm, "the server's state")
-    tasks, replies, _ = _train(
+    tasks, replies, _ = _train_clients(
         federation, engine, Checkpoint(1, state, ClientStates.wrap(states | more_states)), unknown
     )
     for i in unknown:
@@ -106,7 +108,7 @@ def record_first_replies(federation: Federation, client_ids: Sequence[str]) -> d
     return recorded
 
 
-def _train(
+def _train_clients(
     federation: Federation, engine: InProcessEngine, checkpoint: Checkpoint, client_ids: Set[str]
 ) -> tuple[dict[str, ClientTask], dict[str, Message], dict[str, Any]]:
     """Trains clients for the round after a checkpoint; returns their tasks, replies and private states."""
@@ -165,8 +167,7 @@ def _find_change_of_same_names(algorithm: Algorithm[Any, Any], task: ClientTask,
 def _networks_known_before_training(
     algorithm: Algorithm[Any, Any], client: Client, task: ClientTask
 ) -> Iterator[nn.Module]:
-    """Yields the networks that the method builds from the message and from a private state that the run's seed
-    determines."""
+    """Yields the networks that the message and the run's seed determine."""
     few = dataclasses.replace(client, train=client.train.head(min(2, len(client.train))))
     with (
         warnings.catch_warnings(),

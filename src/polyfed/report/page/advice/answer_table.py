@@ -97,11 +97,11 @@ def _format_interval(ends: Sequence[float] | None, form: ScoreFormat) -> str:
 
 def _svg_interval(answer: SiteAnswer, axis: GainAxis) -> Markup:
     """Draws the gain of one site with its interval, and the line at 0; the row's sentence says the same."""
-    parts = [_line("axis", axis.x(0), -5, f"V{_HEIGHT + 5}")]
+    parts = [_svg_text_line("axis", axis.x(0), -5, f"V{_HEIGHT + 5}")]
     middle = _HEIGHT / 2
     if answer.interval is not None and all(map(math.isfinite, answer.interval)):
         low, high = map(axis.x, answer.interval)
-        parts.append(_line("line", low, middle, f"H{high:.1f}"))
+        parts.append(_svg_text_line("line", low, middle, f"H{high:.1f}"))
     if answer.gain is not None and math.isfinite(answer.gain):
         x = axis.x(answer.gain)
         # A shape of its own for each answer, for those who do not see the colours.
@@ -120,7 +120,7 @@ def _svg_axis(axis: GainAxis, unit: NumberUnit) -> Markup:
     return _svg_image("".join(labels), 16, "iv")
 
 
-def _line(name: str, x: float, y: float, rest: str) -> str:
+def _svg_text_line(name: str, x: float, y: float, rest: str) -> str:
     return f'<path class="{name}" d="M{x:.1f} {y:.0f}{rest}"/>'
 
 

@@ -53,18 +53,14 @@ def confidence_level_of(run_group: RunGroup) -> float:
 
 
 def is_comparison_with_answers(run_group: RunGroup) -> bool:
-    """Returns True if the group is a comparison that advises its sites, or all sites on average, whether to join the
-    federation; False for comparisons of earlier versions.
-    """
+    """Returns whether the group is a comparison with advice; those of earlier versions have none."""
     return bool(run_group.comparison_results) and bool(
         run_group.comparison_results.get("answers") or run_group.comparison_results.get("mean_answer")
     )
 
 
 def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | None, key: str) -> Markup:
-    """Renders the top section of a comparison's page: warnings, the advice to each site and for the mean, a table of
-    methods, figures, and limits.
-    """
+    """Renders the top section: warnings, advice, a table of methods, figures, and limits."""
     results, level = run_group.comparison_results, confidence_level_of(run_group)
     answers, mean_answer = parse_site_answers(results), parse_answer_for_mean_over_sites(results)
     mean_text = ""
@@ -103,8 +99,7 @@ def _group_by_answer(answers: Sequence[SiteAnswer]) -> list[tuple[str, list[Site
 
 
 def _simple_model_verdicts(results: Mapping[str, Any]) -> list[str]:
-    """Returns the comparison's sentences on sites like these, and on whether simple models, such as logistic regression,
-    beat training alone."""
+    """Returns the sentences on sites like these, and on simple models against training alone."""
     mean_sentence = (results.get("mean_answer") or {}).get("sentence")
     return [
         verdict.replace("mean over clients: ", "mean over sites: ")
@@ -162,9 +157,7 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
 
 
 def _score_cells(entry: Mapping[str, Any], scores: Sequence[float], run_group: RunGroup) -> list[str]:
-    """Returns the cells of a method's row in the table: mean score, its interval, gain, its interval, and the worst of
-    `scores`.
-    """
+    """Returns a method's cells: mean score and its interval, gain and its interval, and worst score."""
     score_format = run_group.score_format
     worst = min if score_format.higher_is_better else max
     return [
@@ -216,9 +209,7 @@ def _html_caterpillar_figure(answers: Sequence[SiteAnswer], run_group: RunGroup,
 def _html_roc_or_learning_curves(
     run_group: RunGroup, predictions: GroupPredictions | None, level: float, key: str
 ) -> Markup:
-    """Renders the ROC curves of all sites together for a task of two classes, and the learning curves for all other
-    tasks.
-    """
+    """Renders ROC curves of all sites together for two classes, else learning curves."""
     methods = [method for method in (run_group.best_method_besides_local, run_group.local_method) if method is not None]
     if predictions is not None and len(predictions.binary_questions) == 1:
         method_names = [x.label for x in methods if x.label in predictions.methods]

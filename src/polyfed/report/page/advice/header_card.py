@@ -52,7 +52,7 @@ def html_header_card(run_group: RunGroup, noun: str) -> Markup:
     answers, mean_answer = parse_site_answers(results), parse_answer_for_mean_over_sites(results)
     cost = cost_of_method(method)
     if answers or mean_answer is not None:
-        kind, decision = _decision(answers, mean_answer)
+        kind, decision = _decide_in_words(answers, mean_answer)
         facts = [_mean_gain_of_answer(run_group, mean_answer)]
     else:
         kind, decision = "undecided", _summary_of_runs(run_group, method)
@@ -63,7 +63,7 @@ def html_header_card(run_group: RunGroup, noun: str) -> Markup:
         "header_card",
         kind=kind,
         decision=decision,
-        facts=[fact for fact in (*facts, *_cost_facts(cost, noun), _disclosure(run_group, method)) if fact.value],
+        facts=[fact for fact in (*facts, *_cost_facts(cost, noun), _disclosure_fact(run_group, method)) if fact.value],
         method=method.label,
         why_method=_why_this_method(run_group, method),
         why_round=why_this_round(run_group, method, cost),
@@ -83,8 +83,7 @@ def _why_this_method(run_group: RunGroup, method: MethodRuns) -> str:
 
 
 def _describe_evaluated(run_group: RunGroup, method: MethodRuns, cost: MethodCost, noun: str) -> str:
-    """Returns in words the clients over which a mean is; where one run evaluated some of many, with the interval of the
-    mean over all."""
+    """Names the clients of a mean; where a run evaluated some of many, with the interval of the mean over all."""
     sample = method.runs[0].evaluated
     if not sample:
         return count_with_noun(cost.clients, noun)
@@ -96,9 +95,8 @@ def _describe_evaluated(run_group: RunGroup, method: MethodRuns, cost: MethodCos
     return f"{text}, drawn at random; 95 % interval of the mean over all {low} to {high}"
 
 
-def _decision(answers: Sequence[SiteAnswer], mean_answer: SiteAnswer | None) -> tuple[AnswerKind, str]:
-    """Returns the kind of the decision and the sentence that says it: of the sites, or without answers for them of the
-    mean."""
+def _decide_in_words(answers: Sequence[SiteAnswer], mean_answer: SiteAnswer | None) -> tuple[AnswerKind, str]:
+    """Returns the kind of decision and its sentence, from the sites' answers or else that for the mean."""
     if not answers:
         assert mean_answer is not None
         with_method = f" with {mean_answer.method}" if mean_answer.method else ""
@@ -118,9 +116,9 @@ def _decision(answers: Sequence[SiteAnswer], mean_answer: SiteAnswer | None) -> 
     parts = []
     if counted["join"]:
         with_methods = f" with {join_with_and(list(methods))}" if methods else ""
-        parts.append(f"{_share(counted['join'], total)} should join{with_methods}")
+        parts.append(f"{_format_share(counted['join'], total)} should join{with_methods}")
     if counted["stay"]:
-        parts.append(f"{_share(counted['stay'], total) if not parts else counted['stay']} should stay alone")
+        parts.append(f"{_format_share(counted['stay'], total) if not parts else counted['stay']} should stay alone")
     if counted["undecided"] == total:
         parts = ["Not decided for any site"]
     elif counted["undecided"]:
@@ -128,7 +126,7 @@ def _decision(answers: Sequence[SiteAnswer], mean_answer: SiteAnswer | None) -> 
     return kind, "; ".join(parts) + "."
 
 
-def _share(number: int, total: int) -> str:
+def _format_share(number: int, total: int) -> str:
     return f"All {total} sites" if number == total else f"{number} of {total} sites"
 
 
@@ -194,7 +192,7 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.2g} s"
 
 
-def _disclosure(run_group: RunGroup, method: MethodRuns) -> KeyFact:
+def _disclosure_fact(run_group: RunGroup, method: MethodRuns) -> KeyFact:
     words = disclosures_of_method(method, run_group.comparison_results)
     if words is None:
         return KeyFact("The server learns", "not known", "the method is not one of polyfed's")

@@ -137,9 +137,7 @@ def _svg_mark(
 
 
 def _evenly_spaced(size: int, max_count: int) -> list[int]:
-    """Returns at most `max_count` evenly spaced positions of a sequence of length `size`, the first and the last among
-    them.
-    """
+    """Returns at most `max_count` evenly spaced positions of `size`, the first and last among them."""
     if size <= max_count:
         return list(range(size))
     return sorted({round(k * (size - 1) / (max_count - 1)) for k in range(max_count)})

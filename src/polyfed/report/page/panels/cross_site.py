@@ -16,9 +16,7 @@ _MAX_SITES = 40  # rows and columns of the table
 
 
 def html_cross_site(scores_by_method: Mapping[str, CrossSiteScores], key: str) -> Markup:
-    """Renders, for each method, a table of the scores of every site's model on every site's test data, with a menu to
-    choose the method.
-    """
+    """Renders, with a menu of methods, the scores of every site's model on every site's test data."""
     return html_dropdown_panels(
         key, "Method", {name: _html_matrix(scores) for name, scores in scores_by_method.items()}
     )
@@ -32,7 +30,9 @@ def _html_matrix(scores: CrossSiteScores) -> Markup:
     rows = [
         {
             "name": name,
-            "cells": [_cell(cell, entry, low, high, is_own=k == j) for k, cell in enumerate(row[: len(names)])],
+            "cells": [
+                _describe_cell(cell, entry, low, high, is_own=k == j) for k, cell in enumerate(row[: len(names)])
+            ],
         }
         for j, (name, row) in enumerate(zip(names, matrix, strict=False))
     ]
@@ -48,7 +48,9 @@ def _html_matrix(scores: CrossSiteScores) -> Markup:
     return html_div(Markup("{}{}{}").format(table, html_bullet_list(notes), Markup("").join(others)))
 
 
-def _cell(cell: CrossSiteCell, entry: Mapping[str, Any], low: float, high: float, *, is_own: bool) -> dict[str, Any]:
+def _describe_cell(
+    cell: CrossSiteCell, entry: Mapping[str, Any], low: float, high: float, *, is_own: bool
+) -> dict[str, Any]:
     unit = entry["unit"]
     share = 0.0 if cell.value is None or high == low else (cell.value - low) / (high - low)
     interval = ""

@@ -62,7 +62,7 @@ def html_look(look: Look, key: str) -> Markup:
     figures = [
         html_figure(
             svg_site_histograms(look, column, sites, marks, f"{key}-{k}"),
-            _caption(column, marks),
+            _caption_of_column(column, marks),
             _numbers_table(look, column, marks),
         )
         for k, column in enumerate(listed_columns)
@@ -77,7 +77,7 @@ def html_look(look: Look, key: str) -> Markup:
     )
 
 
-def _caption(column: LookColumn, marks: Mapping[tuple[str, str], str]) -> str:
+def _caption_of_column(column: LookColumn, marks: Mapping[tuple[str, str], str]) -> str:
     kinds = dict.fromkeys(kind for (name, _), kind in marks.items() if name == column.name)
     marked = f" (marked: {', '.join(kinds)})" if kinds else ""
     return f"{column.name}{', the target' if column.is_target else ''}{marked}"
@@ -127,7 +127,7 @@ def svg_site_histograms(
     """
     labels = [shorten_name(name) for name in sites]
     left = round(max(map(estimate_text_width, labels))) + 10
-    counts = {name: _bars(look.sites[name], column) for name in sites}
+    counts = {name: _bar_heights(look.sites[name], column) for name in sites}
     size = max(len(bars) for bars in counts.values())
     width = (CHART_WIDTH - left - 8) / size
     parts = []
@@ -136,7 +136,7 @@ def svg_site_histograms(
         bars = np.clip(np.asarray(counts[name], dtype=float), 0, None)
         shares = bars / max(bars.max(initial=0.0), 1e-9)
         kind = "less" if (column.name, name) in marks else "more"
-        described = escape(f"{name}: {_describe(look.sites[name], column)}")
+        described = escape(f"{name}: {_describe_column(look.sites[name], column)}")
         parts.append(f'<g data-t="{described}"><path class="hit" d="M0 {base - _ROW + 4}H{CHART_WIDTH}V{base}H0Z"/>')
         parts.append(svg_text(left - 6, base - 4, labels[k], "end"))
         parts += [
@@ -167,13 +167,13 @@ def svg_site_histograms(
     return svg_element_with_title(key, f"Values of {column.name} at each site", description, bottom + 20, parts)
 
 
-def _bars(site: SiteDataStatistics, column: LookColumn) -> Sequence[float]:
+def _bar_heights(site: SiteDataStatistics, column: LookColumn) -> Sequence[float]:
     if column.values is not None:
         return [site.categories[column.name][value] for value in column.values[: 2 * BINS]]
     return site.numbers[column.name].histogram
 
 
-def _describe(site: SiteDataStatistics, column: LookColumn) -> str:
+def _describe_column(site: SiteDataStatistics, column: LookColumn) -> str:
     if column.values is not None:
         return ", ".join(
             f"{value} {describe_count(site.categories[column.name][value])}" for value in column.values[:8]

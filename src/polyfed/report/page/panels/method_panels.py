@@ -42,9 +42,7 @@ class PanelInputs:
 
 
 def build_method_panels(inputs: PanelInputs) -> dict[str, Markup]:
-    """Builds the panels that a run's method adds to the report page, and returns {heading: HTML}; a panel that cannot be
-    built says why.
-    """
+    """Builds `{heading: HTML}` of a run's method; a panel that cannot be built says why."""
     panels: dict[str, Markup] = {}
     for heading, make_panel in _PANELS.get(inputs.run.method, {}).items():
         try:
@@ -78,7 +76,7 @@ def build_segmentation_panel(
         clients = all_clients[: inputs.max_panels]
         if SECTION not in clients[0].task.page_sections:
             return {}
-        trained = [read_trained_model(_folder(inputs), client.id, client.model) for client in clients]
+        trained = [read_trained_model(_folder_of_run(inputs), client.id, client.model) for client in clients]
         stored_dice = [next((s.value for s in model.scores if s.label == "Dice"), None) for model in trained]
         return {IMAGES_HEADING: html_images_of_clients(clients, [model.network for model in trained], stored_dice)}
     except (UserError, OSError) as error:
@@ -92,18 +90,14 @@ def method_adds_panels(method_name: str) -> bool:
 
 @final
 class ParticipantsOrReasonMissing(NamedTuple):
-    """Holds the clients of a run; if they cannot be loaded without a download, holds None and a sentence with the
-    reason.
-    """
+    """Holds the clients of a run, or None and the reason why they cannot be loaded offline."""
 
     participants: Participants | None
     reason_missing: str
 
 
 def load_participants_offline(run: RunRecord) -> ParticipantsOrReasonMissing:
-    """Loads the clients of a run from its configuration without a download; if this is impossible, returns None in
-    their place and a sentence with the reason.
-    """
+    """Loads a run's clients from its configuration without a download, or says why it cannot."""
     data = run.config.get("data")
     if not isinstance(data, Mapping):
         return ParticipantsOrReasonMissing(
@@ -138,29 +132,29 @@ def _needs_download(run: RunRecord) -> bool:
 
 
 def _aggregation_weights(inputs: PanelInputs) -> Markup:
-    return method_views.html_aggregation_weights(_folder(inputs), inputs.key, inputs.max_panels)
+    return method_views.html_aggregation_weights(_folder_of_run(inputs), inputs.key, inputs.max_panels)
 
 
-def _alignment(inputs: PanelInputs) -> Markup:
+def _alignment_panel(inputs: PanelInputs) -> Markup:
     from polyfed.report.figures.alignment import measure_alignment
 
     if inputs.participants is not None:
         clients = inputs.participants.clients
     elif _needs_download(inputs.run):  # the hub's cache may have the data
-        clients, _ = rebuild_clients(inputs.run.config, _folder(inputs))
+        clients, _ = rebuild_clients(inputs.run.config, _folder_of_run(inputs))
     else:
         raise UserError(
             "the clients and their test examples are not at hand; polyfed.report.figures.alignment takes them in Python"
         )
-    alignment = measure_alignment(_folder(inputs), clients=clients)
+    alignment = measure_alignment(_folder_of_run(inputs), clients=clients)
     inputs.on_result(inputs.run, alignment)
     return method_views.html_alignment(alignment, inputs.key)
 
 
-def _architectures(inputs: PanelInputs) -> Markup:
+def _architecture_panel(inputs: PanelInputs) -> Markup:
     from polyfed.report.figures.architectures import read_search_result
 
-    result = read_search_result(_folder(inputs))
+    result = read_search_result(_folder_of_run(inputs))
     inputs.on_result(inputs.run, result)
     return method_views.html_searched_cells(result, inputs.key, inputs.max_panels)
 
@@ -174,10 +168,10 @@ def _gradient_agreement(inputs: PanelInputs) -> Markup:
             "in Python"
         )
     clients, public = inputs.participants.clients, inputs.participants.public
-    return gradient_agreement.html_gradient_agreement(_folder(inputs), clients, public, inputs.key)
+    return gradient_agreement.html_gradient_agreement(_folder_of_run(inputs), clients, public, inputs.key)
 
 
-def _coverage(inputs: PanelInputs) -> Markup:
+def _coverage_panel(inputs: PanelInputs) -> Markup:
     from polyfed.algorithms import FLHAGHN
     from polyfed.graphs.contraction import NO_CONTRACTION
     from polyfed.simulation.storage.configuration import build_method, read_section
@@ -190,17 +184,17 @@ def _coverage(inputs: PanelInputs) -> Markup:
 
 
 def _warm_starts(inputs: PanelInputs) -> Markup:
-    return method_views.html_warm_starts(_folder(inputs), inputs.key)
+    return method_views.html_warm_starts(_folder_of_run(inputs), inputs.key)
 
 
-def _folder(inputs: PanelInputs) -> Path:
+def _folder_of_run(inputs: PanelInputs) -> Path:
     assert inputs.run.folder is not None
     return inputs.run.folder
 
 
 _WEIGHTS = {"Aggregation weights: who aggregates from whom": _aggregation_weights}
-_SIMILARITY = {"Similarity of representations (CKA)": _alignment}
-_CELLS = {"Architectures that the search found": _architectures}
+_SIMILARITY = {"Similarity of representations (CKA)": _alignment_panel}
+_CELLS = {"Architectures that the search found": _architecture_panel}
 _CELLS_AND_GRADIENTS = {**_CELLS, "Conflicts with the federated gradient": _gradient_agreement}
 _PANELS: Mapping[str, Mapping[str, Callable[[PanelInputs], Markup]]] = {
     "pfedla": _WEIGHTS,
@@ -211,5 +205,8 @@ _PANELS: Mapping[str, Mapping[str, Callable[[PanelInputs], Markup]]] = {
     "ca_feddsnas": _CELLS,
     "fedpnas": _CELLS_AND_GRADIENTS,
     "ca_fedpnas": _CELLS_AND_GRADIENTS,
-    "flha_ghn": {"Parameters that the hypernetwork generates": _coverage, "Warm start of unseen clients": _warm_starts},
+    "flha_ghn": {
+        "Parameters that the hypernetwork generates": _coverage_panel,
+        "Warm start of unseen clients": _warm_starts,
+    },
 }

@@ -100,9 +100,7 @@ def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANEL
 
 
 def html_alignment(alignment: RepresentationAlignment, key: str) -> Markup:
-    """Renders two heat maps of the similarity (linear CKA) of any two clients' representations of the same examples,
-    before and after training.
-    """
+    """Renders heat maps of the linear CKA of any two clients' representations, before and after training."""
     parts = []
     for when, values, mean in (
         ("before", alignment.cka_before, alignment.mean_cka_of_initial_networks),
@@ -116,9 +114,7 @@ def html_alignment(alignment: RepresentationAlignment, key: str) -> Markup:
 
 
 def html_searched_cells(search_result: ArchitectureSearchResult, key: str, max_clients: int = MAX_PANELS) -> Markup:
-    """Renders the cells (small graphs of operations) that the architecture search selected for the first `max_clients`
-    clients: drawings, and heat maps of each operation's probability at each edge.
-    """
+    """Renders the selected cells of the first clients: drawings, and heat maps of operations' probabilities."""
     from matplotlib import rc_context
 
     panels = {}
@@ -217,9 +213,7 @@ def html_generatable_parameter_share(clients: Sequence[Client], key: str, contra
 
 
 class WarmStartCurves(TypedDict):
-    """Holds what `polyfed warmstart` stores for each unseen client: its scores by epoch, trained from generated weights
-    and from scratch.
-    """
+    """Holds an unseen client's scores by epoch, from generated weights and from scratch."""
 
     score: str
     warm: list[float | None]

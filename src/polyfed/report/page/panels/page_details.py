@@ -117,8 +117,7 @@ def _class_counts_and_panels(
 
 
 def _participants_of_comparison(run: RunRecord) -> Participants | None:
-    """Returns the clients of the comparison that a run belongs to, as its first seed deals them before they are split again;
-    None if it is of none, or was made in Python."""
+    """Returns the clients of a run's comparison as its first seed deals them; None if not known."""
     for folder in list((run.folder or Path()).parents)[:3]:
         if (folder / DESCRIPTION).is_file():
             description = read_description(folder)
@@ -131,8 +130,10 @@ def _participants_of_comparison(run: RunRecord) -> Participants | None:
 def _clients_of_first_run(
     run_group: RunGroup, of_run: Participants | None, of_comparison: Participants | None, images_of: Sequence[Client]
 ) -> Sequence[Client]:
-    """Returns the clients with the test examples of each method's first run: those of its configuration, else those of the
-    comparison or of the caller, dealt into folds or splits as the comparison dealt them; empty if they are not at hand."""
+    """Returns the clients with the test examples of each method's first run; empty if they are not at hand.
+
+    They are those of its configuration, else of the comparison or the caller, dealt into folds or splits as it dealt them.
+    """
     if of_run is not None and not images_of:
         return of_run.clients
     clients = images_of or (of_comparison.clients if of_comparison is not None else ())
@@ -144,8 +145,7 @@ def _clients_of_first_run(
 
 
 def _site_panels(run_group: RunGroup, participants: Participants | None, key: str) -> dict[str, Markup]:
-    """Renders the look at the sites' data, where the configuration says which data they have, the scores of every
-    site's model at every site, where they were computed, and the last audit of each run's first seed."""
+    """Renders the look at the data, the cross-site scores and the last audits, where they exist."""
     panels = {}
     matrices = {}
     for method in run_group.methods:

@@ -63,9 +63,7 @@ def html_update_norms(run: RunRecord, key: str) -> Markup:
 
 
 def _outlier_sentences(run: RunRecord) -> list[str]:
-    """Returns a sentence for each client whose update in some round had a norm many times the median of the other
-    clients' norms.
-    """
+    """Returns a sentence for each client with an update many times as long as the others' median."""
     largest: dict[str, tuple[float, int, int]] = {}
     for number in sorted(run.update_norms):
         for client, times in outlier_norm_ratios(run.update_norms[number]).items():

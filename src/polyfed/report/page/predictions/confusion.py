@@ -86,9 +86,7 @@ def html_confusion_tables_at_threshold(
 def sensitivity_specificity_and_predictive_values(
     performance: Mapping[str, Any], threshold_index: int
 ) -> list[ShareOfExamples]:
-    """Returns sensitivity, specificity, and positive and negative predictive value at a probability threshold, each as
-    a count of examples and the total.
-    """
+    """Returns these four shares at a probability threshold, each as a count of examples and the total."""
     hits, false_alarms, positives = (
         performance["hits"][threshold_index],
         performance["alarms"][threshold_index],
@@ -119,9 +117,7 @@ def format_share_with_interval(hits: float, examples: float, level: float, units
 
 
 def html_confusion_matrix(matrix: Sequence[Sequence[float]], method: str, class_names: Sequence[str]) -> Markup:
-    """Renders a confusion matrix as a table with true classes as rows and predicted classes as columns; the larger a
-    cell's share of its row, the darker the cell.
-    """
+    """Renders true classes as rows and predicted ones as columns, darker for larger shares of a row."""
     rows = []
     for row in matrix:
         total = sum(row)

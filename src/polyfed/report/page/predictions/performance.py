@@ -134,9 +134,7 @@ def binary_performance(
 def _auc_interval_of_groups(
     parts_and_units: Sequence[tuple[BinaryPredictions, NDArray[np.int64] | None]], level: float
 ) -> tuple[float, float]:
-    """Computes the interval of an AUC whose examples are of groups, such as patients, from the widest seed; (0, 1)
-    where too few groups have examples of a class.
-    """
+    """Computes an AUC's interval over groups (patients, say), from the widest seed; (0, 1) for too few groups."""
     widest = (1.0, 0.0)
     for (score, positive), units in parts_and_units:
         outputs = torch.from_numpy(np.stack([-score, score], axis=1))
@@ -171,9 +169,7 @@ def _selectable_sites(predictions: GroupPredictions, question_count: int) -> lis
 
 
 def html_performance_section(predictions: GroupPredictions, level: float, key: str) -> Markup:
-    """Renders the section with ROC curves, calibration curves and confusion tables; for a regression task, one sentence
-    instead.
-    """
+    """Renders ROC and calibration curves and confusion tables; one sentence for regression."""
     if not predictions.binary_questions:
         return html_paragraph(predictions.task.no_curves_reason)
     page_data = performance_numbers_for_script(predictions, level)
@@ -270,9 +266,7 @@ def svg_unit_square(
 
 
 def svg_roc_curve(performance: dict[str, Any], style: int, slot: int, threshold_index: int | None = 49) -> str:
-    """Draws a method's ROC curve, the range over seeds as a band, and a point at the threshold
-    `THRESHOLDS[threshold_index]`; no point if the index is None.
-    """
+    """Draws a ROC curve, its range over seeds, and a point at a threshold unless its index is None."""
     group = [f'<g data-slot="{slot}" class="s{style % COLOUR_COUNT} d{style // COLOUR_COUNT % 3}">']
     if performance["roc"] is not None:
         if "low" in performance:

@@ -62,16 +62,16 @@ def html_best_middle_and_worst_images(client: Client, network: nn.Module, stored
         Markup('<figure style="display:inline-block;vertical-align:top;width:min(340px,100%);margin:0 .8em 1em 0">'
                '<img alt="{}" width="{}" src="{}">'
                "<figcaption>{}: image, truth, prediction; Dice {:.2f}</figcaption></figure>").format(
-            f"{word} of {client.id}", 3 * _SIDE, _png(_triptych(images[k].cpu(), true[k], predicted[k])), word, scores[row]
+            f"{word} of {client.id}", 3 * _SIDE, _encode_png(_join_masks(images[k].cpu(), true[k], predicted[k])), word,
+            scores[row],
         )
         for k, (word, row) in enumerate(rows)
     ]  # fmt: skip
     return html_paragraph(client.id) + Markup("").join(cells)
 
 
-def _triptych(image: Tensor, true: NDArray[np.bool_], predicted: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Returns an image, its true and its predicted masks side by side, a line between them, uint8 (height, 3 × width + 2,
-    3)."""
+def _join_masks(image: Tensor, true: NDArray[np.bool_], predicted: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """Joins an image and its true and predicted masks side by side, uint8, (height, 3 × width + 2, 3)."""
     if image.dim() == 4:
         depth = int(true.sum(axis=(0, 2, 3)).argmax())
         image, true, predicted = image[:, depth], true[:, depth], predicted[:, depth]
@@ -79,19 +79,19 @@ def _triptych(image: Tensor, true: NDArray[np.bool_], predicted: NDArray[np.bool
     low, high = np.percentile(grey, (1, 99))
     grey = np.clip((grey - low) / max(high - low, 1e-9), 0, 1)
     step = max(1, -(-max(grey.shape) // _MOST_SIDE))
-    panels = [_coloured(grey[::step, ::step], masks[:, ::step, ::step]) for masks in (true[:0], true, predicted)]
+    panels = [_colour_masks(grey[::step, ::step], masks[:, ::step, ::step]) for masks in (true[:0], true, predicted)]
     line = np.full((len(panels[0]), 1, 3), 255, np.uint8)
     return np.concatenate([panels[0], line, panels[1], line, panels[2]], axis=1)
 
 
-def _coloured(grey: NDArray[Any], masks: NDArray[np.bool_]) -> NDArray[np.uint8]:
+def _colour_masks(grey: NDArray[Any], masks: NDArray[np.bool_]) -> NDArray[np.uint8]:
     panel = np.repeat(255 * grey[:, :, None], 3, axis=2)
     for k, mask in enumerate(masks):
         panel[mask] = 0.5 * panel[mask] + 0.5 * _COLOURS[k % len(_COLOURS)]
     return panel.round().astype(np.uint8)
 
 
-def _png(pixels: NDArray[np.uint8]) -> str:
+def _encode_png(pixels: NDArray[np.uint8]) -> str:
     from PIL import Image
 
     file = io.BytesIO()

@@ -97,7 +97,7 @@ def _html_chart(
         counts.append(f"{label} {len(own_time)} ({count_with_noun(int(own_event.sum()), 'event')})")
         if not len(own_time):
             continue
-        x, y = _steps(own_time, own_event)
+        x, y = _step_corners(own_time, own_event)
         lines.append(ChartLine(label, tuple(x), tuple(y), tuple(y), tuple(y), group))
         at = np.asarray(ticks, dtype=np.float64)
         survival = value_of_step_curve(*kaplan_meier(own_time, own_event), at)
@@ -122,7 +122,7 @@ def _html_chart(
     )
 
 
-def _steps(time: Floats, event: NDArray[np.bool_]) -> tuple[list[float], list[float]]:
+def _step_corners(time: Floats, event: NDArray[np.bool_]) -> tuple[list[float], list[float]]:
     """Returns the corners of a Kaplan-Meier curve, from time 0 until the last patient's time."""
     x, y = [0.0], [1.0]
     for at, value in zip(*kaplan_meier(time, event), strict=True):

@@ -57,8 +57,7 @@ def list_clients(clients: Any) -> list[Client]:
 
 
 def class_names_of(clients: Sequence[Client]) -> tuple[str, ...] | None:
-    """Returns the names of the classes where labels were given as texts, or come from tables with the same classes; None
-    if they were numbers."""
+    """Returns the classes' names, from labels given as texts or from tables; None if labels were numbers."""
     if clients[0].train.classes is not None:
         return clients[0].train.classes
     names, *others = {table_class_names(client.train) for client in clients}

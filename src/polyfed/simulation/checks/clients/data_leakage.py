@@ -91,10 +91,10 @@ def warn_of_test_leakage(clients: Sequence[Client]) -> None:
     group_key = hash(tuple(sorted(map(id, clients))))
     if all(_SEEN.get((group_key, id(client))) is client for client in clients):
         if warned is not None:  # the results of a comparison do not depend on what ran before it
-            _emit(_TEXTS.get(group_key, []), warned)
+            _warn_or_collect(_TEXTS.get(group_key, []), warned)
         return
     _SEEN.update({(group_key, id(client)): client for client in clients})
-    groups = list(_groups(clients))
+    groups = list(_split_into_groups(clients))
     all_leaks = [leak for group in groups for leak in _find_leaks(group, between_clients=len(groups) == 1)]
     sentences = []
     for kind, description in _KINDS.items():
@@ -112,10 +112,10 @@ def warn_of_test_leakage(clients: Sequence[Client]) -> None:
         )
     if texts:
         _TEXTS[group_key] = texts
-    _emit(texts, warned)
+    _warn_or_collect(texts, warned)
 
 
-def _emit(texts: Sequence[str], warned: list[str] | None) -> None:
+def _warn_or_collect(texts: Sequence[str], warned: list[str] | None) -> None:
     for text in texts:
         if warned is not None:
             warned.append(text)
@@ -143,9 +143,8 @@ def limit_leak_warnings() -> Iterator[None]:
         _WARNED.reset(before)
 
 
-def _groups(clients: Sequence[Client]) -> Iterator[list[Client]]:
-    """Splits the clients into groups with few enough examples for all clients of a group to be compared with each
-    other."""
+def _split_into_groups(clients: Sequence[Client]) -> Iterator[list[Client]]:
+    """Splits the clients into groups of few enough examples to compare each client with each."""
     group: list[Client] = []
     num_examples = 0
     for client in clients:
@@ -225,15 +224,13 @@ def _suspicious_counts(
 
 
 def _concat_hashes(sets: Mapping[int, Examples]) -> tuple[Hashes, NDArray[np.int64]]:
-    """Concatenates the hashes of all examples of several clients; also returns, for each example, the position of its
-    client."""
+    """Concatenates the hashes of several clients' examples; also returns each example's client position."""
     whose = np.repeat(np.fromiter(sets, np.int64), [len(data) for data in sets.values()])
-    return np.concatenate([_hashes(data) for data in sets.values()]), whose
+    return np.concatenate([_hash_examples(data) for data in sets.values()]), whose
 
 
 def _keys_by_client(hashes: Hashes, whose: NDArray[np.int64]) -> Hashes:
-    """Combines each example's hash with its client's position into one number, equal only for equal examples of one
-    client."""
+    """Combines hash and client position into one number, equal only for equal examples of one client."""
     return hashes * 0x9E3779B97F4A7C1 + whose * 0x2545F4914F6CDD1D
 
 
@@ -244,8 +241,7 @@ def _count_occurrences(ranked: Hashes, values: Hashes) -> NDArray[np.int64]:
 
 
 def _same_rows(data: Examples, train: Examples) -> NDArray[np.bool_]:
-    """Returns for each example whether it is the same row of the same stored tensor as a training example, and not just
-    equal to one."""
+    """Returns for each example whether it is the same stored row as a training example, not just equal."""
     if _storage_keys(data.x) != _storage_keys(train.x):
         return np.zeros(len(data), bool)
     rows, used = (np.arange(len(d)) if d.index is None else d.index.cpu().numpy() for d in (data, train))
@@ -256,10 +252,8 @@ def _storage_keys(x: Any) -> list[Any]:
     return [(name, part.data_ptr(), part.shape, part.stride(), part.dtype) for name, part in named_leaves(x)]
 
 
-def _hashes(examples: Examples) -> Hashes:
-    """Returns a hash of the stored input and target of each example; those of equal content, type and shape have equal
-    hashes.
-    """
+def _hash_examples(examples: Examples) -> Hashes:
+    """Hashes each example's stored input and target by content, type and shape."""
     hashes = _hash_part(examples, examples.y)
     for _, part in named_leaves(examples.x):  # the order of the parts matters
         hashes = hashes * _PRIME + _hash_part(examples, part)

@@ -48,9 +48,7 @@ def needs_common_inputs(requirements: frozenset[str], discloses: frozenset[str])
 
 
 def table_preprocessors_by_part(examples: Examples) -> dict[str, TablePreprocessor]:
-    """Returns `{name of the part: table preprocessing}` for each part of the inputs that is a table; the name is "" if
-    the inputs have a single part.
-    """
+    """Returns `{part: table preprocessing}` for inputs that are tables; a single part is named ""."""
     transform = examples.transform
     parts = transform.transforms if isinstance(transform, PartwiseTransform) else {"": transform}
     return {
@@ -67,9 +65,7 @@ class ColumnDefinition(NamedTuple):
 
 
 def column_definitions_by_name(examples: Examples) -> dict[str, ColumnDefinition]:
-    """Returns `{column name: definition}` for the tables or pandas frames from which the examples come; a column of one
-    part of the inputs is named PART/COLUMN.
-    """
+    """Returns `{column: definition}` of the examples' tables or frames; of several parts PART/COLUMN."""
     return dict.fromkeys(examples.features or (), ColumnDefinition(None, False)) | {
         f"{part}/{column.name}" if part else column.name: ColumnDefinition(column.categories, column.missing)
         for part, table in table_preprocessors_by_part(examples).items()
@@ -78,15 +74,14 @@ def column_definitions_by_name(examples: Examples) -> dict[str, ColumnDefinition
 
 
 def table_class_names(examples: Examples) -> tuple[str, ...]:
-    """Returns the names of the classes, labels or targets of the table from which the examples come; an empty tuple if
-    they come from no table.
-    """
+    """Returns the names of a table's classes, labels or targets; empty if the examples are of no table."""
     return next((table.classes for table in table_preprocessors_by_part(examples).values()), ())
 
 
 def have_same_columns(first: Examples, second: Examples) -> bool:
-    """Returns True if two sets of examples come from tables with the same columns and classes in the same order, or if
-    neither comes from a table. Names of a frame's columns are compared where both sets have them.
+    """Returns whether two sets have the same columns and classes in the same order, or neither is a table's.
+
+    Names of a frame's columns are compared where both sets have them.
     """
     if not (first.features and second.features):
         first, second = replace(first, features=None), replace(second, features=None)
@@ -134,9 +129,7 @@ def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any
 
 
 def check_public_table(client: Client, public: Examples) -> None:
-    """Raises a `UserError` unless a client's inputs and the public examples come from tables with the same columns and
-    scaling, or both from no table.
-    """
+    """Raises a `UserError` unless client and public examples have the same columns and scaling, or no table."""
     ours, theirs = table_preprocessors_by_part(client.train), table_preprocessors_by_part(public)
     if ours.keys() != theirs.keys():
         subject = "the public examples (public=...) are" if theirs else f"the inputs of client {client.id!r} are"
@@ -221,8 +214,7 @@ def _schema_key(examples: Examples) -> Hashable:
 
 
 def _check_sets_of_client(client: Client) -> None:
-    """Checks that a client's training, test and validation examples come from tables with the same columns and
-    classes."""
+    """Checks that a client's training, test and validation tables have the same columns and classes."""
     for name, part in (("test", client.test), ("val", client.val), ("global_test", client.global_test)):
         if part is None or have_same_columns(client.train, part):
             continue
@@ -234,15 +226,17 @@ def _check_sets_of_client(client: Client) -> None:
         )
         raise UserError(
             f"client {client.id!r}: its {name} examples are of another table than its training examples: "
-            f"{'; '.join(describe_table_differences(training_schema, set_schema))}; {_advice(client.train)}"
+            f"{'; '.join(describe_table_differences(training_schema, set_schema))}; {_advice_on_columns(client.train)}"
         )
 
 
 def _check_same_schema(
     marks: Mapping[str, Hashable], tables: Mapping[str, Examples], *, classes_only: bool = False
 ) -> None:
-    """Checks that all clients have the same mark (a value that stands for the columns and classes of a table). Raises a
-    `UserError` that describes the difference if not."""
+    """Raises a `UserError` with the difference unless all clients have the same mark.
+
+    A mark is a value that stands for the columns and classes of a table.
+    """
     if (pair := find_deviating_pair(marks)) is None:
         return
     if classes_only:
@@ -254,11 +248,11 @@ def _check_same_schema(
         sentences = describe_table_differences(reference, deviant)
     raise UserError(
         f"client {pair.deviating!r} has another table than {pair.typical!r}: {'; '.join(sentences)}; "
-        f"{_advice(tables[pair.deviating])}"
+        f"{_advice_on_columns(tables[pair.deviating])}"
     )
 
 
-def _advice(examples: Examples) -> str:
+def _advice_on_columns(examples: Examples) -> str:
     return FRAME_ADVICE if examples.features else SCHEMA_ADVICE
 
 

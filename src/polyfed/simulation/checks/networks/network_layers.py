@@ -22,9 +22,7 @@ _SENT = frozenset({"weights", "hypernetwork"})
 
 
 def cached_module_of(client: Client) -> CachedModule:
-    """Returns the cached copy of a client's network; raises a `UserError` if any part of the network's state cannot be
-    sent.
-    """
+    """Returns a client's cached network; raises a `UserError` if part of its state cannot be sent."""
     assert client.model is not None
     try:
         return cached_module(client.model)
@@ -50,9 +48,7 @@ def _check_network_has_adapters(client: Client, cached: CachedModule, method: st
 
 
 def check_network_tensors_and_layers(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """Raises a `UserError` if a tensor of a client's network cannot be sent, or if the network lacks a layer that the
-    method needs.
-    """
+    """Raises a `UserError` if a network has a tensor that cannot be sent, or lacks a layer that the method needs."""
     checked_keys: set[tuple[str, str]] = set()
     for client in clients:
         cached = cached_module_of(client)

@@ -41,7 +41,7 @@ def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[i
         module_copy = deep_copy(module)
         tensors_before = _describe_tensors(module_copy)
         try:
-            output = logits_or_output(_forward(module_copy, x, training))
+            output = logits_or_output(_run_forward(module_copy, x, training))
         except Exception as error:  # whatever the user's network raises
             raise UserError(f"{client_name}: {_failure_message(module, x, error, training)}") from error
         if not isinstance(output, Tensor):
@@ -126,7 +126,7 @@ def check_trains_on_one_example(
     """
     x = data.batch(torch.zeros(1, dtype=torch.int64))[0]
     try:
-        output = logits_or_output(_forward(deep_copy(module), x, training=True))
+        output = logits_or_output(_run_forward(deep_copy(module), x, training=True))
         if isinstance(output, Tensor) and (output.dim() == 0 or len(output) != 1):
             raise ValueError(f"its output has the shape {tuple(output.shape)}")
     except Exception as error:  # BatchNorm's, or whatever the user's network raises on a batch of one
@@ -149,13 +149,13 @@ def name_of_buffer_from_examples(module: nn.Module, data: Examples) -> str | Non
     buffers = []
     for x in (first, tree_map(lambda part: part + 1 if part.is_floating_point() else part, last)):
         module_copy = deep_copy(module)
-        _forward(module_copy, x, training=True)
+        _run_forward(module_copy, x, training=True)
         buffers.append(dict(module_copy.named_buffers()))
     pairs = ((name, buffers[0][name], buffers[1][name]) for name in buffers[0])
     return next((name for name, a, b in pairs if not torch.equal(a.nan_to_num(), b.nan_to_num())), None)
 
 
-def _forward(module: nn.Module, x: Any, training: bool) -> Any:
+def _run_forward(module: nn.Module, x: Any, training: bool) -> Any:
     """Runs the network, with gradients in training alone, and without changing the caller's random state."""
     with torch.set_grad_enabled(training), temporary_rng_seed(0):
         return call_network(module.train(training), x)
@@ -166,8 +166,7 @@ def _mode_suffix(training: bool) -> str:
 
 
 def _failure_message(module: nn.Module, x: Any, error: Exception, training: bool) -> str:
-    """Returns the error message for a network that failed on its inputs, with the likely cause. Wrong types of weights or
-    inputs are considered first."""
+    """Returns the error for a network that failed on its inputs, with the likely cause, wrong types first."""
     types = {p.dtype for p in module.parameters() if p.is_floating_point()}
     parts = [part for _, part in named_leaves(x)]
     # Integers are suspects only if the error names types: they are correct inputs for tokens.

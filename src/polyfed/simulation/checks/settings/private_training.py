@@ -68,9 +68,7 @@ def _warn_of_large_delta(clients: Sequence[Client], algorithm: LocalTraining) ->
 
 
 def check_privacy_covers_method(algorithm: LocalTraining, client_ids: Iterable[str]) -> None:
-    """Raises a `UserError` if a method, or an option that it has for one of the clients, computes more from training
-    examples than noise on gradients covers.
-    """
+    """Raises a `UserError` if a method or its options use training examples beyond gradients with noise."""
     if not algorithm.private_fits:
         able = [n for n, method in REGISTRY.items() if getattr(method, "private_fits", ())]
         raise UserError(
@@ -149,8 +147,9 @@ def check_privacy_suits_client(client: Client, algorithm: LocalTraining) -> None
 
 
 def _mixes_examples(examples: Examples) -> bool:
-    """Returns whether an example's input for the network depends on the examples that are with it in the minibatch;
-    False if it cannot be told, since an augmentation draws from a generator that is not torch's.
+    """Returns whether an example's input depends on others in the minibatch; False if it cannot be told.
+
+    It cannot where an augmentation draws from a generator that is not torch's.
     """
     among_others = torch.arange(min(8, len(examples)), device=examples.device)
     alone = torch.zeros_like(among_others)

@@ -89,9 +89,7 @@ _StoredSet = tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any]
 
 @final
 class StoredClient(NamedTuple):
-    """Holds a client in which each tensor is replaced by raw bytes (`FlatTensor`) or, if it is large, by a reference to
-    the tensor in the object store.
-    """
+    """Holds a client with raw bytes (`FlatTensor`) or object-store references in place of tensors."""
 
     id: str
     model: Architecture | None
@@ -100,9 +98,7 @@ class StoredClient(NamedTuple):
     loss: Loss | None = None
 
     def restore(self, load: Callable[[Any], Tensor]) -> Client:
-        """Returns the client as it was before it was stored; the function `load` turns each `FlatTensor` or reference
-        into a tensor.
-        """
+        """Returns the client as stored; `load` turns each `FlatTensor` or reference into a tensor."""
 
         def examples(stored_set: _StoredSet | None) -> Examples | None:
             if stored_set is None:

@@ -23,8 +23,7 @@ from polyfed.simulation.sources.source_clients import SourceClients
 
 
 class RayActor:
-    """Runs tasks on a node of the cluster; keeps the clients that it has loaded, and the tensors that tasks of this call of
-    `run` share."""
+    """Runs tasks on a node of the cluster; keeps its clients, and the tensors that tasks share."""
 
     def start(self, payload: WorkerPayload) -> tuple[int, str, str]:
         """Loads the method and the clients; returns the worker's process id, and the address and the id of its node."""

@@ -174,8 +174,7 @@ class RayEngine(Engine):
                 yield from self._accept(worker, result, facts)
 
     def _accept(self, worker: _RayWorker, result: TaskResult, facts: Mapping[str, Any]) -> Iterator[TaskResult]:
-        """Yields a result, and notes whether its reply counts in the worker's sum; a result that was yielded before its
-        sum was lost is not yielded again."""
+        """Yields a result unless it was yielded before, and notes whether the worker's sum has its reply."""
         task, refused = result.task, list[str]()
         summed = read_summed_reply(facts, lambda: refused.append(task.client))
         if task.client in self._lost:
@@ -196,8 +195,7 @@ class RayEngine(Engine):
         return TaskResult(task, failure=failure, incidents=self._take_incidents(task))
 
     def _collect_sums(self, waiting: deque[tuple[ClientTask, int]]) -> bool:
-        """Fetches one sum per node of the replies that its workers hold; returns False if a sum was lost with its worker:
-        its clients' tasks are then waiting again."""
+        """Fetches each node's sum of replies; returns False if one was lost, whose tasks then wait again."""
         sums = [(w.actor.take_sum.remote(w.verdicts), w.node, list(w.summed)) for w in self._workers if w.summed]
         try:
             self._sums = collect_node_sums(sums, self._algorithm)
@@ -294,9 +292,7 @@ class RayEngine(Engine):
         return tuple(self._incidents.pop(task.client, ()))
 
     def close(self) -> None:
-        """Kills the workers, and disconnects from Ray if this engine connected to it; also ends a Ray instance that was
-        started for this engine.
-        """
+        """Kills the workers; disconnects from Ray, or ends it, if this engine connected or started it."""
         if ray.is_initialized():
             for worker in self._workers:
                 ray.kill(worker.actor)

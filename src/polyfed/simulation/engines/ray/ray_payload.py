@@ -33,8 +33,10 @@ def put_payload(
     options: WorkerOptions,
     num_parties: int | None,
 ) -> Any:
-    """Puts the method, clients and settings into the object store for the workers, and returns the reference. Large tensors
-    become objects of their own, which workers fetch when needed."""
+    """Puts method, clients and settings into the object store, and returns the reference for workers.
+
+    Large tensors become objects of their own, which workers fetch when needed.
+    """
     # A source is opened on each node, and its clients are made there: none travels.
     stored_clients = clients if isinstance(clients, SourceClients) else store_clients(clients, ray.put)
     try:

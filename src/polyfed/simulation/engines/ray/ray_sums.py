@@ -42,8 +42,9 @@ class WorkerSum:
         self._sum = SecureSum(algorithm)  # type: ignore[arg-type]  # a method without a mean has no regions
 
     def keep_reply_for_sum(self, result: TaskResult) -> tuple[TaskResult, dict[str, Any]]:
-        """Keeps a client's reply in fixed point, and returns the result with only the reply's layout and scalars, and
-        the facts that the driver needs, such as size and norm; a reply that no sum can hold becomes a failure.
+        """Keeps a reply in fixed point; returns the result with its layout and scalars, and facts on it.
+
+        A reply that no sum can hold becomes a failure.
         """
         task, reply = result.task, result.reply
         if result.failure is not None or reply is None or task.phase != "local":

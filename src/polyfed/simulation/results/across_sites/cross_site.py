@@ -64,7 +64,7 @@ def compute_cross_site(federation: Federation, checkpoint: Checkpoint) -> CrossS
                 if isinstance(outcome, str):
                     pseudo_values[key] = outcome
                 else:
-                    pseudo_values[key] = _score(metric, *outcome, number_units(client.test), groups)
+                    pseudo_values[key] = _score_with_pseudo_values(metric, *outcome, number_units(client.test), groups)
     cells = tuple(
         _build_cell(metric, owner, client, pseudo_values)
         for metric in metrics
@@ -85,8 +85,7 @@ def _export_tasks(federation: Federation, checkpoint: Checkpoint) -> Iterator[Cl
 def _outputs_or_reason(
     engine: InProcessEngine, task: ClientTask, owner: Client, client: Client
 ) -> tuple[Tensor, Tensor] | str:
-    """Returns the outputs of the owner's model for another client's test examples, and their targets; a sentence if there
-    are none."""
+    """Returns the owner's outputs for another client's test examples and the targets, or why there are none."""
     try:
         examples, convert = adapt_test_examples_to_model_of(owner, client)
         outputs = engine.predict(task, examples)
@@ -109,7 +108,7 @@ class _ScoreWithPseudoValues:
     examples: int
 
 
-def _score(
+def _score_with_pseudo_values(
     metric: Metric, outputs: Tensor, targets: Tensor, units: NDArray[np.int64], max_groups: int
 ) -> _ScoreWithPseudoValues:
     """Returns the score, and its pseudo-values from leaving out one group of units at a time."""
@@ -153,7 +152,7 @@ def _build_cell(
     if not math.isfinite(score.value):
         why = explain_undefined_score(metric, [client])
         return replace(cell, reason=f"{metric.label} is not defined for the test examples of {client.id}{why}")
-    low, high = _interval(score.value, score.pseudo_values)
+    low, high = _confidence_interval(score.value, score.pseudo_values)
     if low is not None and high is not None and metric.is_from_zero_to_one:
         low, high = max(low, 0.0), min(high, 1.0)
     cell = replace(cell, value=score.value, low=low, high=high)
@@ -163,11 +162,11 @@ def _build_cell(
     pairs = None
     if score.pseudo_values is not None and own_score.pseudo_values is not None:
         pairs = score.pseudo_values - own_score.pseudo_values
-    low, high = _interval(difference, pairs)
+    low, high = _confidence_interval(difference, pairs)
     return replace(cell, difference=difference, difference_low=low, difference_high=high)
 
 
-def _interval(value: float, pseudo_values: NDArray[np.float64] | None) -> tuple[float | None, float | None]:
+def _confidence_interval(value: float, pseudo_values: NDArray[np.float64] | None) -> tuple[float | None, float | None]:
     """Returns the ends of the interval value ± t·s/√g of g pseudo-values; None if they do not vary, which says nothing."""
     if pseudo_values is None:
         return None, None

@@ -87,8 +87,10 @@ class CrossSiteScores:
         return format_cross_site(self)
 
     def matrix(self, metric: str | None = None) -> list[list[CrossSiteCell]]:
-        """Returns the scores of one metric (by default the deciding one) as a matrix: one row per model, one column per
-        client whose test examples are scored. Raises a `UserError` for an unknown metric.
+        """Returns a metric's scores (default: the deciding one), a row per model, a column per test client.
+
+        Raises:
+            UserError: the metric is unknown.
         """
         name = self.metrics[0]["name"] if metric is None else metric
         if name not in {entry["name"] for entry in self.metrics}:
@@ -99,16 +101,12 @@ class CrossSiteScores:
         return [[cell_by_place[model_of, patients_of] for patients_of in self.clients] for model_of in self.clients]
 
     def table(self) -> list[dict[str, Any]]:
-        """Returns all scores as a list of dicts, one per metric, model and client, with the fields of `CrossSiteCell`
-        as keys.
-        """
+        """Returns the scores as dicts of `CrossSiteCell`'s fields, one per metric, model and client."""
         return [asdict(cell) for cell in self.cells]
 
     def sentences(self) -> list[str]:
-        """Returns sentences on which model serves which client, by the deciding metric; they say only what the
-        confidence intervals decide.
-        """
-        return list(_describe(self))
+        """Says which model serves which client, as far as intervals of the deciding metric decide it."""
+        return list(_describe_scores(self))
 
     def to_json_dict(self) -> dict[str, Any]:
         """Returns the scores as a dict, the content of the file `cross_site.json`."""
@@ -159,7 +157,7 @@ def read_cross_site(folder: Path) -> CrossSiteScores | None:
     return CrossSiteScores(tuple(content["clients"]), tuple(content["metrics"]), cells, content["round"])
 
 
-def _describe(scores: CrossSiteScores) -> Iterator[str]:
+def _describe_scores(scores: CrossSiteScores) -> Iterator[str]:
     matrix, entry = scores.matrix(), scores.metrics[0]
     sign, unit = (1 if entry["higher_is_better"] else -1), entry["unit"]
     better, worse = dict[str, list[str]](), dict[str, list[str]]()

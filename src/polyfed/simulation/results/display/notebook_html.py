@@ -25,14 +25,14 @@ def notebook_html(
     >>> notebook_html("Run", [], ["client"], [["<b>"]])
     '<div><p><b>Run</b></p><table><thead><tr><th>client</th></tr></thead><tbody><tr><td>&lt;b&gt;</td></tr></tbody></table></div>'
     """
-    listed = "".join(f"<li>{_escape(sentence)}</li>" for sentence in sentences)
-    head = "".join(f"<th>{_escape(column)}</th>" for column in columns)
+    listed = "".join(f"<li>{_escape_html(sentence)}</li>" for sentence in sentences)
+    head = "".join(f"<th>{_escape_html(column)}</th>" for column in columns)
     printed_rows = rows if len(rows) <= _MOST_ROWS else [*rows[: _MOST_ROWS - 1], rows[-1]]
-    body = "".join("<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row) + "</tr>" for row in printed_rows)
+    body = "".join("<tr>" + "".join(f"<td>{_escape_html(cell)}</td>" for cell in row) + "</tr>" for row in printed_rows)
     left_out = len(rows) - len(printed_rows)
     note = f"<p>{count_with_noun(left_out, more)} left out; table() has all.</p>" if left_out else ""
     return (
-        f"<div><p><b>{_escape(heading)}</b></p>{f'<ul>{listed}</ul>' if listed else ''}"
+        f"<div><p><b>{_escape_html(heading)}</b></p>{f'<ul>{listed}</ul>' if listed else ''}"
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}</div>"
     )
 
@@ -67,5 +67,5 @@ def unit_of_column(column: str, units: Mapping[str, NumberUnit]) -> NumberUnit:
     return next((unit for name, unit in units.items() if column == name or column.endswith(f"_{name}")), "")
 
 
-def _escape(text: str) -> str:
+def _escape_html(text: str) -> str:
     return html.escape(sanitise_for_terminal(text))

@@ -104,17 +104,13 @@ class FederatedLook(Averaging):
         }
 
     def dispatch(self, server_state: dict[str, Any], client_info: ClientInfo) -> Message:
-        """Returns the message to a client: which of the three rounds this is, and what earlier rounds have shown of all
-        sites' data.
-        """
+        """Returns which of the three rounds this is, and what earlier rounds have shown of all sites."""
         return Message({"frame": server_state["frame"]}, {"done": float(server_state["done"])})
 
     def local_update(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> tuple[Message, dict[str, Any]]:
-        """Returns a client's counts and sums for this round; hides counts of too few rows, unless a secure sum over all
-        clients hides them.
-        """
+        """Returns a client's counts and sums; hides counts of few rows unless a secure sum does."""
         done = int(message.scalars["done"])
         site = read_columns_if_enough_examples(client).align_to_columns(columns_from_json(self.columns))
         site, frame = passes.drop_values_of_few_rows(site) if self.by_site else site, message.tensors["frame"]
@@ -127,9 +123,7 @@ class FederatedLook(Averaging):
         return Message({"counts": {name: counts[name] for name in PASSES[done]}}), client_state
 
     def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the names, shapes and types that a reply's tensors must have; raises a `ValueError` for unmasked
-        values that no rows can have.
-        """
+        """Returns the reply's names, shapes and types; raises a `ValueError` for impossible values."""
         columns = columns_from_json(self.columns)
         frame = server_state["frame"]
         empty = SiteColumns(columns, torch.zeros(0, len(columns), dtype=torch.float64), {})
@@ -151,9 +145,7 @@ class FederatedLook(Averaging):
     def server_step(
         self, server_state: dict[str, Any], mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> dict[str, Any]:
-        """Returns the server's next state with the sums over all sites added; the state itself if the server keeps the
-        counts of each site.
-        """
+        """Returns the next state with the sums over all sites; the state itself if it keeps each site's."""
         if self.by_site:
             return server_state
         total = {name: tensor * len(client_ids) for name, tensor in mean["counts"].items()}

@@ -80,8 +80,9 @@ class Moments(Averaging):
     def local_update(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> tuple[Message, dict[str, Any]]:
-        """Returns a client's reply: for each column the number of training rows with a value and, in round 1, the sum
-        of the values, in round 2 the sum of their squared differences from the mean.
+        """Returns each column's number of values and, in round 1, their sum, in round 2 that of squares.
+
+        Squares are of the differences from the mean over all clients.
         """
         count, total = count_and_sum_columns_and_targets(
             client.train, message.tensors["known"]["mean"] if message.scalars["done"] else None
@@ -89,9 +90,7 @@ class Moments(Averaging):
         return Message({"moments": {"count": count, "total": total}}), client_state
 
     def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the names, shapes and types that a reply's tensors must have; raises a `ValueError` for unmasked
-        values that no rows can have.
-        """
+        """Returns the reply's names, shapes and types; raises a `ValueError` for impossible values."""
         for name, tensor in reply.tensors.get("moments", {}).items():
             if tensor.is_meta:  # of a masked part, or not read yet
                 continue
@@ -104,9 +103,7 @@ class Moments(Averaging):
     def server_step(
         self, server_state: dict[str, Any], mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> dict[str, Any]:
-        """Returns the server's next state, with the columns' means after round 1, and with their variances after round
-        2.
-        """
+        """Returns the next state with the columns' means (round 1) or variances (round 2)."""
         moment = mean_or_zero(mean["moments"]["count"], mean["moments"]["total"])
         name = "variance" if server_state["done"] else "mean"
         return {**server_state, name: moment, "done": server_state["done"] + 1}
@@ -152,9 +149,7 @@ def fit_common_preprocessing(clients: Sequence[Client], *, seed: int = 0, secure
 
 
 def columns_with_few_values(client: Client) -> list[str]:
-    """Returns the names of the numeric columns that would reveal single rows of a client: those with a value in fewer
-    than `MIN_ROWS` training rows, or with fewer rows than that whose values differ from all others.
-    """
+    """Returns the numeric columns with a value, or a value unlike most, in fewer than `MIN_ROWS` rows."""
     count, _ = count_and_sum_columns_and_targets(client.train)
     preprocessor = preprocessor_of(client.train)
     rows = client.train.input_tensor[rows_in_stored_tensors(client.train)]

@@ -37,9 +37,7 @@ def check_evaluation_sample(settings: Settings, client_ids: Sequence[str]) -> No
 
 
 def is_evaluation_round(settings: Settings, round_number: int) -> bool:
-    """Returns True if clients are evaluated after this round: every `evaluate_every` rounds, and after the last
-    round.
-    """
+    """Returns whether clients are evaluated after this round, as after the last and every `evaluate_every`."""
     return round_number % settings.evaluate_every == 0 or round_number == settings.rounds
 
 

@@ -92,8 +92,9 @@ class ReplyAggregator:
         return {"regions": {"sums": len(sizes := self._sum.bytes_by_region), "bytes_up": sum(sizes.values())}}
 
     def add_reply(self, client: str, reply: Message, message: Message | None = None) -> bool:
-        """Adds a client's reply to `message` to the round, and returns True; discards the reply of a client outside the
-        round's sample (such clients train too with `everyone_trains`), and returns False.
+        """Adds a client's reply and returns True; False for a client outside the round's sample.
+
+        With `everyone_trains` such clients train, too.
         """
         if client in self._round_client_ids:
             if self._rebase is not None and message is not None:
@@ -190,8 +191,7 @@ class ReplyAggregator:
         return total
 
     def _find_bad_replies(self, replies: Mapping[str, Message], server: ServerContext) -> dict[str, str]:
-        """Finds the replies that make the server's state invalid: client id -> reason. Those are replies that do so by
-        themselves; if there is none, the one without which the state stays valid."""
+        """Returns `{client: reason}` of replies that make the state invalid by themselves, or the one to leave out."""
         bad_alone = {i: flaw for i in sorted(replies) if (flaw := self._try_aggregate({i: replies[i]}, server)[1])}
         if bad_alone or len(replies) == 1:
             return bad_alone
@@ -202,8 +202,7 @@ class ReplyAggregator:
 
 
 def _find_incompatible_replies(replies: Mapping[str, Message]) -> dict[str, str]:
-    """Finds the replies whose tensors differ in names, shapes or types from those of most clients, and so cannot be
-    averaged: client id -> reason."""
+    """Returns `{client: reason}` of replies whose tensors differ in name, shape or type from most."""
     ids_by_spec: dict[str, list[str]] = {}
     for i in sorted(replies):
         ids_by_spec.setdefault(
@@ -215,8 +214,7 @@ def _find_incompatible_replies(replies: Mapping[str, Message]) -> dict[str, str]
 
 
 def _nonfinite_error(after: Any, before: Any) -> str | None:
-    """Returns an error message if a tensor that the round has changed has NaN or infinite values; None if all are
-    finite."""
+    """Returns an error if a tensor that the round changed is not finite, or None."""
     unchanged_ids = {id(tensor) for tensor in iter_tensors(with_changes_only(before))}
     for tensor in iter_tensors(with_changes_only(after)):
         if id(tensor) not in unchanged_ids and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

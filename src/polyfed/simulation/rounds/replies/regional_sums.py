@@ -75,8 +75,7 @@ def check_regions(algorithm: Algorithm[Any, Any], regions: Regions, client_ids: 
 
 
 def summed_reply_form(reply: Message | None) -> Message:
-    """Returns a message with the names, shapes and scalars of a reply that its engine adds up; all values are 0, and take
-    no memory."""
+    """Returns a reply's names, shapes and scalars with zeros that take no memory."""
     assert reply is not None
     groups = SumLayout.from_byte_tensor(reply.tensors["sum"]["layout"]).meta_tensors()
     return Message(

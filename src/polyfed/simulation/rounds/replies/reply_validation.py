@@ -14,9 +14,7 @@ from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 
 @final
 class ValidatedReply(NamedTuple):
-    """Holds a valid reply as the method's server half takes it, the same reply as it was sent, and the measures of its
-    update (None for one part of a secure sum).
-    """
+    """Holds a valid reply as the method takes it, as sent, and its update's measures (None in a secure sum)."""
 
     reply: Any
     transmitted: Any

@@ -45,9 +45,7 @@ def uses_default_mean(algorithm: Algorithm[Any, Any]) -> TypeGuard[Averaging]:
 
 
 def supports_secure_sum(algorithm: Algorithm[Any, Any]) -> bool:
-    """Returns True if a method works with secure aggregation, that is, if its server needs only the sum of a round's
-    replies.
-    """
+    """Returns whether a method's server needs only the sum of a round's replies."""
     return uses_default_mean(algorithm) and algorithm.aggregates_by_sum
 
 
@@ -73,9 +71,7 @@ def disclosures_to_allow(algorithm: Algorithm[Any, Any], secure: bool) -> list[s
 
 
 def check_secure_support(algorithm: Algorithm[Any, Any], num_round_clients: int) -> None:
-    """Raises a `UserError` if a method cannot run with secure aggregation: it needs single replies, or only one client
-    takes part in a round.
-    """
+    """Raises a `UserError` if a method needs single replies, or a round has one client."""
     if uses_default_mean(algorithm) and not algorithm.aggregates_by_sum:
         raise UserError(
             f"secure=True gives the server nothing but the sum of a round's replies, and {registry_name(algorithm)} with "
@@ -128,9 +124,7 @@ def announce_counted_median(message: Message, median: CountedMedian) -> Message:
 
 @final
 class SecureBound(NamedTuple):
-    """Holds the bound on the norm of an update that a client keeps in a secure sum, and the median norm that it follows;
-    None if it follows none.
-    """
+    """Holds the bound on an update's norm in a secure sum, and the median that it follows or None."""
 
     max_norm: float
     median: float | None
@@ -243,8 +237,9 @@ class SecureSum(ReplySum):
 
     @property
     def report(self) -> Mapping[str, Any]:
-        """Returns the bound on updates that each site keeps, the norm of the update of their mean and, if the bound follows
-        a median, that median, and how many updates were within it and within the bound; empty without a bound.
+        """Returns the sites' bound, the norm of the mean update, and counts within it; empty without a bound.
+
+        If the bound follows a median, the median and the updates within it are there, too.
         """
         bound = self._bound
         if bound is None:
@@ -326,9 +321,7 @@ class SecureSum(ReplySum):
         return build_sum_message(self._total, self._layout)
 
     def mean(self) -> Mapping[str, StateDict]:
-        """Returns the weighted mean of the replies, as `{group: {tensor name: tensor}}`, with its update within the
-        bound that each site keeps.
-        """
+        """Returns the weighted mean reply, `{group: {name: tensor}}`, with its update within the bound."""
         assert self._layout is not None
         mean, _ = mean_from_fixed_point(self._total, self._layout)
         if (bound := self._bound) is not None and self._received_the_same():

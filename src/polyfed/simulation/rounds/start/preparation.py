@@ -107,9 +107,7 @@ def check_and_build_federation(
 
 
 def check_method(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:
-    """Raises a `UserError` if the clients do not meet the method's requirements, or if the method's own network, if it
-    has one, fails on their data.
-    """
+    """Raises a `UserError` if clients fail a requirement, or the method's own network fails on their data."""
     requirements.check_requirements(clients, algorithm, public)
     if isinstance(algorithm, BringsNetwork):
         requirements.check_networks_run(clients, factory=algorithm.network_for(requirements.common_data_spec(clients)))
@@ -159,9 +157,7 @@ def create_run_directory(
 
 
 def check_clients_are_those_of_run(directory: RunDirectory, federation: Federation) -> None:
-    """Raises a `UserError` if a run is resumed with clients or data that differ from those it started with; warns if
-    the user's code does.
-    """
+    """Raises a `UserError` if a resumed run has other clients or data; warns if it has other code."""
     out, fingerprint_before = directory.path, directory.read_manifest().get("data_fingerprint")
     fingerprint_now = _data_fingerprint(federation)
     if fingerprint_before == fingerprint_now:

@@ -15,9 +15,7 @@ from polyfed.simulation.storage.directory import RunDirectory, read_config, read
 
 @final
 class RewoundRun(NamedTuple):
-    """Holds the checkpoint from which a run is resumed (None if the run begins anew), and the records of the rounds up
-    to it.
-    """
+    """Holds the checkpoint from which a run resumes (None for a new one), and the records up to it."""
 
     checkpoint: Checkpoint | None
     records: list[dict[str, Any]]

@@ -38,9 +38,7 @@ _ALIEN = frozenset({"teacher", "common"})  # fedavg_kd, fedkd: other networks wh
 
 @final
 class StateValidator:
-    """Compares the states in a checkpoint with the initial states that the run's method creates for the server and the
-    clients.
-    """
+    """Compares a checkpoint's states with the initial states of server and clients."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
@@ -81,7 +79,7 @@ class StateValidator:
             )
         if not self._is_registered:
             return None
-        known_trees = [*_trees(self._initial_server_state)]
+        known_trees = [*_state_dicts(self._initial_server_state)]
         if isinstance(algorithm := self._federation.algorithm, AddsServerTensors):
             known_trees.append(algorithm.later_server_tensors(self._initial_server_state))
         for state in (checkpoint.state, *versions):
@@ -95,8 +93,7 @@ class StateValidator:
         return next((f"the private state of {i!r}: {error_text}" for i, error_text in wrongs if error_text), None)
 
     def _states_of_versions(self, checkpoint: Checkpoint, ids: set[str]) -> Sequence[PyTree] | str:
-        """Returns the server states from which the clients at work in an asynchronous run have started, or what is wrong
-        with the schedule."""
+        """Returns the states from which clients at work have started, or what is wrong with the schedule."""
         schedule, has_real_clients = checkpoint.schedule or {}, not self._federation.clients
         if self._federation.settings.asynchronous is None or checkpoint.round == 0 or has_real_clients:
             return []  # real clients start again from the newest version
@@ -120,10 +117,10 @@ class StateValidator:
             self._initial_client_states[key] = self._init_client_state(client)
         initial_state = self._initial_client_states[key]
         if _state_difference(
-            initial_state, client_state, [*known_trees, *_trees(initial_state)], ids
+            initial_state, client_state, [*known_trees, *_state_dicts(initial_state)], ids
         ):  # shapes may depend on the client's data
             initial_state = self._init_client_state(client)
-        difference = _state_difference(initial_state, client_state, [*known_trees, *_trees(initial_state)], ids)
+        difference = _state_difference(initial_state, client_state, [*known_trees, *_state_dicts(initial_state)], ids)
         return difference or nonfinite_state_error(client_state) or ""
 
     def _init_client_state(self, client: Client) -> PyTree:
@@ -133,9 +130,7 @@ class StateValidator:
 
 
 def describe_state_error(difference: str, folder: object, federation: Federation, round_number: int) -> str:
-    """Returns the error message for a checkpoint whose server or client states differ in form from those that the
-    method creates.
-    """
+    """Returns the error for a checkpoint whose states have another form than the method's."""
     return (
         f"the checkpoint of round {round_number} in {folder} is not what {registry_name(federation.algorithm)} wrote "
         f"for these clients: {difference}"
@@ -143,8 +138,7 @@ def describe_state_error(difference: str, folder: object, federation: Federation
 
 
 def _remote_state_error(client: str, client_state: PyTree, checkpoint: Checkpoint) -> str:
-    """Returns what is wrong with the private state of a client that is kept at its site; "" if nothing is. The checkpoint
-    has only the round of such a state."""
+    """Returns what is wrong with the round of a private state kept at its site; "" if nothing is."""
     entry = client_state if isinstance(client_state, dict) and client_state.keys() <= {"round", "earlier"} else {}
     earlier = entry.get("earlier", [])
     numbers: list[Any] = [*earlier, entry.get("round")] if isinstance(earlier, list) else [None]
@@ -155,8 +149,7 @@ def _remote_state_error(client: str, client_state: PyTree, checkpoint: Checkpoin
 
 
 def _without_repeated_entries(initial: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns both server states with, of groups that have the same initial entry for many clients, only the entries that
-    clients have of their own, and one of the initial ones: a million need not be compared one by one."""
+    """Returns both server states, with clients' equal initial entries only once: a million need no comparison."""
     before, after = dict[str, Any](), dict[str, Any]()
     for name, group in groups_by_client(state).items():
         initial_group = initial.get(name) if isinstance(initial, Mapping) else None
@@ -171,8 +164,7 @@ def _without_repeated_entries(initial: PyTree, state: PyTree) -> tuple[PyTree, P
 def _state_difference(
     initial: PyTree, state: PyTree, known_trees: Sequence[StateDict], ids: set[str], place: str = ""
 ) -> str:
-    """Returns how a state differs from the initial one, as half a sentence; "" if the method can have made it from the
-    initial one."""
+    """Returns in half a sentence how a state differs from the initial one; "" if the method can have made it."""
     label = place or "it"
     if isinstance(initial, Tensor):
         if not isinstance(state, Tensor):
@@ -190,7 +182,9 @@ def _state_difference(
         if not isinstance(state, list):
             return f"{label!r} is a {type(state).__name__}, not a list"
         if len(initial) != len(state):
-            return f"list {label!r} has {len(state)} parts, expected {len(initial)}" if any(_trees(initial)) else ""
+            return (
+                f"list {label!r} has {len(state)} parts, expected {len(initial)}" if any(_state_dicts(initial)) else ""
+            )
         pairs = zip(initial, state, strict=True)
         return _first_error(
             _state_difference(a, b, known_trees, ids, _join_path(place, k)) for k, (a, b) in enumerate(pairs)
@@ -203,8 +197,7 @@ def _state_difference(
 def _mapping_difference(
     initial: Mapping[str, Any], state: Mapping[str, Any], known_trees: Sequence[StateDict], ids: set[str], place: str
 ) -> str:
-    """Returns how a mapping in a state differs from the initial one; "" if the method can have made it from the initial
-    one."""
+    """Returns how a mapping in a state differs from the initial one; "" if the method can have made it."""
     if _is_tree(initial):
         if wrong := _non_tensor_error(state, place):
             return wrong
@@ -285,16 +278,16 @@ def _parameters_and_buffers(client: Client) -> list[StateDict]:
     return [{n: p for n, p in net.module.named_parameters() if n not in net.frozen}, net.buffers]
 
 
-def _trees(nested: PyTree) -> Iterator[StateDict]:
+def _state_dicts(nested: PyTree) -> Iterator[StateDict]:
     """Yields every mapping of names to tensors in a state."""
     if not isinstance(nested, ClientStates) and _is_tree(nested):
         yield nested
     elif isinstance(nested, ClientStates):
         for _, value in nested.iterate_distinct_states():
-            yield from _trees(value)
+            yield from _state_dicts(value)
     elif isinstance(nested, Mapping | list):
         for value in nested.values() if isinstance(nested, Mapping) else nested:
-            yield from _trees(value)
+            yield from _state_dicts(value)
 
 
 def _is_tree(value: PyTree) -> bool:

@@ -64,9 +64,7 @@ class _ServerFile(TypedDict):
 
 
 class UnevaluatedRecord(TypedDict):
-    """Describes the record of a round that has not been evaluated yet: the fields that its complete record needs; other
-    fields are passed on.
-    """
+    """Describes the record of a round before its evaluation; further fields are passed on."""
 
     round: int
     seconds: float
@@ -158,9 +156,9 @@ def save_checkpoint_and_remove_older(
         server["unfinished"] = json.dumps(checkpoint.unevaluated_record, allow_nan=False)
     if checkpoint.schedule is not None:
         server["schedule"] = checkpoint.schedule
-    sums = {_SERVER: _write(partial / _SERVER, serialize_state(server))}
+    sums = {_SERVER: _write_and_hash(partial / _SERVER, serialize_state(server))}
     content = {"bound": dict(binding or {}), "files": sums, "states": state_hashes}
-    _write(partial / COMPLETE_FILE, json.dumps(content, indent=1).encode())
+    _write_and_hash(partial / COMPLETE_FILE, json.dumps(content, indent=1).encode())
     flush_folder_to_disk(partial)
     if target.exists():
         remove_file_or_folder(target)
@@ -176,9 +174,7 @@ def save_checkpoint_and_remove_older(
 
 @final
 class NewestCheckpoint(NamedTuple):
-    """Holds the newest usable checkpoint of a run (None if there is none), and for each newer checkpoint the reason why
-    it was not used.
-    """
+    """Holds a run's newest usable checkpoint or None, and why newer ones were not used."""
 
     checkpoint: Checkpoint | None
     reasons_against_newer: list[str]
@@ -261,8 +257,7 @@ def load_round_checkpoint(
 
 
 def remove_newer_checkpoints(folder: Path, round_number: int, store: StateStore | None = None) -> None:
-    """Removes the checkpoints after a round, and the states that were written for them, which are useless once the run
-    resumes from that round."""
+    """Removes the checkpoints and states after the round from which the run resumes."""
     for candidate in list(_newest_first(folder)):
         if candidate.name > _folder_of(folder, round_number).name:
             remove_file_or_folder(candidate)
@@ -278,8 +273,7 @@ def _folder_of(folder: Path, round_number: int) -> Path:
 
 
 def _read_checkpoint(folder: Path, store: StateStore | None) -> Checkpoint:
-    """Reads a checkpoint, and checks the hashes of its files and of the clients' states in the store; without a store,
-    only those of its files."""
+    """Reads a checkpoint, and checks the hashes of its files and, with a store, of the clients' states."""
     checksums = read_checkpoint_hashes(folder, "files")
     if _SERVER not in checksums:
         raise UserError(f"{COMPLETE_FILE} is missing or not readable")
@@ -329,8 +323,7 @@ def _round_of(folder: Path) -> int:
 
 
 def _read_unevaluated_record(server: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the record of a checkpoint's round if the checkpoint was saved before the round's evaluation; else
-    None."""
+    """Returns the round's record if the checkpoint was saved before its evaluation; else None."""
     if "unfinished" not in server:
         return None
     record: Mapping[str, Any] = parse_json(server["unfinished"])
@@ -349,7 +342,7 @@ def _read_binding(folder: Path) -> dict[str, str]:
     return read_checkpoint_hashes(folder, "bound")
 
 
-def _write(path: Path, data: bytes) -> str:
+def _write_and_hash(path: Path, data: bytes) -> str:
     with open_file_for_overwrite(path) as file:
         file.write(data)
     return hashlib.sha256(data).hexdigest()

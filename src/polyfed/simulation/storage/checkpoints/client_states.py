@@ -84,8 +84,7 @@ class ClientStates(Mapping[str, PyTree]):
 
     @classmethod
     def wrap_group(cls, states: Mapping[str, PyTree]) -> "ClientStates":
-        """Returns a group of a server's state as `ClientStates`; if all clients have the same entry, it is held, and
-        saved, once."""
+        """Returns a server state's group as `ClientStates`; one entry that all clients share is held once."""
         if isinstance(states, ClientStates):
             return states
         first = next(iter(states.values()), None)
@@ -232,8 +231,7 @@ def groups_by_client(state: PyTree) -> dict[str, ClientStates]:
 
 
 def lists_of_clients(state: Mapping[str, PyTree], groups: Mapping[str, ClientStates]) -> dict[str, str]:
-    """Returns the parts of a server's state that list the clients of a group, in its order, as `{part: group}`: a
-    checkpoint need not write a million ids again."""
+    """Returns `{part: group}` for parts that list a group's clients: a million ids need not be saved again."""
     initial_by_group = {name: group.initial for name, group in groups.items() if group.initial is not None}
     return {
         key: name
@@ -244,15 +242,13 @@ def lists_of_clients(state: Mapping[str, PyTree], groups: Mapping[str, ClientSta
 
 
 def without_groups(state: PyTree) -> PyTree:
-    """Returns a server's state with None in place of each group that has an entry for each client, and of lists of these
-    clients."""
+    """Returns a server state with None for groups of one entry per client, and for their lists of clients."""
     groups = groups_by_client(state)
     return {**state, **dict.fromkeys([*groups, *lists_of_clients(state, groups)])} if groups else state
 
 
 def with_changes_only(state: PyTree) -> PyTree:
-    """Returns a server's state in which the groups with an entry for each client hold only the entries that are not
-    saved yet, with None in place of lists of these clients."""
+    """Returns a server state with only unsaved entries in its groups, and None for their lists of clients."""
     groups = groups_by_client(state)
     return without_groups(state) | {name: dict(group.changes) for name, group in groups.items()} if groups else state
 

@@ -65,12 +65,11 @@ class RowHashSum:
 def insert_state(
     connection: sqlite3.Connection, key: tuple[str, str, int], state: PyTree, first: int, total: RowHashSum
 ) -> StateRow:
-    """Inserts one state in place of the client's last, and updates the sum of hashes; `first` is the id of its first
-    piece."""
+    """Replaces a client's state, and updates the sum of hashes; `first` is the id of its first piece."""
     part, client, round_number = key
     data = serialize_state(state)
     pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
-    row = StateRow(*key, _hash(key, data), first, len(pieces))
+    row = StateRow(*key, _hash_row(key, data), first, len(pieces))
     where = (part, encode_client_id(client))
     last = connection.execute(
         "SELECT hash FROM states WHERE part = ? AND client = ? AND until IS NULL", where
@@ -89,10 +88,9 @@ def insert_state(
 
 
 def remove_rows_after(connection: sqlite3.Connection, round_number: int) -> bool:
-    """Removes the rows of rounds after `round_number`, and puts those back whose place they took; returns whether there
-    were any."""
+    """Removes rows after a round, and puts back those that they replaced; returns whether there were any."""
     later = {"round": round_number}
-    any_removed = _remove(connection, "round > :round", later)
+    any_removed = _remove_rows(connection, "round > :round", later)
     connection.execute("UPDATE states SET until = NULL WHERE until > :round", later)
     connection.execute("DELETE FROM sums WHERE round > :round", later)
     return any_removed
@@ -102,11 +100,11 @@ def remove_unneeded_rows(connection: sqlite3.Connection, needed_rounds: list[int
     """Removes the rows that are in no checkpoint of the given rounds, in ascending order."""
     for before, after in zip([-1, *needed_rounds], needed_rounds, strict=False):
         gap = {"before": before, "after": after}  # rows that came after the one and went until the other
-        _remove(connection, "until > :before AND until <= :after AND round > :before", gap)
+        _remove_rows(connection, "until > :before AND until <= :after AND round > :before", gap)
     connection.execute(f"DELETE FROM sums WHERE round NOT IN ({', '.join('?' * len(needed_rounds))})", needed_rounds)
 
 
-def _remove(connection: sqlite3.Connection, condition: str, values: Mapping[str, int]) -> bool:
+def _remove_rows(connection: sqlite3.Connection, condition: str, values: Mapping[str, int]) -> bool:
     """Removes the rows that fulfil a condition, with their pieces; returns whether there were any."""
     rows = connection.execute(f"SELECT first, first + pieces FROM states WHERE {condition}", values).fetchall()
     connection.executemany("DELETE FROM pieces WHERE id >= ? AND id < ?", rows)
@@ -135,8 +133,11 @@ def check_round_is_stored(connection: sqlite3.Connection, round_number: int) -> 
 
 
 def find_row(connection: sqlite3.Connection, part: str, client: str, round_number: int) -> tuple[StateRow, bool] | None:
-    """Returns the row of a client's state after a round, and whether it is the client's newest; None if the client had
-    no state. Raises a `UserError` if the round's states are not stored any more."""
+    """Returns a client's row after a round (None if it had no state), and whether it is the newest.
+
+    Raises:
+        UserError: the round's states are not stored any more.
+    """
     columns = "round, hash, first, pieces, until"
     query = f"SELECT {columns} FROM states WHERE part = :part AND client = :client AND {VALID_AFTER_ROUND}"
     values = {"part": part, "client": encode_client_id(client), "round": round_number}
@@ -152,11 +153,11 @@ def read_state_bytes(connection: sqlite3.Connection, row: StateRow) -> bytes:
     where, limits = (row.first, row.first + row.pieces), "id >= ? AND id < ?"
     size = connection.execute(f"SELECT sum(length(data)) FROM pieces WHERE {limits}", where).fetchone()[0]
     if (size or 0) > total_memory_bytes():
-        raise UserError(f"{_name(row)} has {size} bytes, more than the memory of this machine")
+        raise UserError(f"{_name_of_row(row)} has {size} bytes, more than the memory of this machine")
     pieces = connection.execute(f"SELECT data FROM pieces WHERE {limits} ORDER BY id", where).fetchall()
     data = b"".join(piece for (piece,) in pieces)
-    if _hash((row.part, row.client, row.round), data) != row.hash:
-        raise UserError(f"{_name(row)} does not match its checksum")
+    if _hash_row((row.part, row.client, row.round), data) != row.hash:
+        raise UserError(f"{_name_of_row(row)} does not match its checksum")
     return data
 
 
@@ -180,11 +181,11 @@ def connect_to_store(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _hash(key: tuple[str, str, int], data: bytes) -> bytes:
+def _hash_row(key: tuple[str, str, int], data: bytes) -> bytes:
     return hashlib.sha256(json.dumps(key).encode() + data).digest()
 
 
-def _name(row: StateRow) -> str:
+def _name_of_row(row: StateRow) -> str:
     place = "" if row.part == PRIVATE_PART else f" in {row.part!r} of the server's state"
     return f"the state of client {row.client!r}{place}"
 

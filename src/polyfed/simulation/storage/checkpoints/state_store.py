@@ -241,8 +241,7 @@ class StateStore:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Yields a connection for a transaction, which ends with the block: committed, or undone if it raises an error.
-        Errors of SQLite become an `OSError` that names the file."""
+        """Yields a connection for one transaction; SQLite's errors become an `OSError` with the file's name."""
         try:
             if self._connection is None:
                 self._connection = self._open_or_create()
@@ -261,8 +260,7 @@ class StateStore:
             raise OSError(reason.errno, reason.strerror, str(self.path)) from error
 
     def _error_of_writing(self, error: sqlite3.Error) -> OSError:
-        """Returns the system's error where SQLite says "disk I/O error" of a disk quota or a limit on the size of files;
-        tries whether a file of the store's size can be written."""
+        """Returns the system's error behind SQLite's "disk I/O error", by trying to write such a file."""
         with suppress(OSError):  # a database that is not there has no size
             size = self.path.stat().st_size
             try:

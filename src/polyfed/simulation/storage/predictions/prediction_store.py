@@ -135,8 +135,7 @@ class PredictionStore:
         self._has_warned = False
 
     def load_history_and_remove_later_rounds(self, history: Sequence[Mapping[str, Any]]) -> None:
-        """Loads the stored predictions of the rounds in `history` from the run directory, and removes those of later
-        rounds."""
+        """Loads the stored predictions of the rounds in `history`, and removes those of later rounds."""
         if self._folder is None:
             return
         last_round = history[-1]["round"] if history else 0
@@ -189,9 +188,7 @@ class PredictionStore:
         )
 
     def write_one_file_per_client(self) -> None:
-        """Writes the predictions of all rounds to one Parquet file for each client, and removes the files of the single
-        rounds.
-        """
+        """Writes all rounds to one Parquet file for each client, and removes the rounds' files."""
         if self._folder is None or not (self._folder / _SPOOL).is_dir():
             return  # nothing was kept, or everything is written already
         outputs_by_round = {number: self._read(number) for number in sorted(self._sizes)}
@@ -264,8 +261,7 @@ class PredictionStore:
             self._path(number).unlink(missing_ok=True)
 
     def _restore_rounds(self, last_round: int) -> None:
-        """Restores the files for each round from the clients' Parquet files, for a run that had ended and then lost its
-        last rounds."""
+        """Restores the rounds' files from the Parquet files, for an ended run that lost its last rounds."""
         assert self._folder is not None
         outputs_by_round: dict[int, dict[str, dict[str, Tensor]]] = {}
         names = {file.name for file in self._folder.glob("*.parquet")}
@@ -298,7 +294,6 @@ def _encode_outputs(outputs_by_client: OutputsByClient) -> bytes:
 
 
 def _num_bytes(file: Path) -> int:
-    """Returns the number of bytes of the tensors in a safetensors file: its size without the header, whose length comes
-    first."""
+    """Returns the bytes of a safetensors file's tensors, without its header."""
     with open_file(file, UNLIMITED_BYTES) as opened:
         return max(0, os.fstat(opened.fileno()).st_size - 8 - int.from_bytes(opened.read(8), "little"))

@@ -61,15 +61,15 @@ def write_outputs_of_client(path: Path, client: Client, outputs_by_round: Mappin
     outputs = torch.cat([outputs for _, _, outputs, _ in rows])
     arrays = {
         "round": pa.array(number), "split": split, "example": pa.array(example),
-        "target": _numbers(targets) if math.prod(targets.shape[1:]) == 1 else _lists(targets),
-        "output": _lists(outputs),
+        "target": _number_column(targets) if math.prod(targets.shape[1:]) == 1 else _list_column(targets),
+        "output": _list_column(outputs),
     }  # fmt: skip
     groups = {id(data): group_numbers(data) for _, _, _, data in rows}
     if all(numbers is not None for numbers in groups.values()):
         arrays["group"] = pa.array(np.concatenate([groups[id(data)] for _, _, _, data in rows]).astype(np.int32))
     names = sorted({name for _, _, _, data in rows for name in data.columns_for_subgroup_scores})
     stored_names = {name: f"{name}_" if name in _RESERVED else name for name in names}
-    arrays |= {stored_names[name]: _column(name, [data for _, _, _, data in rows]) for name in names}
+    arrays |= {stored_names[name]: _join_column(name, [data for _, _, _, data in rows]) for name in names}
     header = {
         "client": client.id, "output": list(outputs.shape[1:]), "target": list(targets.shape[1:]),
         "columns": {short: name for name, short in stored_names.items()},
@@ -89,15 +89,13 @@ def list_rounds_in_file(path: Path, split: str) -> list[int]:
     table = _read_table(path, split, None, ["round", "split"])
     numbers = table.column("round").unique().to_pylist()
     if wrong := validation_error(numbers, list[int], "round"):
-        raise UserError(_damaged(path, ValueError(wrong)))
+        raise UserError(_damage_sentence(path, ValueError(wrong)))
     return sorted(set(numbers))
 
 
 @final
 class StoredOutputs(NamedTuple):
-    """Holds the outputs of a client's network for the examples of one split ("test" or "val"), with their targets and
-    further columns.
-    """
+    """Holds a client's outputs, targets and columns for one split, "test" or "val"."""
 
     outputs: Tensor
     targets: Tensor
@@ -118,8 +116,8 @@ def read_outputs_and_targets(path: Path, split: str, round: int) -> StoredOutput
     table = _read_table(path, split, round, None)
     header = _read_header(path, table)
     try:  # only NumPy and Arrow read here
-        outputs = _tensor(table.column("output"), header["output"])
-        targets = _tensor(table.column("target"), header["target"])
+        outputs = _tensor_of_column(table.column("output"), header["output"])
+        targets = _tensor_of_column(table.column("target"), header["target"])
         columns = {name: np.asarray(table.column(short)) for short, name in header["columns"].items()}
         has_groups = (
             "group" in table.column_names and "group" not in header["columns"]
@@ -128,7 +126,7 @@ def read_outputs_and_targets(path: Path, split: str, round: int) -> StoredOutput
         if len(targets) != len(outputs) or outputs.dim() < 2 or not outputs.is_floating_point():
             raise ValueError("outputs and targets do not fit")
     except (*DAMAGED_FILE_ERRORS, pa.ArrowException) as error:
-        raise UserError(_damaged(path, error)) from error
+        raise UserError(_damage_sentence(path, error)) from error
     return StoredOutputs(outputs, targets, columns, groups)
 
 
@@ -144,7 +142,7 @@ def _read_table(path: Path, split: str, round: int | None, columns: list[str] | 
             _check_size(pq.ParquetFile(file).metadata)
             return pq.read_table(file, columns=columns, filters=filters)
     except (OSError, MemoryError, *DAMAGED_FILE_ERRORS, pa.ArrowException) as error:
-        raise UserError(_damaged(path, error)) from error
+        raise UserError(_damage_sentence(path, error)) from error
 
 
 def _check_size(metadata: "pyarrow.parquet.FileMetaData") -> None:
@@ -183,32 +181,32 @@ def _read_header(path: Path, table: "pyarrow.Table") -> _ParquetHeader:
         if wrong := validation_error(header, _ParquetHeader):
             raise ValueError(wrong)
     except ValueError as error:
-        raise UserError(_damaged(path, error)) from error
+        raise UserError(_damage_sentence(path, error)) from error
     return header
 
 
-def _damaged(path: Path, error: Exception) -> str:
+def _damage_sentence(path: Path, error: Exception) -> str:
     reason = " ".join(str(error).split())[:200]
     return f"{path} holds no predictions that can be read ({reason}); put back a copy of it, or make the run again"
 
 
-def _numbers(values: Tensor) -> "pyarrow.Array":
+def _number_column(values: Tensor) -> "pyarrow.Array":
     import pyarrow as pa
 
     return pa.array(values.reshape(-1).numpy())
 
 
-def _lists(values: Tensor) -> "pyarrow.Array":
+def _list_column(values: Tensor) -> "pyarrow.Array":
     import pyarrow as pa
 
     width = math.prod(values.shape[1:])
     offsets = np.arange(len(values) + 1, dtype=np.int64) * width
     wide = offsets[-1] >= 2**31
     kind = pa.LargeListArray if wide else pa.ListArray
-    return kind.from_arrays(pa.array(offsets if wide else offsets.astype(np.int32)), _numbers(values))
+    return kind.from_arrays(pa.array(offsets if wide else offsets.astype(np.int32)), _number_column(values))
 
 
-def _tensor(column: "pyarrow.ChunkedArray", shape: Sequence[int]) -> Tensor:
+def _tensor_of_column(column: "pyarrow.ChunkedArray", shape: Sequence[int]) -> Tensor:
     import pyarrow.types as kinds
 
     joined = column.combine_chunks()
@@ -217,13 +215,15 @@ def _tensor(column: "pyarrow.ChunkedArray", shape: Sequence[int]) -> Tensor:
     return torch.from_numpy(values).reshape(len(column), *shape)
 
 
-def _column(name: str, sets: Sequence[Examples]) -> "pyarrow.Array":
+def _join_column(name: str, sets: Sequence[Examples]) -> "pyarrow.Array":
     """Concatenates a column of the examples over all sets; a set without the column gets nulls."""
     import pyarrow as pa
 
     values_by_set = {id(data): data.column(name) for data in sets if name in (data.columns or {})}
     text = any(values.dtype.kind in "UO" for values in values_by_set.values())
-    plain = {key: pa.array(_texts(values)) if text else pa.array(values) for key, values in values_by_set.items()}
+    plain = {
+        key: pa.array(_text_or_none(values)) if text else pa.array(values) for key, values in values_by_set.items()
+    }
     kind = pa.string() if text else pa.concat_arrays(_to_common_type(list(values_by_set.values()))).type
     parts = [plain[id(data)].cast(kind) if id(data) in plain else pa.nulls(len(data), kind) for data in sets]
     return pa.concat_arrays(parts)
@@ -237,5 +237,5 @@ def _to_common_type(columns: Sequence[NDArray[Any]]) -> "list[pyarrow.Array]":
     return [pa.array(values.astype(kind)) for values in columns]
 
 
-def _texts(values: NDArray[Any]) -> list[str | None]:
+def _text_or_none(values: NDArray[Any]) -> list[str | None]:
     return [None if value is None else str(value) for value in values.tolist()]
