@@ -46,8 +46,7 @@ class NetworkKernelTarget:
         self._network, self._sigma = deep_copy(network), sigma
 
     def compute_target(self, pool: Examples, rows: Tensor, module: str) -> AlignmentTarget:
-        """Returns the network's kernel matrix on the examples at `rows` of the pool of public examples, as an
-        `AlignmentTarget`."""
+        """Returns the network's kernel matrix on the public examples at `rows`, as an `AlignmentTarget`."""
         a = compute_representations(self._network, pool.select(rows), module=module, batch_statistics=True)
         return (
             AlignmentTarget(a)
@@ -56,8 +55,7 @@ class NetworkKernelTarget:
         )
 
     def has_same_kernel_given_same_architecture(self, other_target: "NetworkKernelTarget | AlignmentTarget") -> bool:
-        """Returns whether another target has the same kernel matrix; assumes that both networks have the same
-        architecture."""
+        """Returns whether a target of a network of the same architecture has the same kernel matrix."""
         if not isinstance(other_target, NetworkKernelTarget) or self._sigma != other_target._sigma:
             return False
         weights, other_weights = _kernel_weights(self._network), _kernel_weights(other_target._network)
@@ -67,8 +65,7 @@ class NetworkKernelTarget:
 
 
 def _kernel_weights(network: nn.Module) -> list[Tensor]:
-    """Returns the parameters and buffers on which a network's representation depends; BatchNorm's buffers do not count,
-    since it uses batch statistics."""
+    """Returns the tensors on which a representation depends, without BatchNorm's buffers."""
     unused = {id(buffer) for part in network.modules() if isinstance(part, _BatchNorm) for buffer in part.buffers()}
     return [t for t in (*network.parameters(), *network.buffers()) if id(t) not in unused]
 

@@ -148,8 +148,7 @@ class CentredKernel:
         return cls(kernel, unscaled.row_means, scale, torch.stack(squares).sum())
 
     def centred_normalised_rows(self, start: int, stop: int) -> Tensor:
-        """Returns the rows from `start` to below `stop` of the centred and normalised kernel matrix; fewer if the
-        matrix ends before."""
+        """Returns rows `start` to below `stop` of the centred normalised kernel; fewer at its end."""
         means = self.row_means[start:stop] - self.row_means.mean()
         return (self.kernel[start:stop] - self.row_means).sub_(means[:, None]).mul_(self.inverse_norm)
 
@@ -306,8 +305,7 @@ def rbf_kernel_blocks(a: Tensor, sigma: float = 0.5, block: int = _BLOCK) -> Ite
 
 
 def cosine_or_zero_from_norms(inner: Tensor, squared_norm_a: Tensor, squared_norm_b: Tensor) -> Tensor:
-    """Returns the cosine between two matrices from their inner product and squared norms; 0 with gradient 0 if a norm
-    is 0."""
+    """Returns two matrices' cosine from inner product and squared norms; 0 with gradient 0 for norm 0."""
     norm = squared_norm_a * squared_norm_b
     defined = norm > 0
     value = inner / torch.where(defined, norm, torch.ones_like(norm)).sqrt()

@@ -34,8 +34,10 @@ class CachedGradientAlignmentTerm:
     parameter_names: tuple[str, ...]
 
     def __call__(self, network: nn.Module, tensors: Sequence[Tensor]) -> Tensor:
-        """Returns the inner product of the stored gradient and the parameters, shape () for one network, (k,) for a
-        stack of networks that have made equally many steps."""
+        """Returns the stored gradient times the parameters, shape () or (k,) for a stack of networks.
+
+        The networks of a stack have made equally many steps.
+        """
         rows, steps_taken, *gradients = tensors
         by_name = dict(network.named_parameters())
         parameters = [by_name[name] for name in self.parameter_names]

@@ -27,8 +27,7 @@ def pairwise_cka(representations: Sequence[Tensor]) -> Tensor:
 
 
 def _unit_kernels(representations: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields the centred linear kernel of each representation as a vector of norm 1; zeros if the representation is
-    constant."""
+    """Yields each representation's centred linear kernel as a vector of norm 1; 0 if constant."""
     number = len(representations[0])
     places = torch.linspace(0, number - 1, _ROWS).long() if number > _ROWS else torch.arange(number)
     for part in representations:

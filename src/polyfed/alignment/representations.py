@@ -107,14 +107,12 @@ def _stacked_representations(networks: StackedNetworks, examples: Examples, rows
 
 
 def representation_module_name(model: nn.Module, examples: Examples) -> str:
-    """Returns the name of the module whose input is the network's representation, by running one example through the
-    network."""
+    """Returns the module whose input is the representation, by running one example."""
     first_example = examples.batch(torch.zeros(1, dtype=torch.int64, device=examples.device))[0]
     return find_representation_module(model, to_preferred_memory_format(model, first_example))
 
 
 def check_has_representation(client: Client, module: str | None) -> None:
-    """Raises a `UserError` if a client's network has no representation: `module` gets no input or, without `module`,
-    there is no last nn.Linear."""
+    """Raises a `UserError` if `module` gets no input or, without one, there is no last nn.Linear."""
     assert client.model is not None
     compute_representations(cached_module(client.model, client.train.device).module, client.train.head(), module=module)

@@ -155,9 +155,7 @@ def resume(argv: list[str]) -> None:
 
 
 def warmstart(argv: list[str]) -> None:
-    """Implements `polyfed warmstart`: generates initial weights for unseen clients' networks with the hypernetwork of a
-    run.
-    """
+    """Implements `polyfed warmstart`: generates unseen clients' weights with a run's hypernetwork."""
     from polyfed.cli.commands.compare.compare_options import is_warmstart_key
     from polyfed.cli.commands.options import configuration_parser
     from polyfed.cli.commands.options.early_checks import check_run_directory

@@ -39,9 +39,7 @@ class PadCropFlip:
             raise UserError(f"padding must be 0 or more pixels, got {self.padding}")
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns an augmented copy of the images `x`, shape (batch, channels, height, width), of any type and on any
-        device.
-        """
+        """Returns an augmented copy of images of shape (batch, channels, height, width), of any type."""
         if x.dim() != 4:
             raise UserError(f"PadCropFlip changes images (batch, channels, height, width), got shape {tuple(x.shape)}")
         num, (height, width) = len(x), x.shape[2:]

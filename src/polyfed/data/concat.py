@@ -74,9 +74,7 @@ def share_stored_tensors(first: Examples, second: Examples) -> bool:
 
 
 def tensor_memory_location(tensor: Tensor) -> tuple[object, ...]:
-    """Returns a tensor's device, address, type, shape and strides as a tuple; tensors with equal tuples are the same
-    memory.
-    """
+    """Returns device, address, type, shape and strides; tensors with equal tuples are the same memory."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 

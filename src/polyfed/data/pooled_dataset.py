@@ -96,9 +96,7 @@ class PooledDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Returns a hash of all training and test inputs and labels (16 hexadecimal digits of SHA-256), computed at the
-        first call.
-        """
+        """Hashes all inputs and labels (16 hexadecimal digits of SHA-256), at the first call."""
         digest = hashlib.sha256()
         for examples in (self.train, self.test):
             for tensor in () if examples is None else (*flatten_inputs(examples.x).values(), examples.y):

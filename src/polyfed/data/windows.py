@@ -109,9 +109,7 @@ def windows_by_series(
 
 @final
 class WindowSets(NamedTuple):
-    """Holds examples of a series for training, for validation (None without) and for testing, each set later than the
-    one before.
-    """
+    """Holds a series' examples for training, validation (or None) and testing, each later than the one before."""
 
     train: Examples
     val: Examples | None

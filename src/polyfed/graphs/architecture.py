@@ -162,8 +162,7 @@ class LayerType:
 
     @property
     def is_matrix(self) -> bool:
-        """Returns whether the layer is a convolution, a transposed one or a linear layer: it has an activation, and a
-        norm may be part of it."""
+        """Returns whether the layer is linear or a convolution: it has an activation, perhaps a norm."""
         return self.is_conv or self.kind == "linear"
 
     @property
@@ -274,9 +273,7 @@ class Node:
 @final
 @dataclass(frozen=True)
 class GeneratedWeights:
-    """Describes the weights of one layer that a hypernetwork generates: the layer's type, the nodes that use it, and
-    `{role: parameter's name}`.
-    """
+    """Describes one layer's generated weights: type, nodes that use it, and `{role: parameter}`."""
 
     type: LayerType
     nodes: tuple[int, ...]
@@ -307,9 +304,7 @@ class ArchitectureGraph:
 
     @cached_property
     def generated_weights(self) -> tuple[GeneratedWeights, ...]:
-        """Returns the sets of weights that a hypernetwork generates for the network; nodes that share parameters share
-        one set.
-        """
+        """Returns the sets of weights to generate; nodes that share parameters share one set."""
         groups: dict[tuple[str, ...], list[int]] = {}
         for position, node in enumerate(self.nodes):
             if isinstance(node.type, LayerType):
@@ -367,9 +362,7 @@ class ArchitectureGraph:
         return sum(size for name, size in self.parameter_sizes.items() if name not in self.local_reasons)
 
     def restrict_to_types(self, types: Collection[LayerType]) -> "ArchitectureGraph":
-        """Returns a graph in which a hypernetwork generates weights for layers of these types only; all others become
-        "other" and keep the client's weights.
-        """
+        """Returns a graph that generates layers of these types only; others become "other"."""
         allowed = set(types)
         if allowed.issuperset(self.layer_types):
             return self

@@ -47,15 +47,11 @@ class LayerCatalogue:
 
     @property
     def node_types(self) -> tuple[NodeMark | LayerType, ...]:
-        """Returns the type of node for each column of the one-hot node features X: "add", "concat" and "other", then
-        the layer types.
-        """
+        """Returns the node type of each column of X: "add", "concat", "other", then the layer types."""
         return (*NODE_MARKS, *self.types)
 
     def write_yaml(self, path: str | Path, graph: str = "layers_and_norms") -> None:
-        """Writes the catalogue to a YAML file for all sites of a deployment, together with `graph`, the method's field
-        of that name (see FLHAGHN).
-        """
+        """Writes the catalogue and the method's field `graph` to YAML for all sites of a deployment."""
         rows = [
             {
                 name: list(value) if isinstance(value, tuple) else value

@@ -95,9 +95,7 @@ def fold_norms_into_previous_layers(graph: ArchitectureGraph) -> ArchitectureGra
 
 
 def drop_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
-    """Returns a graph without norm layers, whose neighbours are connected directly; the client keeps the scales and
-    shifts of its norm layers.
-    """
+    """Returns a graph without norm layers, whose scales and shifts the client keeps."""
     norms = [position for position, node in enumerate(graph.nodes) if _is_norm(node)]
     reasons = {name: _LOCAL for position in norms for name in graph.nodes[position].parameters.values()}
     reasons = {**graph.local_reasons, **reasons}
@@ -138,9 +136,7 @@ def _neighbours_of_nodes(graph: ArchitectureGraph) -> tuple[list[set[int]], list
 
 
 def _remove_nodes(graph: ArchitectureGraph, positions: Iterable[int]) -> ArchitectureGraph:
-    """Returns a graph without the nodes at these positions, in which their predecessors are connected with their
-    successors.
-    """
+    """Returns a graph without these nodes, with their predecessors joined to their successors."""
     dropped = set(positions)
     before, after = _neighbours_of_nodes(graph)
     for position in dropped:
@@ -153,9 +149,7 @@ def _remove_nodes(graph: ArchitectureGraph, positions: Iterable[int]) -> Archite
 
 
 def _renumber_nodes(graph: ArchitectureGraph, dropped: Collection[int]) -> ArchitectureGraph:
-    """Returns a graph without the dropped nodes, which no edge uses any more, with the other nodes numbered again;
-    edges are sorted, without duplicates.
-    """
+    """Returns a graph without dropped nodes, which no edge uses, renumbered, with sorted edges."""
     positions = [position for position in range(len(graph.nodes)) if position not in dropped]
     number: Mapping[int, int] = {position: k for k, position in enumerate(positions)}
     edges = {(number[start], number[end]) for start, end in graph.edges if start != end}

@@ -235,9 +235,7 @@ def autograd_functions(output: Any) -> set[Any]:
 
 
 def _verify_traced_flow(flow: LayerFlow, reference: _Reference) -> None:
-    """Raises a `UserError` if a traced program computes another output than the model, or does not use a parameter that
-    the output depends on.
-    """
+    """Raises a `UserError` if a traced program computes another output, or misses a used parameter."""
     expected, traced = list(iterate_tensors(reference.output)), list(iterate_tensors(flow.output))
     if len(expected) != len(traced) or not all(map(_are_close, expected, traced)):
         raise UserError("the traced program computes another output than the model on the example")
@@ -257,9 +255,7 @@ def _are_close(a: Tensor, b: Tensor) -> bool:
 def _build_graph(
     flow: LayerFlow, model: nn.Module, reference: _Reference, tracer: str, kinds: Kinds
 ) -> ArchitectureGraph:
-    """Builds the network's graph from the recorded flow between layers, with a reason for each parameter that stays
-    with the client.
-    """
+    """Builds the graph from the recorded flow, with a reason for each parameter that stays private."""
     parameters = dict(model.named_parameters())
     refused = {name: reason for name, p in parameters.items() if (reason := _refusal_reason(p))}
     owned = _parameter_names(flow.nodes)
@@ -365,9 +361,7 @@ def _failing_module(error: BaseException, root: Root) -> str:
 
 
 def _error_summary(error: BaseException) -> str:
-    """Returns an error in one line: its class (unless it is a `UserError`) and the first line of its message, without
-    the full stop.
-    """
+    """Returns an error's class (unless `UserError`) and first line, without the full stop."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     first = first if len(first) <= 240 else f"{first[:240]}…"
     kind = "" if isinstance(error, UserError) else type(error).__name__

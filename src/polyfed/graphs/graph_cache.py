@@ -80,8 +80,10 @@ def _cache_key(model: nn.Module, example_input: Inputs, kinds: Kinds) -> str | N
 
 
 def _describe_methods(kind: type) -> list[str]:
-    """Returns a text for each method of a class: where it stands in its file, and the values that it has from a function
-    around the class, since one file may have several classes of one name."""
+    """Returns a text for each method of a class: its place in the file, and values from around the class.
+
+    One file may have several classes of one name.
+    """
     texts = []
     for function in (value for ancestor in kind.__mro__ for value in vars(ancestor).values()):
         if inspect.isfunction(function):

@@ -103,9 +103,7 @@ def build_generated_network(
 
 @final
 class _GraphKey:
-    """Wraps a graph as part of a cache key, compared by identity, since comparing graphs would take longer than the
-    cache saves.
-    """
+    """Wraps a graph in a cache key compared by identity, which is faster than by content."""
 
     def __init__(self, graph: ArchitectureGraph) -> None:
         self.graph = graph

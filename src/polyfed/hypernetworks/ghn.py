@@ -123,8 +123,10 @@ def graph_to_tensors(
     device: torch.device,
     passing: Passing = "synchronous",
 ) -> GraphTensors:
-    """Converts a network's graph to tensors; the catalogue must have all its layer types (see
-    `ArchitectureGraph.restrict_to_types`). Without a catalogue, nodes are described by their kinds and sizes."""
+    """Converts a graph to tensors; the catalogue must have all its layer types.
+
+    See `ArchitectureGraph.restrict_to_types`. Without a catalogue, nodes are described by their kinds and sizes.
+    """
     if catalogue is None:
         features = torch.tensor([describe_node(node.type) for node in graph.nodes], device=device)
         features = features.reshape(-1, DESCRIPTION_COLUMNS)
@@ -208,8 +210,7 @@ class GHN(nn.Module):
         return new
 
     def forward(self, graph: GraphTensors) -> dict[str, Tensor]:
-        """Returns `{parameter's name: generated weight}` for the network with this graph; a head processes all nodes of
-        its type as one batch."""
+        """Returns `{parameter: generated weight}` of a graph's network; a head does its type in one batch."""
         return dict(self.iterate_generated_weights(graph))
 
     def iterate_generated_weights(self, graph: GraphTensors) -> Iterator[tuple[str, Tensor]]:
@@ -250,8 +251,7 @@ def hypernetwork_size_in_bytes(config: GHNConfig) -> int:
 
 
 def use_factored_heads_if_large(config: GHNConfig) -> GHNConfig:
-    """Returns the configuration, changed to low-rank ("factored") heads if dense heads would take more than
-    `MAX_DENSE_BYTES`."""
+    """Changes to low-rank ("factored") heads if dense ones would take more than `MAX_DENSE_BYTES`."""
     dense = replace(config, head="mlp")
     return (
         replace(config, head="factored")
@@ -303,8 +303,7 @@ def read_sizes_from_weights(config: GHNConfig, tensors: StateDict) -> GHNConfig:
 
 
 def describe_message_size_of_heads(config: GHNConfig) -> str:
-    """Returns a text that says how many MB a hypernetwork takes in a message with low-rank heads, and how many with
-    dense heads."""
+    """Says how many MB a message takes with low-rank heads, and how many with dense ones."""
     factored, dense = (hypernetwork_size_in_bytes(replace(config, head=head)) / 2**20 for head in ("factored", "mlp"))
     return f"factored: {factored:.0f} MB each way a round, where the paper's heads (mlp) would send {dense:.0f} MB"
 
@@ -349,7 +348,6 @@ def catalogue_from_weights(tensors: StateDict) -> LayerCatalogue:
 
 @lru_cache(maxsize=4)
 def cached_ghn(config: GHNConfig, device: torch.device) -> GHN:
-    """Returns the hypernetwork of this configuration that the process reuses; callers load weights into it before each
-    use."""
+    """Returns the process's hypernetwork of this configuration, into which callers load weights."""
     with temporary_rng_seed(0):  # the drawn weights are replaced; the caller's random state stays
         return build_ghn(config).to(device)

@@ -83,9 +83,7 @@ class TypeHead(nn.Module):
 
     @property
     def linear_layer_name_by_role_except_weight(self) -> dict[ParameterRole, str]:
-        """Returns `{role: name of the head's linear layer that generates it}` for all parameter roles except the
-        weight.
-        """
+        """Returns `{role: name of the head's linear layer}` for all parameter roles except the weight."""
         return {role: name for role, name in _VECTORS.items() if hasattr(self, name)}
 
     def _dense_weights(self, out: nn.Linear, z: Tensor, s: Tensor) -> Sequence[Tensor]:

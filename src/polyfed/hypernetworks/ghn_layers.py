@@ -50,9 +50,7 @@ class GraphConv(nn.Module):
         return self.update_nodes(h, aggregate_predecessors(h, edges[0], edges[1], len(h), self.mean))
 
     def update_nodes(self, node_states: Tensor, messages: Tensor) -> Tensor:
-        """Returns the new states of nodes from their old states and the aggregated states of their predecessors, both
-        of shape (m, d_in).
-        """
+        """Returns new node states from old ones and predecessors' aggregated states, both (m, d_in)."""
         out: Tensor = self.lin_rel(messages) + self.lin_root(node_states)
         return out
 
@@ -80,9 +78,7 @@ class GatedGraphConv(nn.Module):
         return self.update_nodes(h, aggregate_predecessors(h, edges[0], edges[1], len(h)), cell)
 
     def update_nodes(self, node_states: Tensor, messages: Tensor, cell: nn.GRUCell) -> Tensor:
-        """Returns the new states of nodes from their old states and the aggregated states of their predecessors, both
-        of shape (m, d).
-        """
+        """Returns new node states from old ones and predecessors' aggregated states, both (m, d)."""
         out: Tensor = cell(self.lin_rel(messages), node_states)
         return out
 

@@ -34,8 +34,7 @@ _LINE = 16  # floats in a cache line
 @final
 @dataclass(frozen=True)
 class HypernetworkSizes:
-    """Holds the sizes of one client's hypernetwork: the numbers of clients (N), of the model's layers (L), of entries
-    of an embedding (E) and of hidden units (H)."""
+    """Holds the numbers of clients (N), layers (L), an embedding's entries (E), and hidden units (H)."""
 
     clients: int
     layers: int
@@ -387,8 +386,7 @@ def _split_tensors(models: Sequence[StateDict], layers: Mapping[str, Sequence[st
 
 
 def _list_tensor_parts(models: Sequence[StateDict], layers: Mapping[str, Sequence[str]]) -> list[_TensorPart]:
-    """Lists all tensors of a model in parts so small that one part of all models fits into a core's cache; no more is
-    ever stacked."""
+    """Lists a model's tensors in parts, of which those of all models fit into a core's cache."""
     width = _columns_per_block(_CHUNK, len(models))
     return [
         _TensorPart(layer, name, number, slice(start, start + width))

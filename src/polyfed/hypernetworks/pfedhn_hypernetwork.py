@@ -93,9 +93,7 @@ def generated_tensor_names(network: StateDict, architecture: str) -> list[str]:
 
 
 def trunk_activations(network: StateDict, embeddings: Tensor) -> list[Tensor]:
-    """Returns the activations of the hypernetwork's shared layers for B clients: their embeddings (B, E), the input of
-    each further layer, and the last output, (B, H).
-    """
+    """Returns the shared layers' inputs, first embeddings (B, E), and the last output, (B, H)."""
     layer_inputs, k = [embeddings], 0
     while True:
         z = layer_inputs[-1] @ network[f"trunk.{k}.weight"].T + network[f"trunk.{k}.bias"]

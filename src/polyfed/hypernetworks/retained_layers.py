@@ -20,8 +20,7 @@ def retained_layer_mask(weights: Tensor, client_positions: Sequence[int], k: int
 def set_own_weight_in_retained_layers(
     weights: Tensor, client_positions: Sequence[int], retained_mask: Tensor
 ) -> Tensor:
-    """Returns the weights with which θ̄_i is computed: the mixing weights, but in the layers that a client retains 1 for
-    the client's model and 0 for all others."""
+    """Returns the weights of θ̄_i, with 1 for the client's model and 0 for others in retained layers."""
     own_only = torch.nn.functional.one_hot(torch.tensor(list(client_positions)), weights.shape[2]).to(weights.dtype)
     return torch.where(retained_mask[:, :, None], own_only[:, None, :], weights)
 

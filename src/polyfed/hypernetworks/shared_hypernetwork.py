@@ -27,8 +27,7 @@ NO_NEIGHBOUR = -1
 @final
 @dataclass(frozen=True)
 class SharedHypernetworkSizes:
-    """Holds the sizes of a shared hypernetwork: the numbers of neighbours per client (k), of the model's layers (L), of
-    entries of an embedding (E) and of hidden units (H)."""
+    """Holds the numbers of neighbours (k), layers (L), an embedding's entries (E), and hidden units (H)."""
 
     neighbours: int
     layers: int

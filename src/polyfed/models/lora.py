@@ -43,9 +43,7 @@ class LoRALinear(nn.Module):
         return outputs
 
     def extra_repr(self) -> str:
-        """Returns the scale of the adapter, as text for printing. Networks with different scales have different
-        architectures.
-        """
+        """Returns the adapter's scale for printing, which is part of the architecture."""
         return f"scale={self.scaling['default']:g}"
 
 

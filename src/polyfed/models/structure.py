@@ -277,8 +277,7 @@ def _is_inside(tensor: str, module: str) -> bool:
 
 
 def check_not_compiled(model: nn.Module) -> None:
-    """Raises a `UserError` if a part of the network is compiled by torch.jit, so that its layers can be neither listed
-    nor hooked."""
+    """Raises a `UserError` if torch.jit compiled a part, whose layers cannot be listed or hooked."""
     for name, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise UserError(
@@ -364,8 +363,7 @@ def _layer_parameters(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _detach_tensor(tensor: Tensor) -> Tensor:
-    """Returns the tensor outside the caller's autograd graph; copies it only if it is an inference tensor, which
-    autograd cannot save."""
+    """Returns a tensor outside the autograd graph; copies inference tensors, which autograd cannot save."""
     return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 

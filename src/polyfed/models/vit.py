@@ -33,9 +33,7 @@ class TransformerBlock(nn.Module):
         self.fc2 = nn.Linear(mlp_dim, dim)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Returns the layer's output, in the shape of `x`; adds `bias` to the logits of attention, such as −1e9 to mask
-        a token.
-        """
+        """Returns outputs in the shape of `x`; adds `bias` to attention's logits (−1e9 masks a token)."""
         query, key, value = (
             self.qkv(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
         )

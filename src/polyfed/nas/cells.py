@@ -55,9 +55,7 @@ class CellPlan:
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Returns (from, to) of each edge: 0 is the output of the previous cell, 1 that of the cell before it (if it is
-        an input), then come the nodes.
-        """
+        """Returns (from, to) of each edge; 0 is the previous cell, 1 the one before if an input, then nodes."""
         last = self.inputs + self.nodes
         return tuple((i, j) for j in range(self.inputs, last) for i in range(j))
 
@@ -222,9 +220,7 @@ def _scale_by_choice(out: Tensor, scale: Tensor) -> Tensor:
 
 @final
 class _UnitScale(torch.autograd.Function):
-    """Computes out·Z for a Z whose value is 1: the forward pass multiplies nothing, and the backward pass gives the
-    gradient of Z.
-    """
+    """Computes out·Z for Z = 1 without multiplying, and the gradient of Z."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, scale: Tensor) -> Tensor:
@@ -235,9 +231,7 @@ class _UnitScale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the gradient of `out`, and the gradient of the scale: its product with `out`, summed over the entries
-        that share a scale.
-        """
+        """Returns the gradient of `out`, and of the scale, summed over entries that share it."""
         return gradient, (gradient * ctx.saved_tensors[0]).sum_to_size(ctx.form)
 
 

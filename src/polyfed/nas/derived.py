@@ -253,9 +253,7 @@ class _CellFields(TypedDict):
 
 
 def _edge_probabilities(edges: Sequence[_Edge]) -> Tensor | None:
-    """Returns the operations' probabilities on each edge of a cell, (edges, operations); None if the cell had no
-    choice.
-    """
+    """Returns probabilities (edges, operations) of a cell; None if it had no choice."""
     if not edges or "probabilities" not in edges[0]:
         return None
     return torch.tensor([edge.get("probabilities", []) for edge in edges])  # of one length, or a ValueError

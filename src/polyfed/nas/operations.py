@@ -21,9 +21,7 @@ class GroupedNorm(nn.BatchNorm2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the normalised feature maps of one group of images; input and output have shape (images in the group,
-        channels, height, width).
-        """
+        """Returns a group's normalised feature maps, (images in the group, channels, height, width)."""
         if self.training and x.numel() == x.shape[1]:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         return super().forward(x)
@@ -31,9 +29,7 @@ class GroupedNorm(nn.BatchNorm2d):
 
 @contextmanager
 def normalise_by_batch_without_tracking(module: nn.Module) -> Iterator[None]:
-    """Makes all BatchNorm layers of a network normalise by batch statistics inside the `with` block, without updating
-    their running statistics.
-    """
+    """Makes BatchNorm layers use batch statistics inside the block, without updating running ones."""
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     for norm in norms:
         norm.track_running_stats = False
@@ -82,9 +78,7 @@ class _Halve(nn.Module):
         self.norm = GroupedNorm(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns feature maps (group, channels, ⌈height / 2⌉, ⌈width / 2⌉); a last odd row or column has zeros as
-        neighbours.
-        """
+        """Returns maps (group, channels, ⌈height / 2⌉, ⌈width / 2⌉); an odd edge has zeros beside it."""
         x = F.relu(x)
         height, width = x.shape[2:]
         shifted = F.pad(x, (0, width % 2, 0, height % 2))[:, :, 1:, 1:]

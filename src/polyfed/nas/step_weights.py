@@ -30,9 +30,7 @@ class StepWeights:
 
     @property
     def cosine_gap(self) -> Tensor:
-        """Returns |α_i − ĝ_iᵀL| for each client, with normalised gradients, the difference that Proposition 1 bounds by
-        O(‖θ_b − θ_b*‖/δ).
-        """
+        """Returns |α_i − ĝ_iᵀL| for each client, which Proposition 1 bounds by O(‖θ_b − θ_b*‖/δ)."""
         return (self.cosine - self.federated_cosine).abs()
 
 

@@ -195,9 +195,7 @@ class Network(nn.Module):
         self.personal = nn.ModuleDict({**_build_stack(plan, plan.personal), "classifier": classifier})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the logits of a batch of images; in each cell, the sampler chooses operations and the cell applies
-        them (algorithm 2).
-        """
+        """Returns the logits of images; each cell applies the operations that its sampler chose (algorithm 2)."""
         previous = skip = self.base["stem"](x)
         image = pool_to_8x8(x) if self.plan.context == "aware" else x
         for number, (cell, sampler) in enumerate(self.cells_with_samplers()):

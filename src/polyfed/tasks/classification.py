@@ -57,9 +57,7 @@ CLASS_METRICS = (
 
 
 def find_class_metric(name: str) -> Metric | None:
-    """Returns the metric of classes or labels with this name, which may be `sensitivity_at_95` and the like; None if
-    there is none.
-    """
+    """Returns the metric of classes or labels of this name (`sensitivity_at_95`, say), or None."""
     name = "sensitivity_at_90" if name == "sensitivity_at_specificity" else name
     for metric in CLASS_METRICS:
         if metric.name == name:
@@ -97,9 +95,7 @@ class Classification(Task):
         return find_class_metric(name)
 
     def prepare_targets(self, targets: Tensor) -> Tensor:
-        """Returns the labels as int64 if they have another whole-number type, such as int32, which torch's loss
-        refuses; else unchanged.
-        """
+        """Returns whole-number labels as int64, since torch's loss refuses others; else unchanged."""
         y = targets
         fits = y.dim() != 1 or y.is_floating_point() or y.is_complex() or y.dtype in (torch.int64, torch.uint8)
         return y if fits else y.to(torch.int64)
@@ -140,9 +136,7 @@ class Classification(Task):
         return F.cross_entropy(outputs, targets, reduction="none", label_smoothing=label_smoothing)
 
     def training_loss(self, targets: Tensor, class_weights: Any = None, label_smoothing: float = 0.0) -> Loss:
-        """Returns the function (outputs, targets) -> mean cross-entropy, with label smoothing and class weights if they
-        are given.
-        """
+        """Returns (outputs, targets) -> mean cross-entropy, with label smoothing and class weights if given."""
         if class_weights is None:
             return partial(F.cross_entropy, label_smoothing=label_smoothing)
 
@@ -160,9 +154,7 @@ class Classification(Task):
         return len if class_weights is None else sum_of_class_weights(class_weights, targets)
 
     def output_distance(self, teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-        """Returns the divergence KL(teacher ‖ student) of class probabilities, softened by a temperature and averaged
-        over the minibatch.
-        """
+        """Returns the mean KL(teacher ‖ student) of class probabilities, softened by a temperature."""
         return softened_divergence(teacher, student, temperature)
 
     def to_predictions(self, outputs: Tensor) -> NDArray[np.float64]:
@@ -170,8 +162,7 @@ class Classification(Task):
         return scores.class_probabilities(outputs)
 
     def prediction_columns(self, outputs: Tensor, names: Sequence[str]) -> dict[str, list[Any]]:
-        """Returns `{column: values}` with the most probable class of each row, and the probability of each class; an empty
-        text where probabilities are NaN."""
+        """Returns `{column: values}` with each row's most probable class ("" for NaN) and probabilities."""
         shares = self.to_predictions(outputs)
         probabilities = {f"probability of {name}": shares[:, i].tolist() for i, name in enumerate(names)}
         predicted = ["" if np.isnan(row).any() else names[int(row.argmax())] for row in shares]
@@ -253,9 +244,7 @@ def class_labels_error(labels: Tensor) -> str:
 
 
 def softened_divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-    """Returns the mean divergence KL(teacher ‖ student) of two networks' logits, softened by a temperature, along the
-    last dimension.
-    """
+    """Returns the mean KL(teacher ‖ student) of logits along the last dimension, softened by a temperature."""
     log_p, log_q = (F.log_softmax(z / temperature, dim=-1) for z in (teacher, student))
     return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
 

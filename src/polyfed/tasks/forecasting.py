@@ -53,8 +53,10 @@ class Forecasting(Task):
     # -- targets --------------------------------------------------------------------------------------------------
 
     def complete_targets(self, inputs: Inputs, targets: Tensor) -> Tensor:
-        """Returns the targets followed by each example's naive forecast, computed from the inputs; raises a `UserError`
-        if the inputs hold too few past values.
+        """Returns the targets followed by naive forecasts from the inputs.
+
+        Raises:
+            UserError: the inputs hold too few past values.
         """
         targets = targets.unsqueeze(1) if targets.dim() == 1 else targets
         if targets.dim() != 2 or targets.shape[1] != self.horizons:
@@ -104,15 +106,11 @@ class Forecasting(Task):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Returns the metrics of forecasts: first the default, the error relative to the naive forecast, then the
-        errors over all horizons.
-        """
+        """Returns the metrics: first, by default, the error relative to the naive forecast, then others."""
         return _METRICS
 
     def find_metric(self, name: str) -> Metric | None:
-        """Returns the metric with this name, such as "mae", or "mae_at_3" for the error of the third horizon; None if
-        there is none.
-        """
+        """Returns the metric of this name, such as "mae", or "mae_at_3" for the third horizon; or None."""
         if (match := re.fullmatch(r"(mae|rmse|mase)_at_([1-9]\d{0,3})", name)) is None:
             return super().find_metric(name)
         kind, horizon = match[1], int(match[2])

@@ -54,9 +54,7 @@ class Multilabel(Task):
         return find_class_metric(name)
 
     def prepare_targets(self, targets: Tensor) -> Tensor:
-        """Returns the targets as floats; leaves targets of another form unchanged, for which `check_targets` raises an
-        error.
-        """
+        """Returns the targets as floats; those of another form unchanged, for `check_targets` to refuse."""
         return targets if targets.is_floating_point() or targets.dim() != 2 else targets.to(torch.float32)
 
     def check_targets(self, targets: Tensor, name: str, num_outputs: int | None = None) -> None:
@@ -106,9 +104,7 @@ class Multilabel(Task):
         return weighted_loss
 
     def output_distance(self, teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-        """Returns the divergence of each label's two probabilities, softened by a temperature and averaged over
-        examples and labels.
-        """
+        """Returns the mean divergence of each label's two probabilities, softened by a temperature."""
         # Each label is a binary choice with logits z and 0.
         teacher, student = (F.pad(z.unsqueeze(-1), (0, 1)) for z in (teacher, student))
         return softened_divergence(teacher, student, temperature)
@@ -165,9 +161,7 @@ class Multilabel(Task):
         )
 
     def simple_models_obstacle(self, num_outputs: int) -> str | None:
-        """Returns a sentence that says why no models without a network are fitted if there are very many labels; None
-        otherwise.
-        """
+        """Returns why very many labels get no models without a network, in a sentence; else None."""
         if num_outputs <= _MOST_LABELS:
             return None
         return (

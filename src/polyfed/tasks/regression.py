@@ -51,9 +51,7 @@ class Regression(Task):
 
     @property
     def comparison_metrics(self) -> tuple[Metric, ...]:
-        """Returns the mean absolute error, which decides, and R², whose confidence interval on 30 examples can be
-        hundreds wide.
-        """
+        """Returns the mean absolute error, which decides; R² can have wide intervals on 30 examples."""
         return (_METRICS[1], _METRICS[0])
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

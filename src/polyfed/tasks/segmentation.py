@@ -85,9 +85,7 @@ class Segmentation(Task):
     # -- targets --------------------------------------------------------------------------------------------------
 
     def prepare_targets(self, targets: Tensor) -> Tensor:
-        """Returns integers in their type, and other whole numbers (bool, float) as uint8, or as int64 where they do not
-        fit.
-        """
+        """Returns integers unchanged, other whole numbers (bool, float) as uint8, or int64 if too large."""
         if targets.dtype in _INTEGERS or not targets.numel():
             return targets
         if targets.dtype == torch.bool:

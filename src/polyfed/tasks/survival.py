@@ -144,9 +144,7 @@ class Survival(Task):
     # -- loss -----------------------------------------------------------------------------------------------------
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the mean loss: minus the log partial likelihood per event, within the minibatch (Cox's model), or
-        minus the log-likelihood per patient (hazards).
-        """
+        """Returns minus the partial log-likelihood per event (Cox), or minus that per patient (hazards)."""
         if self.model == "hazard":
             return hazard_loss(outputs, targets, self.cuts)
         return cox_loss(outputs, targets, efron=self.ties == "efron")
@@ -154,15 +152,11 @@ class Survival(Task):
     # -- what outputs mean ----------------------------------------------------------------------------------------
 
     def to_predictions(self, outputs: Tensor) -> NDArray[np.float64]:
-        """Returns the log-risks, shape (n, 1), or for hazards the probabilities of survival at the end of each
-        interval, shape (n, cuts).
-        """
+        """Returns log-risks, (n, 1), or for hazards survival at the end of each interval, (n, cuts)."""
         return survival_of_logits(outputs) if self.cuts else super().to_predictions(outputs)
 
     def prediction_columns(self, outputs: Tensor, names: Sequence[str]) -> dict[str, list[Any]]:
-        """Returns `{column: values}` with the risk of each patient and, for hazards, the probabilities of survival at
-        the end of each interval.
-        """
+        """Returns `{column: values}` with each patient's risk and, for hazards, survival by interval."""
         columns = {"risk": risk_of_outputs(outputs).tolist()}
         for cut, share in zip(self.cuts, self.to_predictions(outputs).T, strict=False):
             columns[f"survival at {cut:g}"] = share.tolist()
@@ -204,9 +198,7 @@ class Survival(Task):
         return ("censored", "events")
 
     def rarest_class(self, targets: Tensor) -> tuple[int, int]:
-        """Returns (number of events, 1) even if fewer patients were censored, since pairs can be compared only by an
-        event.
-        """
+        """Returns (events, 1), though fewer may be censored: pairs are compared by events only."""
         return int((targets[:, 1] > 0.5).sum()), 1
 
     def describe_rarest(self, number: int, class_name: str, num_classes: int) -> str:

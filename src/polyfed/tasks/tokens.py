@@ -77,9 +77,7 @@ class Tokens(Task):
         return self.kind == "next_token"
 
     def complete_targets(self, inputs: Inputs, targets: Tensor) -> Tensor:
-        """Returns the targets; if the task predicts next tokens and no targets were given, the inputs shifted one
-        position to the left.
-        """
+        """Returns the targets, or for next tokens without any the inputs shifted left by one."""
         if not self.makes_targets or targets.dim() != 1:
             return targets
         tokens = _token_part(inputs)
@@ -155,9 +153,7 @@ class Tokens(Task):
         return _mean_cross_entropy(outputs, targets)
 
     def training_loss(self, targets: Tensor, class_weights: Any = None, label_smoothing: float = 0.0) -> Loss:
-        """Returns the function (outputs, targets) -> mean cross-entropy of the tokens, with label smoothing and class
-        weights if they are given.
-        """
+        """Returns (outputs, targets) -> mean cross-entropy of tokens, smoothed and weighted if asked."""
         if class_weights is None:
             return partial(_mean_cross_entropy, label_smoothing=label_smoothing)
         classes = targets[targets != IGNORED]
@@ -169,9 +165,7 @@ class Tokens(Task):
         return weighted_loss
 
     def minibatch_weight(self, targets: Tensor, class_weights: Any = None) -> Callable[[Tensor], float]:
-        """Returns the function (targets of a minibatch) -> the number of its tokens that are not ignored, or the sum of
-        their class weights.
-        """
+        """Returns (targets) -> the number of tokens that count, or the sum of their class weights."""
         count = len if class_weights is None else sum_of_class_weights(class_weights, targets[targets != IGNORED])
         return lambda some_targets: count(some_targets[some_targets != IGNORED])
 
@@ -192,9 +186,7 @@ class Tokens(Task):
         return tree_map(cut, inputs), targets[:, :longest]
 
     def output_distance(self, teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-        """Returns the divergence KL(teacher ‖ student) of class probabilities, softened by a temperature and averaged
-        over all positions, padding included.
-        """
+        """Returns the mean KL(teacher ‖ student) over all positions, padding included, softened."""
         return softened_divergence(teacher, student, temperature)
 
     # -- what outputs mean ----------------------------------------------------------------------------------------
@@ -211,9 +203,7 @@ class Tokens(Task):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Returns the metrics of tokens, the default first: for next tokens perplexity; for tags the F1 score of
-        entities if tags mark entities, else accuracy.
-        """
+        """Returns the metrics, the default first: perplexity (next tokens), entity F1, or accuracy (tags)."""
         if self.makes_targets:
             return (*_PERPLEXITIES, _ACCURACY)
         entities = (self._entity_metric,) if has_entities(self.tags) else ()
@@ -225,9 +215,7 @@ class Tokens(Task):
         return tuple(dict.fromkeys((self.default_metric, _ACCURACY)))
 
     def find_metric(self, name: str) -> Metric | None:
-        """Returns the task's metric with this name, None if there is none; computing `entity_f1` raises an error if the
-        task has no names of tags.
-        """
+        """Returns the metric of this name, or None; `entity_f1` fails later if tags have no names."""
         return self._entity_metric if name == "entity_f1" else super().find_metric(name)
 
     @property
@@ -322,8 +310,7 @@ def token_accuracy(outputs: Tensor, targets: Tensor) -> float:
 
 
 def _log_class_shares(targets: NDArray[Any], classes: int) -> Floats:
-    """Returns the logarithm of each class's share of the tokens; one pseudo-token, spread over all classes, keeps it
-    finite."""
+    """Returns the log of each class's share of tokens, finite by one pseudo-token over all classes."""
     counts = np.bincount(targets[targets != IGNORED], minlength=classes) + 1 / classes
     return np.asarray(np.log(counts / counts.sum()))
 

@@ -116,9 +116,7 @@ class AlgorithmContract(ABC):
         return small_clients(number)
 
     def public(self) -> Any:
-        """Builds the public examples, which the server and all clients share; the tests use them only for a method that
-        requires them.
-        """
+        """Builds the public examples for tests of a method that requires them."""
         return torch.randn(5000, 6, generator=torch_generator(8)), torch.zeros(5000, dtype=torch.int64)
 
     def _federate(self, algorithm: Algorithm[Any, Any], clients: Sequence[Client] | None = None, **options: Any) -> Run:
@@ -135,8 +133,7 @@ class AlgorithmContract(ABC):
         check_declared_words_are_known(algorithm, type(algorithm).__name__)
 
     def test_metrics_are_complete_and_of_the_returned_network(self, algorithm: Algorithm[Any, Any]) -> None:
-        """Every round must record a score, a loss and the bytes of each client, and the last round's values must be
-        exactly those of the network that `run.model` returns."""
+        """Every round must record score, loss and bytes of each client, the last those of `run.model`."""
         run = self._federate(algorithm)
         for record in run.history:
             assert record["failures"] == []
@@ -160,8 +157,7 @@ class AlgorithmContract(ABC):
             )
 
     def test_states_survive_a_checkpoint(self, algorithm: Algorithm[Any, Any]) -> None:
-        """The server state and the client states must be unchanged after they are written to a checkpoint and read
-        back."""
+        """Server and client states must be unchanged after a checkpoint is written and read."""
         federation = self._federation(algorithm)
         with exclusive_single_torch_thread_with_grad():
             check_serializable(algorithm.server_init(federation.server_context()), "the server's state")
@@ -177,8 +173,7 @@ class AlgorithmContract(ABC):
         assert_runs_equal(self._federate(algorithm), self._federate(algorithm, workers=2))
 
     def test_seed_decides_the_result(self, algorithm: Algorithm[Any, Any]) -> None:
-        """Two runs with the same seed must be equal, runs with different seeds must differ, and torch's global random
-        state must not change."""
+        """Equal seeds must give equal runs, others different ones; torch's random state must not change."""
         rng_state = torch.random.get_rng_state()
         run = self._federate(algorithm, rounds=1)
         assert torch.equal(rng_state, torch.random.get_rng_state()), "the run used torch's global random state"
@@ -232,8 +227,7 @@ class AlgorithmContract(ABC):
         )
 
     def test_dispatch_all_equals_dispatch(self, algorithm: Algorithm[Any, Any]) -> None:
-        """The methods `dispatch` and `dispatch_all` must send a client the same message, up to rounding, both for
-        training and for evaluation."""
+        """`dispatch` and `dispatch_all` must send a client the same message, up to rounding."""
         federation = self._federation(algorithm)
         with exclusive_single_torch_thread_with_grad():
             server_state = algorithm.server_init(federation.server_context())
@@ -249,9 +243,7 @@ class AlgorithmContract(ABC):
                         torch.testing.assert_close(dict(tree), dict(message.tensors[group]))
 
     def test_order_of_clients_is_irrelevant(self, algorithm: Algorithm[Any, Any]) -> None:
-        """The result must be the same, bit for bit, for any order of the clients and of their replies, and must not
-        change with reply scalars that the method does not list in `scalars_needed`.
-        """
+        """The result must not depend on the order of clients and replies, nor on unlisted reply scalars."""
         federation = self._federation(algorithm)
         with exclusive_single_torch_thread_with_grad():
             server_state = algorithm.server_init(federation.server_context())
@@ -306,8 +298,7 @@ class AlgorithmContract(ABC):
             assert_runs_equal(uninterrupted, resumed)
 
     def test_private_state_is_not_sent(self, algorithm: Algorithm[Any, Any]) -> None:
-        """A reply must be valid, and must not contain the client's private tensors, inputs or labels, nor share memory
-        with them."""
+        """A reply must be valid, and must neither contain private tensors or data nor share their memory."""
         published = self.published | (
             frozenset[str]() if (card := card_of_method(algorithm)) is None else card.published
         )
@@ -382,8 +373,7 @@ class AlgorithmContract(ABC):
         assert len(self._federate(algorithm, clients=self.clients(1)).table()) == 2
 
     def test_partial_participation_runs(self, algorithm: Algorithm[Any, Any]) -> None:
-        """A run in which only some clients train in a round must finish, and must evaluate also the clients that never
-        trained."""
+        """A run of few clients a round must finish, and evaluate also those that never trained."""
         run = self._federate(algorithm, rounds=1, clients_per_round=1)
         assert all(row["loss"] is not None for row in run.table())
         assert len(run.history[0]["clients"]) == 3

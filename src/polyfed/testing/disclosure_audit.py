@@ -95,8 +95,7 @@ def network_without_norms() -> nn.Module:
 
 
 def untied_network() -> nn.Module:
-    """Builds a network like `audit_network` whose layers share no weights, for methods that slice layers to a smaller
-    width."""
+    """Builds an `audit_network` without shared weights, for methods that slice layers."""
     return audit_network(tied=False)
 
 
@@ -129,8 +128,7 @@ def build_audit_clients(image: bool = False) -> list[Client]:
 
 
 def copy_client_with_one_fact_changed(client: Client, fact: str) -> Client:
-    """Returns a copy of the client with one fact changed, such as its number of examples or the width of its network;
-    `fact` is the fact's name."""
+    """Copies a client with one named fact changed, such as its number of examples or width."""
     x, y = client.train.input_tensor, client.train.y
     if fact in NETWORK_VARIANTS:
         return with_client_fields(client, model=NETWORK_VARIANTS[fact])
@@ -191,8 +189,7 @@ def _sends_class_counts(
     public: Examples | None,
     others_replies: dict[str, Message],
 ) -> bool:
-    """Returns whether a row of a reply's tensors is always proportional to the client's numbers of examples by
-    class."""
+    """Returns whether a row of replies is always proportional to the client's class counts."""
     client, *other_clients = clients
     x, places_by_case = client.train.input_tensor, []
     for counts in ((12, 8, 4), (5, 7, 12)):  # as many examples in both, and of each class some
@@ -204,8 +201,7 @@ def _sends_class_counts(
 
 
 def _proportional_rows(reply: Message, counts: Tensor) -> set[tuple[str, str, int, int]]:
-    """Returns the rows and columns of a reply's tensors that are proportional to `counts`, each as (group, tensor,
-    dimension, number)."""
+    """Returns the rows and columns proportional to `counts`, as (group, tensor, dimension, number)."""
     places = set()
     for group, tree in reply.tensors.items():
         for name, tensor in tree.items():
@@ -219,8 +215,7 @@ def _proportional_rows(reply: Message, counts: Tensor) -> set[tuple[str, str, in
 
 
 def collect_facts_declared_as_revealed(algorithm: Algorithm[Any, Any]) -> frozenset[str]:
-    """Returns the names of the facts about a client that the method declares to reveal, by its attributes
-    `scalars_needed`, `requires` and `discloses`."""
+    """Names the facts that a method declares: by `scalars_needed`, `requires` and `discloses`."""
     facts = {"number of examples"} if "num_examples" in algorithm.scalars_needed else set()
     if "architecture" in algorithm.discloses or "architectures" in algorithm.requires:
         facts |= set(NETWORK_FACTS)
@@ -340,8 +335,7 @@ def _first_rounds(
     public: Examples | None,
     others_replies: dict[str, Message] | None,
 ) -> list[tuple[Message, Message]]:
-    """Returns the messages to the first client in two rounds, each with its reply; `others_replies` as for
-    `_reply_signatures`."""
+    """Returns the first client's messages and replies of two rounds (see `_reply_signatures`)."""
     federation, exchanges = _build_federation(algorithm, clients, public), list[tuple[Message, Message]]()
     client, *other_clients = clients
     with exclusive_single_torch_thread_with_grad():

@@ -32,9 +32,7 @@ class MethodExample:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """Returns {hyper-parameter: value} for a short training: a learning rate, a batch size, and the values that the
-        method's card lists as `small`.
-        """
+        """Returns `{field: value}` for a short training: rate, batch size, and the card's `small`."""
         return {**_QUICK_FIELDS, **self._small}
 
     @property
@@ -53,8 +51,9 @@ class MethodExample:
         return self.method(**{name: value for name, value in values.items() if name in field_names})
 
     def clients(self, number: int = 3) -> list[Client]:
-        """Builds clients that suit the method: with a `SmallNet`, or one with adapters if the method requires them, and
-        six numbers per example or, if the method provides the networks, with images and without networks.
+        """Builds clients with a `SmallNet` that suit the method, with adapters if it requires them.
+
+        Examples have six numbers; if the method provides the networks, clients have images and no networks.
         """
         if "adapters" in self.method.requires:
             return small_adapter_clients(number)

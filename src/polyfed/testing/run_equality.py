@@ -20,9 +20,7 @@ def without_durations(history: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def assert_runs_equal(run_a: Run, run_b: Run) -> None:
-    """Raises an `AssertionError` unless two runs have the same metrics in every round, the same final predictions, and
-    the same personal models, bit for bit.
-    """
+    """Raises an `AssertionError` unless metrics, predictions and models of two runs are equal, bit for bit."""
     assert without_durations(run_a.history) == without_durations(run_b.history)
     for client in run_a.federation.clients:
         if "loss" in run_a.history[-1]["clients"].get(client, {}):

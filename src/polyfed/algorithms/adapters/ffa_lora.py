@@ -54,9 +54,7 @@ class FFALoRA(LocalPartMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received factors B and the head with A frozen; returns a reply with them, and the new private state
-        with the same A.
-        """
+        """Trains the received factors B and the head with A frozen; returns them as the reply, and a state with A."""
         net = self._load_with_local_part(message, client_state, client)
         with freeze_within_block(net.module, client_state[self.local_group]):
             fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)

@@ -62,18 +62,14 @@ class RoLoRA(Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client, the same for every client: the global model with both factors, the learning
-        rate, and which factor is trained.
-        """
+        """Returns to every client both factors, the learning rate, and which factor is trained."""
         message = super().dispatch(server_state, client_info)
         return Message(
             message.tensors, {**message.scalars, "trains_a": float(self.factor_of_round(client_info.round) == "A")}
         )
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the names, shapes and dtypes of a reply's tensors: those of the global model without the factor that is
-        frozen in the round.
-        """
+        """Returns the names, shapes and dtypes of the global model without the factor frozen in the round."""
         return {"model": state_dict_spec(_without_frozen_factor(message.tensors["model"], message))}
 
     def server_step(
@@ -87,9 +83,7 @@ class RoLoRA(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received network with one factor of each adapter frozen; returns a reply without that factor, and the
-        new private state.
-        """
+        """Trains the network with one factor of each adapter frozen; replies without that factor."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         with freeze_within_block(net.module, _names_of_frozen_factor(message)):
             fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)

@@ -103,9 +103,7 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def _init_public_state(self, server: ServerContext) -> dict[str, Any]:
-        """Builds the server's state of the public examples: the tensors, the run's seed, and the clients that already
-        have the examples.
-        """
+        """Builds the server's state of public examples: tensors, the run's seed, and the clients that have them."""
         ids = [info.id for info in server.clients]
         if isinstance(self.module, Mapping) and (unknown := sorted(set(self.module) - set(ids))):
             raise UserError(
@@ -144,9 +142,7 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
     def _rad_and_pool_groups(
         self, server_state: Mapping[str, Any], client_info: ClientInfo, rad: StateDict
     ) -> dict[str, StateDict]:
-        """Returns the groups of a message: the round's public examples, and the whole pool for a client that needs it
-        and does not have it.
-        """
+        """Returns the round's public examples, and the whole pool for a client that needs and lacks it."""
         needs_pool = "rows" in rad and self.rad == "public"
         return {"rad": rad, **(self._pool_group(server_state, client_info.id) if needs_pool else {})}
 
@@ -164,9 +160,7 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
     def _pool_and_rad_rows(
         self, message: Message, client_state: Mapping[str, Any], client: Client
     ) -> tuple[Examples, Tensor]:
-        """Returns the public examples that the client has, prepared as its own are, and the row numbers of those used
-        in the round.
-        """
+        """Returns the client's public examples, prepared as its own are, and the rows used in the round."""
         rad = message.tensors["rad"]
         if "rows" not in rad:
             pool = convert_public_examples_to_client_form(rad, client)
@@ -177,9 +171,7 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         return self._public_examples(message, client_state, client), rows
 
     def validate_network(self, client: Client) -> None:
-        """Raises a `UserError` unless the client's network has a module whose input can serve as the representation of
-        an example.
-        """
+        """Raises a `UserError` unless a module's input can serve as an example's representation."""
         assert client.model is not None
         model = cached_module(client.model, client.train.device).module
         name = self._representation_module(model, client.id, client.train)

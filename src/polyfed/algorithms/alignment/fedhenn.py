@@ -120,9 +120,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
 
     @property
     def scalars_needed(self) -> frozenset[str]:
-        """Returns the names of the numbers that clients must report: "capacity" if the server needs each network's
-        capacity and cannot compute it, otherwise none.
-        """
+        """Returns "capacity" if the server needs it and cannot compute it, else no name."""
         sends_capacity = self.weighting == "capacity" and self.share == "representations"
         return frozenset({"capacity"}) if sends_capacity else frozenset()
 
@@ -190,8 +188,9 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         return a if self.rank is None else reduce_to_principal_components(a, self.rank)
 
     def analysis(self, server_state: ServerState, client_ids: Sequence[str]) -> Mapping[str, float]:
-        """Returns the mean similarity (CKA) between two clients' representations of at most 256 public examples, as
-        `{name: number}`; empty if it cannot be computed. With `sketch`, the share of K̄ that the sketch has lost.
+        """Returns `{name: mean CKA of two clients}` on at most 256 public examples; empty if not computable.
+
+        With `sketch`, also the share of K̄ that the sketch has lost.
         """
         if self.sketch:
             return {"sketch_error": round(KernelSketch.from_state(server_state["sketch"]).relative_error, 9)}
@@ -288,8 +287,10 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         return by_client, capacities
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a reply must have: representations of the public examples, with at most
-        `rank` columns, or weights; raises a `ValueError` for numbers that are out of range.
+        """Returns the shapes and dtypes of a reply: representations, of at most `rank` columns, or weights.
+
+        Raises:
+            ValueError: numbers in the reply are out of range.
         """
         if self.share == "weights":
             form = server_state["forms"][sorted(server_state["forms"])[int(message.scalars["form"])]]
@@ -334,9 +335,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's network W_i with the alignment term (eq. 6) in its loss, and returns a reply with its
-        representations of the public examples, or its weights.
-        """
+        """Trains W_i with the alignment term (eq. 6); replies with representations of public examples, or weights."""
         model = self.personal_model(message, client_state, client, seed)
         pool, rows = self._pool_and_rad_rows(message, client_state, client)
         module, term = self._representation_module(model, client.id, client.train), None

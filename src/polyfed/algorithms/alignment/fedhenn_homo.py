@@ -102,9 +102,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the global model on the client's data for `local_epochs` with the alignment term (eq. 5) in the loss,
-        and returns a reply with the trained model W_i.
-        """
+        """Trains the global model with the alignment term (eq. 5) for `local_epochs`; replies with W_i."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         pool, rows = self._pool_and_rad_rows(message, client_state, client)
         eta, term = message.scalars["eta"], None
@@ -131,9 +129,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields further networks to evaluate, as (name, network): the final global model Ŵ(T), and the mean of the
-        last round's models if that differs.
-        """
+        """Yields the final global model Ŵ(T), and the last round's mean if that differs, by name."""
         yield "server", self._load_global_model(message, client_state, client)
         if "cohort" in message.tensors:
             yield "cohort", self._load_global_model(message, client_state, client, "cohort")

@@ -111,23 +111,20 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the initial global model θ, drawn from the run's seed for the
-        clients' common architecture."""
+        """Returns the initial global model θ, drawn from the run's seed for the common architecture."""
         assert server.model is not None  # `requires` names "one_architecture"
         buffers = cached_module(server.model).buffers
         return {"model": tensors_to_send(initial_state(server.model, server.seed), buffers, self.buffers)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client: the global model θ and the learning rate of the round, the same for every
-        client."""
+        """Returns to every client the same message, the global model θ and the round's learning rate."""
         return Message(
             {group: server_state[group] for group in self.groups},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
         )
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the names, shapes and dtypes that the tensors of a client's reply must have: those of the tensors
-        that the server sent."""
+        """Returns the names, shapes and dtypes of a reply's tensors, which are those that the server sent."""
         return {group: state_dict_spec(message.tensors[group]) for group in self.groups}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
@@ -160,8 +157,10 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         return {**new_state, **entries} if (entries := total.server_state_entries) else new_state
 
     def sum_replies(self, replies: Mapping[str, Message], server_state: ServerState | None = None) -> ReplySum:
-        """Adds up all replies of a round in the order of client ids, each weighted by its number of examples, and
-        returns the sum; a robust rule also needs the server state before the round."""
+        """Sums all replies, weighted by examples, in the order of client ids.
+
+        A robust rule also needs the server state before the round.
+        """
         num_examples = {i: replies[i].scalars["num_examples"] if self.weighted else 1.0 for i in sorted(replies)}
         total = self.empty_reply_sum(num_examples, server_state)
         for i in sorted(replies):
@@ -245,15 +244,13 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received global model θ on the client's data for `local_epochs`; returns the reply, with the
-        trained model θ_i, and the client's new private state."""
+        """Trains θ on the client's data for `local_epochs`; returns the reply θ_i and the new private state."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
         return build_reply_and_client_state(net, client, fit_result.loss, self)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network to evaluate for a client: the global model θ, with the client's buffers (such as
-        BatchNorm statistics) if these stay with the client."""
+        """Returns the global model θ to evaluate, with the buffers that stay with the client, if any."""
         return load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)
 
 
@@ -283,28 +280,24 @@ class GlobalModelMethod(KeepsServerStateByClient, Averaging, ABC):
 
     @property
     def aggregates_by_sum(self) -> bool:
-        """Returns True if the result is the mean over the clients of the last round only, for which the sum of their
-        replies is enough."""
+        """Returns whether the result is the last round's mean, for which the sum of replies is enough."""
         return self.averaged_over == "cohort"
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     @property
     def groups_by_client(self) -> frozenset[str]:
-        """Returns the groups of the server state that have an entry for each client; none if `averaged_over` is
-        "cohort"."""
+        """Returns the state's groups with an entry for each client; none if `averaged_over` is "cohort"."""
         return frozenset() if self.aggregates_by_sum else frozenset({"latest", "examples"})
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the initial global model θ(0) and, if `averaged_over` is "all", an
-        empty store for every client's latest model."""
+        """Returns the initial model θ(0) and, if `averaged_over` is "all", a store for clients' models."""
         return {**super().server_init(server), **({} if self.aggregates_by_sum else {"latest": {}, "examples": {}})}
 
     def update_state_from_single_replies(
         self, server_state: ServerState, replies: Mapping[str, Message]
     ) -> ServerState:
-        """Stores the models and numbers of examples of the clients that replied, in place of their earlier ones, and
-        returns the new server state."""
+        """Replaces the stored models and example counts of the clients that replied."""
         models = {i: dict(reply.tensors["model"]) for i, reply in replies.items()}
         num_examples = (
             {i: float(reply.scalars["num_examples"]) for i, reply in replies.items()} if self.weighted else {}
@@ -316,8 +309,7 @@ class GlobalModelMethod(KeepsServerStateByClient, Averaging, ABC):
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to one client: the model that `build_message_to_client` chooses, and the learning rate of
-        the round."""
+        """Returns the model that `build_message_to_client` chooses, and the round's learning rate."""
         return self.build_message_to_client(server_state, client_info, {})
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
@@ -341,8 +333,7 @@ class GlobalModelMethod(KeepsServerStateByClient, Averaging, ABC):
         return Message(tensors, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def result_models(self, server_state: ServerState) -> dict[str, StateDict]:
-        """Returns `{"model": weights}`, the result after this round; if `averaged_over` is "all", also the mean of the
-        last round's models as "cohort"."""
+        """Returns the result as "model" and, if `averaged_over` is "all", the last round's mean as "cohort"."""
         if self.aggregates_by_sum:
             return {"model": server_state["model"]}
         mean = (
@@ -357,8 +348,7 @@ class GlobalModelMethod(KeepsServerStateByClient, Averaging, ABC):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields a further network to evaluate, as (name, network): the mean of the last round's models, if it differs
-        from the result."""
+        """Yields the mean of the last round's models, as (name, network), if it differs from the result."""
         if "cohort" in message.tensors:
             model = Message({"model": message.tensors["cohort"]}, message.scalars)
             yield "cohort", self.personal_model(model, client_state, client, seed)
@@ -379,8 +369,6 @@ def interpolate(start: Tensor, end: Tensor, share_of_end: float) -> Tensor:
 def build_reply_and_client_state(
     net: CachedModule, client: Client, loss: float, method: HasBufferPolicy
 ) -> tuple[Message, ClientState]:
-    """Builds a client's reply, with its trained model and its number of examples, and its new private state, with the
-    buffers that stay with the client.
-    """
+    """Builds the reply, the trained model and number of examples, and the state, the buffers that stay."""
     model, buffer_state = extract_sent_tensors_and_client_state(net, method)
     return Message({"model": model}, reply_scalars(client, loss)), buffer_state

@@ -61,9 +61,7 @@ class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the initial global model θ without the tensors that stay with the
-        clients.
-        """
+        """Returns the initial global model θ without the tensors that stay with the clients."""
         assert server.model is not None  # `requires` names "one_architecture"
         net = cached_module(server.model)
         local_names = frozenset(self._find_local_tensors(net.module, None))
@@ -73,15 +71,11 @@ class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """Raises an error if the tensors that stay with the client cannot be identified in its network; it tries this
-        by creating the client's private state.
-        """
+        """Raises an error if the local tensors of the network cannot be identified."""
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: the tensors that stay with it, with initial weights drawn
-        from the run's seed, the same for all clients.
-        """
+        """Returns the tensors that stay with the client, drawn from the run's seed, the same for all."""
         assert client.model is not None
         initial_weights, net = initial_state(client.model, seed), cached_module(client.model, client.train.device)
         fill_module(net.module, initial_weights)
@@ -92,9 +86,7 @@ class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received global part θ and the client's local part for `local_epochs`; returns a reply with the
-        trained global part only, and the new private state.
-        """
+        """Trains the global part θ and the client's local part for `local_epochs`; replies with θ only."""
         net = self._load_with_local_part(message, client_state, client)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
         model, local_part, buffer_state = self._split_trained(net, client_state)

@@ -23,9 +23,7 @@ def clone_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Writes saved values back into a network's buffers in place, after a forward pass that should leave them
-    unchanged.
-    """
+    """Writes saved values back into a network's buffers, which a forward pass should leave unchanged."""
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             buffer.copy_(saved[name])

@@ -16,9 +16,7 @@ class PersonalNetworkMethod(ABC):
     """Keeps a personal network W_i (weights and buffers) for each client, under "model" in the client's private state."""
 
     def client_init(self, client: Client, seed: int) -> dict[str, Any]:
-        """Returns the client's private state before round 1: its personal network, with initial weights drawn from the
-        run's seed, the same for all clients of this architecture.
-        """
+        """Returns the client's network, drawn from the run's seed, the same for all of this architecture."""
         assert client.model is not None  # `requires` asks for one
         return {"model": initial_state(client.model, seed)}
 
@@ -27,9 +25,7 @@ class PersonalNetworkMethod(ABC):
         return self.load_personal_network(client_state, client)
 
     def load_personal_network(self, client_state: dict[str, Any], client: Client) -> nn.Module:
-        """Returns the client's personal network W_i, loaded into a module that all clients of this architecture use in
-        turn.
-        """
+        """Returns the client's network W_i in a module that all of its architecture use in turn."""
         assert client.model is not None
         return fill_module(cached_module(client.model, client.train.device).module, client_state["model"])
 
@@ -43,15 +39,11 @@ class PersonalBesideGlobalMethod(PersonalNetworkMethod, Averaging, ABC):
     """
 
     def client_init(self, client: Client, seed: int) -> dict[str, Any]:
-        """Returns the client's private state before round 1: a personal network with the common initial weights, marked
-        as not trained.
-        """
+        """Returns a personal network with the common initial weights, marked as not trained."""
         return {**super().client_init(client, seed), "trained": False}
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
-        """Returns the network to evaluate for the client: its personal network, or the global model if the client never
-        took part.
-        """
+        """Returns the client's personal network, or the global model if it never took part."""
         return (
             super().personal_model(message, client_state, client, seed)
             if client_state["trained"]

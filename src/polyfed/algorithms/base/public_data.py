@@ -40,8 +40,10 @@ class PublicDataMethod(LocalTraining, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def _stored_public_tensors(self, server: ServerContext) -> dict[str, Tensor]:
-        """Returns the public examples as stored tensors, before the transform that prepares them for networks; raises a
-        `UserError` if clients are to keep them and values are missing, which no private state may hold.
+        """Returns the public examples as stored, before the transform that prepares them.
+
+        Raises:
+            UserError: clients are to keep them and values are missing, which no private state may hold.
         """
         assert server.public is not None  # `requires` names "public_data"
         stored = {name: part.cpu() for name, part in flatten_inputs(server.public.raw_inputs).items()}
@@ -63,9 +65,7 @@ class PublicDataMethod(LocalTraining, ABC):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def _public_examples(self, message: Message, client_state: Mapping[str, Any], client: Client) -> Examples:
-        """Returns all public examples, from the message or from the client state, prepared as the client's own examples
-        are.
-        """
+        """Returns all public examples of message or client state, prepared as the client's own are."""
         pool = message.tensors.get("public") or client_state.get("public")
         if pool is None:
             raise UserError(

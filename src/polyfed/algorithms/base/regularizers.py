@@ -39,7 +39,5 @@ def linear_loss_term(weights: Sequence[Tensor], direction: Sequence[Tensor]) -> 
 
 
 def clone_trained_parameters(module: nn.Module) -> list[Tensor]:
-    """Returns copies of a network's trainable parameters, in the order in which penalties such as `ProximalTerm` take
-    them.
-    """
+    """Copies a network's trainable parameters, in the order that penalties such as `ProximalTerm` take."""
     return [theta.detach().clone() for theta in module.parameters() if theta.requires_grad]

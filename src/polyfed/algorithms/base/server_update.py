@@ -20,8 +20,7 @@ class ServerUpdateMethod(Averaging, ABC):
     """
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the initial parameters and, apart from them, the buffers that are
-        sent."""
+        """Returns the initial parameters and, apart from them, the buffers that are sent."""
         assert server.model is not None  # `requires` names "one_architecture"
         model, names = super().server_init(server)["model"], cached_module(server.model).buffers
         return {
@@ -39,8 +38,7 @@ class ServerUpdateMethod(Averaging, ABC):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Returns the next server state: parameters as updated by `server_update`, and buffers replaced by the clients'
-        mean."""
+        """Returns the state with parameters updated by `server_update`, and buffers replaced by their mean."""
         model = mean["model"]
         parameters = {name: model[name] for name in server_state["model"]}
         buffers = {name: model[name] for name in server_state["buffers"]}

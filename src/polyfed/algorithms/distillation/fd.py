@@ -87,9 +87,7 @@ class FD(PersonalNetworkMethod, Averaging):
         return {"classes": {}, "who": []}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client: the clients' mean output for each class in the last round, the number of
-        these clients, and whether this client is one of them.
-        """
+        """Returns the clients' mean output for each class, how many clients, and whether this is one."""
         scalars = {"lr": self.lr_at(client_info.round, client_info.rounds)}
         if not server_state["classes"] or client_info.purpose == "personal":
             return Message({}, scalars)
@@ -100,9 +98,7 @@ class FD(PersonalNetworkMethod, Averaging):
         return Message({"others": server_state["classes"]}, scalars | membership)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a client's reply must have: sums of outputs and their weights, one row per
-        class.
-        """
+        """Returns the shapes and dtypes of a reply: sums of outputs and their weights, a row per class."""
         return class_means_spec(
             reply, {"classes": state_dict_spec(server_state["classes"])} if server_state["classes"] else None
         )
@@ -126,9 +122,7 @@ class FD(PersonalNetworkMethod, Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's network for `local_epochs` (algorithm 1), and returns a reply with its mean output for
-        each class, and the new private state.
-        """
+        """Trains the client's network for `local_epochs` (algorithm 1); replies with its mean output by class."""
         model = self.personal_model(message, client_state, client, seed)
         fit_result = fit(
             model,
@@ -152,9 +146,7 @@ class FD(PersonalNetworkMethod, Averaging):
     def _distillation_loss(
         self, message: Message, client_state: ClientState, client: Client
     ) -> Callable[[ForwardPass], Tensor] | None:
-        """Builds the task's loss plus the distance to the other clients' mean outputs F̂; None if γ is 0 or no other
-        client has sent outputs.
-        """
+        """Adds the distance to the others' mean outputs F̂ to the loss; None if γ is 0 or there are none."""
         if self.gamma == 0 or "others" not in message.tensors:
             return None
         targets, present = (tensor.to(client.train.device) for tensor in class_means_of_others(message, client_state))

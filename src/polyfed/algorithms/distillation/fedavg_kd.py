@@ -115,8 +115,10 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1, without a teacher network, which comes from the clients' first
-        replies; raises a `UserError` if `teacher_rounds` leaves no round for phase 2.
+        """Returns a state without a teacher network, which comes with the clients' first replies.
+
+        Raises:
+            UserError: `teacher_rounds` leaves no round for phase 2.
         """
         check_network_factory_can_be_imported(self._teacher_options)
         teacher_rounds = self._num_teacher_rounds(server.rounds)
@@ -128,9 +130,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return {"model": {}, "rounds_left": teacher_rounds, "taught": []}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client: the teacher network in phase 1, and in phase 2 if the client does not have
-        it yet.
-        """
+        """Returns the teacher network in phase 1, and in phase 2 to a client that lacks it."""
         teacher_rounds = self._num_teacher_rounds(client_info.rounds)
         if server_state["rounds_left"]:
             lr = replace(self, lr=self.teacher_lr, schedule="cosine").lr_at(client_info.round, teacher_rounds)
@@ -141,8 +141,10 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return Message({"model": server_state["model"]} if needs_teacher else {}, scalars)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a client's reply must have: in phase 1 those of the first teacher network,
-        in phase 2 none; raises a `ValueError` if the teacher is missing.
+        """Returns the shapes and dtypes of the first teacher in phase 1; in phase 2 none.
+
+        Raises:
+            ValueError: the teacher is missing.
         """
         if server_state["rounds_left"] == 0:
             return {}
@@ -153,25 +155,19 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return {"model": state_dict_spec(server_state["model"] or reply.tensors["model"])}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1, when the server does not know the teacher network's number of outputs yet; True
-        later.
-        """
+        """Returns False in round 1, before the teacher network's number of outputs is known."""
         return bool(server_state["model"])
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Returns the next server state: in phase 1 with the mean of the clients' teacher networks, in phase 2 with the
-        clients that have the teacher.
-        """
+        """Returns the state with the mean teacher (phase 1), or the clients that have it (phase 2)."""
         if server_state["rounds_left"] == 0:
             return {**server_state, "taught": sorted({*server_state["taught"], *client_ids})}
         return {**server_state, **mean, "rounds_left": server_state["rounds_left"] - 1}
 
     def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Returns the error to raise if clients' first teacher networks have different shapes, and so cannot be
-        averaged.
-        """
+        """Returns the error for first teacher networks of different shapes, which cannot be averaged."""
         return UserError(
             f"FedAvgKD: the teachers of clients {error.first_client!r} and {error.other_client!r} differ "
             f"({error.other_client!r}: {error.difference}); clients need inputs of one shape, and networks with the "
@@ -181,9 +177,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """Raises an error unless the teacher network accepts the client's data; it tries this by creating the client's
-        private state.
-        """
+        """Raises an error unless the teacher network accepts the client's data."""
         self.client_init(client, 0)
 
     def auxiliary_network(self, client: Client) -> Architecture:
@@ -191,9 +185,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return client_with_shared_network(self._teacher_options, self.client_init(client, 0), client)[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: its network (the student), and the input shape and number
-        of outputs that the teacher network needs.
-        """
+        """Returns the client's network (the student), and the input shape and outputs of the teacher."""
         assert client.model is not None
         student = initial_state(client.model, seed)
         return {

@@ -59,9 +59,7 @@ class FedDF(EnsembleDistillationMethod):
     def distil(
         self, architecture: str, tree: StateDict, outputs: Mapping[str, Tensor], server: ServerContext, seed: int
     ) -> StateDict:
-        """Trains the average θ^p of one architecture on the mean outputs of all clients of the round, whatever their
-        architecture.
-        """
+        """Trains the average θ^p of one architecture on the round's mean outputs over all architectures."""
         assert server.architectures is not None
         assert server.public is not None
         student = fill_module(cached_module(server.architectures[architecture]).module, tree)

@@ -95,15 +95,11 @@ class FedGen(AveragedHeadMethod, ValidatesNetworks):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1, without a head and a generator, whose shapes the server learns from
-        the clients' first replies.
-        """
+        """Returns a state without a head and a generator, whose shapes the first replies tell."""
         return {**super().server_init(server), "labels": {}, "generator": {}, "seed": server.seed, "round": 0}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client: the average head and, for training, the generator and the classes' shares,
-        once the server has them, and the learning rate.
-        """
+        """Returns the average head, the learning rate and, for training, generator and class shares."""
         message, for_training = super().dispatch(server_state, client_info), client_info.purpose != "personal"
         generated = {g: server_state[g] for g in ("generator", "labels") if server_state[g] and for_training}
         return Message({**message.tensors, **generated}, message.scalars)
@@ -142,15 +138,11 @@ class FedGen(AveragedHeadMethod, ValidatesNetworks):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """Raises a `UserError` unless the client's network ends in a linear layer with a bias, which is its head; it
-        tries this by creating the client's private state.
-        """
+        """Raises a `UserError` unless the network ends in a linear layer with a bias, its head."""
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1, as in the base; raises a `UserError` unless the head is one
-        linear layer.
-        """
+        """Returns the state of the base; raises a `UserError` unless the head is one linear layer."""
         client_state = super().client_init(client, seed)
         head = find_replaceable_head(self.personal_model(Message(), client_state, client, seed), client, "FedGen")
         if client_state["head"]["0.weight"].shape != head.weight.shape or "0.bias" not in client_state["head"]:
@@ -161,8 +153,9 @@ class FedGen(AveragedHeadMethod, ValidatesNetworks):
     def build_penalty(
         self, model: nn.Module, message: Message, client: Client, seed: int
     ) -> Callable[[], Tensor] | None:
-        """Returns the function that computes the second term of the client's loss, α·CE(h(G(y, ε)), y) with y ~ p̂ drawn
-        anew at every step; None if α is 0 or no generator was received.
+        """Returns the function α·CE(h(G(y, ε)), y) with y ~ p̂ drawn at every step.
+
+        It is None if α is 0 or no generator was received.
         """
         if not self.alpha or "generator" not in message.tensors:
             return None

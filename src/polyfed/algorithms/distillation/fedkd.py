@@ -95,14 +95,13 @@ class FedKD(MutualLearningMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1, without the shared network, whose weights come from the clients'
-        first replies.
-        """
+        """Returns a state without the shared network, whose weights come with the first replies."""
         return {**super().server_init(server), "update": {}, "holders": [], "round": 0}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client: the shared network (to clients of the last round only a compressed update of
-        it), and the share of the squared singular values that updates keep.
+        """Returns the shared network, or its compressed update, and the share of energy that updates keep.
+
+        Only clients of the last round get the update.
         """
         scalars = {
             "lr": self.lr_at(client_info.round, client_info.rounds),
@@ -113,9 +112,7 @@ class FedKD(MutualLearningMethod):
         return Message({"model": server_state["model"]} if server_state["model"] else {}, scalars)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a client's reply must have: in round 1 the whole shared network, later a
-        compressed update of it.
-        """
+        """Returns the shapes and dtypes of the shared network (round 1), or of its compressed update."""
         if not server_state["model"]:
             return super().reply_spec(server_state, message, reply)
         return {"update": compressed_update_spec(reply.tensors.get("update", {}), server_state["model"])}
@@ -151,18 +148,14 @@ class FedKD(MutualLearningMethod):
         return bool(self.distil and self.batch_size)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: its network, and the matrix that converts representations
-        of the shared network to representations of the client's network.
-        """
+        """Returns the client's network, and the matrix from shared to the client's representations."""
         client_state = super().client_init(client, seed)
         return (
             self._with_initial_bridge(client_state, client, seed) if self.hidden_loss and self.distil else client_state
         )
 
     def _shared_weights(self, message: Message, client_state: ClientState, client: Client) -> StateDict:
-        """Returns the weights of the shared network: those in the message, or the stored ones after the message's
-        update; in round 1 the initial ones.
-        """
+        """Returns the shared network's weights: received, stored and updated, or in round 1 initial."""
         if "update" not in message.tensors:
             return super()._shared_weights(message, client_state, client)
         if "common" not in client_state:
@@ -174,9 +167,7 @@ class FedKD(MutualLearningMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's network and the shared one for `local_epochs`; returns a reply with the compressed change
-        of the shared one, and the new private state.
-        """
+        """Trains both networks for `local_epochs`; replies with the compressed change of the shared one."""
         reply, state_after = super().local_update(message, client_state, client, seed)
         if not message.tensors:
             return reply, state_after
@@ -188,9 +179,7 @@ class FedKD(MutualLearningMethod):
     def build_pair(
         self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client
     ) -> NetworkPair:
-        """Combines the client's network, the shared one, and the matrix between their representations into one module
-        for training.
-        """
+        """Joins the client's network, the shared one, and the matrix between their representations."""
         return (
             join_networks_by_bridge_matrix(personal, shared, client_state["bridge"], client)
             if "bridge" in client_state

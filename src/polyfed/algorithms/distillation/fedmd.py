@@ -100,9 +100,7 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client: the clients' mean outputs on the last public examples, and the row numbers
-        of the public examples for its next outputs.
-        """
+        """Returns the mean outputs on the last public examples, and the rows for the next outputs."""
         if client_info.purpose == "personal":
             return Message()
         current_rows, next_rows = (
@@ -121,9 +119,7 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         return draw_public_rows(server_state["seed"], round_number, pool_size, self.public_size)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shape and dtype that a client's reply must have: outputs (logits) for the requested public
-        examples, as many per example as in the first round.
-        """
+        """Returns the shape and dtype of a reply: logits for the rows asked, as many as in round 1."""
         average, logits = server_state["outputs"], reply.tensors.get("outputs", {}).get("logits")
         free = (None,) * (max(2, logits.dim()) - 1 if isinstance(logits, torch.Tensor) else 1)
         width = tuple(average["logits"].shape[1:]) if average else free

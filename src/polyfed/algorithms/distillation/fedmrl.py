@@ -101,9 +101,10 @@ class FedMRL(MutualLearningMethod, WrapsNetwork):
         return loss
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: its network, the initial projector and the places of both
-        last layers; raises a `UserError` if the two networks cannot be joined. Clients of one architecture have the
-        same projector.
+        """Returns network, initial projector (equal for equal architectures), and both last layers' places.
+
+        Raises:
+            UserError: the two networks cannot be joined.
         """
         client_state = super().client_init(client, seed)
         factory = client_with_shared_network(self._shared_options, client_state, client).factory
@@ -143,9 +144,7 @@ class FedMRL(MutualLearningMethod, WrapsNetwork):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's network, the shared one and the projector on the client's data for `local_epochs`; returns
-        a reply with the shared one only, and the new private state.
-        """
+        """Trains the client's network, the shared one and the projector; replies with the shared one only."""
         pair, shared = self._load_pair(message, client_state, client, seed)
         loss = self.build_joint_loss(pair, client)
         fit_result = fit(pair, client, self, lr=message.scalars["lr"], seed=seed, loss=loss, reported_loss="task")

@@ -103,8 +103,9 @@ class TAKFL(EnsembleDistillationMethod):
         return {name: add_task_vectors(tensor, [s[name] for s in students], shares) for name, tensor in tree.items()}
 
     def distance_from_teachers(self, teachers: Tensor, student: Tensor) -> Tensor:
-        """Returns the loss of a minibatch, T²·KL(t ‖ z) + γ·T_self²·KL(z₀ ‖ z), with the teacher's outputs t and the
-        student's first outputs z₀ side by side in `teachers`, (batch, 2·classes).
+        """Returns the loss T²·KL(t ‖ z) + γ·T_self²·KL(z₀ ‖ z) of a minibatch.
+
+        The teacher's outputs t and the student's first outputs z₀ are side by side in `teachers`, (batch, 2·classes).
         """
         teacher, first = teachers.chunk(2, dim=1)
         distance = self.temperature**2 * softened_kl_divergence(teacher, student, self.temperature)

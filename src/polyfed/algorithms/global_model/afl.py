@@ -118,9 +118,7 @@ class AFL(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received model θ; returns a reply with the result and the loss F_i(θ) before it, and the client's new
-        private state.
-        """
+        """Trains the received model θ; replies with the result and the loss F_i(θ) before it."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         loss = torch.tensor(loss_of_received_model(net.module, client, self), dtype=torch.float64)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)

@@ -63,9 +63,7 @@ class FedDyn(ServerUpdateMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the initial global model θ, and the server's correction h = 0, which
-        is stored as h/α.
-        """
+        """Returns the initial global model θ, and the correction h = 0, which is stored as h/α."""
         state = super().server_init(server)
         zeros = {name: torch.zeros_like(theta) for name, theta in state["model"].items()}
         return {**state, "h": zeros, "clients": len(server.clients)}

@@ -85,9 +85,7 @@ class FedNova(ServerUpdateMethod):
         return {**super().server_init(server), "steps": {"weight": torch.zeros(())}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client: the global model x, the learning rate, and for training τ_eff, whose form that of
-        the reply has.
-        """
+        """Returns the global model x, the learning rate, and for training τ_eff in the form of a reply's."""
         message = super().dispatch(server_state, client_info)
         steps = {} if client_info.purpose == "personal" else {"steps": server_state["steps"]}
         return Message({**message.tensors, **steps}, message.scalars)

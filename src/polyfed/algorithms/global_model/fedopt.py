@@ -75,22 +75,16 @@ class FedOpt(ServerUpdateMethod):
 
     @property
     def effective_server_lr(self) -> float:
-        """Returns the server's learning rate: the field `server_lr`, or, if it is None, the default of the chosen
-        optimiser.
-        """
+        """Returns `server_lr`, or the default of the chosen optimiser if it is None."""
         return self.server_lr if self.server_lr is not None else 1.0 if self.server == "avgm" else 0.01
 
     @property
     def effective_beta1(self) -> float:
-        """Returns the decay β₁ of the server's first moment: the field `beta1`, or, if it is None, the default of the
-        chosen optimiser.
-        """
+        """Returns `beta1`, or the default of the chosen optimiser if it is None."""
         return self.beta1 if self.beta1 is not None else 0.0 if self.server == "adagrad" else 0.9
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the initial global model θ, and the optimiser's initial moments, m =
-        0 and v = τ².
-        """
+        """Returns the initial global model θ, and the initial moments m = 0 and v = τ²."""
         state = super().server_init(server)
         first_moment = {
             n: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for n, t in state["model"].items()

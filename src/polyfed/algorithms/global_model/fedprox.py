@@ -53,9 +53,7 @@ class FedProx(GlobalModelMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received model on the client's data, with a penalty on the distance from this model (eq. 2);
-        returns a reply with the result, and the client's new state.
-        """
+        """Trains the received model with a penalty on the distance from it (eq. 2); replies with the result."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         proximal_term = PerClientTerm(ProximalTerm(self.mu), clone_trained_parameters(net.module))
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, penalty=proximal_term)

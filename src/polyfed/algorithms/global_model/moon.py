@@ -71,17 +71,17 @@ class Moon(GlobalModelMethod, ValidatesNetworks):
         self._positive("tau")
 
     def validate_network(self, client: Client) -> None:
-        """Raises a `UserError` unless the client's network has a module whose input can serve as the representation of
-        an example.
-        """
+        """Raises a `UserError` unless a module's input can serve as an example's representation."""
         if self.mu:
             check_has_representation(client, self.module)
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received model with the contrastive loss for `local_epochs`; returns it as the reply, and stores
-        it in the client's state. Raises a `UserError` if the named `module` is missing.
+        """Trains the received model with the contrastive loss; replies with it, and stores it in the state.
+
+        Raises:
+            UserError: the named `module` is missing.
         """
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         loss, name = None, None

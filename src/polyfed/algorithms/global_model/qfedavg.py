@@ -75,9 +75,7 @@ class QFedAvg(Averaging):
         return Message({"model": server_state["model"]}, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes of a client's reply: those of the global model's parameters and buffers, and a
-        single number.
-        """
+        """Returns the shapes and dtypes of the global model's parameters and buffers, and one number."""
         model = state_dict_spec(message.tensors["model"])
         buffers = {name for name in reply.tensors.get("model", {}) if name not in reply.tensors.get("delta", {})}
         return {
@@ -99,9 +97,7 @@ class QFedAvg(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received model θ to θ_i; returns a reply with Δ_i/L and h_i/L (algorithm 2, lines 4 and 5), and the
-        client's new private state.
-        """
+        """Trains θ to θ_i; replies with Δ_i/L and h_i/L (algorithm 2, lines 4 and 5)."""
         theta, lr = message.tensors["model"], message.scalars["lr"]
         net = load_client_model(client, theta, client_state, self.buffers)
         loss = torch.tensor(loss_of_received_model(net.module, client, self), dtype=torch.float64).clamp(

@@ -9,9 +9,7 @@ from polyfed.core.training.config import LocalTraining
 
 
 def loss_of_received_model(module: nn.Module, client: Client, method: LocalTraining) -> float:
-    """Returns the mean loss F_i(θ) of a network on all training examples of a client, in evaluation mode and without
-    penalties.
-    """
+    """Returns the mean loss F_i(θ) on all training examples, in evaluation mode and without penalties."""
     labels = client.train.labels
     outputs = predict(module, client.train)
     with torch.no_grad():

@@ -82,9 +82,7 @@ class Scaffold(ServerUpdateMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the initial global model x, and the server's control variate
-        (correction term) c = 0.
-        """
+        """Returns the initial global model x, and the server's control variate (correction term) c = 0."""
         state = super().server_init(server)
         return {
             **state,
@@ -93,9 +91,7 @@ class Scaffold(ServerUpdateMethod):
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client: the global model x and, for training, the server's control variate
-        (correction term) c.
-        """
+        """Returns the global model x and, for training, the server's control variate (correction term) c."""
         message = super().dispatch(server_state, client_info)
         variate = {} if client_info.purpose == "personal" else {"variate": server_state["variate"]}
         return Message({**message.tensors, **variate}, message.scalars)
@@ -117,9 +113,7 @@ class Scaffold(ServerUpdateMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: a control variate (correction term) of zero, represented
-        by an empty dict.
-        """
+        """Returns a control variate (correction term) of zero, represented by an empty dict."""
         return {"variate": {}}
 
     def local_update(

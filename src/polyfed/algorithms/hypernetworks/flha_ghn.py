@@ -184,8 +184,10 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: initial weights of the hypernetwork for the layer types of the
-        clients' networks; raises a `UserError` if none of these can be generated.
+        """Returns initial weights of the hypernetwork for the layer types of the clients' networks.
+
+        Raises:
+            UserError: none of these types can be generated.
         """
         catalogue = server.layer_catalogue if self.catalogue is None else self._read_catalogue(self.catalogue)
         types = tuple(
@@ -243,9 +245,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         return catalogue
 
     def resolved_fields(self, server_state: ServerState) -> dict[str, str]:
-        """Returns `{"head": description}` if the choice that was made for `head: auto` is not "mlp" (the paper's);
-        otherwise an empty dict.
-        """
+        """Returns `{"head": description}` if `head: auto` chose another than the paper's "mlp", else {}."""
         config = self._config_of_message(server_state["ghn"])
         return (
             {"head": describe_message_size_of_heads(config)}
@@ -317,9 +317,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields a further network to evaluate, as (name, network): the client's network with generated weights,
-        without training its head.
-        """
+        """Yields (name, network): the client's network with generated weights, its head untrained."""
         _, cached, _ = self._generate_network(message, client_state, client)
         yield "generated", recompute_norm_statistics_if_needed(cached, client, client_state, self.buffers)
 
@@ -347,9 +345,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         return ContractionOptions(norms, self.joins, self.kinds, self.tables)
 
     def _refine_head(self, network: nn.Module, head: frozenset[str], client: Client, seed: int) -> None:
-        """Trains the network's last layer for `refine_epochs` epochs; BatchNorm's statistics are updated, as in
-        training.
-        """
+        """Trains the last layer for `refine_epochs`; BatchNorm's statistics are updated, as in training."""
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name in head)
         if any(parameter.requires_grad for parameter in network.parameters()):

@@ -97,9 +97,7 @@ class HeurPFedLA(LayerAggregationMethod):
         return Message({"model": model}, reply_scalars(client, fit_result.loss)), state_after
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network to evaluate for the client: the layers received from the server, together with those that
-        the client retained.
-        """
+        """Returns the network of the received layers and those that the client retained."""
         return recompute_norm_statistics_if_needed(
             self._load_with_retained_layers(message, client_state, client), client, client_state, self.buffers
         )
@@ -107,9 +105,7 @@ class HeurPFedLA(LayerAggregationMethod):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields a further network to evaluate, as (name, network): the client's model θ_i as it was after its last
-        local training.
-        """
+        """Yields (name, network): the client's model θ_i as it was after its last local training."""
         if self.evaluate_trained:
             net = load_client_model(client, client_state["model"], client_state, self.buffers)
             yield "trained", recompute_norm_statistics_if_needed(net, client, client_state, self.buffers)

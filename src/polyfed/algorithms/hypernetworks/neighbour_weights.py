@@ -89,8 +89,10 @@ def shared_sizes(server_state: ServerState, options: NeighbourOptions) -> Shared
 
 @final
 class _Mixture(NamedTuple):
-    """Holds what a client's model is mixed from, and how: its part and network, the positions of its m neighbours, its
-    own place among them, their models, and the weights α of shape (1, L, m) before and after layers are retained."""
+    """Holds what a client's model is mixed from, and the weights α, (1, L, m), before and after retaining.
+
+    The client's part and network come first, then the m neighbours' positions, its own place among them, and their models.
+    """
 
     client_part: Mapping[str, Tensor]
     network: Mapping[str, Tensor]
@@ -118,8 +120,7 @@ def initial_shared_state(server_state: ServerState, options: NeighbourOptions) -
 def iterate_mixtures(
     server_state: ServerState, client_infos: Sequence[ClientInfo], options: NeighbourOptions
 ) -> Iterator[tuple[ClientInfo, dict[str, Tensor]]]:
-    """Yields (client, model) for each client: the mixture of its neighbours' models, without the layers that it
-    retains."""
+    """Yields (client, model): the mixture of its neighbours' models without the layers that it retains."""
     recent_rows = _recent_rows(server_state, options)
     for client_info in client_infos:
         mixture = _mixture_of(server_state, client_info.id, options, recent_rows)
@@ -183,8 +184,7 @@ def _step_hypernetworks(
     sizes: SharedHypernetworkSizes,
     normalise: WeightNormalisation,
 ) -> dict[str, dict[str, Tensor]]:
-    """Returns each client's hypernetwork after a gradient step, by client; those with as many neighbours take it
-    together."""
+    """Returns each client's hypernetwork after a gradient step; those with as many neighbours step together."""
     clients_by_number = defaultdict[int, list[str]](list)
     for client, mixture in mixtures.items():
         clients_by_number[len(mixture.neighbours)].append(client)
@@ -207,9 +207,9 @@ def _step_hypernetworks(
 def analyse_mixtures(
     server_state: ServerState, client_ids: Sequence[str], options: NeighbourOptions
 ) -> Mapping[str, Tensor | Sequence[str] | float]:
-    """Returns, as `{name: value}`, the mean weight of a client's own model in its mixture and the number of rows
-    without a positive score. For at most 1,000 clients it returns every weight too (0 for clients that are no
-    neighbours).
+    """Returns `{name: value}`: the mean weight of a client's own model, and the rows without a positive score.
+
+    For at most 1,000 clients it returns every weight, too (0 for clients that are no neighbours).
     """
     own_weight, num_zero_rows, alphas = 0.0, 0, []
     recent_rows = _recent_rows(server_state, options)
@@ -281,8 +281,11 @@ def _with_best_neighbours(
 def _mixture_of(
     server_state: ServerState, client: str, options: NeighbourOptions, recent_rows: Callable[[], Tensor]
 ) -> _Mixture:
-    """Returns what a client's model is mixed from, and with which weights; raises a `UserError` if the hypernetwork has
-    diverged."""
+    """Returns what a client's model is mixed from, and with which weights.
+
+    Raises:
+        UserError: the hypernetwork has diverged.
+    """
     sizes = shared_sizes(server_state, options)
     part = _client_part(server_state, client, sizes)
     own_position, num_clients = _position_of_client(server_state, client), len(server_state["clients"])

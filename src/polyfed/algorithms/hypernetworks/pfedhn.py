@@ -268,9 +268,7 @@ class PFedHN(
         return repeat_steps_without_gradient(rows, velocity, steps, now, **self._step_options)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a client's reply must have: for each tensor that the server sent, how much
-        local training changed it.
-        """
+        """Returns the shapes and dtypes of a reply: the change of each tensor that the server sent."""
         return {"delta": state_dict_spec(message.tensors["model"])}
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -356,9 +354,7 @@ def _group_by_heads(server_state: ServerState, clients: Sequence[str]) -> dict[s
 
 
 def _split_into_blocks(server_state: ServerState, clients: Sequence[str]) -> Iterator[list[str]]:
-    """Yields the clients, in their order, in blocks small enough that the networks of one block fit into memory
-    together.
-    """
+    """Yields the clients in blocks small enough for the networks of one block to fit into memory."""
     network = server_state["network"]
     heads_by_client = {client: _heads_of(server_state, client) for client in clients}
     sizes = {

@@ -155,8 +155,10 @@ class LayerAggregationMethod(
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Replaces the stored models θ_i of the clients that replied by those that they sent, updates their
-        hypernetworks v_i and ψ_i (algorithm 1, lines 7 and 8; algorithm 2, lines 9 and 10), and returns the new state."""
+        """Stores the models θ_i that clients sent, and updates their hypernetworks v_i and ψ_i.
+
+        It is lines 7 and 8 of algorithm 1, and lines 9 and 10 of algorithm 2.
+        """
         models = {i: reply.tensors["model"] for i, reply in replies.items()}
         if self.neighbours is not None:
             return neighbour_weights.update_models_and_shared_hypernetwork(server_state, models, self)
@@ -227,8 +229,7 @@ class PFedLA(LayerAggregationMethod):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields a further network to evaluate, as (name, network): the client's model θ_i after its last local
-        training, if it has taken part."""
+        """Yields (name, network): the client's model θ_i after its last training, if it has taken part."""
         if self.evaluate_trained and "model" in client_state:
             net = load_client_model(client, client_state["model"], client_state, self.buffers)
             yield "trained", recompute_norm_statistics_if_needed(net, client, client_state, self.buffers)
@@ -277,8 +278,7 @@ def _hypernetwork_sizes(server_state: ServerState, options: LayerAggregationMeth
 def iterate_hypernetworks(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> Iterator[tuple[slice, list[Hypernetwork]]]:
-    """Yields the hypernetworks of the given clients in groups, each as (slice, hypernetworks), where `clients[slice]`
-    are the clients of the group."""
+    """Yields (slice, hypernetworks) of groups of clients, where `clients[slice]` are those of the group."""
     for group in hypernetwork_batch_slices(len(clients), _hypernetwork_sizes(server_state, options)):
         yield group, _hypernetworks_of(server_state, clients[group], options)
 
@@ -286,8 +286,7 @@ def iterate_hypernetworks(
 def _hypernetworks_of(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> list[Hypernetwork]:
-    """Returns the hypernetworks of the given clients; the hypernetwork of a client that has not taken part is drawn
-    again from the seed (line 1)."""
+    """Returns the clients' hypernetworks; of a client that never took part, drawn again (line 1)."""
     sizes, by_client = _hypernetwork_sizes(server_state, options), server_state["hypernetworks"]
     return [
         by_client[client] if client in by_client else init_aggregation_hypernetwork(client, sizes, server_state["seed"])
@@ -334,8 +333,7 @@ def compute_aggregation_weights(
 def iterate_personalised_models(
     server_state: ServerState, client_infos: Sequence[ClientInfo], options: LayerAggregationMethod, k: int = 0
 ) -> Iterator[tuple[ClientInfo, dict[str, Tensor]]]:
-    """Yields (client, model) for each client: its personalised mixture of all clients' models (eq. 5 and 6), without
-    the k layers that it retains."""
+    """Yields (client, model): its mixture of all models (eqs. 5, 6) without the k layers that it retains."""
     models = [server_state["models"][client] for client in server_state["clients"]]
     size = max(1, _BLOCK // max(1, sum(tensor.numel() for tensor in models[0].values())))
     for first in range(0, len(client_infos), size):
@@ -384,8 +382,7 @@ def update_models_and_hypernetworks(
 def analyse_aggregation_weights(
     server_state: ServerState, client_ids: Sequence[str], options: LayerAggregationMethod
 ) -> Mapping[str, Tensor | Sequence[str] | float]:
-    """Returns the mixing weights of the given clients, the names of their rows, layers and clients, and how many rows
-    had no positive score, as `{name: value}`."""
+    """Returns mixing weights, names of rows, layers and clients, and rows without a positive score, by name."""
     alpha = compute_aggregation_weights(server_state, client_ids, options)
     uses_relu = options.weights == "hypernetwork" and options.normalise == "relu"
     groups = iterate_hypernetworks(server_state, client_ids, options) if uses_relu else ()

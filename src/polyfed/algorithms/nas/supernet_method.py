@@ -144,9 +144,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         self.supernet_plan(1, 1)  # checks the sizes
 
     def supernet_plan(self, in_channels: int, outputs: int) -> SupernetPlan:
-        """Returns the plan (the description) of the supernet for images with `in_channels` channels and for `outputs`
-        logits.
-        """
+        """Returns the plan of the supernet for images of `in_channels` and for `outputs` logits."""
         base, personal = plan_cell_stacks(
             self.base_cells, self.personal_cells, self.base_nodes, self.personal_nodes, self.operations,
             self.personal_operations,
@@ -182,9 +180,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
 
     @property
     def evaluated(self) -> str:
-        """Describes in words which architecture is evaluated, and whether its personal (last) cells are adapted before
-        evaluation.
-        """
+        """Says which architecture is evaluated, and whether its personal cells are adapted before."""
         which = f"the mean of {self.samples} sampled networks"
         if self.evaluation == "argmax":
             each = " of each image" if self.context == "aware" else ""
@@ -207,9 +203,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         )
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client, the same for all: both stacks of the supernet's cells, and the round's
-        learning rate and temperature.
-        """
+        """Returns to every client both stacks of cells, and the round's learning rate and temperature."""
         scalars = {
             "lr": self.lr_at(client_info.round, client_info.rounds),
             "temperature": self.temperature_at(client_info.round, client_info.rounds),
@@ -231,9 +225,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
     def build_reply_and_client_state(
         self, net: CachedModule, client: Client, loss: float
     ) -> tuple[Message, ClientState]:
-        """Builds a client's reply, with both trained stacks of the supernet's cells, and its new state, with the
-        buffers that stay private.
-        """
+        """Builds the reply, both trained stacks of cells, and the state, the buffers that stay private."""
         model, buffer_state = extract_sent_tensors_and_client_state(net, self)
         return Message(_split_into_stacks(model), reply_scalars(client, loss)), buffer_state
 
@@ -254,9 +246,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields a further network to evaluate, as (name, network): the one that the client derives from the supernet
-        without adaptation.
-        """
+        """Yields (name, network): the one that the client derives from the supernet without adaptation."""
         if self.finetune_epochs:
             yield (
                 "server",
@@ -286,21 +276,15 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         return derived.eval()
 
     def network_for(self, data: DataSpec) -> Architecture:
-        """Returns the factory that builds the supernet for the given input shape and number of classes; this is the
-        supernet's plan.
-        """
+        """Returns the supernet's plan for this input shape and number of classes, its factory."""
         return self.supernet_plan(data.inputs[0], data.outputs)
 
     def build_from_description(self, description: Mapping[str, Any]) -> nn.Module:
-        """Builds the network that a description made by `describe_personal_network` describes; its weights are not
-        loaded yet.
-        """
+        """Builds the network of `describe_personal_network`, still without its weights."""
         return rebuild_network(description)
 
     def describe_personal_network(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
-        """Describes a network derived from the supernet, as a dict: its plan, its cells, and the probabilities from
-        which each operation was chosen.
-        """
+        """Describes a derived network by its plan, its cells, and its operations' probabilities."""
         supernet = network.network if isinstance(network, SampledNetwork) else network
         assert isinstance(supernet, Network)
         return describe_network(network, supernet.known or operation_probabilities(supernet, client.train))

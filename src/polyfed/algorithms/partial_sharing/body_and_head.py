@@ -63,32 +63,24 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the whole initial network, since only clients can determine which
-        part of it is the head.
-        """
+        """Returns the whole initial network, since only clients know which part of it is the head."""
         assert server.model is not None  # `requires` names "one_architecture"
         draw = initial_state(server.model, server.seed)
         return {"draw": tensors_to_send(draw, cached_module(server.model).buffers, self.buffers)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client, the same for every client: the body φ, or in round 1 the whole initial
-        network, and the learning rate.
-        """
+        """Returns to every client the body φ (in round 1 the whole network), and the learning rate."""
         group = "draw" if "draw" in server_state else "model"
         return Message({group: server_state[group]}, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a client's reply must have: those of the body; in round 1, when the server
-        does not know the body yet, any tensors of the network.
-        """
+        """Returns the shapes and dtypes of the body; in round 1, before it is known, of any tensors."""
         if "draw" not in server_state:
             return {"model": state_dict_spec(server_state["model"])}
         return {"model": spec_of_sent_tensors(state_dict_spec(server_state["draw"]), reply, "model")}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1 unless the user named the head, since the server does not know yet which tensors are
-        the body; True later.
-        """
+        """Returns False in round 1 unless the user named the head: the body is not known yet."""
         return "draw" not in server_state
 
     def server_step(
@@ -121,17 +113,13 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
         return split_body_and_head(module, self._find_head_modules(module, example))[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: its head with the common initial weights, and a mark that
-        the client is not trained.
-        """
+        """Returns the head with the common initial weights, and a mark that it is not trained."""
         return {**super().client_init(client, seed), "trained": False}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received body and the client's head together for `local_epochs`; returns a reply with the trained
-        body only, and the new private state.
-        """
+        """Trains the received body and the client's head for `local_epochs`; replies with only the body."""
         reply, state_after = super().local_update(message, client_state, client, seed)
         return reply, {**state_after, "trained": True}
 
@@ -208,9 +196,7 @@ def spec_of_sent_tensors(network_spec: StateDictSpec, reply: Message, group: str
 
 
 def build_empty_body_warning(method: Averaging) -> str:
-    """Returns the text of the warning for a network of which every layer counts as its head, so that no layer is left
-    to share.
-    """
+    """Returns the warning for a network whose every layer counts as its head, with none to share."""
     return f"{type(method).__name__}: the head is the whole network, so nothing travels: each client trains alone"
 
 

@@ -45,9 +45,7 @@ class ChosenHeadMethod(BodyAndHeadMethod, ABC):
             object.__setattr__(self, "head", tuple(self.head))  # a list, where it comes from a file
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the initial body φ, or the whole initial network if only clients can
-        determine which part is the head.
-        """
+        """Returns the initial body φ, or the whole network if only clients know which part is the head."""
         state = super().server_init(server)
         if self.head is None and self.head_layers > 0:
             return state

@@ -116,15 +116,11 @@ class FedPAC(BodyAndHeadMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the initial network, without class prototypes (mean representations)
-        and mixed heads.
-        """
+        """Returns the initial network, without prototypes (mean representations) and mixed heads."""
         return {**super().server_init(server), "prototypes": {}, "heads": {}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client: the body φ, the head that was mixed for the client and, for training, the
-        mean representation of each class.
-        """
+        """Returns the body φ, the client's mixed head and, for training, each class's mean representation."""
         common, groups = (
             super().dispatch(server_state, client_info),
             {"head": server_state["heads"].get(client_info.id)},
@@ -134,9 +130,7 @@ class FedPAC(BodyAndHeadMethod):
         return Message({**common.tensors, **{group: tree for group, tree in groups.items() if tree}}, common.scalars)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a client's reply must have: the body and class means; if the server mixes
-        heads, also the head and the statistics h and V.
-        """
+        """Returns the shapes and dtypes of body and class means; with mixed heads also head, h and V."""
         classes = expected_class_means_spec(server_state["prototypes"], reply)
         specs = {**super().reply_spec(server_state, message, reply), **classes}
         if not self.collaborate:
@@ -180,8 +174,10 @@ class FedPAC(BodyAndHeadMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: its head with the common initial weights; raises a
-        `UserError` if this layer does not compute the outputs.
+        """Returns the client's head with the common initial weights.
+
+        Raises:
+            UserError: this layer does not compute the outputs.
         """
         assert client.model is not None
         find_replaceable_head(cached_module(client.model, client.train.device).module, client, "FedPAC")

@@ -74,8 +74,9 @@ class FedRep(ChosenHeadMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's head for `local_epochs` with the body frozen, then the body for `body_epochs` with the
-        head frozen (algorithm 1); returns a reply with the body.
+        """Trains the head with the body frozen, then the body with the head frozen; replies with the body.
+
+        It is algorithm 1, with `local_epochs` for the head and `body_epochs` for the body.
         """
         net = self._load_with_local_part(message, client_state, client)
         fit_net = partial(fit, net.module, client, lr=message.scalars["lr"])

@@ -141,8 +141,9 @@ class GPFL(BodyAndHeadMethod, WrapsNetwork):
         return {name: tensor.to(client.train.device) for name, tensor in tensors.items()}
 
     def _contexts(self, embeddings: Tensor, client: Client) -> tuple[Tensor, Tensor]:
-        """Returns g, the mean of the embeddings (eq. 5), and p_i, their mean weighted by the client's shares of the classes
-        (eqs. 6 and 7, without the division by the number of classes).
+        """Returns g, the mean embedding (eq. 5), and p_i, that weighted by class shares (eqs. 6 and 7).
+
+        p_i is without the division by the number of classes.
         """
         counts = torch.bincount(client.train.labels, minlength=len(embeddings)).to(embeddings)
         return embeddings.mean(0), counts / counts.sum() @ embeddings

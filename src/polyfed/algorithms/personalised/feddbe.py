@@ -118,9 +118,7 @@ class FedDBE(Averaging, ValidatesNetworks, WrapsNetwork):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received model and p_i; returns a reply with the model, in round 1 also with the mean of the trained
-        network's representations, and the new private state.
-        """
+        """Trains the received model and p_i; replies with the model, in round 1 also its mean representation."""
         (name, _), lr, consensus = find_last_layer(client), message.scalars["lr"], message.tensors.get("consensus")
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         vector = client_state["memory"]["vector"].to(client.train.device, copy=True)

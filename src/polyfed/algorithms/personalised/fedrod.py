@@ -84,8 +84,9 @@ class FedRoD(Averaging, ValidatesNetworks, WrapsNetwork):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the generic model by the balanced softmax loss, and the personal head by the ordinary loss of both heads'
-        sum; returns a reply with the generic model, and the new private state.
+        """Trains the generic model by the balanced softmax loss, the personal head by that of both heads' sum.
+
+        The reply is the generic model.
         """
         (name, _), task_loss, lr = find_last_layer(client), self.criterion(client), message.scalars["lr"]
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)

@@ -76,8 +76,10 @@ class IFCA(Averaging):
         return Message(dict(server_state), {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a client's reply must have: those of one of the k models; raises a
-        `ValueError` unless the reply holds exactly one model.
+        """Returns the shapes and dtypes of one of the k models.
+
+        Raises:
+            ValueError: the reply does not hold exactly one model.
         """
         if len(model_groups := [group for group in reply.tensors if group in server_state]) != 1:
             raise ValueError(
@@ -88,9 +90,7 @@ class IFCA(Averaging):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Averages each model over the clients that trained it, leaves a model that no client trained unchanged, and
-        returns the new server state.
-        """
+        """Averages each model over the clients that trained it; one that nobody trained is unchanged."""
         new_state = dict(server_state)
         for group in server_state:
             members = {i: reply for i, reply in replies.items() if group in reply.tensors}
@@ -104,9 +104,7 @@ class IFCA(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains for `local_epochs` the model that has the lowest loss on the client's examples; returns a reply with
-        it, and the new private state.
-        """
+        """Trains for `local_epochs` the model of the lowest loss on the client's examples; replies with it."""
         group = self._group_of_least_loss(message, client)
         net = load_client_model(client, message.tensors[group], client_state, self.buffers)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
@@ -114,9 +112,7 @@ class IFCA(Averaging):
         return Message({group: model}, reply_scalars(client, fit_result.loss)), {}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network to evaluate for the client: the one of the k models that has the lowest loss on the
-        client's training examples.
-        """
+        """Returns the one of the k models that has the lowest loss on the client's training examples."""
         return load_client_model(
             client, message.tensors[self._group_of_least_loss(message, client)], client_state, self.buffers
         ).module

@@ -66,8 +66,10 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
             self._validate_by_client(self.by_client)
 
     def _validate_by_client(self, by_client: Any) -> None:
-        """Checks `by_client`, the settings of single clients, and stores it as a hashable mapping; raises a `UserError`
-        if it is invalid.
+        """Checks `by_client`, settings of single clients, and stores it as a hashable mapping.
+
+        Raises:
+            UserError: it is invalid.
         """
         if not isinstance(by_client, Mapping) or not all(isinstance(fields, Mapping) for fields in by_client.values()):
             raise UserError(
@@ -124,9 +126,7 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's network on the client's data for `local_epochs`; returns a reply without weights, and the
-        new private state.
-        """
+        """Trains the client's network for `local_epochs`; replies without weights."""
         model = self.personal_model(message, client_state, client, seed)
         fit_result = fit(model, client, self.options_for(client.id), lr=message.scalars["lr"], seed=seed)
         return Message({}, reply_scalars(client, fit_result.loss)), {"model": copy_trained_weights_and_buffers(model)}

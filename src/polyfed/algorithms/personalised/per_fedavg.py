@@ -94,9 +94,7 @@ class PerFedAvg(Averaging):
         return build_reply_and_client_state(net, client, fit_result.loss, self)
 
     def _meta_gradient(self, module: nn.Module, loss_of: Callable[[int], Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        """Writes the meta-gradient of a step to the parameters' `grad` for `fit`, and returns the loss after the inner
-        step (at w̃ on D').
-        """
+        """Writes the meta-gradient to the parameters' `grad`; returns the loss at w̃ on D'."""
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
         def loss_and_gradient_at(points: list[Tensor], batch: int) -> tuple[Tensor, list[Tensor]]:

@@ -148,9 +148,7 @@ class PFedMe(ServerUpdateMethod):
         return loss
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network to evaluate for the client: its personal model; frozen parameters and sent buffers are
-        the global model's.
-        """
+        """Returns the personal model, with the global model's frozen parameters and sent buffers."""
         model = {**message.tensors["model"], **client_state.get("model", {})}
         return load_model_for_eval(client, model, client_state, self.buffers)
 

@@ -98,15 +98,11 @@ class FedGH(HeadFromServerMethod, PersonalNetworkMethod, ValidatesNetworks, Algo
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1, without a head, whose shape the server learns from the clients'
-        first replies.
-        """
+        """Returns a state without a head, whose shape the first replies tell."""
         return {**super().server_init(server), "seed": server.seed, "round": 0}
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a client's reply must have: class means, with the number of classes and
-        the width that the server's head takes.
-        """
+        """Returns the shapes and dtypes of class means, of the classes and width of the server's head."""
         if not server_state["head"]:
             return class_means_spec(reply, None)
         head_spec = state_dict_spec(server_state["head"])
@@ -115,9 +111,7 @@ class FedGH(HeadFromServerMethod, PersonalNetworkMethod, ValidatesNetworks, Algo
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Trains the server's head on the class means of all clients by cross-entropy, and returns the new server
-        state.
-        """
+        """Trains the server's head on the class means of all clients by cross-entropy."""
         means, round_number = class_means_as_examples(replies), server_state["round"] + 1
         if not len(means):
             return {**server_state, "round": round_number}
@@ -133,15 +127,11 @@ class FedGH(HeadFromServerMethod, PersonalNetworkMethod, ValidatesNetworks, Algo
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """Raises a `UserError` unless the client's network has a head (last layer) that can be replaced; it tries this
-        by creating the client's private state.
-        """
+        """Raises a `UserError` unless the network has a head (last layer) that can be replaced."""
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: a network drawn for its architecture from the run's seed,
-        with the server's first head.
-        """
+        """Returns a network drawn from the run's seed, with the server's first head."""
         client_state = {
             "model": self._draw_weights(client, 1, lambda _: derive_seed(seed, "head"), seed)  # the seed of φ
         }
@@ -151,9 +141,7 @@ class FedGH(HeadFromServerMethod, PersonalNetworkMethod, ValidatesNetworks, Algo
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's network with the server's head for `local_epochs`; returns a reply with its mean
-        representation of each class, and the new private state.
-        """
+        """Trains the network with the server's head; replies with the mean representation of each class."""
         model = self._load_with_global_head(message, client_state, client, seed)
         fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
         name = representation_module_name(model, client.train)
@@ -180,18 +168,14 @@ class FedGH(HeadFromServerMethod, PersonalNetworkMethod, ValidatesNetworks, Algo
         return model
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's network with the head of the client or of the server, whichever the setting `evaluate`
-        chooses.
-        """
+        """Returns the client's network with its own or the server's head, as `evaluate` chooses."""
         load_model = self._load_with_global_head if self.evaluate == "global" else super().personal_model
         return load_model(message, client_state, client, seed)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields a further network to evaluate, as (name, network): the client's network with the head that the setting
-        `evaluate` does not choose.
-        """
+        """Yields (name, network): the client's network with the head that `evaluate` does not choose."""
         if self.evaluate == "global":
             yield "trained", super().personal_model(message, client_state, client, seed)
         else:

@@ -107,14 +107,13 @@ class FedL2G(PersonalNetworkMethod, Averaging, ValidatesNetworks):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1, without guiding vectors, whose shape the server learns from the
-        clients' first replies.
-        """
+        """Returns a state without guiding vectors, whose shape the first replies tell."""
         return {"guides": {}, "seed": server.seed}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client, the same for every client: the guiding vectors, once the server has them, the
-        learning rate, and whether networks are trained in this round.
+        """Returns to every client the guiding vectors, once there are some, the learning rate, and the phase.
+
+        The phase says whether networks are trained in this round.
         """
         if client_info.purpose == "personal":
             return Message()
@@ -152,17 +151,13 @@ class FedL2G(PersonalNetworkMethod, Averaging, ValidatesNetworks):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: its network, drawn for its architecture from the run's seed,
-        and the rows of its quiz examples.
-        """
+        """Returns the client's network, drawn from the run's seed, and the rows of its quiz examples."""
         size = max(1, min(self.quiz_size, len(client.train) // 2))
         quiz_rows = draw_rows_of_whole_groups(client.train, size, derive_seed(seed, client.id, "quiz"))
         return {**super().client_init(client, seed), "quiz": quiz_rows, "seed": seed}
 
     def validate_network(self, client: Client) -> None:
-        """Raises a `UserError` unless gradients of guiding vectors can be computed through the client's network; it tries
-        this with a few of its examples.
-        """
+        """Raises a `UserError` unless gradients of guiding vectors pass through the network on a few examples."""
         few = replace(client, train=client.train.head(4))
         client_state = self.client_init(few, 0)
         check_not_compiled(self.load_personal_network(client_state, few))
@@ -171,9 +166,7 @@ class FedL2G(PersonalNetworkMethod, Averaging, ValidatesNetworks):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's network on its study examples, guided by the vectors; returns a reply with the gradient of
-        the quiz loss for each vector, and the new private state.
-        """
+        """Trains the network on study examples; replies with the gradient of the quiz loss for each vector."""
         model, lr, label_loss = (
             self.load_personal_network(client_state, client),
             message.scalars["lr"],

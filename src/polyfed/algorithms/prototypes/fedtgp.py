@@ -82,9 +82,7 @@ class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
         self._require(self.server_batch_size >= 0, "server_batch_size", "at least 1, or 0 for all class means")
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1, without class prototypes, whose shape the server learns from the
-        clients' first replies.
-        """
+        """Returns a state without class prototypes, whose shape the first replies tell."""
         return {"generator": {}, "prototypes": {}, "seed": server.seed, "round": 0}
 
     def aggregate(

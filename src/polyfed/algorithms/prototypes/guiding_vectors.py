@@ -40,9 +40,7 @@ def split_study_and_quiz(examples: Examples, quiz_rows: Tensor) -> tuple[Example
 
 
 def minibatch_of_two_or_more(examples: Examples, rows: Tensor) -> Batch:
-    """Returns a minibatch; a single row is in it twice, since BatchNorm in training cannot take the variance of one
-    value.
-    """
+    """Returns a minibatch with a single row twice, since BatchNorm needs the variance of two values."""
     return examples.batch((rows.repeat(2) if len(rows) == 1 else rows).to(examples.device))
 
 

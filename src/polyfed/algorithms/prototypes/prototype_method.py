@@ -62,22 +62,16 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
         self._require(self.buffers == "local", "buffers", "'local', since networks stay with their clients")
 
     def dispatch(self, server_state: dict[str, Any], client_info: ClientInfo) -> Message:
-        """Returns the message to a client, the same for every client: the class prototypes, once the server has them,
-        and the learning rate.
-        """
+        """Returns to every client the class prototypes, once there are some, and the learning rate."""
         tensors = {"prototypes": server_state["prototypes"]} if server_state["prototypes"] else {}
         return Message(tensors, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a client's reply must have: class means, with the number of classes and
-        the width of the prototypes.
-        """
+        """Returns the shapes and dtypes of class means, of the classes and width of the prototypes."""
         return expected_class_means_spec(server_state["prototypes"], reply)
 
     def validate_network(self, client: Client) -> None:
-        """Raises a `UserError` unless the client's network has a head (last layer) that prototypes can replace; it
-        tries this by creating the client's private state.
-        """
+        """Raises a `UserError` unless the network has a head (last layer) that prototypes can replace."""
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> dict[str, Any]:
@@ -129,9 +123,7 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
         )
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
-        """Returns the client's network, with the prototypes as its head (last layer) or with the head that it trained,
-        as the setting `evaluate` chooses.
-        """
+        """Returns the network with the prototypes or its trained head as last layer, as `evaluate` says."""
         model = super().personal_model(message, client_state, client, seed)
         if self.evaluate == "head" or "prototypes" not in message.tensors:
             return model
@@ -142,9 +134,7 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
     def other_models(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields a further network to evaluate, as (name, network): the client's network with the head that it trained,
-        if `personal_model` has the prototypes as its head.
-        """
+        """Yields (name, network): the network with its trained head, if `personal_model` has prototypes."""
         if self.evaluate == "prototypes":
             yield "head", super().personal_model(message, client_state, client, seed)
 
@@ -174,9 +164,7 @@ def overwrite_head_with_prototypes(model: nn.Module, head: nn.Linear, prototypes
 
 
 def expected_class_means_spec(prototypes: StateDict, reply: Message) -> Mapping[str, StateDictSpec]:
-    """Returns the shapes and dtypes that the class means in a client's reply must have: those of the prototypes, or any
-    if there are no prototypes yet.
-    """
+    """Returns the shapes and dtypes of the prototypes, or of the reply's class means before there are some."""
     if not prototypes:
         return class_means_spec(reply, None)
     means_spec = state_dict_spec(prototypes)["means"]

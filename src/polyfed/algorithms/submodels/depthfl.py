@@ -74,9 +74,7 @@ class DepthFL(Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the initial tensors of all networks; those that several have are the
-        largest network's.
-        """
+        """Returns the initial tensors of all networks; the largest's where several have one."""
         assert server.architectures is not None  # `requires` names "architectures"
         tensors_of = {
             key: tensors_to_send(initial_state(factory, server.seed), cached_module(factory).buffers, self.buffers)
@@ -95,8 +93,9 @@ class DepthFL(Averaging):
         return {"model": theta, "forms": forms}
 
     def distillation_weight(self, number: int, rounds: int) -> float:
-        """Returns w of a round, which is numbered from 1: distill·exp(−5·(1 − t/T)²) with t = number − 1 of T rounds of
-        ramp-up, and `distill` afterwards.
+        """Returns w of a round (from 1) with t = number − 1: distill·exp(−5·(1 − t/T)²) for T rounds of ramp-up.
+
+        Afterwards it is `distill`.
         """
         left = max(0.0, 1 - (number - 1) / (self.rampup * rounds)) if self.rampup else 0.0
         return self.distill * math.exp(-5 * left**2)
@@ -130,9 +129,7 @@ class DepthFL(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's network with all its classifiers for `local_epochs`; returns a reply with the trained
-        tensors, and the new private state.
-        """
+        """Trains the network with all its classifiers for `local_epochs`; replies with the trained tensors."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         lr, has_exits = message.scalars["lr"], hasattr(net.module, "exits")
         with _all_exits_as_outputs(net.module):

@@ -81,9 +81,7 @@ class WidthSubmodelMethod(Averaging, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the global model, into which each architecture's initial weights are
-        written as its submodel, the widest architecture last.
-        """
+        """Returns the global model, into which each architecture's weights are written, the widest last."""
         assert server.architectures is not None  # `requires` names "architectures"
         shapes, networks = widest_shape_by_tensor(server.architectures), server.architectures
         initial_models = {
@@ -106,9 +104,7 @@ class WidthSubmodelMethod(Averaging, ABC):
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client: its submodel of the global model, and for each layer the share of the global
-        model's units that the submodel has.
-        """
+        """Returns the client's submodel, and for each layer its share of the global model's units."""
         shapes, ratios = (server_state[part][client_info.architecture] for part in ("forms", "rates"))
         model = {
             name: window(
@@ -148,9 +144,7 @@ class WidthSubmodelMethod(Averaging, ABC):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's submodel on its data for `local_epochs`; returns a reply with the trained submodel, and
-        the new private state.
-        """
+        """Trains the client's submodel for `local_epochs`; replies with the trained submodel."""
         net, ratios = (
             load_client_model(client, message.tensors["model"], client_state, self.buffers),
             _width_ratios_of(message),
@@ -164,9 +158,7 @@ class WidthSubmodelMethod(Averaging, ABC):
         return build_reply_and_client_state(net, client, fit_result.loss, self)
 
     def _local_loss(self, client: Client, has_scaler: bool) -> Callable[[ForwardPass], Tensor] | None:
-        """Builds the training loss in which outputs of classes that the client lacks are set to 0; None if the ordinary
-        loss is enough.
-        """
+        """Builds the loss that sets outputs of absent classes to 0; None if the ordinary one is enough."""
         if not (self.mask or has_scaler):
             return None
         task_loss, present = self.criterion(client), torch.unique(client.train.labels) if self.mask else None
@@ -180,9 +172,7 @@ class WidthSubmodelMethod(Averaging, ABC):
         return loss
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's submodel as a plain network, with the factors that scale its layers' outputs multiplied
-        into the weights.
-        """
+        """Returns the submodel as a plain network, with the scales of its layers' outputs in the weights."""
         tree = fold_scaling_into_weights(message.tensors["model"], _width_ratios_of(message))
         return load_model_for_eval(client, tree, client_state, self.buffers)
 

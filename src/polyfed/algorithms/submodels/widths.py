@@ -84,9 +84,7 @@ def widest_shape_by_tensor(networks: Mapping[str, Architecture]) -> dict[str, tu
 
 
 def _nesting_error(first: nn.Module, second: nn.Module, name: str) -> str:
-    """Returns why a tensor of one network is not a leading slice of the other network's tensor of this name; "" if it is
-    one.
-    """
+    """Returns why a tensor is no leading slice of the other network's tensor of this name; "" if it is."""
     a, b = first.state_dict(keep_vars=True)[name], second.state_dict(keep_vars=True)[name]
     shapes_text = f"{name!r} is {tuple(a.shape)} and {tuple(b.shape)}"
     if a.dim() != b.dim() or a.shape[2:] != b.shape[2:]:
@@ -134,9 +132,7 @@ def width_ratio_by_layer(factory: Architecture, shapes: Mapping[str, tuple[int, 
 
 
 def validate_head_width(network: nn.Module, ratios: Mapping[str, float], client: Client, method: str) -> None:
-    """Raises a `UserError` if a network's last layer is narrower than the widest network's, since the units of this
-    layer are the classes.
-    """
+    """Raises a `UserError` if the last layer, whose units are the classes, is narrower than the widest's."""
     if ratios and ratios.keys() & set(find_head_modules(network, client.train.first_input)):
         raise UserError(
             f"{method}: the network of client {client.id!r} has fewer outputs than another's; give all networks the "

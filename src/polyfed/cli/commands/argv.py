@@ -190,9 +190,7 @@ def has_help_flag(argv: Sequence[str]) -> bool:
 
 
 def parse_positive_integers(option: str, text: str, example: str) -> tuple[int, ...]:
-    """Parses positive whole numbers separated by commas, and returns them as a tuple; raises an error that names the
-    option if the text has another form.
-    """
+    """Parses positive whole numbers separated by commas; an error names the option."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
         raise UserError(f"{option} must be whole numbers of at least 1, for instance {option} {example}, got {text!r}")
@@ -200,9 +198,7 @@ def parse_positive_integers(option: str, text: str, example: str) -> tuple[int, 
 
 
 def parse_yaml_value(option: str, text: str) -> Any:
-    """Parses the text of an option's value as YAML (a number, a word or a list); raises an error that names the option
-    if this fails.
-    """
+    """Parses an option's value as YAML (a number, a word or a list); an error names the option."""
     try:
         return parse_yaml(text)
     except ValueError:

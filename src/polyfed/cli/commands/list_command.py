@@ -160,8 +160,7 @@ def _build_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
 
 
 def _algorithm_tables() -> list[PlainTable]:
-    """Returns a table for each group of methods by the networks that clients bring; each method has its summary, and
-    below it what it requires and discloses."""
+    """Returns a table of methods, with what they require and disclose, for each kind of clients' networks."""
     groups: dict[str, dict[str, Any]] = {title: {} for title in _GROUPS.values()}
     for family, methods in _methods_by_family().items():
         for name, method in methods.items():

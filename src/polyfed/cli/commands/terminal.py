@@ -55,8 +55,6 @@ def print_line(console: Console, sentence: object, style: str = "") -> None:
 
 
 def print_json(content: Mapping[str, Any]) -> None:
-    """Prints an object as JSON on standard output, and nothing else; with escapes instead of characters that its encoding
-    may lack.
-    """
+    """Prints an object, and nothing else, as JSON on standard output, with escapes for other alphabets."""
     is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     print(json.dumps(content, indent=1, ensure_ascii=not is_utf8, allow_nan=False))

@@ -176,9 +176,7 @@ def column_to_numpy(table: Table, name: str) -> NDArray[Any]:
 
 
 def select_discrete_columns_without_missing(table: Table, skipped: Iterable[str]) -> dict[str, NDArray[Any]]:
-    """Returns `{name: array}` for the table's columns of integers, truth values and strings without missing values,
-    except those in `skipped`.
-    """
+    """Returns the complete columns of integers, truth values and strings as `{name: array}`, without `skipped`."""
     import pyarrow.types as kinds
 
     usable = (kinds.is_integer, kinds.is_string, kinds.is_large_string, kinds.is_boolean)
@@ -188,9 +186,7 @@ def select_discrete_columns_without_missing(table: Table, skipped: Iterable[str]
 
 
 def class_names_from_hub_metadata(table: Table, label_column: str) -> tuple[str, ...] | None:
-    """Returns the class names of a label column, which the Hugging Face hub stores in the metadata of Parquet files;
-    None if there are none.
-    """
+    """Returns a label column's class names from the hub's metadata of Parquet files; None if there are none."""
     metadata = (table.schema.metadata or {}).get(b"huggingface")
     if metadata is None:
         return None

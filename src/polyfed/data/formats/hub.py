@@ -60,9 +60,7 @@ def _offline_without_network() -> Iterator[None]:
 
 
 def _hub_name_resolves() -> bool:
-    """Returns whether the hub's host name can be resolved by DNS; always True behind a proxy, which resolves names
-    itself.
-    """
+    """Returns whether DNS knows the hub's host; always True behind a proxy, which resolves names itself."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True
     try:

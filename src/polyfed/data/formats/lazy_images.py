@@ -190,9 +190,7 @@ class LazyImageDecoder:
         return stack_images(map(picture, rows.tolist()), len(rows))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns normalised float32 images, given their keys; images that are already decoded (uint8) are only
-        normalised.
-        """
+        """Returns normalised float32 images for their keys; decoded images (uint8) are only normalised."""
         return self.normalise(x if x.dim() == 4 else self.decode_pixels(x))
 
 

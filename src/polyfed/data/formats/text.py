@@ -61,9 +61,7 @@ class Vocabulary:
         return {token: number for number, token in enumerate(self.tokens)}
 
     def encode(self, texts: Sequence[str], length: int) -> Tensor:
-        """Encodes the first `length` tokens of each text as integers, padded with 0 at the end: int64, shape
-        (num_texts, length).
-        """
+        """Encodes the first `length` tokens of each text, padded with 0: int64, (num_texts, length)."""
         numbers, unknown = self._number_of_token, 1
         out = np.zeros((len(texts), length), np.int64)
         for row, text in zip(out, texts, strict=True):

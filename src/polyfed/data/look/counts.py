@@ -76,17 +76,13 @@ def count_values(site: SiteColumns) -> Counts:
 
 
 def sum_squares(site: SiteColumns, center: Tensor, scale: Tensor) -> Counts:
-    """Returns `{"squares": tensor}`: for each column of numbers, the sum of ((x − center) / scale)² over a site's rows
-    (second pass).
-    """
+    """Returns `{"squares": Σ((x − center) / scale)²}` over a site's rows by column of numbers (second pass)."""
     x = (site.cells[:, find_numeric_column_positions(site.columns)] - center) / scale
     return {"squares": torch.where(x.isnan(), 0.0, x**2).sum(0)}
 
 
 def count_histograms(site: SiteColumns, low: Tensor, high: Tensor) -> Counts:
-    """Returns `{"histograms": tensor}`: for each column of numbers, the counts below `low`, in `BINS` cells of equal
-    width, and from `high` on (third pass).
-    """
+    """Returns `{"histograms": counts}` below `low`, in `BINS` equal cells, and from `high` on (third pass)."""
     x = site.cells[:, find_numeric_column_positions(site.columns)]
     rows = [
         _count_in_cells(x[:, k], torch.linspace(float(low[k]), float(high[k]), BINS + 1, dtype=torch.float64))
@@ -212,8 +208,7 @@ def choose_center_and_scale(counts: Mapping[str, Tensor]) -> tuple[Tensor, Tenso
 
 
 def _ends_of_cells(occupied: Sequence[int]) -> tuple[float, float]:
-    """Returns the ends of the universal cells that hold values, and of their neighbours on the same side of zero, whose few
-    values may be hidden."""
+    """Returns the ends of occupied universal cells with their neighbours, whose few values may be hidden."""
     if not occupied:
         return 0.0, 1.0
     edges = torch.cat([UNIVERSAL_EDGES[:1] * 2, UNIVERSAL_EDGES, UNIVERSAL_EDGES[-1:] * 2]).tolist()
@@ -255,9 +250,7 @@ def choose_histogram_limits(counts: Mapping[str, Tensor], center: Tensor, scale:
 
 
 def number_statistics(counts: Mapping[str, Tensor], position: int, center: Tensor, scale: Tensor) -> NumberStatistics:
-    """Returns the statistics of the column at `position` among the columns of numbers, from the counts of one site, or
-    from their sum over all sites.
-    """
+    """Returns the statistics of the column of numbers at `position` from the counts of one or all sites."""
     count = float(counts["count"][position])
     return NumberStatistics(
         count,

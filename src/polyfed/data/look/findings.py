@@ -68,9 +68,7 @@ class SiteDifferenceFinding:
 
 
 def find_differences(look: SiteSummaries) -> list[SiteDifferenceFinding]:
-    """Returns the differences between the sites, the most serious first: numbers that mean "not measured", other units,
-    empty columns, rare classes.
-    """
+    """Returns the sites' differences, the most serious first: codes for "not measured", units, gaps, rare classes."""
     findings = list(_find_few_examples(look))
     for column in look.columns:
         if column.values is None:
@@ -122,8 +120,7 @@ class _NumberColumn:
         return [finding for rule in rules for finding in rule()]
 
     def _hidden_codes(self) -> dict[str, list[float]]:
-        """Returns by site the numbers that seem to stand for "not measured": far from all other values, or frequent here and
-        nowhere else."""
+        """Returns by site numbers that seem to mean "not measured": far from others, or frequent here alone."""
         codes: dict[str, list[float]] = {}
         total = _add_statistics(list(self._statistics.values()))
         for name, site in self._statistics.items():

@@ -58,9 +58,7 @@ class Look:
         return self.summaries.sites
 
     def table(self) -> list[dict[str, Any]]:
-        """Returns a list of dicts, one per column and site, with rows, missing, mean, sd, zeros, percentiles and counts
-        of categories.
-        """
+        """Returns a dict per column and site: rows, missing, mean, sd, zeros, percentiles and categories."""
         return self.summaries.table()
 
     def to_json_dict(self) -> dict[str, Any]:

@@ -81,8 +81,9 @@ class NumberStatistics:
         ]
 
     def is_far_from_mean(self, code: float) -> bool:
-        """Returns whether the value `code` is so far from the other values that it may stand for a missing one: more
-        than `FAR` standard deviations from the mean and, among whole numbers, at least `GRADES` away.
+        """Returns whether `code` is far enough from other values to stand for a missing one.
+
+        That is more than `FAR` standard deviations from the mean and, among whole numbers, at least `GRADES` away.
         """
         distance = abs(code - self.mean)
         return self.count > 1 and distance > FAR * self.sd > 0 and not (self.is_whole and distance < GRADES)

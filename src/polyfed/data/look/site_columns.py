@@ -56,9 +56,7 @@ class SiteColumns:
     different_tokens: int | None = None
 
     def align_to_columns(self, columns: Sequence[LookColumn]) -> "SiteColumns":
-        """Returns the same examples arranged in `columns`, the columns of all sites; a column that this site lacks gets
-        no values.
-        """
+        """Returns the examples in all sites' `columns`; one that this site lacks gets no values."""
         cells = torch.full((len(self.cells), len(columns)), math.nan, dtype=torch.float64)
         position_by_name = {column.name: position for position, column in enumerate(self.columns)}
         for position, column in enumerate(columns):

@@ -16,9 +16,7 @@ Labels = NDArray[Any]
 
 
 def rows_of_each_client(client_of_row: NDArray[np.int64], num_clients: int) -> list[Rows]:
-    """Returns one ascending array of row numbers per client, given the client's number for each row (−1 for a row of no
-    client).
-    """
+    """Returns each client's rows, ascending, from each row's client (−1 for none)."""
     order = np.argsort(client_of_row, kind="stable")
     ends = np.searchsorted(client_of_row[order], np.arange(num_clients + 1))
     return [order[start:end] for start, end in itertools.pairwise(ends)]
@@ -27,9 +25,7 @@ def rows_of_each_client(client_of_row: NDArray[np.int64], num_clients: int) -> l
 def draw_rows_by_class(
     class_of_row: NDArray[np.int64], counts_by_client_and_class: NDArray[np.int64], rng: np.random.Generator
 ) -> list[Rows]:
-    """Draws random rows for each client, without repetition: `counts_by_client_and_class[client, class]` rows of each
-    class.
-    """
+    """Draws `counts_by_client_and_class[client, class]` random rows for each, without repetition."""
     owner = np.full(len(class_of_row), -1)
     for label, count_by_client in enumerate(counts_by_client_and_class.T):
         rows = rng.permutation(np.flatnonzero(class_of_row == label))
@@ -38,9 +34,7 @@ def draw_rows_by_class(
 
 
 def assign_classes_evenly(num_clients: int, num_classes: int, k: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Assigns `k` classes to each client, those that the fewest clients have so far (ties at random); returns a mask of
-    shape (num_clients, num_classes).
-    """
+    """Gives each client the `k` classes that the fewest have (ties at random); mask (num_clients, num_classes)."""
     has = np.zeros((num_clients, num_classes), bool)
     for client in has:
         client[np.lexsort((rng.random(num_classes), has.sum(axis=0)))[:k]] = True
@@ -48,9 +42,7 @@ def assign_classes_evenly(num_clients: int, num_classes: int, k: int, rng: np.ra
 
 
 def draw_classes_per_client(num_clients: int, num_classes: int, k: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Draws `k` classes at random for each client, independently of the other clients; returns a mask of shape
-    (num_clients, num_classes).
-    """
+    """Draws `k` classes for each client independently; returns a mask (num_clients, num_classes)."""
     return rng.random((num_clients, num_classes)).argsort(axis=1) < k
 
 
@@ -134,9 +126,7 @@ def class_sizes_and_indices(labels: Labels, partition_name: str) -> ClassSizesAn
 
 
 class UniqueTexts(NamedTuple):
-    """Holds the unique values of a column as text, the first row and the number of rows of each value, and for each row
-    the position of its value.
-    """
+    """Holds a column's unique values as text, their first rows and counts, and each row's value."""
 
     texts: tuple[str, ...]
     first_rows: NDArray[np.int64]
@@ -192,9 +182,7 @@ def _as_text(value: object) -> str:
 
 
 def check_enough_examples(num_examples: int, num_clients: int, least: int = 1, why: str = "min_examples") -> None:
-    """Raises a `UserError` if there are too few examples to give every client at least `least`, or if there are no
-    clients.
-    """
+    """Raises a `UserError` if not every client can have at least `least` examples, or there are no clients."""
     if num_clients < 1:
         raise UserError(f"the number of clients must be at least 1, got {num_clients}")
     if num_examples < num_clients:

@@ -72,9 +72,7 @@ def build_folds(folds: int | None, fold_repeats: int | None = None) -> Folds | N
 
 
 def check_seeds_suit_resplit_or_folds(resplit: int | None, folds: Folds | None, seeds: Sequence[int]) -> None:
-    """Raises a `UserError` if both `resplit` and `folds` are given, or if the number of seeds is not the number of runs
-    that they need.
-    """
+    """Raises a `UserError` for both `resplit` and `folds`, or another number of seeds than they need."""
     if resplit is not None and folds is not None:
         raise UserError(
             "folds and resplit both deal training and test examples; give one of them (folds tests every example once)"

@@ -367,9 +367,7 @@ class Natural(Partition):
     def _choose_values(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None
     ) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the column's unique values, the index of each row's value, and the indices of the values that become
-        clients.
-        """
+        """Returns the column's unique values, each row's index, and the indices that become clients."""
         if not columns:
             raise UserError(
                 f"natural: the data has no columns, and so no column {self.column!r}; use another partition"

@@ -86,9 +86,7 @@ def refit_client_preprocessing(clients: Sequence[Client]) -> tuple[Client, ...]:
 
 
 def refit_preprocessors(trains: Mapping[str, Examples]) -> dict[str, TablePreprocessor]:
-    """Returns `{site: preprocessing}`, fitted to each site's present training rows; sites whose data are not a table are
-    left out.
-    """
+    """Returns `{site: preprocessing}`, fitted to each site's present training rows, if they are a table."""
     preprocessors = {
         i: train.transform for i, train in trains.items() if isinstance(train.transform, TablePreprocessor)
     }

@@ -113,9 +113,7 @@ class Split:
 
     @property
     def examples_drawn_per_client(self) -> int | None:
-        """Returns how many examples (training, validation and test together) are drawn for each client; None if each
-        client's examples are all used.
-        """
+        """Returns how many examples of all sets are drawn for each client; None if all are used."""
         if self.examples_per_client is None:
             return None
         return self.examples_per_client + sum(_val_and_test_on_top(self, self.examples_per_client))

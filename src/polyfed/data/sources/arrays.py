@@ -187,9 +187,7 @@ def _as_input_tensor(values: NDArray[Any], name: str) -> Tensor:
 def _build_dataset(
     inputs: list[Tensor], labels: list[NDArray[Any]], names: tuple[str, ...] | None, columns: dict[str, NDArray[Any]]
 ) -> PooledDataset:
-    """Builds a data set with a training and optionally a test split; images are normalised by statistics of the
-    training split.
-    """
+    """Builds a data set of a training and perhaps a test split; the first one's statistics normalise images."""
     if labels[0].ndim == 2:
         targets = [torch.from_numpy(values.astype(np.float32)) for values in labels]
         names = names or tuple(map(str, range(labels[0].shape[1])))

@@ -222,9 +222,7 @@ def check_image_size(image_size: int) -> None:
 def load_images_and_transform(
     parts: Sequence[Sequence[Path]], is_grey: bool, size: int, is_lazy: bool
 ) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
-    """Returns a tensor of images for each list of files in `parts`, and a transform that normalises images by the mean
-    and deviation of the first part.
-    """
+    """Loads images of each list of files; returns them and a transform that normalises by the first list."""
     mode: Mode = "L" if is_grey else "RGB"
     if not is_lazy:
         x = [read_images(part, mode, size) for part in parts]

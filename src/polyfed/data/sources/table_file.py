@@ -214,9 +214,7 @@ class TableFile(Source):
         return tuple(infer_feature_column(table, name, name in categorical) for name in names)
 
     def _subgroup_columns(self, table: Table, targets: Sequence[str]) -> dict[str, NDArray[Any]]:
-        """Returns the columns of sites and groups, and the columns with few different values, by which scores of
-        subgroups can be computed.
-        """
+        """Returns the columns of sites, groups and few values, by which subgroups can be scored."""
         columns = {}
         for name in table.column_names:
             if name in targets:

@@ -189,9 +189,7 @@ def warn_of_duplicate_rows(table: Table, ignored_column: str | None) -> None:
 
 
 def to_float32_unless_precision_lost(stored: Tensor, features: Sequence[Column]) -> Tensor:
-    """Returns cells as float32, or unchanged if that would lose too much precision relative to a column's standard
-    deviation.
-    """
+    """Returns cells as float32, or unchanged if a column's deviation would lose too much precision."""
     numeric_positions = [i for i, column in enumerate(features) if column.categories is None]
     numeric_cells = stored[:, numeric_positions].numpy()
     if not numeric_cells.size:
@@ -273,8 +271,7 @@ def _infer_task(table: Table, names: Sequence[str]) -> Task:
 
 
 def check_task_option(task: TaskSpec) -> None:
-    """Raises a `UserError` if the option `task` of a table is neither "auto", nor the name of a task with or without
-    options, nor `module:Class`."""
+    """Raises a `UserError` unless a table's `task` is "auto", a task's name or spec, or `module:Class`."""
     if not isinstance(task, str) or (task != "auto" and ":" not in task):
         get_task(task)
 

@@ -129,8 +129,7 @@ class TablePreprocessor:
 
     @property
     def divisors(self) -> tuple[float, ...]:
-        """Returns the number by which each numeric column is divided: its standard deviation, or infinity for a
-        constant column, which thereby becomes 0."""
+        """Returns each numeric column's standard deviation; infinity for a constant one, which becomes 0."""
         return tuple(spread or math.inf for spread in self.spread)
 
     @cached_property
@@ -205,14 +204,12 @@ class TablePreprocessor:
         return tuple(changed_names)
 
     def warn_of_changed_constants(self, x: Tensor, name: str) -> None:
-        """Issues a warning if columns that were constant in the training rows have other values in the encoded rows
-        `x`, which the warning calls `name`."""
+        """Warns if columns constant in training have other values in the encoded rows `x` of `name`."""
         if changed := self.changed_constant_columns(x):
             warn_of_changed_constants({name: changed})
 
     def unscale_outputs(self, outputs: Tensor) -> Tensor:
-        """Converts a network's regression outputs to the unit of the table; returns the outputs for other tasks
-        unchanged."""
+        """Converts regression outputs to the table's unit; those of other tasks are unchanged."""
         if not self.target:
             return outputs
         mean, spread = torch.tensor(self.target, dtype=torch.float64).T

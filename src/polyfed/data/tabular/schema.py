@@ -110,9 +110,7 @@ def _merge_column(columns: Sequence[Column]) -> Column:
 
 
 def _union_of_lists(lists: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Returns the items of the first list, followed by further items of the other lists; sorted if all lists are
-    sorted.
-    """
+    """Returns all items in the order in which they first come; sorted if all lists are sorted."""
     items = list(dict.fromkeys(value for part in lists for value in part))
     return (
         sorted_unique_texts(items) if all(tuple(part) == sorted_unique_texts(part) for part in lists) else tuple(items)

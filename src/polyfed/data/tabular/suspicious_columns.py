@@ -34,9 +34,7 @@ Codes = NDArray[np.int64]
 
 
 def warn_of_names_that_look_alike(names_by_column: Mapping[str, Sequence[str]]) -> None:
-    """Issues a warning for each column (of sites, classes or categories) of whose names two look alike: they differ in
-    capital letters alone, such as "yes" and "Yes", in spaces, or in how an accent is encoded.
-    """
+    """Warns of names (sites, classes, categories) that differ in capitals, spaces or accents' encoding alone."""
     for column, names in names_by_column.items():
         first_of_spelling: dict[str, str] = {}
         for name in names:

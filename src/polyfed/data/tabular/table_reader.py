@@ -155,8 +155,7 @@ def _arrow_array(values: Any, missing: Sequence[str]) -> Any:
 
 
 def _blank_missing_values(table: Table, missing: Sequence[str], decimal: str) -> Table:
-    """Removes cells that hold one of the strings for missing values, or the number in it, and replaces decimal commas, as
-    `parse_csv_file` does while it reads."""
+    """Blanks cells that mean "missing", as text or number, and replaces decimal commas, as `parse_csv_file` does."""
     import pyarrow
     import pyarrow.compute as compute
 

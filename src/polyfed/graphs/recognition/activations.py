@@ -50,9 +50,7 @@ def activation_name(
 
 
 def _clamp_activation(least: Any, most: Any) -> str | None:
-    """Returns the name of the activation that clamping a value between two bounds is; None if only an upper bound is
-    given, which is not an activation.
-    """
+    """Names the activation that clamping to two bounds is; None for an upper bound alone, which is none."""
     if not isinstance(least, int | float):
         return None
     if least == 0 and most in (None, 6):

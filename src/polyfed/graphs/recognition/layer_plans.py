@@ -150,8 +150,7 @@ def _plan_module(module: nn.Module) -> NodePlan | None:
 
 
 def _trained_weight(module: nn.Module) -> Tensor | None:
-    """Returns the parameter from which a layer's weight comes: the weight itself, or the last parameter of its shape, if
-    the weight is computed (weight norm's direction, for example)."""
+    """Returns the parameter of a layer's weight: the weight, or the last of its shape if it is computed."""
     weight = getattr(module, "weight", None)
     if isinstance(weight, nn.Parameter) or not isinstance(weight, Tensor):
         return weight

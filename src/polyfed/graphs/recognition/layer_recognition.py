@@ -60,9 +60,7 @@ def layer_kind(module: nn.Module) -> LayerKind | None:
 
 
 def has_only_weight_and_bias(module: nn.Module) -> bool:
-    """Returns whether a module has no parameters besides `weight` and `bias`, and neither of them comes from a
-    parametrisation.
-    """
+    """Returns whether a module's only parameters are `weight` and `bias`, without parametrisation."""
     return not is_parametrized(module) and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
 
 
@@ -147,9 +145,7 @@ def _per_dimension(numbers: int | Sequence[int], dimensions: int) -> tuple[int, 
 
 
 def join_kind(node: fx.Node) -> Literal["add", "concat"] | None:
-    """Returns "add" if the operation adds or subtracts its operands, "concat" if it concatenates them; None for any
-    other.
-    """
+    """Returns "add" for a sum or difference, "concat" for a concatenation; None for other operations."""
     return _JOINS.get(torch_operation_name(node))
 
 

@@ -91,9 +91,7 @@ class _Tensors(nn.Module):
 
 @contextmanager
 def _silence_export() -> Iterator[None]:
-    """Suppresses, inside the block, what torch.export prints and logs about a model that it cannot trace; its error has
-    the same information.
-    """
+    """Hides what torch.export prints of a model that it cannot trace; its error says the same."""
     log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -37,9 +37,7 @@ class _Tracer(fx.Tracer):
         self._form = input_spec_of(x)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Creates the symbols with which the model is traced, one for each part of the inputs, in the structure of the
-        inputs.
-        """
+        """Creates the symbols for tracing, one for each part of the inputs, in their structure."""
         number = count()
 
         def symbol(shape: tuple[int, ...], dtype: torch.dtype) -> Any:

@@ -59,9 +59,7 @@ class Root(nn.Module):
 @final
 @dataclass(frozen=True)
 class TracedProgram:
-    """Holds a traced program: the graph of its operations, and the module with their parameters and submodules, whose
-    names begin with "model.".
-    """
+    """Holds the graph of operations, and the module of their parameters, with names below "model."."""
 
     graph: fx.Graph
     module: nn.Module

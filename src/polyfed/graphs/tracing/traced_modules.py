@@ -41,9 +41,7 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def operation_path(n: fx.Node, operation_name: str) -> str:
-    """Returns a name for an operation: the name of the module in whose forward it runs, and torch's name of the
-    operation.
-    """
+    """Names an operation by the module in whose forward it runs, and torch's name of it."""
     stack = list(n.meta.get("nn_module_stack", {}).values())
     where = strip_root(stack[-1][0]) if stack else ""
     return f"{where}.{operation_name}" if where else operation_name

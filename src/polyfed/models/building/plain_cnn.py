@@ -121,8 +121,6 @@ def plain_cnn(
 
 
 def _output_size(side: int, conv: ConvSpec) -> int:
-    """Returns the height or width of an image of side `side` after one convolution and its pooling; below 1 where the
-    kernel does not fit.
-    """
+    """Returns the side of an image after a convolution and its pooling; below 1 where none fits."""
     padded = side + 2 * conv.padding - conv.kernel
     return 0 if padded < 0 else (padded // conv.stride + 1) // conv.pool

@@ -15,9 +15,7 @@ Integers = NDArray[np.int64]
 
 @final
 class EntityCounts(NamedTuple):
-    """Holds, for each document, the numbers of correctly predicted entities, of predicted entities, and of true
-    entities, each of shape (n,).
-    """
+    """Holds for each document its correctly predicted, predicted, and true entities, each (n,)."""
 
     correct: Integers
     predicted: Integers
@@ -97,8 +95,7 @@ class EntityF1:
     names: tuple[str, ...]
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:
-        """Returns the F1 score for logits of shape (n, T, V) and targets of shape (n, T); NaN if a logit of a token that
-        counts is."""
+        """Returns F1 for logits (n, T, V) and targets (n, T); NaN if a logit that counts is."""
         is_nan = (outputs if outputs.dim() == 3 else outputs.unsqueeze(1)).isnan().any(2).expand_as(targets)
         if bool(is_nan[targets >= 0].any()):
             return float("nan")

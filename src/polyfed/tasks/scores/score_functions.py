@@ -73,9 +73,7 @@ def mean_over_binary_problems(score: Callable[[Any, Any], float], outputs: Tenso
 
 # scikit-learn's functions check their input for milliseconds, as long as an epoch of a small network on a small table takes.
 def auc(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the area under the ROC curve, averaged over the two-class problems (each class against the rest, or each
-    label).
-    """
+    """Returns the mean area under the ROC curves of each class against the rest, or each label."""
     return mean_over_binary_problems(_binary_auc, outputs, targets)
 
 
@@ -88,9 +86,7 @@ def _binary_auc(positive: NDArray[np.bool_], value: NDArray[np.float64]) -> floa
 
 
 def average_precision(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the average precision (area under the precision-recall curve), averaged over the two-class problems (each
-    class against the rest, or each label).
-    """
+    """Returns the mean average precision of each class against the rest, or each label."""
     return mean_over_binary_problems(_binary_average_precision, outputs, targets)
 
 
@@ -120,17 +116,14 @@ def _predicted_and_true(outputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
 
 
 def correct_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
-    """Returns for each example 1 if it is correctly classified, else 0, shape (n,); for multi-label tasks, the share of
-    correct labels. It is NaN for an example with an output that is NaN, of which no class is the most probable.
-    """
+    """Returns 1 for each correct example, else 0, (n,), or the share of correct labels; NaN for a NaN output."""
     predicted, true = _predicted_and_true(outputs, targets)
     correct = np.asarray(predicted == true, dtype=np.float64).reshape(len(true), -1).mean(axis=1)
     return np.where(outputs.isnan().flatten(1).any(1).numpy(), np.nan, correct)
 
 
 def balanced_accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the mean recall over the classes that occur; for multi-label tasks, over the two values of each label. It
-    is NaN if an output is."""
+    """Returns the mean recall over classes that occur, or over labels' two values; NaN if an output is."""
     if bool(outputs.isnan().any()):
         return float("nan")
     predicted, true = _predicted_and_true(outputs, targets)
@@ -139,8 +132,7 @@ def balanced_accuracy(outputs: Tensor, targets: Tensor) -> float:
 
 
 def f1(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the F1 score of class 1 if there are two classes, else the mean F1 over the classes or labels that occur.
-    It is NaN if an output is."""
+    """Returns F1 of class 1 of two, else the mean over classes or labels that occur; NaN if an output is."""
     if bool(outputs.isnan().any()):
         return float("nan")
     predicted, true = _predicted_and_true(outputs, targets)
@@ -172,9 +164,7 @@ def brier_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
 
 
 def log_loss_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
-    """Returns the cross-entropy of each example, shape (n,); for multi-label tasks, the mean binary cross-entropy of
-    its labels.
-    """
+    """Returns each example's cross-entropy, (n,), or its labels' mean binary cross-entropy."""
     values = outputs.double()
     if _are_labels(outputs, targets):
         loss = torch.nn.functional.binary_cross_entropy_with_logits(values, targets.double(), reduction="none").mean(1)
@@ -239,7 +229,5 @@ def _mean_per_example(
 
 
 def mean_over_examples(score_per_example: Callable[[Tensor, Tensor], NDArray[np.float64]]) -> ScoreFunction:
-    """Returns a metric function that averages `score_per_example(outputs, targets)` over the examples; it can be
-    pickled.
-    """
+    """Returns a metric that averages `score_per_example` over the examples, and can be pickled."""
     return partial(_mean_per_example, score_per_example)  # not a lambda, which could not be sent to another process

@@ -99,9 +99,7 @@ def kaplan_meier(time: Floats, event: NDArray[np.bool_]) -> tuple[Floats, Floats
 
 
 def value_of_step_curve(times: Floats, values: Floats, at: Floats, *, just_before: bool = False) -> Floats:
-    """Evaluates a step curve at the times `at`, or just before them. The curve begins at 1, and takes the next of `values`
-    at each of `times`.
-    """
+    """Evaluates a curve, 1 at first and `values` from `times` on, at the times `at` or just before them."""
     steps = np.searchsorted(times, at, side="left" if just_before else "right")
     return np.concatenate([[1.0], values])[steps]
 

@@ -21,9 +21,7 @@ _PENALTIES_CHOSEN = 10  # most labels that each have a C of their own; with more
 
 
 def fit_logistic(table: SimpleModelInputs, outputs: int, seed: int) -> Floats:
-    """Fits a multinomial logistic regression to one client's data, and returns its log-probabilities for the test
-    examples, shape (n, outputs).
-    """
+    """Fits multinomial logistic regression to a client; returns test log-probabilities, (n, outputs)."""
     strength = _choose_regularisation(table, table.y, seed)
     return spread_to_all_classes(
         log_probabilities_of(_logistic_regression(table.fit, table.y, strength), table.test),
@@ -101,9 +99,7 @@ def fit_logistic_by_label(table: SimpleModelInputs, outputs: int, seed: int) -> 
 
 
 def fit_ridge(table: SimpleModelInputs, outputs: int, seed: int) -> Floats:
-    """Fits a ridge regression to one client's data, and returns its predictions for the test examples, shape (n,
-    outputs).
-    """
+    """Fits ridge regression to a client's data; returns predictions for test examples, (n, outputs)."""
     from sklearn.linear_model import RidgeCV
     from sklearn.model_selection import GroupKFold
 
@@ -134,9 +130,7 @@ def log_probabilities_of(model: Any, x: Floats) -> Floats:
 
 
 def spread_to_all_classes(log_probabilities: Floats, classes: NDArray[Any], outputs: int) -> Floats:
-    """Places the columns of the classes that one client has among the columns of all clients' classes; absent classes
-    get a very small probability.
-    """
+    """Places a client's class columns among all classes; absent ones get a very small probability."""
     table = np.full((len(log_probabilities), outputs), _NEVER_SEEN)
     table[:, classes] = log_probabilities
     return table

@@ -11,9 +11,7 @@ _FEW = 1000  # examples below which there are fewer trees
 
 
 def fit_trees(table: SimpleModelInputs, outputs: int, seed: int) -> Floats:
-    """Fits gradient-boosted trees to one client's data, and returns log-probabilities for the test examples, shape (n,
-    outputs).
-    """
+    """Fits gradient-boosted trees to a client's data; returns test log-probabilities, (n, outputs)."""
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     classes = np.unique(table.y)
@@ -37,9 +35,7 @@ def _tree_options(table: SimpleModelInputs, seed: int) -> dict[str, Any]:
 
 
 def fit_trees_by_label(table: SimpleModelInputs, outputs: int, seed: int) -> Floats:
-    """Fits gradient-boosted trees for each label to one client's data, and returns logits for the test examples, shape
-    (n, labels).
-    """
+    """Fits gradient-boosted trees for each label to a client's data; returns test logits, (n, labels)."""
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     present = (table.y > 0).astype(np.int64)
@@ -52,9 +48,7 @@ def fit_trees_by_label(table: SimpleModelInputs, outputs: int, seed: int) -> Flo
 
 
 def fit_regression_trees(table: SimpleModelInputs, outputs: int, seed: int) -> Floats:
-    """Fits gradient-boosted trees for each target to one client's data, and returns predictions for the test examples,
-    shape (n, outputs).
-    """
+    """Fits gradient-boosted trees for each target to a client; returns test predictions, (n, outputs)."""
     from sklearn.ensemble import HistGradientBoostingRegressor
 
     y = table.y.astype(np.float64).reshape(len(table.y), outputs)

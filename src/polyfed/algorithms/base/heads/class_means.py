@@ -55,9 +55,7 @@ def class_means_with_weights(
 
 @final
 class ClassMeans(NamedTuple):
-    """Holds the mean value of each class, (C, d), with zeros for a class without examples, and for each class whether
-    it has examples, (C,) of bool.
-    """
+    """Holds the mean of each class, (C, d), 0 where it has no examples, and whether it has some, (C,) of bool."""
 
     means: Tensor
     is_present: Tensor
@@ -164,9 +162,7 @@ def train_network_on_class_means(
     seed: int,
     loss: Callable[[ForwardPass], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Trains a small network at the server by SGD, with class means as its training examples, and returns its state
-    dict.
-    """
+    """Trains a small network at the server by SGD on class means; returns its state dict."""
     options = LocalTraining(local_epochs=epochs, batch_size=batch_size)
     fit(model, examples, options, lr=lr, seed=seed, loss=loss)
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

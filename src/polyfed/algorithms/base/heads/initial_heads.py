@@ -51,9 +51,7 @@ def draw_common_head(factory: Architecture, modules: Sequence[str], seeds: Seque
 
 
 def find_last_layer_names(client: Client, num_layers: int) -> tuple[str, ...]:
-    """Returns the names of the last `num_layers` layers with parameters in a client's network, and of the norm layers
-    between them, the last one first.
-    """
+    """Returns the names of the last `num_layers` layers, and of norm layers between them, the last first."""
     assert client.model is not None  # `requires` asks for one
     module = cached_module(client.model, client.train.device).module
     return tuple(reversed(find_head_modules(module, client.train.first_input, num_layers=num_layers)))

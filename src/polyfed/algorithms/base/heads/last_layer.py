@@ -114,8 +114,7 @@ class NetworkWithShiftedRepresentation(_AtLastLayer):
 
 @final
 class NetworkWithConditionedRepresentation(_AtLastLayer):
-    """Scales and shifts the representations from which a network's last layer computes its outputs, and sets negative
-    numbers to 0."""
+    """Scales and shifts the last layer's inputs, and sets negative numbers to 0."""
 
     def __init__(self, network: nn.Module, name: str | Tensor, scale: Tensor, shift: Tensor) -> None:
         super().__init__(network, name)

@@ -51,15 +51,11 @@ class HeadFromServerMethod(LocalTraining, ABC):
         self._require(self.buffers == "local", "buffers", "'local', since bodies stay with their clients")
 
     def server_init(self, server: ServerContext) -> dict[str, Any]:
-        """Returns the server state before round 1, without a head, whose shape the server learns from the clients'
-        first replies.
-        """
+        """Returns a state without a head, whose shape the first replies tell."""
         return {"head": {}}
 
     def dispatch(self, server_state: dict[str, Any], client_info: ClientInfo) -> Message:
-        """Returns the message to a client: the common head, once the server has one, and the learning rate, the same
-        for every client.
-        """
+        """Returns to every client the common head, once there is one, and the learning rate."""
         return Message(
             {"head": server_state["head"]} if server_state["head"] else {},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
@@ -98,8 +94,10 @@ class AveragedHeadMethod(HeadFromServerMethod, Averaging, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the names, shapes and dtypes that the head in a client's reply must have, those of the first head
-        that any client sent; raises a `ValueError` if the reply has no head.
+        """Returns the names, shapes and dtypes of the first head that any client sent.
+
+        Raises:
+            ValueError: the reply has no head.
         """
         head = server_state["head"] or reply.tensors.get("head")
         if not head:
@@ -123,18 +121,14 @@ class AveragedHeadMethod(HeadFromServerMethod, Averaging, ABC):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: its body, drawn for its architecture from the run's seed,
-        with the first common head.
-        """
+        """Returns the client's body, drawn from the run's seed, with the first common head."""
         state = self._draw_weights(client, self.head_layers, partial(derive_seed, seed, "head"), seed)
         return self._split_body_and_head(state, self._head_tensor_names(client))
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's body and the received head for `local_epochs`; returns a reply with the trained head
-        only, and the new private state.
-        """
+        """Trains the client's body and the received head for `local_epochs`; replies with only the head."""
         model = self.personal_model(message, client_state, client, seed)
         penalty = self.build_penalty(model, message, client, seed)
         fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed, penalty=penalty)
@@ -148,14 +142,14 @@ class AveragedHeadMethod(HeadFromServerMethod, Averaging, ABC):
     def build_penalty(
         self, model: nn.Module, message: Message, client: Client, seed: int
     ) -> Callable[[], Tensor] | None:
-        """Returns a function without arguments that computes a further term of the loss at every step; None if the
-        method has no such term, as in the base.
-        """
+        """Returns a function of a further term of the loss at every step; None here, without such a term."""
         return None
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's network with the received head, or with its stored head if none was received; raises a
-        `UserError` if the received head does not fit the network.
+        """Returns the client's network with the received head, or the stored one if none was received.
+
+        Raises:
+            UserError: the received head does not fit the network.
         """
         assert client.model is not None
         head = message.tensors.get("head", client_state["head"])
@@ -171,9 +165,7 @@ class AveragedHeadMethod(HeadFromServerMethod, Averaging, ABC):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields a further network to evaluate, as (name, network): the client's body with the head as this client last
-        trained it.
-        """
+        """Yields (name, network): the client's body with the head as it last trained it."""
         yield "trained", self.personal_model(Message(), client_state, client, seed)
 
     def _head_tensor_names(self, client: Client) -> dict[str, str]:

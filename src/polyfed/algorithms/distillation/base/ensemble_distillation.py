@@ -60,8 +60,10 @@ class EnsembleDistillationMethod(Averaging, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: an initial model for each architecture; raises a `UserError` if
-        these differ in their number of outputs.
+        """Returns an initial model for each architecture.
+
+        Raises:
+            UserError: the architectures differ in their number of outputs.
         """
         assert server.architectures is not None  # `requires` names both
         assert server.public is not None
@@ -98,9 +100,7 @@ class EnsembleDistillationMethod(Averaging, ABC):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Averages the clients' models of each architecture, then distils the outputs of all models into each average for
-        `server_steps`; returns the new server state.
-        """
+        """Averages the models of each architecture, then distils all models' outputs into each average."""
         assert server.architectures is not None
         assert server.public is not None
         architecture_by_client = {client_info.id: client_info.architecture or "" for client_info in server.clients}

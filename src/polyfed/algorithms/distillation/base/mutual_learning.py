@@ -91,24 +91,22 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1, without the shared network, whose weights come from the clients'
-        first replies.
-        """
+        """Returns a state without the shared network, whose weights come with the first replies."""
         check_network_factory_can_be_imported(self._shared_options)
         return {"model": {}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client: the shared network, once the server has one, and the learning rate, the same
-        for all clients.
-        """
+        """Returns to every client the shared network, once there is one, and the learning rate."""
         return Message(
             {"model": server_state["model"]} if server_state["model"] else {},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
         )
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a client's reply must have, those of the first shared network that any
-        client sent; raises a `ValueError` if the reply has no network.
+        """Returns the shapes and dtypes of the first shared network that any client sent.
+
+        Raises:
+            ValueError: the reply has no network.
         """
         if not server_state["model"] and not reply.tensors.get("model"):
             raise ValueError(
@@ -117,15 +115,11 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         return {"model": state_dict_spec(server_state["model"] or reply.tensors["model"])}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1, when the server does not know the shared network's number of outputs yet; True
-        later.
-        """
+        """Returns False in round 1, before the shared network's number of outputs is known."""
         return bool(server_state["model"])
 
     def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Returns the error to raise if clients' first shared networks have different shapes, and so cannot be
-        averaged.
-        """
+        """Returns the error for first shared networks of different shapes, which cannot be averaged."""
         return UserError(
             f"{type(self).__name__}: the shared networks of clients {error.first_client!r} and {error.other_client!r} "
             f"differ ({error.other_client!r}: {error.difference}); clients need inputs of one shape, and as many "
@@ -140,9 +134,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         return False
 
     def validate_network(self, client: Client) -> None:
-        """Raises an error if the shared network does not accept the client's data, or if the method divides by a loss
-        that can be zero. To find out, it creates the client's private state.
-        """
+        """Raises an error if the shared network refuses the data, or the method divides by a loss that can be 0."""
         self.client_init(client, 0)
         if self._divides_by_loss and client.task.loss_may_vanish:
             raise UserError(
@@ -155,9 +147,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         return client_with_shared_network(self._shared_options, self.client_init(client, 0), client)[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: its network, and the input shape and number of outputs
-        that the shared network needs.
-        """
+        """Returns the client's network, and the input shape and outputs that the shared network needs."""
         assert client.model is not None
         state = initial_state(client.model, seed)
         form = infer_shared_network_sizes(self._shared_options, state, client, type(self).__name__, "shared")
@@ -174,9 +164,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's network and the shared one on the client's data for `local_epochs`; returns a reply with
-        the shared one, and the new private state.
-        """
+        """Trains the client's network and the shared one for `local_epochs`; replies with the shared one."""
         shared_client, _ = client_with_shared_network(self._shared_options, client_state, client)
         net = load_client_model(
             shared_client, self._shared_weights(message, client_state, client), client_state, self.buffers
@@ -203,9 +191,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         }
 
     def _with_initial_bridge(self, client_state: ClientState, client: Client, seed: int) -> ClientState:
-        """Returns the client state with an initial matrix W_i that maps the shared network's representations to those
-        of the client's own.
-        """
+        """Returns the state with an initial matrix W_i from shared to the client's own representations."""
         _, factory = client_with_shared_network(self._shared_options, client_state, client)
         shared, personal = (
             cached_module(factory, client.train.device).module,
@@ -288,18 +274,14 @@ class NetworkPair(nn.Module):
         self.bridged = self.bridge(inputs[0].flatten(1))
 
     def bridge_weights_as_client_state(self) -> ClientState:
-        """Returns `{"bridge": weights}` with the matrix that converts the shared network's representations to the
-        client's; an empty dict if there is no matrix.
-        """
+        """Returns `{"bridge": weights}` of the matrix between the representations; empty without one."""
         return {} if self.bridge is None else {"bridge": copy_trained_weights_and_buffers(self.bridge)}
 
 
 def join_networks_by_bridge_matrix(
     personal: nn.Module, shared: nn.Module, bridge: StateDict, client: Client
 ) -> NetworkPair:
-    """Combines a client's network and the shared one into one module for training, with the given matrix between their
-    representations.
-    """
+    """Joins a client's network and the shared one by the given matrix between their representations."""
     rows, columns = bridge["weight"].shape
     template = build_module(partial(nn.Linear, columns, rows, bias=False), 0)  # does not change torch's random state
     bridge_layer = fill_module(template.to(client.train.device), bridge)

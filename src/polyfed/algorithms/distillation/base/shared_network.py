@@ -50,18 +50,14 @@ def build_model_spec(network_options: Mapping[str, Any], input_shape: Sequence[i
 
 
 def check_network_factory_can_be_imported(network_options: Mapping[str, Any]) -> None:
-    """Raises a `UserError` if a network is named as "module:factory", and this factory cannot be imported; called
-    before a run starts.
-    """
+    """Raises a `UserError` if a network's "module:factory" cannot be imported, before a run starts."""
     if ":" in network_options["name"]:
         import_trusted_callable(network_options["name"])
 
 
 @final
 class ClientWithSharedNetwork(NamedTuple):
-    """Holds a copy of a client in which the method's shared network replaces the client's, and the factory that builds
-    the shared network.
-    """
+    """Holds a client with the method's shared network in place of its own, and that network's factory."""
 
     client: Client
     factory: SharedNetworkFactory

@@ -90,9 +90,7 @@ class APFL(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the global model, the client's local model and its mixing weight (algorithm 1); returns a reply with
-        the global model only, and the new private state.
-        """
+        """Trains global model, local model and mixing weight (algorithm 1); replies with the global model."""
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         parameters = {name: p for name, p in net.module.named_parameters() if p.requires_grad}
         v = [client_state["model"][name].to(p.device, copy=True) for name, p in parameters.items()]

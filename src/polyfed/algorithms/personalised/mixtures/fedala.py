@@ -78,9 +78,7 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
         self._at_least(1, "start_epochs")
 
     def validate_network(self, client: Client) -> None:
-        """Raises an error if the client's network has fewer layers than are to be mixed; it tries this by creating the
-        client's private state.
-        """
+        """Raises an error if the client's network has fewer layers than are to be mixed."""
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
@@ -101,8 +99,9 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's model for `local_epochs`, starting from its mixture with the global model; returns a
-        reply with the trained model, while the mixing weights stay private.
+        """Trains the client's mixture with the global model for `local_epochs`; replies with the result.
+
+        The mixing weights stay private.
         """
         learns_weights = bool(client_state["trained"] and self.weight_lr)  # before, Θ_i is Θ
         weights = (
@@ -177,9 +176,7 @@ class _Mixing(nn.Module):
         return call_with_tensors(self._network[0], upper, parts, named)
 
     def projected_gradient(self, lr: float, loss_of: Callable[[int], Tensor]) -> Tensor:
-        """Sets the gradient of the mixing weights so that an SGD step with rate `lr` keeps them between 0 and 1;
-        returns the loss.
-        """
+        """Sets the gradient so that an SGD step keeps mixing weights in [0, 1]; returns the loss."""
         loss = loss_of(0)
         with torch.no_grad():
             for w in self.w:

@@ -84,9 +84,7 @@ class FedAMP(KeepsServerStateByClient, PersonalNetworkMethod, LocalTraining, Alg
         return frozenset({"models"})
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the common initial weights, and an empty entry for each client's
-        model.
-        """
+        """Returns the common initial weights, and an empty entry for each client's model."""
         assert server.model is not None  # `requires` names "one_architecture"
         draw = tensors_to_send(
             initial_state(server.model, server.seed), cached_module(server.model).buffers, self.buffers
@@ -99,9 +97,7 @@ class FedAMP(KeepsServerStateByClient, PersonalNetworkMethod, LocalTraining, Alg
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client: the mixture of models towards which it is pulled, and the strength of the
-        pull; empty for evaluation, since each client has its model.
-        """
+        """Returns the mixture that pulls the client's model, and the strength; empty for evaluation."""
         if client_info.purpose == "personal":
             return Message()
         lr = {"lr": self.lr_at(client_info.round, client_info.rounds)}
@@ -160,9 +156,7 @@ class FedAMP(KeepsServerStateByClient, PersonalNetworkMethod, LocalTraining, Alg
 
 
 def _weighted_proximal_term(weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """Computes the penalty that pulls the weights w towards the mixture u, s/2·‖w − u‖²; the tensors are the client's
-    strength s, then u.
-    """
+    """Computes the penalty s/2·‖w − u‖² towards the mixture u; `tensors` are the strength s, then u."""
     return tensors[0] * ProximalTerm(1.0)(weights, tensors[1:])
 
 
@@ -172,9 +166,7 @@ def _squared_distance(w_i: StateDict, w_j: StateDict) -> float:
 
 
 def _mix_models(w_i: StateDict, models: Mapping[str, StateDict], xi: Mapping[str, float]) -> StateDict:
-    """Mixes a client's model with the other clients' models by the weights `xi`: w_i + Σ_j ξ_ij (w_j − w_i), so that
-    ξ_ii = 1 − Σ_j ξ_ij.
-    """
+    """Mixes models by the weights `xi`: w_i + Σ_j ξ_ij (w_j − w_i), so that ξ_ii = 1 − Σ_j ξ_ij."""
     total = sum(xi.values())
     if not total:
         return w_i

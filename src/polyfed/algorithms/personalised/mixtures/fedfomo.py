@@ -94,9 +94,7 @@ class FedFomo(KeepsServerStateByClient, LocalTraining, Algorithm[ServerState, Cl
         self._require(self.buffers == "local", "buffers", "'local', since models are mixed by parameters alone")
 
     def exploration_probability_at(self, round_number: int) -> float:
-        """Returns the probability ε, in a round (counted from 1), with which a client requests a random model rather
-        than the one that it prefers.
-        """
+        """Returns ε of a round (from 1), with which a client asks for a random model."""
         return max(0.0, self.epsilon - self.epsilon_decay * (round_number - 1))
 
     # -- server ---------------------------------------------------------------------------------------------------
@@ -120,9 +118,7 @@ class FedFomo(KeepsServerStateByClient, LocalTraining, Algorithm[ServerState, Cl
         return {"model": initial_model, "models": {client: {} for client in client_ids}, "requests": {}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Returns the message to a client: the models of other clients that it requested; empty for evaluation, since
-        each client has its model.
-        """
+        """Returns the other clients' models that the client asked for; empty for evaluation."""
         if client_info.purpose == "personal":
             return Message()
         client_ids = sorted(server_state["models"])
@@ -141,9 +137,7 @@ class FedFomo(KeepsServerStateByClient, LocalTraining, Algorithm[ServerState, Cl
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Stores the newest model of each client that replied, and its request for other models, without averaging;
-        returns the new server state.
-        """
+        """Stores each replying client's newest model and its request for others, without averaging."""
         models = {client: reply.tensors["model"] for client, reply in sorted(replies.items())}
         requests = {
             client: reply.tensors["request"]["clients"]
@@ -157,8 +151,10 @@ class FedFomo(KeepsServerStateByClient, LocalTraining, Algorithm[ServerState, Cl
         }
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a client's reply must have: its parameters, and the positions of min(M,
-        N−1) other clients; raises a `ValueError` for positions that do not exist.
+        """Returns the shapes and dtypes of parameters and of the positions of min(M, N−1) other clients.
+
+        Raises:
+            ValueError: a position does not exist.
         """
         number = min(self.num_models, len(server_state["models"]) - 1)
         request_tensor = reply.tensors.get("request", {}).get("clients", torch.zeros(0))
@@ -176,9 +172,7 @@ class FedFomo(KeepsServerStateByClient, LocalTraining, Algorithm[ServerState, Cl
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: its model with the common initial weights, and which of
-        its examples are held out.
-        """
+        """Returns the common initial model, and which of the client's examples are held out."""
         assert client.model is not None  # `requires` names "one_architecture"
         buffer_names = cached_module(client.model).buffers
         initial_tensors = initial_state(client.model, seed)
@@ -197,9 +191,7 @@ class FedFomo(KeepsServerStateByClient, LocalTraining, Algorithm[ServerState, Cl
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Mixes the client's model with the received ones (eq. 3), trains the mixture for `local_epochs`, and returns a
-        reply with it and the next request for models.
-        """
+        """Mixes own and received models (eq. 3), trains the mixture; replies with it and the next request."""
         num_clients, position = int(message.scalars["clients"]), int(message.scalars["position"])
         training, holdout = _split_holdout(client, client_state)
         models_by_position = {

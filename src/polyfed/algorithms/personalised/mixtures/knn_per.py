@@ -78,15 +78,11 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
         object.__setattr__(self, "traits", self.traits | ({"fits_validation"} if self.lam is None else set()))
 
     def validate_network(self, client: Client) -> None:
-        """Raises a `UserError` unless the client's network has a module whose input can serve as the representation of
-        an example.
-        """
+        """Raises a `UserError` unless a module's input can serve as an example's representation."""
         check_has_representation(client, self.module)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the global model mixed with the labels of the client's nearest training examples, with the mixing
-        weight that suits the client best.
-        """
+        """Returns the global model mixed with nearest neighbours' labels by the weight that suits best."""
         network, data = (
             restore_all_but_weights_and_set_eval(super().personal_model(message, client_state, client, seed)),
             client.train,
@@ -100,18 +96,14 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
         return neighbours.eval()
 
     def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
-        """Wraps a client's network in the mixture with nearest neighbours that `personal_model` returns; its weights
-        are not loaded yet.
-        """
+        """Wraps a client's network in the mixture with nearest neighbours, still without its weights."""
         name = self.module if self.module is not None else _decode_name(weights["name"])
         return NearestNeighbourMixture(network, weights["features"], weights["labels"], self.k, name)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields further networks to evaluate, as (name, network): the global model, and the mean of the last round's
-        models if that differs.
-        """
+        """Yields the global model, and the last round's mean if that differs, by name."""
         yield "server", super().personal_model(message, client_state, client, seed)
         yield from super().other_models(message, client_state, client, seed)
 
@@ -142,16 +134,12 @@ class NearestNeighbourMixture(nn.Module):
         return self.mix(*self.class_probabilities(*parts, **kwargs))
 
     def mix(self, global_probabilities: Tensor, knn_probabilities: Tensor) -> Tensor:
-        """Returns the logarithms of the mixture of the network's class probabilities and those of the nearest
-        neighbours, with the present mixing weight.
-        """
+        """Returns the logarithms of both class probabilities, mixed by the present weight."""
         probabilities: Tensor = self.lam * knn_probabilities + (1 - self.lam) * global_probabilities
         return probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
 
     def class_probabilities(self, *parts: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Returns two tensors of class probabilities, each of shape (batch, classes): those of the network, and those
-        of the nearest neighbours.
-        """
+        """Returns class probabilities (batch, classes) of the network, and of the nearest neighbours."""
         captured_inputs: list[Tensor] = []
         module = self.network.get_submodule(_decode_name(self.name))
 

@@ -166,8 +166,10 @@ def _plan_default_folds(
     experiment: Experiment, options: CompareOptions, description: Mapping[str, Any], methods: Mapping[str, Method],
     title: str, out: Path,
 ) -> ComparisonPlan | None:  # fmt: skip
-    """Plans folds where the sites are those of the data and no option says how examples are dealt, so that each site has an
-    answer; returns None elsewhere, or if the sites' examples cannot be dealt into folds."""
+    """Plans folds if the data's sites are the clients and no option deals examples, so that each site has an answer.
+
+    None elsewhere, or if the sites' examples cannot be dealt into folds.
+    """
     is_open = options.seeds is None and options.resplit is None and options.folds is None and not options.same_data
     if not is_open or not isinstance(experiment.partition, Natural):
         return None
@@ -236,9 +238,7 @@ def _build_plan(
 
 
 def check_fields_have_a_method(words: Sequence[str], main_method: str, algorithms: Sequence[str]) -> None:
-    """Raises a `UserError` if the command line sets a field of `main_method`, which is not among the methods compared;
-    fields of local training hold for all methods.
-    """
+    """Raises a `UserError` if `words` set a field of `main_method` alone, which is not compared."""
     if not algorithms or main_method in algorithms:
         return
     prefix = "--algorithm."

@@ -89,8 +89,9 @@ class CompareOptions:
                             f"a file: --method-config, with {{name: {duplicates[0]}, ...}} below each")  # fmt: skip
 
     def result_criteria(self, stored: ResultCriteria | None = None) -> ResultCriteria:
-        """Returns the budget (the rule that selects the round at which each run is compared) and the target score of
-        the command line; a missing option is taken from `stored`, those of the comparison's directory.
+        """Returns budget and target score of the command line, or else of the comparison's directory.
+
+        The budget is the rule that selects the round at which each run is compared.
         """
         defaults = stored or ResultCriteria()
         budget = defaults.budget if self.budget is None else Budget.from_text(self.budget)

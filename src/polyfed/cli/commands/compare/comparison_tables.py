@@ -59,8 +59,7 @@ def _print_tables(comparison: Comparison, console: Console) -> None:
 
 
 def _cross_site_lines(comparison: Comparison) -> list[str]:
-    """Returns as text every site's model at every other site: of training alone and of the best method, if they were
-    computed."""
+    """Returns lines on every site's model at every other site, alone and of the best method, if computed."""
     lines: list[str] = []
     for label in dict.fromkeys((comparison.results["reference"], comparison.results["best"])):
         if label is not None:

@@ -76,9 +76,7 @@ def check_folder_and_print_findings(
 
 
 def check_server_configuration(config: Mapping[str, Any], file: Path) -> Findings:
-    """Yields a `DoctorFinding` for each unknown name, wrong type or contradiction in a server's configuration, or one "ok"
-    finding; does not import the method.
-    """
+    """Yields findings on names, types and contradictions of a server's configuration, or one "ok"."""
     findings = list(_configuration_findings(config, file))
     yield from findings
     if not any(finding.level == "wrong" for finding in findings):

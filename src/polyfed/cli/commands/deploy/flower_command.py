@@ -148,8 +148,7 @@ def submit_run_and_follow_log(
 
 
 def _check_connection_of_flower(connection: str, folder: Path) -> None:
-    """Raises a `UserError` if Flower's configuration has no such connection to a SuperLink; one that cannot be read is left
-    to Flower's own error."""
+    """Raises a `UserError` if Flower's readable configuration lacks this connection to a SuperLink."""
     file = Path(os.environ.get("FLWR_HOME") or "~/.flwr").expanduser() / "config.toml"
     try:
         connections = tomllib.loads(read_text_file(file)).get("superlink")

@@ -209,8 +209,7 @@ def _parse_values(
     options: Sequence[Option], config_values: Mapping[str, Any], argv: Sequence[str], program: str,
     command_options: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Parses the values of all options. Those of the configuration become options before the user's, so that both are
-    checked alike."""
+    """Parses all options' values; the configuration's come first, so that both are checked alike."""
     option_by_key = {option.key: option for option in options}
     config_values = rename_former_fields(config_values, option_by_key)
     if unknown := sorted(config_values.keys() - option_by_key):

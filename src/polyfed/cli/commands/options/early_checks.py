@@ -112,8 +112,7 @@ def name_file_in_errors(name_or_path: str | None, words: Sequence[str]) -> Itera
 
 
 def _find_line(path: Path, keys: Sequence[str]) -> int | None:
-    """Returns the line of a nested key in a YAML file, counted from 1; of the nearest key above it if it is deeper; None
-    if the first is missing."""
+    """Returns the line (from 1) of a nested key in YAML, or of the nearest key above it; None without any."""
     node: Any = yaml.compose(read_file(path).decode(), Loader=yaml.SafeLoader)
     line = None
     for key in keys:

@@ -56,9 +56,7 @@ def parse_networks_by_site(model_option: str) -> dict[str, Any] | None:
 
 
 def find_last_option_value(option: str, argv: Sequence[str]) -> str | None:
-    """Returns the value that a command line gives an option, the last one if there are several; None if the option is
-    missing.
-    """
+    """Returns the last value that a command line gives an option; None if it is missing."""
     value = None
     for word, following in zip(argv, [*argv[1:], None], strict=False):
         if word == option and following is not None:

@@ -19,8 +19,7 @@ _ROW_PER_EXAMPLE = "a CSV or Parquet file that has one row per example"
 
 
 def check_table(data: Any) -> None:
-    """Raises a `UserError` if the section `data` of a configuration is of a table that does not exist, or that lacks a
-    column which the section names."""
+    """Raises a `UserError` if the section `data` names a table or a column that does not exist."""
     if not isinstance(data, Mapping) or data.get("name") != "table":
         return
     if not data.get("path"):
@@ -35,8 +34,7 @@ def check_table(data: Any) -> None:
 
 
 def check_prediction(folder: Path, client: str | None, file: str) -> None:
-    """Raises a `UserError` if a file of rows to predict, a column that the network needs, or the client's network does not
-    exist."""
+    """Raises a `UserError` if the file, a column that the network needs, or the network is missing."""
     models = folder / "models"
     prepared = sorted(models.glob("*.preprocessing.json")) or [folder / "preprocessing.json"]
     signatures = [_read_json(models / path.name.replace("preprocessing", "signature")) for path in prepared]

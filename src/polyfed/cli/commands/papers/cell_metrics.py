@@ -228,8 +228,7 @@ def _step_weights(cell: PaperCell, run: RecipeRun) -> float | None:
 
 
 def _training_seconds(cell: PaperCell, run: RecipeRun) -> float | None:
-    """Returns the seconds of clients and server over all rounds without evaluation, or with `against` the ratio to
-    those of another method of the run."""
+    """Returns the run's seconds without evaluation, or with `against` the ratio to another method's."""
 
     def seconds_of(method: str) -> float:
         history = read_metrics(run.folder_of(method) / "metrics.jsonl")
@@ -242,8 +241,10 @@ def _training_seconds(cell: PaperCell, run: RecipeRun) -> float | None:
 
 
 def _unseen_images_metric(when: str) -> Callable[[PaperCell, Any], float | None]:
-    """Averages the accuracy of the clients' networks on their images under other rotations, "before" and "after" a few
-    steps on them, or with `over: clients` returns its standard deviation."""
+    """Averages accuracy on the clients' images under other rotations "before" or "after" a few steps.
+
+    With `over: clients` it is their standard deviation.
+    """
 
     def compute(folder: Path, experiment: Experiment, degrees: float) -> dict[str, float | None]:
         experiment_data = load_participants(experiment)
@@ -271,8 +272,10 @@ def _unseen_images_metric(when: str) -> Callable[[PaperCell, Any], float | None]
 
 
 def _parameter_count(cell: PaperCell, run: None) -> float:
-    """Counts the parameters of one operation of the search space, of an edge, or of a network of 32 such edges (4 base
-    and 4 personal cells of 2 nodes); needs no run."""
+    """Counts the parameters of an operation, an edge, or a network of 32 edges; needs no run.
+
+    The network has 4 base and 4 personal cells of 2 nodes.
+    """
     if cell.part["operation"] == "network":
         base, personal = plan_cell_stacks(4, 4, 2, 2, OPERATION_NAMES, OPERATION_NAMES)
         return float(count_edge_operation_parameters(SupernetPlan(1, 10, cell.part["channels"], base, personal)))

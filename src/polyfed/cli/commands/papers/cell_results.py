@@ -48,9 +48,7 @@ class CellResult:
 def measure_cell_over_seeds(
     cell: PaperCell, recipes: Mapping[str, Recipe], scale: str, seeds: Sequence[int | None], out: Path
 ) -> CellResult:
-    """Computes polyfed's value for a cell of a paper's table from every run of it below the folder `out`, one per seed,
-    including runs of earlier calls.
-    """
+    """Computes polyfed's value for a paper's cell from its runs below `out`, one per seed, also earlier ones."""
     from polyfed.cli.commands.papers.cell_metrics import RecipeRun, measure_cell
 
     if not cell.recipe:
@@ -81,9 +79,7 @@ def build_reproduction_results(
     reduced: Mapping[str, str],
     run_arguments: Sequence[str],
 ) -> dict[str, Any]:
-    """Returns the content of `reproduce.json` as a dict: for each cell of a paper's table, polyfed's values and the
-    paper's value.
-    """
+    """Returns the content of `reproduce.json`: polyfed's values and the paper's for each cell."""
     cells = [
         {
             **asdict(result.cell),
@@ -109,9 +105,7 @@ def show_cells(
     run_arguments: Sequence[str],
     console: Console,
 ) -> None:
-    """Prints polyfed's values for the cells of a table next to the paper's, and a note on what was reduced compared
-    with the paper.
-    """
+    """Prints polyfed's values next to the paper's, and what was reduced."""
     several = max((len(f.value_by_seed) for f in results), default=0)
     over = f", means over {several} seeds" if several > 1 else ""
     units = dict.fromkeys(f.cell.unit for f in results)

@@ -57,9 +57,7 @@ class PaperCell:
 
     @property
     def recipe_variants_to_run(self) -> tuple[str | None, ...]:
-        """Returns the recipe variants whose runs the cell needs: the cell's variant, and the variants `others` with
-        which the cell compares it.
-        """
+        """Returns the cell's recipe variant and `others`, with which it is compared."""
         return (self.variant, *self.part.get("others", ()))
 
 

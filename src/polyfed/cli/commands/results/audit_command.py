@@ -8,8 +8,7 @@ from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 
 def audit_command(argv: list[str]) -> None:
-    """Parses the command line of `polyfed audit`, and prints how well training examples of a run were found, columns
-    of tables guessed, and messages reconstructed."""
+    """Parses `polyfed audit`, and prints how well attacks find examples, columns and messages' inputs."""
     parser = CommandParser(
         "polyfed audit DIR [--runs K] [--client ID] [--iterations N] [--restarts R] [--json]",
         "Tries to find the training examples of the run in DIR from its clients' networks (membership inference): trains K "

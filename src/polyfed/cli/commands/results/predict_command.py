@@ -12,9 +12,7 @@ _SHOWN = 10
 
 
 def predict_command(argv: list[str]) -> None:
-    """Parses the command line of `polyfed predict`, and predicts the rows of a table file with a client's trained
-    network.
-    """
+    """Parses `polyfed predict`, and predicts a table's rows with a client's trained network."""
     parser = CommandParser(
         "polyfed predict DIR FILE [--client ID] [--out FILE.csv]",
         "Predicts new rows with the network of a client. DIR is the directory of a run on a table (a CSV or Parquet file, "

@@ -43,9 +43,7 @@ def data_command(argv: list[str]) -> None:
 
 
 def graph_command(argv: list[str]) -> None:
-    """Parses the command line of `polyfed graph`, and shows a network's layers and which of them a hypernetwork can
-    generate.
-    """
+    """Parses `polyfed graph`, and shows which of a network's layers a hypernetwork can generate."""
     parser = CommandParser(
         "polyfed graph MODEL --input SHAPE [OPTIONS]",
         "Prints the graph of a network's layers: which of them FLHA-GHN's hypernetwork can generate, and which stay "

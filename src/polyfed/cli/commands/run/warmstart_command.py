@@ -204,8 +204,7 @@ def _check_same_data(folder: Path, experiment_data: Participants) -> None:
 def _client_with_own_data(
     data: Mapping[str, Any], model: Mapping[str, Any], argv: Sequence[str], server: TrainedServer
 ) -> tuple[Client, int, int]:
-    """Builds an unseen client from all examples of a source; also returns the numbers of classes and of held-out
-    examples."""
+    """Builds an unseen client of a whole source; also returns the numbers of classes and held-out examples."""
     fields = {key: value for key, value in data.items() if key != "name" and f"data.{key}" not in UNSEEN_CLIENT_KEYS}
     pool = SOURCES[data["name"]](**fields).load()
     has_test_fraction = any(word.partition("=")[0] == "--data.test_fraction" for word in argv)

@@ -121,8 +121,10 @@ class GroupedClients(ABC):
         return SourceManifest(counts - tests - vals, models, None, f"{self._fingerprint()} {facts} {self.seed}")
 
     def _count_held_out(self, counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns how many rows of each client are test examples, and how many validation examples, from its number of
-        rows: the shares, at least one each where the share is not 0, and at most what leaves one to train on."""
+        """Returns each client's numbers of test and validation rows from its number of rows.
+
+        At least one each where the share is not 0, and at most what leaves one to train on.
+        """
         has_val = int(self.val_fraction > 0)
         shares = [
             np.maximum(1, np.floor(f * counts + 1e-9).astype(np.int64)) for f in (self.test_fraction, self.val_fraction)

@@ -160,8 +160,7 @@ class ParquetClients(GroupedClients):
 
     @cached_property
     def _opened(self) -> tuple[Callable[[int], Any], NDArray[np.int64]]:
-        """Opens the memory-mapped copy of the columns, after making it if there is none; returns a function that reads a
-        batch, and the number of each batch's first row."""
+        """Opens the columns' memory-mapped copy, made if missing; returns a batch reader and batches' first rows."""
         import pyarrow
 
         file = self._cache.with_name(f"{self._cache.name}.arrow")

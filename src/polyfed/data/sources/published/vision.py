@@ -152,9 +152,7 @@ class EMNIST(Source):
         check_field_types(self)
 
     def load(self) -> PooledDataset:
-        """Reads images and labels from the Hugging Face hub, or from `path` if it is given, and turns the images
-        upright.
-        """
+        """Reads images and labels from the hub or `path`, and turns the images upright."""
         prefixes = f"emnist-{self.subset}-train", f"emnist-{self.subset}-test"
         advice = _idx_advice(*prefixes)
         if self.path is None and self.subset not in ("letters", "mnist"):
@@ -225,9 +223,7 @@ class _ImageSplits:
 def _load_images(
     path: str | None, repo: str, mode: Mode, advice: str, idx: tuple[str, str] | None = None
 ) -> _ImageSplits:
-    """Loads images from the hub, or from `path` if given: from Parquet files if there are any, else from IDX files with
-    the prefixes `idx`.
-    """
+    """Loads images from the hub or `path`: from Parquet files, or else IDX files with prefixes `idx`."""
     if path is None:
         return _from_tables(load_hub_tables(repo, advice), mode)
     folder = resolve_existing_path(path, advice)
@@ -281,9 +277,7 @@ def _from_idx(folder: Path, prefix: str) -> tuple[Tensor, Tensor] | None:
 
 
 def _turn_upright(images: tuple[Tensor, Tensor], subset: str) -> tuple[Tensor, Tensor]:
-    """Transposes EMNIST's images, which are published with rows and columns exchanged, and renumbers the labels of
-    letters from 0.
-    """
+    """Transposes EMNIST's images, published with rows and columns exchanged; letters' labels begin at 0."""
     x, y = images
     return x.transpose(2, 3).contiguous(), y - 1 if subset == "letters" and int(y.max()) == 26 else y
 
