@@ -19,6 +19,7 @@ from polyfed.comparison.execution.process_pool import run_in_processes
 from polyfed.comparison.planning.method_selection import select_methods
 from polyfed.comparison.storage.comparison_directory import load_comparison
 from polyfed.simulation.storage.directory import read_config
+from polyfed.simulation.storage.directory_lock import lock_directory
 from polyfed.testing import small_clients
 
 QUICK = {
@@ -168,6 +169,13 @@ def test_another_comparison_in_the_same_directory_is_refused(tmp_path):
     (tmp_path / "b" / "thesis.tex").touch()
     with pytest.raises(pf.UserError, match="not empty and holds no comparison"):
         pf.compare(small_clients(2), ["fedprox"], **words, out=tmp_path / "b")
+    (tmp_path / "c").mkdir()
+    with (
+        lock_directory(tmp_path / "c"),  # of a comparison that begins at this moment
+        pytest.raises(pf.UserError, match=r"another process is writing to the directory .*c; wait for it or stop it"),
+    ):
+        pf.compare(small_clients(2), ["fedprox"], **words, out=tmp_path / "c")
+    assert [path.name for path in (tmp_path / "c").iterdir()] == [".lock"]
 
 
 def shifted(client):

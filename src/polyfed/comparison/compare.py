@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -262,11 +263,11 @@ def run_comparison(plan: ComparisonPlan) -> Comparison:
 
 
 def _run_with_display(plan: ComparisonPlan) -> Comparison:
-    with open_runs_display(plan.progress, quiet=plan.quiet) as display:
-        return _run_comparison(dataclasses.replace(plan, display=display))
+    with open_runs_display(plan.progress, quiet=plan.quiet) as display, ExitStack() as open_files:
+        return _run_comparison(dataclasses.replace(plan, display=display), open_files)
 
 
-def _run_comparison(plan: ComparisonPlan) -> Comparison:
+def _run_comparison(plan: ComparisonPlan, open_files: ExitStack) -> Comparison:
     plan = dataclasses.replace(
         plan, build_client_set=lru_cache(maxsize=1)(plan.build_client_set)
     )  # dealing may read and decode whole data sets
@@ -291,6 +292,7 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
         return forecast_cost_and_detectable_gain(plan, methods, description)
     plan.display.set_expected_runs(*count_final_and_search_runs(plan, methods))
     if plan.out is not None:
+        open_files.enter_context(comparison_directory.lock_comparison(plan.out))
         comparison_directory.write_description(plan.out, description, plan.criteria)
     try:
         methods, runs, failed = run_final_methods(plan, methods, description)

@@ -21,6 +21,7 @@ from polyfed.core.io.array_files import read_npy, read_npz, read_safetensors
 from polyfed.core.io.atomic_files import (
     check_regular_file,
     expand_user_path,
+    open_atomic_file,
     open_file,
     open_lock_file,
     read_file,
@@ -290,3 +291,25 @@ def test_removing_a_link_leaves_what_it_leads_to(tmp_path):
     for name in ("folder/file", "folder", "folder"):  # the last is not there any more
         remove_file_or_folder(tmp_path / name)
     assert not list(tmp_path.iterdir())
+
+
+def test_two_that_write_one_file_at_once_leave_the_whole_file_of_one(tmp_path):
+    page = tmp_path / "report.html"
+    with open_atomic_file(page) as first:
+        first.write(b"first, ")
+        with open_atomic_file(page) as second:
+            second.write(b"the second page")
+        assert page.read_bytes() == b"the second page"
+        first.write(b"to its end")
+    assert page.read_bytes() == b"first, to its end"
+    assert os.listdir(tmp_path) == ["report.html"]
+
+
+def test_a_name_of_255_bytes_can_be_written_and_an_error_leaves_the_old_file(tmp_path):
+    file = tmp_path / ("a" * 250 + ".html")
+    with open_atomic_file(file) as new:
+        new.write(b"old")
+    with pytest.raises(TypeError), open_atomic_file(file) as new:
+        new.write("no bytes")
+    assert os.listdir(tmp_path) == [file.name]
+    assert file.read_bytes() == b"old"

@@ -231,6 +231,8 @@ def test_what_is_kept_of_a_method_may_grow_with_a_new_version(tmp_path):
 
 
 def test_old_states_are_removed_but_not_those_to_which_the_server_may_go_back(tmp_path):
+    (tmp_path / "a" / "private").mkdir(parents=True)
+    (tmp_path / "a" / "private" / ".partial-0123").write_bytes(b"half")  # of a site that was killed
     for number in range(1, 8):
         write_private_state_and_delete_older(
             tmp_path / "a", "north", number, METHOD, {"x": number}, rollback_round=number - 3

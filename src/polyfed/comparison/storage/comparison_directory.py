@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import IO, TYPE_CHECKING, Any, final
 
 import yaml
 
@@ -37,11 +37,13 @@ from polyfed.simulation.results.across_sites.cross_site_scores import (
 from polyfed.simulation.results.display.frames import build_frame
 from polyfed.simulation.storage.directory import (
     describe_changed_files_of_run,
+    is_left_by_a_start,
     read_config,
     read_manifest,
     read_metrics,
     to_plain_values,
 )
+from polyfed.simulation.storage.directory_lock import lock_directory
 from polyfed.simulation.storage.page_file import write_page_of
 from polyfed.simulation.storage.paths import safe_file_name
 
@@ -259,18 +261,28 @@ def parse_result_criteria(description: Mapping[str, Any]) -> ResultCriteria:
     return ResultCriteria(Budget.from_text(stored.get("budget", "best")), stored.get("target"))
 
 
+def lock_comparison(folder: Path) -> IO[str]:
+    """Creates the directory of a comparison if it does not exist, and locks it until the returned file is closed.
+
+    Raises:
+        UserError: the folder holds something else, cannot be written, or another process is writing to it.
+    """
+    check_can_hold_comparison(folder)
+    try:
+        if not folder.exists():
+            create_private_folder_if_missing(folder, parents=True)
+        return lock_directory(folder)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another out=... (--out)") from error
+
+
 def write_description(folder: Path, description: Mapping[str, Any], criteria: ResultCriteria) -> None:
     """Writes the description of a comparison to `comparison.yaml`.
 
     Raises:
-        UserError: `folder` holds something else, or a comparison of something else.
+        UserError: `folder` holds a comparison of something else.
     """
     content = to_plain_values(description, "comparison")
-    try:
-        if not folder.exists():
-            create_private_folder_if_missing(folder, parents=True)
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another out=... (--out)") from error
     if (folder / DESCRIPTION).exists():
         before = read_description(folder)
         if content.get("choices") != before.get("choices"):
@@ -284,7 +296,6 @@ def write_description(folder: Path, description: Mapping[str, Any], criteria: Re
                 f"{folder} holds a comparison of something else: {differs}; choose another out=... (--out), or "
                 "ask for what it holds"
             )
-    check_can_hold_comparison(folder)
     content["reading"] = {"budget": str(criteria.budget), "target": criteria.target}
     write_file_atomically(folder / DESCRIPTION, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
 
@@ -294,7 +305,7 @@ def check_can_hold_comparison(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; choose another out=... (--out)")
     is_comparison = (folder / DESCRIPTION).exists()
-    if not is_comparison and folder.exists() and any(not e.name.startswith(".partial-") for e in folder.iterdir()):
+    if not is_comparison and folder.exists() and not all(is_left_by_a_start(e.name) for e in folder.iterdir()):
         raise UserError(f"{folder} is not empty and holds no comparison; choose another out=... (--out)")
 
 

@@ -10,6 +10,7 @@ sparse file of a terabyte, a link to nothing) raises an error before a byte of i
 
 import errno
 import os
+import secrets
 import shutil
 import stat
 import sys
@@ -92,7 +93,7 @@ def open_file_for_overwrite(path: Path, *, private: bool = True, sync: bool = Tr
                 file.flush()
                 if sync:
                     os.fsync(file.fileno())
-        except OSError:
+        except BaseException:
             with suppress(OSError):  # a partial file occupies disk space that is needed
                 path.unlink()
             raise
@@ -103,9 +104,10 @@ def open_atomic_file(path: Path, *, private: bool = True, sync: bool = True) -> 
     """Yields a temporary file to write to, which replaces the file `path` at the end of the `with` block, unless the
     block raised an error.
 
-    A link of this name is replaced, not followed. Arguments and errors are those of `open_file_for_overwrite`.
+    A link of this name is replaced, not followed. Several processes may do this at once: the file is then that of one of
+    them, whole. Arguments and errors are those of `open_file_for_overwrite`.
     """
-    partial = path.with_name(f".partial-{path.name}")
+    partial = path.with_name(f".partial-{secrets.token_hex(8)}")
     with open_file_for_overwrite(partial, private=private, sync=sync) as file:
         yield file
     with _file_named_in_errors(path):

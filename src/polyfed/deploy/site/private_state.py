@@ -145,6 +145,8 @@ def write_private_state_and_delete_older(
         file.write(f"{_compute_checksum(head, encoded)}\n".encode())
         file.write(head)
         file.write(encoded)
+    for stale in target.parent.glob(".partial-*"):  # of a process that was killed
+        stale.unlink()
     round_texts = {file: file.stem.removeprefix("round-") for file in target.parent.glob("round-*.state")}
     files = {int(name): file for file, name in round_texts.items() if name.isdecimal()}
     oldest = max((n for n in files if n <= rollback_round), default=0)

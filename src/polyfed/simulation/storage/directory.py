@@ -18,13 +18,13 @@ from polyfed.core.io.atomic_files import (
     append_line_and_flush,
     create_private_folder_if_missing,
     expand_user_path,
-    open_lock_file,
     read_file,
     read_text_file,
 )
 from polyfed.core.io.atomic_files import write_file_atomically as write_file_atomically  # deployments take it from here
 from polyfed.core.io.validation import parse_json, parse_yaml, validation_error
 from polyfed.core.machine.package_versions import package_versions
+from polyfed.simulation.storage.directory_lock import lock_directory
 from polyfed.simulation.storage.integrity import (
     RunningHash,
     describe_changed_files,
@@ -93,7 +93,7 @@ class RunDirectory:
         try:
             if not folder.exists():
                 create_private_folder_if_missing(folder, parents=True)
-            return cls(folder, _lock_directory(folder))
+            return cls(folder, lock_directory(folder))
         except OSError as error:
             raise _unwritable_error(folder, error) from error
 
@@ -108,7 +108,7 @@ class RunDirectory:
         if not (folder / "config.yaml").exists():
             raise UserError(f"{folder} is not a run directory: it has no config.yaml")
         try:
-            return cls(folder, _lock_directory(folder))
+            return cls(folder, lock_directory(folder))
         except OSError as error:
             raise UserError(f"cannot write to the run directory {folder}: {error.strerror}") from error
 
@@ -346,7 +346,7 @@ def check_can_become_run_directory(folder: Path) -> None:
     try:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"the run directory {folder} is a file; choose another out=... (--out)")
-        if folder.exists() and not all(_is_left_by_a_start(entry.name) for entry in folder.iterdir()):
+        if folder.exists() and not all(is_left_by_a_start(entry.name) for entry in folder.iterdir()):
             hint = f"continue it with `{call_to_resume(folder)}` or " if (folder / "config.yaml").exists() else ""
             raise UserError(f"the run directory {folder} is not empty; {hint}choose another out=... (--out)")
     except OSError as error:
@@ -357,22 +357,6 @@ def _unwritable_error(folder: Path, error: OSError) -> UserError:
     return UserError(f"cannot write to the run directory {folder}: {error.strerror}; choose another out=... (--out)")
 
 
-def _is_left_by_a_start(name: str) -> bool:
+def is_left_by_a_start(name: str) -> bool:
     """Returns whether a start interrupted before it wrote `config.yaml` can have left a file of this name."""
     return name in (".lock", "manifest.json", BASELINES) or name.startswith(".partial-")
-
-
-def _lock_directory(folder: Path) -> IO[str]:
-    """Locks the run directory for this process; raises a `UserError` if another process holds the lock."""
-    file = open_lock_file(folder / ".lock")
-    try:
-        import fcntl
-    except ImportError:  # Windows has no advisory locks; there the user must avoid two writers
-        return file
-    try:
-        # Released when the process ends; forked workers do not inherit it.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise UserError(f"another process is writing to the run directory {folder}; wait for it or stop it") from error
-    return file

@@ -284,7 +284,7 @@ def test_metrics_after_the_checkpoint_and_half_lines_are_dropped(tmp_path):
 
 
 def test_a_run_directory_has_one_writer(tmp_path):
-    """The lock is per process, so another process has to try."""
+    """The system's lock is per process, so another process has to try too."""
     import subprocess
     import sys
 
@@ -293,8 +293,10 @@ def test_a_run_directory_has_one_writer(tmp_path):
     code = (
         f"from polyfed.simulation.storage.directory import RunDirectory; RunDirectory.open({str(tmp_path / 'run')!r})"
     )
+    with pytest.raises(UserError, match="another process is writing to the directory"):  # a thread of this one, say
+        RunDirectory.open(tmp_path / "run")
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "another process is writing to the run directory" in other.stderr
+    assert "another process is writing to the directory" in other.stderr  # that attempt released no lock
     directory.close()
     RunDirectory.open(tmp_path / "run").close()
 
