@@ -132,6 +132,12 @@ def test_texts_that_are_numbers_are_numbers_and_a_category_that_is_a_sign_is_tol
     assert pf.data.split_table(commas, "ill", None, decimal=",").dataset.train.x[1, 0] == 70.5
     with pytest.raises(UserError, match=r"give decimal=',' \(--data.decimal ,\)"):
         pf.data.split_table(commas, "ill", None)
+    codes = {"plate": ["1_2", "12"] * 10, "n": range(20), "ill": [0, 1] * 10}  # int("1_2") is 12 in Python
+    assert pf.data.split_table(codes, "ill", None, categorical="plate").feature_names[1:] == ("plate=12", "plate=1_2")
+    with pytest.raises(UserError, match="'plate' holds numbers, and '1_2' in row 17"):
+        pf.data.split_table({**codes, "plate": [*"1234"] * 4 + ["1_2", *"123"]}, "ill", None)
+    with pytest.raises(UserError, match="the dict cannot be read as a table .*each column needs values of one kind"):
+        pf.data.split_table({**codes, "plate": [2**70] * 20}, "ill", None)
     with pytest.raises(UserError, match="column 'age' has no value in any row"):
         pf.data.split_table({**rows, "age": ["?"] * 20}, "ill", None, missing="?")
 

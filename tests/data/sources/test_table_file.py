@@ -106,6 +106,8 @@ def _read(data):
         ({}, {"columns": "age,ill"}, "column 'ill' cannot be a feature"),
         ({}, {"target": "cost,sex"}, "several targets must be numbers, got cost, sex"),
         ({}, {"drop": "age,sex,ward,cost,patient,lab"}, "no column is left for features"),
+        ({}, {"target": "cost,cost"}, "column 'cost' is named twice, as a target and as another target"),
+        ({}, {"target": "hospital"}, "column 'hospital' is named twice, as a target and as .* the site"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_refused_with_its_column_and_rows(tmp_path, change, fields, message):
@@ -193,6 +195,8 @@ def test_an_identifier_and_copies_are_told(tmp_path):
     data = frame().drop(columns=["patient", "cost", "lab"])
     with pytest.warns(UserWarning, match=r"column 'visit_id' has a different whole number in each row.*--data.group"):
         TableFile(write(tmp_path, data.assign(visit_id=range(80))), "ill", "hospital").load()
+    with pytest.warns(UserWarning, match=r"column 'mark' has numbers of more than 15 digits.*--data.group mark"):
+        TableFile(write(tmp_path, data.assign(mark=[2**60 + k for k in range(80)])), "ill", "hospital").load()
     copied = pd.concat([data.assign(lab=range(80)), data.assign(lab=range(80), hospital="south").head(3)])
     with pytest.warns(UserWarning, match=r"3 of 83 rows are copies of other rows, such as row 81 of row 1"):
         TableFile(write(tmp_path, copied), "ill", "hospital").load()

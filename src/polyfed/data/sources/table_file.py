@@ -156,6 +156,11 @@ class TableFile(Source):
             names_by_role[role] = parse_column_names(getattr(self, role), table)
         for role, role_names in names_by_role.items():
             check_columns_exist(table, role_names, role)
+        if twice := [name for name in target_names if [*target_names, *roles.values()].count(name) > 1]:
+            raise UserError(
+                f"column {twice[0]!r} is named twice, as a target and as another target, the event, the site, the group or the "
+                "time; give each its own column"
+            )
         for role, name in roles.items():
             if name is not None:
                 check_no_missing_values(column_as_texts(table, name), name, role)

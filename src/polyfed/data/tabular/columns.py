@@ -38,6 +38,7 @@ from polyfed.tasks import infer_table_task
 _MOST_CATEGORIES = 50
 _MOST_SUBGROUP_VALUES = 10  # different values of a column of numbers that is kept for scores of subgroups
 _PRECISE = 1e-5  # of a column's standard deviation: with a larger rounding error it is kept as float64
+_LARGEST_EXACT = 2.0**53  # up to which a floating-point number tells neighbouring whole numbers apart
 _IDENTIFIERS = frozenset({"id", "nr", "no", "number", "mrn"})
 _DATE = re.compile(r"\d{1,4}([./-])\d{1,2}\1\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
 
@@ -68,6 +69,12 @@ def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column
         )
     if not as_categories and is_numeric_column(table, name):
         cells = column_as_numbers(table, name)
+        if not kinds.is_floating(kind) and bool((np.abs(cells) > _LARGEST_EXACT).any()):
+            warn_of_data(
+                f"column {name!r} has numbers of more than 15 digits, the last of which are lost: an id? Leave it out "
+                f"(drop={name!r}, --data.drop {quote(name)}), or, if it is that of a patient, give group={name!r} "
+                f"(--data.group {quote(name)})"
+            )
         _warn_if_identifier(cells, name)
         return Column(name, None, bool(np.isnan(cells).any()))
     column = column_as_texts(table, name)

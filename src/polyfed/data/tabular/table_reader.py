@@ -78,7 +78,7 @@ def read_table(
                     f"a table must be a pandas frame, a mapping from names to columns, a list of rows {{name: value}}, or "
                     f"the path of a CSV or Parquet file, got {type(source).__name__}"
                 )
-        except (pyarrow.ArrowException, TypeError, ValueError) as error:
+        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise UserError(
                 f"{name} cannot be read as a table ({one_line(error)}); each column needs values of one kind, and "
                 "texts that mean no value are given as missing=[...] (--data.missing)"
@@ -350,9 +350,13 @@ def has_no_letter_or_digit(text: str) -> bool:
 
 
 def is_numeric_text(value: str) -> bool:
-    """Returns whether a text represents a number."""
+    """Returns whether a text represents a number, which "12_3", a number in Python, does not.
+
+    >>> is_numeric_text("1.5e3"), is_numeric_text("12_3")
+    (True, False)
+    """
     try:
         float(value)
     except ValueError:
         return False
-    return True
+    return "_" not in value
