@@ -136,7 +136,7 @@ def test_texts_that_are_numbers_are_numbers_and_a_category_that_is_a_sign_is_tol
     assert pf.data.split_table(codes, "ill", None, categorical="plate").feature_names[1:] == ("plate=12", "plate=1_2")
     with pytest.raises(UserError, match="'plate' holds numbers, and '1_2' in row 17"):
         pf.data.split_table({**codes, "plate": [*"1234"] * 4 + ["1_2", *"123"]}, "ill", None)
-    with pytest.raises(UserError, match="the dict cannot be read as a table .*each column needs values of one kind"):
+    with pytest.raises(UserError, match=r"the dict cannot be read as a table .*each column needs values of one kind"):
         pf.data.split_table({**codes, "plate": [2**70] * 20}, "ill", None)
     with pytest.raises(UserError, match="column 'age' has no value in any row"):
         pf.data.split_table({**rows, "age": ["?"] * 20}, "ill", None, missing="?")

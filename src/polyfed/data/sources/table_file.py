@@ -158,8 +158,8 @@ class TableFile(Source):
             check_columns_exist(table, role_names, role)
         if twice := [name for name in target_names if [*target_names, *roles.values()].count(name) > 1]:
             raise UserError(
-                f"column {twice[0]!r} is named twice, as a target and as another target, the event, the site, the group or the "
-                "time; give each its own column"
+                f"column {twice[0]!r} is named twice, as a target and as another target, the event, the site, the group or "
+                "the time; give each its own column"
             )
         for role, name in roles.items():
             if name is not None:
