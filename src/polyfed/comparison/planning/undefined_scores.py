@@ -8,6 +8,9 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.io.number_format import join_first_and_count_rest
 
+_WITH_FOLDS = "These folds do not count for the client"
+_WITHOUT_FOLDS = "Such a client has no answer, and no part in that for the mean"
+
 
 def warn_of_undefined_scores(
     plan: ComparisonPlan, clients: Sequence[Client], clients_without_score: Mapping[int, Sequence[str]]
@@ -43,5 +46,5 @@ def warn_of_undefined_scores(
     if missing:
         warn_of_data(
             f"{metric.label} is not defined at {join_first_and_count_rest(missing)}: the test examples there are {why}. "
-            f"These {noun} do not count for the client; {remedy}"
+            f"{_WITH_FOLDS if plan.folds is not None else _WITHOUT_FOLDS}; {remedy}"
         )

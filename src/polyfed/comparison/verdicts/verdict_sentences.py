@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL
@@ -127,7 +128,11 @@ def build_join_answers(
         basis = count_examples_behind_answer(content, [client], by_class=by_class)
         gains = client_statistics.get("gain"), by_client.get(client)
         sites.append(_answer_entry(content, client, leader, *gains, metric, basis, reason_undecided))
-    basis = count_examples_behind_answer(content, content["clients"], by_class=by_class and content["same_clients"])
+    clients = content["clients"]
+    counted = [c for c in clients if by_client.get(c) is not None] if mean_gain is not None else []
+    basis = count_examples_behind_answer(content, counted or clients, by_class=by_class and content["same_clients"])
+    if 0 < len(counted) < len(clients):  # the others have no interval of their own, and none in the mean
+        basis = replace(basis, sentence=f"{len(counted)} of {len(clients)} clients with {basis.sentence}")
     return sites, _answer_entry(
         content, None, leader, statistics.get("gain"), mean_gain, metric, basis, reason_undecided
     )

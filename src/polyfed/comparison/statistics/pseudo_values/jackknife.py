@@ -20,6 +20,7 @@ from polyfed.comparison.statistics.pseudo_values.cluster_jackknife import (
     jackknife_pseudo_values_by_group,
 )
 from polyfed.core.evaluation.metric import Metric
+from polyfed.core.task_lookup import registered_tasks
 from polyfed.tasks.scores.score_functions import split_into_binary_problems
 
 NUM_GROUPS = 50
@@ -76,8 +77,9 @@ def score_with_pseudo_values(
 def example_class_of_each_pseudo_value(
     metric: Metric, targets: Tensor, groups: Groups | None = None
 ) -> NDArray[np.int64]:
-    """Returns the class of each pseudo-value's example; 0 for a metric without classes."""
-    n = len(targets)
+    """Returns the class of each pseudo-value's example (of a patient: whether the event happened); 0 for a metric without
+    classes."""
+    n, targets = len(targets), _classes_of_examples(metric, targets)
     if groups is not None:
         count = int(groups.max()) + 1
         if metric.per_example is None and (metric.name == "auc" or count <= NUM_GROUPS):
@@ -91,6 +93,16 @@ def example_class_of_each_pseudo_value(
     return np.zeros(
         n if metric.per_example is not None or metric.name in ("auc", "r2") else min(n, NUM_GROUPS), dtype=np.int64
     )
+
+
+def _classes_of_examples(metric: Metric, targets: Tensor) -> Tensor:
+    """Returns the classes within which examples vary, shape (n,): for survival whether the event happened, since a few
+    events decide a C-index however many patients were censored; the targets where the task has no such classes."""
+    tasks = [task for task in registered_tasks() if task.name in metric.tasks and task.rarest_limits_score]
+    for task in tasks if targets.dim() > 1 else ():
+        if (strata := task.strata(targets)).ndim == 1:
+            return torch.from_numpy(strata)
+    return targets
 
 
 def _auc_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, FloatArray]:
