@@ -132,22 +132,7 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
         runs[label][str(seed)]["to_target"] = (
             None if reached is None else {"round": reached.round, "bytes": reached.bytes, "seconds": reached.seconds}
         )
-    content: dict[str, Any] = {"format": RESULTS_FORMAT}
-    content |= {name: description[name] for name in ("title", "task")}
-    in_deviations = inputs.has_standardised_targets and metric.name in ("mae", "rmse")
-    label = f"{metric.label} (SD of the target)" if in_deviations else metric.label
-    content |= {"score": metric.name, "score_label": label, "score_unit": metric.unit}
-    content |= {"higher_is_better": metric.higher_is_better, "level": CONFIDENCE_LEVEL}
-    content |= {"rounds": description["settings"]["rounds"], "seeds": list(description["seeds"])}
-    content |= {
-        "clients": sorted(next(iter(inputs.client_sizes.values()))),
-        "same_clients": description["same_clients"],
-    }
-    content |= {"resplit": description.get("resplit"), **describe_folds(inputs.fold_tests, description)}
-    content |= {
-        "class_names": None if inputs.class_names is None else list(inputs.class_names),
-        "data": inputs.client_sizes,
-    }
+    content = _describe_basis(inputs)
     validated = any(point is not None and _chosen_round(run, inputs) is not None for run, point in point_by_run.items())
     kind, has_limit = criteria.budget.kind, criteria.budget.limit is not None
     panel = dict(description.get("panel") or {})
@@ -190,16 +175,11 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
     content["tuning"] = description.get("tuning")
     leader, why_not = _leader_and_doubt(content, ranks, criteria.budget)
     content["leader"] = leader
-    by_class = (
-        metric.per_example is None and get_task(description["task"]).rarest_limits_score
-    )  # few examples of one class limit the score
+    # Few examples of one class limit the score.
+    by_class = metric.per_example is None and get_task(description["task"]).rarest_limits_score
+    gains = leader_gain_over_local_alternatives(content, evidence, leader)
     content["answers"], content["mean_answer"] = build_join_answers(
-        content,
-        leader,
-        why_not,
-        leader_gain_over_local_alternatives(content, evidence, leader),
-        metric,
-        by_class=by_class,
+        content, leader, why_not, gains, metric, by_class=by_class
     )
     content["site_model"] = build_random_effects_gain_entry(content["mean_answer"], evidence, metric)
     content["verdicts"] = verdict_sentences(content, content["answers"], content["mean_answer"])
@@ -209,6 +189,30 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
     }
     content["notes"] = describe_limits_of_results(content, clients_without_score, unclear)
     return content
+
+
+def _describe_basis(inputs: ResultInputs) -> dict[str, Any]:
+    """Returns the entries on the comparison itself: its score, seeds, clients and data."""
+    description, metric = inputs.description, inputs.metric
+    in_deviations = inputs.has_standardised_targets and metric.name in ("mae", "rmse")
+    return {
+        "format": RESULTS_FORMAT,
+        "title": description["title"],
+        "task": description["task"],
+        "score": metric.name,
+        "score_label": f"{metric.label} (SD of the target)" if in_deviations else metric.label,
+        "score_unit": metric.unit,
+        "higher_is_better": metric.higher_is_better,
+        "level": CONFIDENCE_LEVEL,
+        "rounds": description["settings"]["rounds"],
+        "seeds": list(description["seeds"]),
+        "clients": sorted(next(iter(inputs.client_sizes.values()))),
+        "same_clients": description["same_clients"],
+        "resplit": description.get("resplit"),
+        **describe_folds(inputs.fold_tests, description),
+        "class_names": None if inputs.class_names is None else list(inputs.class_names),
+        "data": inputs.client_sizes,
+    }
 
 
 # -- which round ------------------------------------------------------------------------------------------------------

@@ -367,10 +367,8 @@ def _find_in_features(
         )  # fmt: skip
 
 
-def find_most_serious_kind_per_site_column(
-    look: SiteSummaries, findings: Sequence[SiteDifferenceFinding]
-) -> dict[tuple[str, str], str]:
-    """Returns `{(column, site): kind}` with the kind of the most serious finding for each column and site that has one."""
+def find_most_serious_kind_per_site_column(findings: Sequence[SiteDifferenceFinding]) -> dict[tuple[str, str], str]:
+    """Returns `{(column, site): kind}` of the most serious findings, which come first in `findings`."""
     marks: dict[tuple[str, str], str] = {}
     for finding in findings:
         for site in finding.sites:

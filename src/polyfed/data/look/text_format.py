@@ -35,7 +35,7 @@ def format_sparkline(counts: Sequence[float]) -> str:
 
 def format_look(look: SiteSummaries, findings: Sequence[SiteDifferenceFinding]) -> str:
     """Returns a description of several sites' data, with the differences between them, as text for a terminal."""
-    marks = find_most_serious_kind_per_site_column(look, findings)
+    marks = find_most_serious_kind_per_site_column(findings)
     shown_sites = list(look.sites)
     if len(shown_sites) > _SITES:
         marked = [site for site in shown_sites if any(place[1] == site for place in marks)]

@@ -166,10 +166,9 @@ def _check_server_folder(unit: SystemdUnit, address: str | None) -> Findings:
         )
     else:
         yield from check_systemd_program("unit", unit.program)
-    host, port = options.get("--host") or "127.0.0.1", options.get("--port") or "8000"
     public_address = None
     if address is not None:
-        public_address = _address_or_none("address", address)
+        public_address = _address_or_none(address)
     if "--insecure" in options:
         yield problem_finding(
             "TLS", f"{unit.file} has --insecure: whoever is on the way reads and changes what travels; take it out"
@@ -198,19 +197,31 @@ def _check_server_folder(unit: SystemdUnit, address: str | None) -> Findings:
             "keys", f"{unit.file} lacks --enable-supernode-auth: anybody could take part under any name; add it"
         )
     yield from _check_key_files(unit.file.parent)
+    yield from _check_server_addresses(unit, address, public_address)
+    for folder in {
+        Path(options.get("--database") or "state.db").parent,
+        Path(unit.environment.get("FLWR_HOME", ".")).parent,
+    }:
+        if folder != Path():
+            yield from check_state_folder("disk", folder)
+
+
+def _check_server_addresses(unit: SystemdUnit, address: str | None, public_address: tuple[str, int] | None) -> Findings:
+    """Checks where a server listens, and whether its public address answers."""
+    host, port = unit.options.get("--host") or "127.0.0.1", unit.options.get("--port") or "8000"
+    authority = unit.find_file_of_option("--ssl-ca-certfile", "ca.crt")
     if host in ("0.0.0.0", "::"):
         yield note_finding(
             "port",
             "the SuperLink listens on all networks; let it listen on 127.0.0.1 behind a proxy that passes the "
             "sites' path alone (docs/deploy.md)",
         )
-    if (
-        listen_address := _address_or_none("port", f"{host}:{port}" if ":" not in host else f"[{host}]:{port}")
-    ) is None:
+    if (listen_address := _address_or_none(f"{host}:{port}" if ":" not in host else f"[{host}]:{port}")) is None:
         yield problem_finding("port", f"{unit.file}: --host {host} --port {port} is not an address")
     elif is_port_listening("127.0.0.1" if host in ("0.0.0.0", "::") else host, listen_address[1]):
         name = public_address[0] if public_address else None
-        yield from _check_taken_port(listen_address, authority, name, pair[0])
+        certificate = unit.find_file_of_option("--ssl-certfile", "server.pem")
+        yield from _check_taken_port(listen_address, authority, name, certificate)
     else:
         yield from check_port_free("port", *listen_address, "end that program, or choose another --port")
     if address is not None and public_address is None:
@@ -223,12 +234,6 @@ def _check_server_folder(unit: SystemdUnit, address: str | None) -> Findings:
         yield note_finding(
             "address", f"{address} takes no connection yet; look again when the server runs, best from a site"
         )
-    for folder in {
-        Path(options.get("--database") or "state.db").parent,
-        Path(unit.environment.get("FLWR_HOME", ".")).parent,
-    }:
-        if folder != Path():
-            yield from check_state_folder("disk", folder)
 
 
 def _check_taken_port(address: tuple[str, int], authority: Path, name: str | None, certificate: Path) -> Findings:
@@ -307,13 +312,13 @@ def _check_site_folder(unit: SystemdUnit, address: str | None) -> Findings:
     target = address or options.get("--superlink")
     if target is None:
         yield note_finding("server", "its address is not known; --address HOST:PORT looks for it")
-    elif (server_address := _address_or_none("server", target)) is None:
+    elif (server_address := _address_or_none(target)) is None:
         yield problem_finding("server", f"{target!r} is not an address; HOST:PORT, such as federation.example.org:443")
     else:
         yield from check_tls_server_and_clock("server", *server_address, authority)
 
 
-def _address_or_none(part: str, text: str) -> tuple[str, int] | None:
+def _address_or_none(text: str) -> tuple[str, int] | None:
     try:
         return split_host_and_port(text)
     except ValueError:

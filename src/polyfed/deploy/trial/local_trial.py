@@ -256,15 +256,15 @@ def _log_in(home: Path, address: str, token: Path, keys: Mapping[str, Path] = Ma
         raise RoundError(f"the SuperLink does not let the trial in: {' '.join(process.stderr.split())[-300:]}")
 
 
-def find_flower_program(name: str) -> str:
-    """Returns the path of a command that Flower has installed, such as `flwr`.
+def find_flwr_command() -> str:
+    """Returns the path of the command `flwr`, which Flower installs.
 
     Raises:
         UserError: Flower is not installed.
     """
-    path = Path(sys.executable).parent / name
+    path = Path(sys.executable).parent / "flwr"
     if not path.exists():
-        raise UserError(f"{name} is missing; pip install 'polyfed[flower]'")
+        raise UserError("flwr is missing; pip install 'polyfed[flower]'")
     return str(path)
 
 
@@ -278,7 +278,7 @@ def write_flwr_config(flower_home: Path, superlink_address: str, authority_file:
 
 def run_flwr(flower_home: Path | None, arguments: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs Flower's command `flwr` with the given arguments, and returns the finished process with its output."""
-    command = [find_flower_program("flwr"), *arguments]
+    command = [find_flwr_command(), *arguments]
     return subprocess.run(
         command, env=flower_environment(flower_home), capture_output=True, text=True, check=False, **options
     )

@@ -97,17 +97,7 @@ def audit(
     Traceback (most recent call last):
     polyfed.core.errors.UserError: an audit needs at least 4 runs, got runs=2
     """
-    if not is_whole_number(runs, FEWEST_RUNS):
-        raise UserError(f"an audit needs at least {FEWEST_RUNS} runs, got runs={runs!r}")
-    for name, value, least in (("iterations", iterations, 0), ("restarts", restarts, 1)):
-        if not is_whole_number(value, least):
-            raise UserError(f"{name} of an audit must be a whole number of at least {least}, got {value!r}")
-    if not (algorithm is None or isinstance(algorithm, Algorithm)):
-        raise UserError(
-            f"algorithm must be the method of the run, such as polyfed.algorithms.FedAvg(), or None, got {algorithm!r}"
-        )
-    if not (on_run is None or callable(on_run)):
-        raise UserError(f"on_run must be a function of the number of finished runs, or None, got {on_run!r}")
+    _check_options(runs, iterations, restarts, algorithm, on_run)
     path = expand_user_path(folder, "the run directory")
     if not (path / "config.yaml").is_file():
         is_comparison = (path / "comparison.yaml").is_file()
@@ -179,6 +169,20 @@ def _rebuild_clients(config: Mapping[str, Any], path: Path) -> tuple[Sequence[Cl
             f"the clients of {path} were made in Python; give them: polyfed.audit({str(path)!r}, clients=[...])"
         )
     return rebuild_clients(config, path)
+
+
+def _check_options(runs: Any, iterations: Any, restarts: Any, algorithm: Any, on_run: Any) -> None:
+    if not is_whole_number(runs, FEWEST_RUNS):
+        raise UserError(f"an audit needs at least {FEWEST_RUNS} runs, got runs={runs!r}")
+    for name, value, least in (("iterations", iterations, 0), ("restarts", restarts, 1)):
+        if not is_whole_number(value, least):
+            raise UserError(f"{name} of an audit must be a whole number of at least {least}, got {value!r}")
+    if not (algorithm is None or isinstance(algorithm, Algorithm)):
+        raise UserError(
+            f"algorithm must be the method of the run, such as polyfed.algorithms.FedAvg(), or None, got {algorithm!r}"
+        )
+    if not (on_run is None or callable(on_run)):
+        raise UserError(f"on_run must be a function of the number of finished runs, or None, got {on_run!r}")
 
 
 def _can_be_found(metric: str) -> bool:

@@ -3,7 +3,7 @@ data."""
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any
 
@@ -93,28 +93,11 @@ def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any]
 
 def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
     """Raises a `UserError` if the clients' networks or data (public examples apart) do not suit the method."""
-    requirements, name = algorithm.requires, registry_name(algorithm)
+    name = registry_name(algorithm)
     check_declared_words_are_known(algorithm, type(algorithm).__name__)
     check_table_schemas(clients, algorithm)
-    if ONE_CLASS in requirements and (unsuited := [c for c in clients if not c.task.one_class_per_example]):
-        raise UserError(f"{name} needs one class per example, but the task of {unsuited[0].id!r} is {unsuited[0].task}")
-    if "one_input_spec" in requirements:
-        forms = {client.id: str(input_spec_of(client.train.x)) for client in clients}
-        if odd_client := next((i for i in forms if forms[i] != forms[clients[0].id]), None):
-            raise UserError(
-                f"{name} needs inputs of one form, but those of {odd_client!r} are {forms[odd_client]}, those of "
-                f"{clients[0].id!r} {forms[clients[0].id]}"
-            )
-    if "images" in requirements:
-        for client in clients:
-            form = input_spec_of(_first_input(client))
-            if len(form.shape) != 3:
-                shape_text = form if form.container else f"of shape {form.shape}"
-                raise UserError(f"{name} needs images, inputs of shape (channels, height, width), but those of "
-                                f"{client.id!r} are {shape_text}")  # fmt: skip
-    if "one_data_spec" in requirements:
-        common_data_spec(clients, name)
-    if not requirements & MODEL_REQUIREMENTS:
+    _check_data_suit_method(clients, algorithm.requires, name)
+    if not algorithm.requires & MODEL_REQUIREMENTS:
         if isinstance(algorithm, BringsNetwork):
             if clients[0].task.has_output_at_each_place:
                 raise UserError(f"{name} brings networks with one output vector an example, and has none for the task "
@@ -122,8 +105,7 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
             method_network = algorithm.network_for(common_data_spec(clients, name))
             check_batch_norm_gets_no_single_example(clients, algorithm, {"batch_size": None}, method_network)
         return
-    ids_without_model = [client.id for client in clients if client.model is None]
-    if ids_without_model:
+    if ids_without_model := [client.id for client in clients if client.model is None]:
         raise UserError(f"{name} trains each client's own network, but client {ids_without_model[0]!r} has model=None")
     architecture_by_client = {
         client.id: architecture_key_without_averaged_lora_ranks(algorithm, cached_module_of(client))
@@ -131,49 +113,85 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
     }
     check_network_tensors_and_layers(clients, algorithm)
     check_batch_norm_gets_no_single_example(clients, algorithm, {"batch_size": None})
+    models = {client.id: client.model for client in clients if client.model is not None}
+    _check_network_outputs_and_widths(clients, models, algorithm.requires, name)
+    if "one_architecture" in algorithm.requires:
+        _check_one_architecture(architecture_by_client, name)
+    if (mode := adapter_averaging_mode(algorithm)) is not None:
+        network_with_largest_ranks(models, mode)
+
+
+def _first_difference(value_by_client: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Returns the first client, and the first of another value than it has; None if all values are equal."""
+    first = next(iter(value_by_client))
+    return next(((first, i) for i, value in value_by_client.items() if value != value_by_client[first]), None)
+
+
+def _check_data_suit_method(clients: Sequence[Client], requirements: Collection[str], name: str) -> None:
+    if ONE_CLASS in requirements and (unsuited := [c for c in clients if not c.task.one_class_per_example]):
+        raise UserError(f"{name} needs one class per example, but the task of {unsuited[0].id!r} is {unsuited[0].task}")
+    if "one_input_spec" in requirements:
+        forms = {client.id: str(input_spec_of(client.train.x)) for client in clients}
+        if difference := _first_difference(forms):
+            first, other = difference
+            raise UserError(
+                f"{name} needs inputs of one form, but those of {other!r} are {forms[other]}, those of {first!r} "
+                f"{forms[first]}"
+            )
+    for client in clients if "images" in requirements else ():
+        form = input_spec_of(_first_input(client))
+        if len(form.shape) != 3:
+            shape_text = form if form.container else f"of shape {form.shape}"
+            raise UserError(
+                f"{name} needs images, inputs of shape (channels, height, width), but those of {client.id!r} are "
+                f"{shape_text}"
+            )
+    if "one_data_spec" in requirements:
+        common_data_spec(clients, name)
+
+
+def _check_network_outputs_and_widths(
+    clients: Sequence[Client], models: Mapping[str, Architecture], requirements: Collection[str], name: str
+) -> None:
     if "one_representation" in requirements:
         widths = {client.id: representation_width(client) for client in clients}
-        if other_id := next((i for i in widths if widths[i] != widths[clients[0].id]), None):
+        if difference := _first_difference(widths):
+            first, other = difference
             raise UserError(
-                f"{name} needs representations of one width, but the last layer of {other_id!r} takes {widths[other_id]} "
-                f"numbers, that of {clients[0].id!r} {widths[clients[0].id]}; give the networks last layers of one width"
+                f"{name} needs representations of one width, but the last layer of {other!r} takes {widths[other]} "
+                f"numbers, that of {first!r} {widths[first]}; give the networks last layers of one width"
             )
     if "one_family" in requirements:
-        widest_shape_by_tensor({client.id: client.model for client in clients if client.model is not None})
+        widest_shape_by_tensor(models)
         shapes = {
             c.id: trial_forward.output_shape(cached_module_of(c).module, c.train, f"client {c.id!r}") for c in clients
         }
-        if other_id := next((i for i in shapes if shapes[i] != shapes[clients[0].id]), None):
+        if difference := _first_difference(shapes):
+            first, other = difference
             raise UserError(
-                f"{name} needs networks with the same number of outputs, but that of {other_id!r} has "
-                f"{_describe_outputs(shapes[other_id])}, that of {clients[0].id!r} "
-                f"{_describe_outputs(shapes[clients[0].id])}; give all networks one output for each class of the "
-                "federation"
+                f"{name} needs networks with the same number of outputs, but that of {other!r} has "
+                f"{_describe_outputs(shapes[other])}, that of {first!r} {_describe_outputs(shapes[first])}; give all "
+                "networks one output for each class of the federation"
             )
-    if "one_architecture" in requirements and len(set(architecture_by_client.values())) > 1:
-        first, odd_client = (
-            clients[0].id,
-            next(
-                i for i in architecture_by_client if architecture_by_client[i] != architecture_by_client[clients[0].id]
-            ),
-        )
-        if architectures_differ_only_in_frozen_values(
-            architecture_by_client[first], architecture_by_client[odd_client]
-        ):
-            raise UserError(
-                f"{name} needs one architecture, and the networks of {odd_client!r} and {first!r} differ in frozen "
-                "parameters (requires_grad=False); begin all clients' networks with the same pretrained weights"
-            )
-        mixed = sorted(
-            n for n, m in REGISTRY.items() if m.requires & MODEL_REQUIREMENTS and "one_architecture" not in m.requires
-        )
+
+
+def _check_one_architecture(architecture_by_client: Mapping[str, str], name: str) -> None:
+    if (difference := _first_difference(architecture_by_client)) is None:
+        return
+    first, other = difference
+    if architectures_differ_only_in_frozen_values(architecture_by_client[first], architecture_by_client[other]):
         raise UserError(
-            f"{name} needs one architecture, but the {len(clients)} clients have "
-            f"{len(set(architecture_by_client.values()))}: {odd_client!r} differs from {first!r}. Methods for "
-            f"different architectures: {', '.join(mixed)}"
+            f"{name} needs one architecture, and the networks of {other!r} and {first!r} differ in frozen "
+            "parameters (requires_grad=False); begin all clients' networks with the same pretrained weights"
         )
-    if (mode := adapter_averaging_mode(algorithm)) is not None:
-        network_with_largest_ranks({client.id: client.model for client in clients if client.model is not None}, mode)
+    mixed = sorted(
+        n for n, m in REGISTRY.items() if m.requires & MODEL_REQUIREMENTS and "one_architecture" not in m.requires
+    )
+    raise UserError(
+        f"{name} needs one architecture, but the {len(architecture_by_client)} clients have "
+        f"{len(set(architecture_by_client.values()))}: {other!r} differs from {first!r}. Methods for "
+        f"different architectures: {', '.join(mixed)}"
+    )
 
 
 def representation_width(client: Client) -> int:

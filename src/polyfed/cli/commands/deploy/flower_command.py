@@ -138,7 +138,7 @@ def submit_run_and_follow_log(
         app = Path(temporary) / "app"
         shutil.copytree(project.app_folder, app, ignore=shutil.ignore_patterns("__pycache__"))
         _write_app_configuration(app / "pyproject.toml", config)
-        command = [trials.find_flower_program("flwr"), "run", str(app), connection, "--stream"]
+        command = [trials.find_flwr_command(), "run", str(app), connection, "--stream"]
         status = _run_flower_command(command, trials.flower_environment(home))
     records = read_metrics(target / "metrics.jsonl")
     if not records or records[-1]["round"] < planned_rounds:

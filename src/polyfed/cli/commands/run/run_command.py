@@ -253,31 +253,7 @@ def print_scores_by_client_and_traffic(
     sample = runs[main].table(at_round)[-1]
     some = f"; {sample['evaluated']} of {sample['of']} clients evaluated" if "evaluated" in sample else ""
     title = f"{score.label} on each client's own test examples, {when}{some}"
-    table = PlainTable(title=title, title_justify="left")
-    table.add_column("client")
-    counted = []
-    if experiment_data.classes:
-        task = experiment_data.pool.task
-        counted = ["classes" if task.one_class_per_example else task.count_names(experiment_data.pool.class_names)[-1]]
-    for column in ("trained on", *counted, *baseline_names, main, *(["gain"] if baseline_names else [])):
-        table.add_column(column, justify="right")
-    for client, row in tables[main].items():
-        uses_default_mean = client == "mean"
-        if uses_default_mean:
-            table.add_section()
-        cells = [f"{row['num_examples']:.0f}"]
-        if experiment_data.classes:
-            client_ids = [c.id for c in experiment_data.clients] if uses_default_mean else [client]
-            counts = [
-                sum(n > 0 for n in of) if task.one_class_per_example else of[-1]
-                for of in (experiment_data.classes[c] for c in client_ids)
-            ]
-            cells.append(f"{sum(counts) / len(counts):.1f}" if uses_default_mean else str(counts[0]))
-        scores = [tables[name][client][score.name] for name in (*baseline_names, main)]
-        cells += [_format_score(value, score) for value in scores]
-        if baseline_names:
-            cells.append(_format_gain(scores[-1], scores[0], score))
-        table.add_row(client, *cells)
+    table = _table_by_client(tables, [*baseline_names, main], score, experiment_data, title)
     if (
         baseline_names
         and Measurement.get(console, console.options.update(max_width=10**4), table).maximum > console.width
@@ -286,16 +262,7 @@ def print_scores_by_client_and_traffic(
     console.print(table)
     if baseline_names:
         print_line(console, f"gain: of {main} over {baseline_names[0]}. {_ONE_SEED}")
-    for name, run in runs.items():
-        record = run.history[-1]
-        megabytes_down, megabytes_up = (record[f"bytes_{way}_total"] / 2**20 for way in ("down", "up"))
-        traffic_text = f"{name}: {megabytes_down:.1f} MB down, {megabytes_up:.1f} MB up in {len(run.history)} rounds"
-        print_line(console, f"{traffic_text}{_seconds_text(run)}")
-        if network_text := describe_evaluated_network(run.federation.algorithm):
-            print_line(console, f"{name}: scores are of {network_text}")
-    if cost := experiment_data.preparation:
-        traffic_text = f"{cost['bytes_up'] / 1024:.1f} kB up, {cost['bytes_down'] / 1024:.1f} kB down"
-        print_line(console, f"preprocessing from sums over all clients: {traffic_text} in {cost['rounds']} rounds")
+    _print_traffic(runs, experiment_data, console)
     if (cross_site := runs[main].cross_site_scores) is not None:
         for line in str(cross_site).splitlines():
             print_line(console, line)
@@ -307,6 +274,51 @@ def print_scores_by_client_and_traffic(
         print_line(console, unseen_text)
     print_line(console, f"Everything about this run is in {out}")
     print_next_commands(console, Page=["report", str(out)], Decide=["compare", str(out)])
+
+
+def _table_by_client(
+    tables: Mapping[str, Mapping[str, Mapping[str, Any]]], methods: Sequence[str], score: Metric,
+    experiment_data: Participants, title: str,
+) -> PlainTable:  # fmt: skip
+    """Returns a row for each client and one for their mean; the last of `methods` is the run's, the others baselines."""
+    table = PlainTable(title=title, title_justify="left")
+    table.add_column("client")
+    task, classes = experiment_data.pool.task, experiment_data.classes
+    counted = []
+    if classes:
+        counted = ["classes" if task.one_class_per_example else task.count_names(experiment_data.pool.class_names)[-1]]
+    for column in ("trained on", *counted, *methods, *(["gain"] if len(methods) > 1 else [])):
+        table.add_column(column, justify="right")
+    for client, row in tables[methods[-1]].items():
+        is_mean = client == "mean"
+        if is_mean:
+            table.add_section()
+        cells = [f"{row['num_examples']:.0f}"]
+        if classes:
+            counts = [
+                sum(n > 0 for n in of) if task.one_class_per_example else of[-1]
+                for of in (classes[c] for c in ([c.id for c in experiment_data.clients] if is_mean else [client]))
+            ]
+            cells.append(f"{sum(counts) / len(counts):.1f}" if is_mean else str(counts[0]))
+        scores = [tables[name][client][score.name] for name in methods]
+        cells += [_format_score(value, score) for value in scores]
+        if len(methods) > 1:
+            cells.append(_format_gain(scores[-1], scores[0], score))
+        table.add_row(client, *cells)
+    return table
+
+
+def _print_traffic(runs: Mapping[str, Run], experiment_data: Participants, console: Console) -> None:
+    for name, run in runs.items():
+        record = run.history[-1]
+        megabytes_down, megabytes_up = (record[f"bytes_{way}_total"] / 2**20 for way in ("down", "up"))
+        traffic_text = f"{name}: {megabytes_down:.1f} MB down, {megabytes_up:.1f} MB up in {len(run.history)} rounds"
+        print_line(console, f"{traffic_text}{_seconds_text(run)}")
+        if network_text := describe_evaluated_network(run.federation.algorithm):
+            print_line(console, f"{name}: scores are of {network_text}")
+    if cost := experiment_data.preparation:
+        traffic_text = f"{cost['bytes_up'] / 1024:.1f} kB up, {cost['bytes_down'] / 1024:.1f} kB down"
+        print_line(console, f"preprocessing from sums over all clients: {traffic_text} in {cost['rounds']} rounds")
 
 
 def _format_score(value: float | None, metric: Metric) -> str:

@@ -194,6 +194,25 @@ def svg_bar_chart(
     return svg_element_with_title(key, title, description, height, parts)
 
 
+def _heat_map_cell(
+    value: float, label: str, box: tuple[float, float, float, float], colour: str, shade: str | None, *, as_counts: bool
+) -> list[str]:
+    """Draws a cell at `box` (x, y, width, height), with its number in this shade unless it is None."""
+    x, y, width, height = box
+    text = f"{value:.0f}" if as_counts else f"{value:.2f}"
+    description = escape(f"{label}: {text if as_counts else f'{value:.3f}'}")
+    parts = [
+        f'<rect data-t="{description}" x="{x:.1f}" y="{y:.1f}" width="{width + 0.3:.1f}" '
+        f'height="{height + 0.3:.1f}" fill="{colour}"/>'
+    ]
+    if shade is not None:
+        small = text if as_counts else "1" if text == "1.00" else text.removeprefix("0")
+        parts.append(
+            f'<text class="cell {shade}" x="{x + width / 2:.1f}" y="{y + height / 2 + 3.5:.1f}">{small}</text>'
+        )
+    return parts
+
+
 def svg_heat_map(
     values: NDArray[np.floating],
     rows: Sequence[str],
@@ -253,25 +272,13 @@ def svg_heat_map(
             )
         )
     if values.size <= _CELLS:
-        write = values.size <= _WRITTEN and cell_width >= 19
+        has_text = values.size <= _WRITTEN and cell_width >= 19
         for (r, c), value in np.ndenumerate(values):
-            if not math.isfinite(value):
-                continue
-            text = f"{value:.0f}" if as_counts else f"{value:.2f}"
-            description = escape(f"{rows[r]}, {columns[c]}: {text if as_counts else f'{value:.3f}'}")
-            colour = "#" + "".join(f"{part:02x}" for part in pixels[r, c])
-            x, y = left + c * cell_width, top + r * cell_height
-            parts.append(
-                f'<rect data-t="{description}" x="{x:.1f}" y="{y:.1f}" width="{cell_width + 0.3:.1f}" '
-                f'height="{cell_height + 0.3:.1f}" fill="{colour}"/>'
-            )
-            if write:
-                shade = "dark" if share[r, c] > 0.6 else "bright"
-                small = text if as_counts else "1" if text == "1.00" else text.removeprefix("0")
-                parts.append(
-                    f'<text class="cell {shade}" x="{x + cell_width / 2:.1f}" '
-                    f'y="{y + cell_height / 2 + 3.5:.1f}">{small}</text>'
-                )
+            if math.isfinite(value):
+                box = (left + c * cell_width, top + r * cell_height, cell_width, cell_height)
+                shade = ("dark" if share[r, c] > 0.6 else "bright") if has_text else None
+                label, colour = f"{rows[r]}, {columns[c]}", "#" + "".join(f"{part:02x}" for part in pixels[r, c])
+                parts += _heat_map_cell(value, label, box, colour, shade, as_counts=as_counts)
     else:
         parts.append(
             f'<image href="{png_data_url(pixels)}" x="{left}" y="{top}" width="{CHART_WIDTH - left - 6}" '

@@ -42,7 +42,7 @@ _ROW = 30  # height of a site's histogram
 
 def html_look(look: Look, key: str) -> Markup:
     """Renders what differs between the data of the sites, the sites' numbers of examples, and a figure for each column."""
-    marks = find_most_serious_kind_per_site_column(look.summaries, look.findings)
+    marks = find_most_serious_kind_per_site_column(look.findings)
     sentences = [
         f"{end_with_period(capitalize_first(finding.text))} {capitalize_first(finding.meaning)}."
         for finding in look.findings
