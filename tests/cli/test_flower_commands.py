@@ -46,9 +46,10 @@ def test_status_as_json_has_the_documented_schema(project, capsys, monkeypatch):
     monkeypatch.setattr(local_trial, "run_flwr", answer_of_flower)
     run = project / "runs" / "run-1"
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text("rounds: 3\n")
+    (run / "config.yaml").write_text("algorithm: {name: local}\nrounds: 3\n")
     (run / "metrics.jsonl").write_text(json.dumps({
-        "round": 1, "failures": [{"client": "north", "phase": "local", "reason": "gone"}], "warnings": ["slow"],
+        "round": 1, "summary": {},
+        "failures": [{"client": "north", "phase": "local", "reason": "gone"}], "warnings": ["slow"],
         "clients": {"south": {"accuracy": 0.5, "bytes_down": 1, "bytes_up": 2}}}) + "\n")  # fmt: skip
     assert main(["flower", "status", str(project), "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
@@ -60,6 +61,12 @@ def test_status_as_json_has_the_documented_schema(project, capsys, monkeypatch):
     assert main(["flower", "status", str(project)]) == 0
     text = capsys.readouterr().out
     assert all(part in text for part in ("trial: none runs", "online", "round 1 of 3", "north, local: gone"))
+    (project / "runs" / "run-2").mkdir()
+    (project / "runs" / "run-2" / "metrics.jsonl").symlink_to("nowhere")  # a copy that lost its target
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 2}\n{"round": 3, "clients": [], "summary": {}}\n')  # by a hand
+    assert main(["flower", "status", str(project)]) == 0
+    assert "round 1 of 3" in capsys.readouterr().out
 
 
 def test_status_says_why_nobody_answers(project, capsys, monkeypatch):

@@ -42,6 +42,13 @@ def test_nothing_is_left_of_a_template_or_of_this_machine(project):
         )
 
 
+@pytest.mark.parametrize("names", ["north,server", "CA,north", "superlink", "north,North"])
+def test_sites_whose_files_would_take_the_place_of_others_are_refused(tmp_path, capsys, names):
+    assert main(["flower", "init", str(tmp_path / "federation"), "--sites", names]) == 2
+    assert re.search("cannot be called|different names", capsys.readouterr().err)
+    assert not (tmp_path / "federation").exists()
+
+
 def test_a_folder_whose_name_is_no_word_is_called_dir(tmp_path, monkeypatch):
     monkeypatch.setattr("polyfed.deploy.trial.project._write_catalogue", lambda path: path.write_text("{}"))
     project = create_project(tmp_path / "our `rm -rf` $sites", ["north"])

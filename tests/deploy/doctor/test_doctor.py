@@ -124,7 +124,9 @@ def test_ports(monkeypatch):
     assert "443 is a port for root alone" in told
 
 
-@pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:0", "host:65536", "host:x", "host:99999999999"])
+@pytest.mark.parametrize(
+    "text", ["", "host", "host:", ":80", "host:0", "host:65536", "host:x", "host:99999999999", "a..b:1"]
+)
 def test_what_is_no_address(text):
     with pytest.raises(ValueError, match="is not an address"):
         split_host_and_port(text)

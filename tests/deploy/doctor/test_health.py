@@ -92,6 +92,11 @@ def found(tmp_path, clock, **changes):
     [
         ({"reached": NOW - 2}, "ok     north: waits for a task; fed.example.org:443 answered 2 s ago"),
         ({"reached": NOW + 50}, "ok     north: waits for a task; fed.example.org:443 answered 0 s ago"),
+        (
+            {"reached": NOW + 3600},
+            "wrong  north: this machine's clock was set back by 3600 s or more, and fed.example.org:443 has",
+        ),
+        ({"reached": NOW, "site": "\x1b[2J"}, "ok     �[2J: waits"),
         ({"reached": NOW - 61}, "wrong  north: fed.example.org:443 answered 61 s ago; see the log"),
         ({"started": NOW - 20}, "wrong  north: fed.example.org:443 has not answered in the 20 s since"),
         ({"reached": NOW - 900, "busy_since": NOW - 890}, "note   north: is at a task since 890 s; without a file"),
@@ -113,6 +118,11 @@ def test_while_a_site_trains_its_server_is_asked(tmp_path, clock):
         assert "but its SuperNode has ended" in found(tmp_path, clock, **busy, process=ended.pid)
     assert found(tmp_path, clock, **busy).startswith("wrong  north: is at a task since 890 s; 127.0.0.1")
     assert "is not an address" in found(tmp_path, clock, **{**busy, "superlink": "nowhere"})
+    assert "but its SuperNode has ended" in found(tmp_path, clock, **busy, process=-1)
+    (folder / "ca.crt").unlink()
+    told = found(tmp_path, clock, **busy)
+    assert "wrong  north" in told
+    assert "is not asked, since" in told
 
 
 def test_the_folder_of_a_site_leads_to_its_states(tmp_path, clock, capsys):
@@ -138,6 +148,34 @@ def test_the_folder_of_a_server_leads_to_its_port(tmp_path, capsys):
             write(folder, superlink_service=UNIT.format(program=sys.executable, port=port, folder=folder))
             assert main(["flower", "health", str(folder)]) == int(not port_is_open)
     assert "takes no connection" in capsys.readouterr().out
+
+
+def test_without_the_authoritys_file_a_server_is_not_called_well(tmp_path, capsys):
+    folder = server_files(tmp_path / "etc")
+    with serving(folder) as port:
+        write(folder, superlink_service=UNIT.format(program=sys.executable, port=port, folder=folder))
+        (folder / "ca.crt").write_text("no certificate")
+        assert main(["flower", "health", str(folder)]) == 1
+    assert "is not asked, since" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "sentence"),
+    [
+        ("superlink", "--port ten", "superlink.service: '[127.0.0.1]:ten' is not an address"),
+        ("superlink", "--port 99999999", "'[127.0.0.1]:99999999' is not an address"),
+        ("supernode", "--node-config 'client-id=north'", "--node-config cannot be read (Invalid value"),
+        (
+            "supernode",
+            """--node-config 'client-id="a" client-id="b"'""",
+            "--node-config cannot be read (Cannot overwrite",
+        ),
+    ],
+)
+def test_a_unit_that_cannot_be_read_is_a_sentence(tmp_path, capsys, name, words, sentence):
+    (tmp_path / f"{name}.service").write_text(f"[Service]\nExecStart=/opt/python {words}\n")
+    assert main(["flower", "health", str(tmp_path)]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_a_folder_that_is_none_of_them(tmp_path, capsys):

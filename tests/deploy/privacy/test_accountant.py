@@ -190,6 +190,12 @@ def test_an_older_copy_of_the_book_is_no_new_budget(tmp_path):
         record_message_and_get_epsilon(book, "data", NOISY)
 
 
+def test_messages_that_an_owner_adds_under_another_spelling_of_the_noise_count_too(tmp_path):
+    book = tmp_path / "privacy.json"
+    book.write_text('{"version": 1, "data_sets": {"data": {"4.0": 1, "4": 1}}}')
+    assert record_message_and_get_epsilon(book, "data", NOISY) == compute_epsilon({4.0: 3}, 1e-5)
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"data": "two"}'])
 def test_a_damaged_count_beside_the_book_opens_nothing(tmp_path, content):
     book, count = tmp_path / "privacy.json", tmp_path / "privacy-count.json"

@@ -248,6 +248,10 @@ def test_damaged_marks_of_a_run_are_refused_and_named(tmp_path, begun, text):
     (folder / "a" / "run.json").write_text(text)
     assert "a/run.json is damaged" in site(folder).answer_envelope(letter("local", 3, 2)).head["refused"]
     (folder / "a" / "run.json").unlink()
+    (folder / "a" / "run.json").mkdir()  # no path goes to the server
+    told = site(folder).answer_envelope(letter("local", 3, 2)).head["refused"]
+    assert told == "a/run.json is damaged (it cannot be read); put back a copy of it, or start another run"
+    (folder / "a" / "run.json").rmdir()
     assert "a/run.json is missing" in site(folder).answer_envelope(letter("local", 3, 2)).head["refused"]
 
 

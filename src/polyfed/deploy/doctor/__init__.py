@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, final
 
+from polyfed.core.io.terminal_text import sanitise_for_terminal
+
 
 @final
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class DoctorFinding:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.level:5}  {self.component}: {' '.join(self.text.split())}"
+        return sanitise_for_terminal(f"{self.level:5}  {self.component}: {' '.join(self.text.split())}")
 
 
 Findings = Iterator[DoctorFinding]

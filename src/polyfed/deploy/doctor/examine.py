@@ -242,14 +242,13 @@ def _check_taken_port(address: tuple[str, int], authority: Path, name: str | Non
     findings = list(
         check_tls_server_and_clock("port", host, address[1], authority, name or first_host_in_certificate(certificate))
     )
-    if findings and findings[0].level == "ok":
+    if findings[0].level == "ok":
         yield from findings
     else:
         yield problem_finding(
             "port",
-            f"port {address[1]} of {address[0]} is taken, but not by this server "
-            f"({findings[0].text if findings else 'its certificate cannot be checked'}); end that program, or choose "
-            "another --port",
+            f"port {address[1]} of {address[0]} is taken, but not by this server ({findings[0].text}); end that program, or "
+            "choose another --port",
         )
 
 

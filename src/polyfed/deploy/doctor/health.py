@@ -41,14 +41,19 @@ def check_health(folder: Path, clock: Callable[[], float] = time.time) -> Findin
         yield from _check_trial(DeploymentProject(folder if kinds[0] == "project" else folder.parent), clock)
     if "server" in kinds:
         unit = read_systemd_unit_if_exists(folder / SERVER_UNIT)
-        host, port = unit.options.get("--host") or "127.0.0.1", int(unit.options.get("--port") or 8000)
+        host, port = unit.options.get("--host") or "127.0.0.1", unit.options.get("--port") or "8000"
         authority = unit.find_file_of_option("--ssl-ca-certfile", "ca.crt")
-        yield from check_tls_server_and_clock(
-            "server", "127.0.0.1" if host in ("0.0.0.0", "::") else host, port, authority
-        )
+        try:
+            address = split_host_and_port(f"[{'127.0.0.1' if host in ('0.0.0.0', '::') else host}]:{port}")
+        except ValueError as error:
+            raise UserError(f"{unit.file}: {error}") from error
+        yield from check_tls_server_and_clock("server", *address, authority)
     if "site" in kinds:
         unit = read_systemd_unit_if_exists(folder / SITE_UNIT)
-        state = parse_node_config(unit.options.get("--node-config", "")).get("state-dir")
+        try:
+            state = parse_node_config(unit.options.get("--node-config", "")).get("state-dir")
+        except ValueError as error:
+            raise UserError(f"{unit.file}: --node-config cannot be read ({error}); texts need double quotes") from error
         if state is None:
             raise UserError(f"{folder} does not say where the site's states are; polyfed flower health STATE-DIR")
         yield from _check_state_folder(Path(str(state)).expanduser(), clock)
@@ -101,12 +106,18 @@ def judge_contact(contact: ContactRecord, now: float) -> DoctorFinding:
         )
     if (busy_since := contact["busy_since"]) is not None:
         return _judge_busy_site(contact, f"is at a task since {max(0.0, now - busy_since):.0f} s")
-    silent = max(0.0, now - reached)
+    silent = now - reached
+    if silent < -MAX_SILENT_SECONDS:
+        return problem_finding(
+            site,
+            f"this machine's clock was set back by {-silent:.0f} s or more, and {superlink} has not answered since; see the "
+            "log of the SuperNode, and polyfed flower doctor",
+        )
     if silent > MAX_SILENT_SECONDS:
         return problem_finding(
             site, f"{superlink} answered {silent:.0f} s ago; see the log of the SuperNode, and polyfed flower doctor"
         )
-    return ok_finding(site, f"waits for a task; {superlink} answered {silent:.0f} s ago")
+    return ok_finding(site, f"waits for a task; {superlink} answered {max(0.0, silent):.0f} s ago")
 
 
 def _judge_busy_site(contact: ContactRecord, text: str) -> DoctorFinding:

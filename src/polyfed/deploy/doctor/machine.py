@@ -117,6 +117,8 @@ def is_process_alive(process_id: int) -> bool:
     """Returns whether a process with this id runs on this machine; True on Windows, where the question would end it."""
     if sys.platform == "win32":
         return True
+    if process_id < 1:  # these mean groups of processes
+        return False
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:

@@ -29,8 +29,12 @@ def split_host_and_port(text: str) -> tuple[str, int]:
     """
     host, separator, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not separator or not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
-        raise ValueError(f"{text!r} is not an address; HOST:PORT, such as federation.example.org:443")
+    try:
+        is_name = bool(host.encode("idna"))  # as a resolver does, which raises for a part that is empty or too long
+    except UnicodeError:
+        is_name = False
+    if not separator or not is_name or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
+        raise ValueError(f"{text[:200]!r} is not an address; HOST:PORT, such as federation.example.org:443")
     return host, int(port)
 
 
@@ -76,8 +80,13 @@ def check_tls_server_and_clock(
     """
     try:
         context = build_client_context(authority_file)
-    except (OSError, ValueError):
-        return  # `check_ca_certificate_file` reports it
+    except (OSError, ValueError) as error:
+        yield problem_finding(
+            component,
+            f"{host}:{port} is not asked, since {authority_file} gives no certificates here "
+            f"({describe_openssl_error(error)}); put the authority's file there, and run this as the user of the service",
+        )
+        return
     try:
         tcp_socket = socket.create_connection((host, port), TIMEOUT_SECONDS)
     except socket.gaierror as error:

@@ -6,13 +6,16 @@ A second file (`privacy-count.json`) has the number of entries, by which an outd
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, NotRequired, TypedDict, final
+from typing import Literal, NamedTuple, NotRequired, TypedDict, TypeVar, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import MAX_ROUNDS_BYTES, read_file, write_file_atomically
 from polyfed.core.io.validation import parse_json, validation_error
+
+Kind = TypeVar("Kind")
 
 
 class _LedgerContent(TypedDict):
@@ -71,8 +74,8 @@ def read_ledger(file: Path) -> Ledger:
         if wrong := validation_error(content, _LedgerContent):
             raise ValueError(wrong)
         ledger = Ledger(
-            {name: dict(map(_parse_messages, page.items())) for name, page in content["data_sets"].items()},
-            {name: dict(map(_parse_steps, page.items())) for name, page in content.get("private_steps", {}).items()},
+            {name: _add_up(map(_parse_messages, page.items())) for name, page in content["data_sets"].items()},
+            {name: _add_up(map(_parse_steps, page.items())) for name, page in content.get("private_steps", {}).items()},
         )
     except (OSError, ValueError) as error:
         raise UserError(f"{file} is damaged ({error}); {advice}") from error
@@ -122,6 +125,14 @@ def _check_not_older(file: Path, ledger: Ledger) -> None:
                 f"is an older copy or was changed. Put back the newest, or add the missing {what} by hand; nothing is sent "
                 "until then"
             )
+
+
+def _add_up(entries: Iterable[tuple[Kind, int]]) -> dict[Kind, int]:
+    """Returns the number of each kind; an owner who adds messages by hand may write 1 beside 1.0."""
+    numbers: dict[Kind, int] = {}
+    for kind, number in entries:
+        numbers[kind] = numbers.get(kind, 0) + number
+    return numbers
 
 
 def _parse_messages(entry: tuple[str, int]) -> tuple[float, int]:

@@ -201,9 +201,12 @@ def check_or_record_client_identity(folder: Path, client: str, data_fingerprint:
         return
     try:
         saved_identity = parse_json(read_file(file))
-    except (OSError, ValueError) as error:
-        raise InvalidSiteStateError(f"{folder.name}/run.json is damaged ({error}); {_ADVICE}") from error
-    if wrong := validation_error(saved_identity, _ClientIdentity):
+        wrong = validation_error(saved_identity, _ClientIdentity)
+    except (OSError, UserError):  # their texts have the whole path, which must not go to the server
+        wrong = "it cannot be read"
+    except ValueError as error:
+        wrong = str(error)
+    if wrong:
         raise InvalidSiteStateError(f"{folder.name}/run.json is damaged ({wrong}); {_ADVICE}")
     if saved_identity != identity:
         raise InvalidSiteStateError(

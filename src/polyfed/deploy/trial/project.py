@@ -15,6 +15,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path, read_text_file
 
 _MAX_SITES = 10_000  # limit of a number of sites, whose names are then listed
+_OTHER_FILES = {"ca", "server", "superlink"}  # files of a project and its trial have these names
 SITE_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _CERTIFICATE_DAYS = 365
 
@@ -99,10 +100,14 @@ def parse_site_names_or_count(text: str) -> list[str]:
         if len(names[0]) > 9 or int(names[0]) > _MAX_SITES:
             raise UserError(f"sites must be at most {_MAX_SITES}, got {names[0][:60]}")
         names = [f"site-{number}" for number in range(1, int(names[0]) + 1)]
-    if not names or len(set(names)) < len(names):
+    if not names or len({name.lower() for name in names}) < len(names):  # some file systems ignore case
         raise UserError(f"sites must be a number, or different names separated by commas, got {text[:60]!r}")
     if invalid_names := [name for name in names if not SITE_NAME_PATTERN.fullmatch(name)]:
         raise UserError(f"a site's name may have letters, digits, '-', '_' and '.', got {invalid_names[0][:60]!r}")
+    if reserved_names := [name for name in names if name.lower() in _OTHER_FILES]:
+        raise UserError(
+            f"a site cannot be called {reserved_names[0]!r}, as other files of a project are; choose another name"
+        )
     return names
 
 

@@ -23,6 +23,7 @@ from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.deploy.trial import local_trial as trials
 from polyfed.deploy.trial.project import DeploymentProject, create_project, parse_site_names_or_count
 from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics
+from polyfed.simulation.storage.run_files import RunFiles
 
 _STATUS_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "nodes": ("node-id", "status", "online-at", "offline-at"), "runs": ("run-id", "status", "elapsed"),
@@ -132,7 +133,8 @@ def submit_run_and_follow_log(
         config["allow-disclosure"] = True
     if running is not None:
         config["sites"] = ",".join(running["sites"])
-    planned_rounds = int(read_config(target)["rounds"]) if resume is not None else int(config.get("rounds", 0))
+    rounds = RunFiles.read(target).planned_rounds if resume is not None else config.get("rounds")
+    planned_rounds = rounds if isinstance(rounds, int) else 0
     home = trials.trial_folder_of(project) / "home" if running is not None else None
     with tempfile.TemporaryDirectory() as temporary:
         app = Path(temporary) / "app"
@@ -297,7 +299,9 @@ def _describe_newest_run(runs_folder: Path) -> NewestRun | None:
     last = records[-1]
     return {
         "directory": str(out), "round": last["round"], "rounds": read_config(out).get("rounds"),
-        "failures": [{name: str(failure[name]) for name in ("client", "phase", "reason")} for failure in last["failures"]],
+        "failures": [
+            {name: str(failure[name]) for name in ("client", "phase", "reason")} for failure in last.get("failures", ())
+        ],
         "warnings": _recent_warnings(records),
         "sites": {site: dict(values) for site, values in last["clients"].items()},
     }  # fmt: skip
@@ -312,9 +316,10 @@ def _recent_warnings(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _read_newest_run(runs_folder: Path) -> tuple[Path, list[dict[str, Any]]] | None:
     """Returns the newest run directory in a folder and its records; None if no run has finished a round."""
-    files = sorted(runs_folder.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    records = read_metrics(files[-1]) if files else []
-    return (files[-1].parent, records) if records else None
+    files = [path for path in runs_folder.glob("*/metrics.jsonl") if path.is_file()]
+    newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
+    records = [] if newest is None else [dict(record) for record in RunFiles.read(newest.parent).history]
+    return None if newest is None or not records else (newest.parent, records)
 
 
 def show_newest_run(runs_folder: Path, console: Console) -> None:
@@ -331,7 +336,7 @@ def show_newest_run(runs_folder: Path, console: Console) -> None:
     out, records = newest
     config = read_config(out)
     print(sanitise_for_terminal(f"{out}: round {records[-1]['round']} of {config.get('rounds')}"))
-    for failure in records[-1]["failures"]:
+    for failure in records[-1].get("failures", ()):
         print(sanitise_for_terminal(f"  {failure['client']}, {failure['phase']}: {failure['reason']}"))
     for sentence in _recent_warnings(records):
         print(sanitise_for_terminal(f"  warning: {sentence}"))
