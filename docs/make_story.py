@@ -2,9 +2,9 @@
 
     python docs/make_story.py          (make pictures; some minutes; the pictures need Chromium, its driver and selenium)
 
-The code of README runs in a new folder, and so do the code of the tutorial and `polyfed run`. What they print is written
-into the three documents; their pages are photographed; and the numbers are kept in story.json, with which a test compares a
-fresh run.
+The code of README runs in a new folder, and so do its `polyfed compare`, the code of the tutorial and `polyfed run`. What
+they print is written into the three documents; their pages are photographed; and the numbers are kept in story.json, with
+which a test compares a fresh run.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 README, INDEX, TUTORIAL, STORY = ROOT / "README.md", DOCS / "index.md", DOCS / "tutorial.md", DOCS / "story.json"
-PICTURES = ("decision.png", "report_quickstart_desktop.png", "report_quickstart_phone.png")
+PICTURES = ("answers.png", "decision.png", "report_quickstart_desktop.png", "report_quickstart_phone.png")
 CODE = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(r"^(```(?:text|\{ \.text \.output \})\n)(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 MARK = "--- next piece of code ---"
@@ -31,14 +31,15 @@ def main() -> None:
     """Makes everything anew."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        compared, told, quick = run_readme(folder / "readme"), run_tutorial(folder / "tutorial"), run_quickstart(folder)
-        for file in (README, INDEX):
-            text = CODE.sub(lambda _: f"```python\n{readme_code()}```", file.read_text(encoding="utf-8"))
-            file.write_text(with_outputs(text, [compared["printed"]]), encoding="utf-8")
+        answered, compared = run_terminal(folder / "terminal"), run_readme(folder / "readme")
+        told, quick = run_tutorial(folder / "tutorial"), run_quickstart(folder)
+        README.write_text(with_outputs(README.read_text(encoding="utf-8"), [answered["printed"]]), encoding="utf-8")
+        text = CODE.sub(lambda _: f"```python\n{readme_code()}```", INDEX.read_text(encoding="utf-8"))
+        INDEX.write_text(with_outputs(text, [compared["printed"]]), encoding="utf-8")
         TUTORIAL.write_text(with_outputs(TUTORIAL.read_text(encoding="utf-8"), told), encoding="utf-8")
         take_pictures(folder)
     hashes = {name: hashlib.sha256((DOCS / "images" / name).read_bytes()).hexdigest() for name in PICTURES}
-    story = {"readme": compared, "tutorial": told, "quickstart": quick, "pictures": hashes}
+    story = {"terminal": answered, "readme": compared, "tutorial": told, "quickstart": quick, "pictures": hashes}
     STORY.write_text(json.dumps(story, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -73,14 +74,26 @@ def run_command(words: list[str], folder: Path) -> str:
 
 
 def run_readme(folder: Path) -> dict:
-    """Returns what README's example prints (but which methods were left out), and the numbers of its comparison."""
-    printed = shown_lines(run_code(readme_code(), folder))
+    """Returns what README's example in Python prints (but which methods were left out), and the numbers of its
+    comparison."""
+    return {"printed": shown_lines(run_code(readme_code(), folder)), **read_comparison(folder)}
+
+
+def run_terminal(folder: Path) -> dict:
+    """Returns what README's `polyfed compare` prints, and the numbers of its comparison."""
+    folder.mkdir()
+    words = [sys.executable, "-m", "polyfed", "compare", "--quiet", "-o", "runs/heart"]
+    return {"printed": shown_lines(run_command(words, folder)), **read_comparison(folder)}
+
+
+def read_comparison(folder: Path) -> dict:
+    """Returns the answers and means of the comparison in a folder's runs/heart."""
     found = json.loads((folder / "runs" / "heart" / "comparison.json").read_text(encoding="utf-8"))
     answers = {
         answer["client"]: {key: answer[key] for key in ("answer", "gain", "interval")} for answer in found["answers"]
     }
     means = {name: method["statistics"]["mean"] for name, method in found["methods"].items()}
-    return {"printed": printed, "answers": answers, "means": means, "mean_interval": found["mean_answer"]["interval"]}
+    return {"answers": answers, "means": means, "mean_interval": found["mean_answer"]["interval"]}
 
 
 def run_tutorial(folder: Path) -> list[str]:
@@ -109,12 +122,12 @@ def run_quickstart(folder: Path) -> dict:
 
 
 def shown_lines(printed: str) -> str:
-    """Returns printed lines without those on methods that were left out.
+    """Returns printed lines without spaces at their ends, and without those on methods that were left out.
 
-    >>> shown_lines("a: 1\\nleft out fedavg: why\\n")
+    >>> shown_lines("a: 1  \\nleft out fedavg: why\\n")
     'a: 1\\n'
     """
-    return "".join(f"{line}\n" for line in printed.splitlines() if not line.startswith("left out "))
+    return "".join(f"{line.rstrip()}\n" for line in printed.splitlines() if not line.startswith("left out "))
 
 
 def with_outputs(text: str, outputs: list[str]) -> str:
@@ -124,16 +137,17 @@ def with_outputs(text: str, outputs: list[str]) -> str:
 
 
 def take_pictures(folder: Path) -> None:
-    """Photographs the top of the comparison's page, and the page of `polyfed run`; both by shoot_report.py."""
+    """Photographs the tops of the two comparisons' pages, and the page of `polyfed run`, by shoot_report.py."""
     if not shutil.which("chromium"):
         raise SystemExit("there is no Chromium to photograph pages with: apt-get install chromium chromium-driver")
     import shoot_report
 
     polyfed = [sys.executable, "-m", "polyfed", "report"]
-    run_command([*polyfed, "readme/runs/heart", "--out", "decision.html"], folder)
+    for picture, run in (("answers", "terminal"), ("decision", "readme")):
+        run_command([*polyfed, f"{run}/runs/heart", "--out", f"{picture}.html"], folder)
+        shoot_report.shoot_top(folder / f"{picture}.html", END, TOP, DOCS / "images" / f"{picture}.png")
     run_command([*polyfed, "quickstart", "--out", "quickstart.html"], folder)
     shoot_report.main([f"quickstart={folder / 'quickstart.html'}"])
-    shoot_report.shoot_top(folder / "decision.html", END, TOP, DOCS / "images" / "decision.png")
 
 
 if __name__ == "__main__":

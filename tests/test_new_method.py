@@ -105,7 +105,7 @@ def test_a_new_method_is_in_every_list_and_passes_all_that_is_asked_of_a_method(
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     assert " failed" not in done.stdout
-    assert "`zeta`" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "`zeta`" in (tmp_path / "docs/methods.md").read_text(encoding="utf-8")
     recipe = yaml.safe_load((tmp_path / "src/polyfed/cli/recipes/leaderboard.yaml").read_text(encoding="utf-8"))
     assert "zeta" in recipe["baselines"]
     assert "zeta" not in recipe["variants"]["architectures"]["baselines"]

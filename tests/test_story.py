@@ -29,11 +29,13 @@ def recorded(story):
 
 
 def test_readme_and_the_landing_page_show_one_example_and_what_it_printed(story, recorded):
-    for file in (story.README, story.INDEX):
+    for file, run, picture in ((story.README, "terminal", "answers.png"), (story.INDEX, "readme", "decision.png")):
         text = file.read_text(encoding="utf-8")
         assert story.CODE.findall(text) == [story.readme_code()]
-        assert [shown for _, shown in story.SHOWN.findall(text)] == [recorded["readme"]["printed"]]
-        assert "decision.png" in text
+        assert [shown for _, shown in story.SHOWN.findall(text)] == [recorded[run]["printed"]]
+        assert picture in text
+    commands = [line for line in story.README.read_text(encoding="utf-8").splitlines() if line.startswith("polyfed ")]
+    assert commands[0].startswith("polyfed compare -o runs/heart ")  # as `run_terminal` has it
 
 
 def test_the_tutorial_shows_what_its_code_printed(story, recorded):
@@ -52,13 +54,21 @@ def test_readme_says_it_in_few_lines(story):
     assert len(text.splitlines()) <= 110
     lines = [line for line in story.readme_code().splitlines() if line.strip()]
     assert len(lines) <= 10
-    assert text.index("A verdict for each site") < text.index("```python")
+    shown = text.index("not decided  mean over clients")
+    assert text.index("pip install .") < shown < text.index("**join**") < text.index("```python")
+    blocks = re.findall(r"^```(?:text)?\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    assert max(len(line) for block in blocks for line in block.splitlines()) <= 115  # without a bar to scroll
     first = " ".join(text.splitlines()[2:5])
     assert "each one (join, stay alone, or not enough data to tell)" in first
     assert "It is for" in first
 
 
 def test_what_was_shown_is_consistent_with_its_numbers(recorded):
+    for client, answer in recorded["terminal"]["answers"].items():
+        low, high = answer["interval"]
+        words = f"fml {100 * answer['gain'] + 0.0:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+        (line,) = [line for line in recorded["terminal"]["printed"].splitlines() if f" {client} " in line]
+        assert words in line
     printed = " ".join(recorded["readme"]["printed"].split())
     for client, answer in recorded["readme"]["answers"].items():
         low, high = answer["interval"]
@@ -68,17 +78,35 @@ def test_what_was_shown_is_consistent_with_its_numbers(recorded):
 
 
 def test_the_sentences_of_readme_have_the_numbers_of_the_run(story, recorded):
-    """Those below the printed answers: the interval of the mean, and the two means."""
-    found = recorded["readme"]
+    """The one below the printed answers: the interval of the mean."""
+    found = recorded["terminal"]
     text = story.README.read_text(encoding="utf-8").split(found["printed"])[1].split("## ")[0]
     low, high = (f"{100 * end:+.1f}".replace("-", "−") for end in found["mean_interval"])
     assert f"by {low} to {high} points" in " ".join(text.split())
-    assert f"{100 * found['means']['fml']:.1f} % against {100 * found['means']['local']:.1f} %" in " ".join(
-        text.split()
-    )
     assert {answer["answer"] for answer in found["answers"].values()} == {
         "undecided"
     }  # "no hospital has a reason to join"
+
+
+@pytest.mark.parametrize(
+    ("row", "page"),
+    [
+        ("6 sites with 10,908 tweets", "multicentre.md"),
+        ("8 clients, four networks", "results/flha_ghn.md"),
+        ("10 clients with digits", "leaderboard.md"),
+        ("20 clients, five CNNs", "results/fedhenn.md"),
+    ],
+)
+def test_the_decided_answers_of_readme_stand_on_the_pages_that_they_name(story, row, page):
+    (line,) = [line for line in story.README.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {row}")]
+    _, _, gain, answer, _ = line.split("|")
+    mean, low, high = map(float, re.findall(r"[+-]\d+\.\d", gain.replace("−", "-")))
+    assert f"](docs/{page}" in answer
+    assert ("**join**" in answer) == (low > 0)
+    assert ("**stay alone**" in answer) == (high < 0)
+    text = (DOCS / page).read_text(encoding="utf-8").replace("−", "-")
+    forms = (f"{mean:+.1f} ({low:+.1f} to {high:+.1f})", f"{mean / 100:+.3f} ({low / 100:+.3f} to {high / 100:+.3f})")
+    assert any(form in text for form in forms)
 
 
 def numbers(text):
@@ -86,12 +114,14 @@ def numbers(text):
 
 
 @pytest.mark.slow  # .ci/run has it
-def test_readme_example(story, recorded, tmp_path):
-    """A fresh run of README's example prints the same answers, with the same numbers but for rounding."""
-    fresh = story.run_readme(tmp_path / "readme")
-    assert fresh["answers"].keys() == recorded["readme"]["answers"].keys()
+@pytest.mark.parametrize("kind", ["readme", "terminal"])
+def test_readme_example(story, recorded, tmp_path, kind):
+    """A fresh run of README's example, and of its command, prints the same answers, with the same numbers but for
+    rounding."""
+    fresh = getattr(story, f"run_{kind}")(tmp_path / kind)
+    assert fresh["answers"].keys() == recorded[kind]["answers"].keys()
     for client, answer in fresh["answers"].items():
-        before = recorded["readme"]["answers"][client]
+        before = recorded[kind]["answers"][client]
         assert [answer["gain"], *answer["interval"]] == pytest.approx([before["gain"], *before["interval"]], abs=POINTS)
         near_zero = min(map(abs, before["interval"])) < POINTS
         assert answer["answer"] == before["answer"] or near_zero, client

@@ -176,12 +176,12 @@ def with_count(text: str, methods: Sequence[Declared]) -> str:
 
 
 def readme(text: str, methods: Sequence[Declared]) -> str:
-    """Returns README with the number and the names of the methods."""
-    listed = "\n".join(
-        f"- {family_title(family)}: {', '.join(f'`{method.name}`' for method in members)}"
+    """Returns README with the number of methods, in all and in each family."""
+    families = ", ".join(
+        f"[{family_title(family)}](docs/methods.md#{family_title(family).lower().replace(' ', '-')}) ({len(members)})"
         for family, members in by_family(methods).items()
     )
-    return between(with_count(text, methods), START, END, f"\n\nAll methods, by family:\n\n{listed}\n\n")
+    return between(with_count(text, methods), START, END, f"\n\nBy family: {families}.\n\n")
 
 
 def configuration_page(text: str, methods: Sequence[Declared]) -> str:

@@ -32,6 +32,7 @@ def answer(client, word, gain, interval):
 def results(sites):
     return {
         "warnings": ["Look out."], "score_unit": "%", "score_label": "accuracy", "level": 0.95,
+        "reference": "local",
         "mean_answer": answer(None, "join", 0.041, [0.01, 0.06]), "answers": sites,
     }  # fmt: skip
 
@@ -49,17 +50,22 @@ def test_answers_are_ordered_and_the_next_commands_stand_last():
     assert lines == [
         "Look out.",
         "Gain in points of accuracy on new examples, with its 95 % interval",
-        "join         mean over clients  fedavg +4.1 [+1.0, +6.0] over local",
-        "join         c                  fedavg +3.0 [+1.0, +5.0] over local",
-        "stay alone   b                  fedavg -4.0 [-6.0, -2.0] over local",
-        "not decided  a                  fedavg +20.0 [-10.0, +50.0] over local",
+        "join         mean over clients  fedavg +4.1 [+1.0, +6.0] over training alone",
+        "join         c                  fedavg +3.0 [+1.0, +5.0] over training alone",
+        "stay alone   b                  fedavg -4.0 [-6.0, -2.0] over training alone",
+        "not decided  a                  fedavg +20.0 [-10.0, +50.0] over training alone",
         "Page: polyfed report runs/a   Tables: polyfed show runs/a",
     ]
 
 
+def test_an_answer_names_what_a_site_has_alone_in_words():
+    row = answer("a", "join", 0.03, [0.01, 0.05]) | {"over": "logistic_regression"}
+    assert "fedavg +3.0 [+1.0, +5.0] over logistic regression alone\n" in printed(results([row]))
+
+
 def test_an_answer_is_one_line_of_a_log():
     rows = [answer("a", "join", 0.03, [0.01, 0.05]) | {"method": "m" * 70}]
-    assert f"{'m' * 70} +3.0 [+1.0, +5.0] over local" in printed(results(rows))
+    assert f"{'m' * 70} +3.0 [+1.0, +5.0] over training alone" in printed(results(rows))
     assert len(printed(results(rows)).splitlines()) == 5
     assert len(printed(results(rows), force_terminal=True).splitlines()) > 5
 

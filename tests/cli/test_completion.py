@@ -29,6 +29,11 @@ def test_help_of_a_command_and_version(capsys):
     assert main(["--help"]) == 0
     assert capsys.readouterr().out == overview
     assert all(f"  {command.name} " in overview for command in COMMANDS if command.summary)
+    assert max(map(len, overview.splitlines())) <= 100
+    headings = [line for line in overview.splitlines() if line and not line.startswith((" ", "usage"))]
+    assert headings[0] == "before training"
+    assert headings[-1].startswith("begin with four hospitals")
+    assert overview.index("real sites") < overview.index("flower init|up") < overview.index("papers and hypernetworks")
     assert main(["help", "resume"]) == 0
     assert "usage: polyfed resume DIR" in capsys.readouterr().out
     assert main(["version"]) == 0

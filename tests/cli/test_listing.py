@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 
 from polyfed.algorithms import REGISTRY
-from polyfed.cli.commands.list_command import first_docstring_sentence, show_choices
+from polyfed.cli.commands.list_command import describe_choices, first_docstring_sentence, show_choices
 from polyfed.cli.commands.options.recipes import shipped_recipe_files
+from polyfed.core.errors import UserError
 from polyfed.data import PARTITIONS, SOURCES
 from polyfed.models import MODELS
 
@@ -73,6 +74,30 @@ def test_methods_are_grouped_sorted_and_readable_at_80_columns():
     first = names[: names.index("scaffold") + 1]
     assert first == sorted(first)
     assert not re.search(r"[a-z]_[a-z]", re.sub(r"^\S+", "", "\n".join(lines), flags=re.MULTILINE))
+
+
+def test_recipes_are_readable_at_80_columns():
+    lines = [line.rstrip() for line in printed("recipes").splitlines()]
+    assert max(map(len, lines)) <= 80
+    (first,) = [k for k, line in enumerate(lines) if line.startswith("fedhenn_table1 ") and "FedHeNN, Table 1" in line]
+    assert any(line.strip().startswith("--scale: paper, cpu, smoke") for line in lines[first : first + 6])
+
+
+def test_lines_are_whole_where_no_terminal_cuts_them(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    show_choices([])
+    assert "…" not in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "80")
+    show_choices([])
+    assert max(map(len, capsys.readouterr().out.splitlines()[:-1])) <= 80
+
+
+def test_the_words_of_the_documents_are_understood():
+    assert printed("methods") == printed("algorithms")
+    assert printed("networks") == printed("models")
+    assert describe_choices(["methods"]) == describe_choices(["algorithms"])
+    with pytest.raises(UserError, match="cannot list 'method'; choices"):
+        printed("method")
 
 
 def test_details_have_what_the_overview_leaves_out():

@@ -39,68 +39,78 @@ CONFIGURED = ("run", "compare", "data", "look", "reproduce")
 """Commands that take the options of data, networks, methods and settings, too."""
 
 COMMANDS = (
-    Subcommand("run", "run [RECIPE|config.yaml|DATA]", "run a federation; without arguments the recipe quickstart", _RUN,
+    Subcommand("look", "look [RECIPE|config.yaml|DATA]",
+        "show the sites' data side by side, and what differs",
+        ("--out", "--json", "--between-sites", *_SCALED), "recipes"),
+    Subcommand("data", "data [RECIPE|config.yaml|DATA]", "show how many examples of each class every client has",
+        ("--plot", "--json", *_SCALED), "recipes"),
+    Subcommand("run", "run [RECIPE|config.yaml|DATA]", "train with one method; without arguments four hospitals", _RUN,
         "recipes"),
-    Subcommand("compare", "compare [RECIPE|DATA|DIR]", "compare methods on the same clients, several seeds each",
+    Subcommand("compare", "compare [RECIPE|DATA|DIR]", "say which site should join, with intervals",
         _COMPARE, "recipes"),
     Subcommand("resume", "resume DIR", "continue a run or a comparison that was stopped", ("--quiet",)),
-    Subcommand("show", "show DIR [--json]", "show the answers and scores of a run or comparison, and how to go on",
+    Subcommand("show", "show DIR [--json]", "print answers and scores, and how to go on",
         ("--json",)),
-    Subcommand("audit", "audit DIR [--runs K] [--client ID]",
-        "try to find a run's training examples from its networks, and images and labels from its messages",
-        ("--runs", "--client", "--iterations", "--restarts", "--json")),
-    Subcommand("report", "report DIR...", "show the scores of runs and what their methods learned, also as an HTML page",
+    Subcommand("report", "report DIR...", "write one HTML page of runs or a comparison",
         ("--out", "--subgroup", "--images")),
     Subcommand("predict", "predict DIR FILE", "predict the rows of a CSV file with a client's network",
         ("--client", "--out")),
     Subcommand("export", "export DIR --client ID --out FOLDER",
-        "write a client's network to a folder that works without polyfed and the data",
+        "write a client's network to a folder that needs no polyfed",
         ("--client", "--out", "--to", "--format", "--model")),
-    Subcommand("warmstart", "warmstart DIR [OPTIONS]",
-        "generate weights for unseen clients with the hypernetwork of a run of flha_ghn",
-        ("--unseen", "--client", "--epochs", "--lr", "--scratch-lr", "--plot", "--out")),
-    Subcommand("look", "look [RECIPE|config.yaml|DATA]",
-        "show all sites' data side by side before training, and what differs",
-        ("--out", "--json", "--between-sites", *_SCALED), "recipes"),
-    Subcommand("data", "data [RECIPE|config.yaml|DATA]", "show how many examples of each class every client has",
-        ("--plot", "--json", *_SCALED), "recipes"),
-    Subcommand("graph", "graph MODEL --input SHAPE [OPTIONS]",
-        "show the layers of a network, and which of them a hypernetwork can generate",
-        ("--input", "--integer", "--classes", "--plot", "--catalogue", "--graph", "--no-joins", "--tables"), "models"),
-    Subcommand("reproduce", "reproduce [PAPER TABLE] [OPTIONS]",
-        "run a table or figure of a paper, and print the results next to the paper's",
-        (*_SCALED, "--seeds", "--out", "--quiet"), "papers"),
+    Subcommand("audit", "audit DIR [--runs K] [--client ID]",
+        "try to find training examples in networks and messages",
+        ("--runs", "--client", "--iterations", "--restarts", "--json")),
     Subcommand("flower", "flower init|up|run|status|doctor|health DIR",
-        "deploy a federation to real sites, or try that on this machine"),
+        "deploy to real sites, or try that on this machine"),
     Subcommand("flower init", "", "", ("--sites",)),
     Subcommand("flower up", "", "", ("--sites", "--port", "--node-config", "--loss")),
     Subcommand("flower run", "", "", ("--connection", "--out", "--resume", "--allow-disclosure", "--set")),
     Subcommand("flower status", "", "", ("--connection", "--json")),
     Subcommand("flower doctor", "", "", ("--port", "--address", "--json")),
     Subcommand("flower health", "", "", ()),
+    Subcommand("reproduce", "reproduce [PAPER TABLE] [OPTIONS]",
+        "run a paper's table or figure, beside the paper's numbers",
+        (*_SCALED, "--seeds", "--out", "--quiet"), "papers"),
+    Subcommand("graph", "graph MODEL --input SHAPE [OPTIONS]",
+        "show a network's layers, and which can be generated",
+        ("--input", "--integer", "--classes", "--plot", "--catalogue", "--graph", "--no-joins", "--tables"), "models"),
+    Subcommand("warmstart", "warmstart DIR [OPTIONS]",
+        "generate weights for unseen clients, after flha_ghn",
+        ("--unseen", "--client", "--epochs", "--lr", "--scratch-lr", "--plot", "--out")),
     Subcommand("list", "list [algorithms|data|models|recipes]", "list methods, data, networks and recipes", ("--json",),
         "kinds"),
-    Subcommand("completion", "completion bash|zsh|fish", "print a script that completes commands and options in your shell",
+    Subcommand("completion", "completion bash|zsh|fish", "print a script that completes commands in your shell",
         (), "shells"),
     Subcommand("help", "help [COMMAND]", "print this, or the help of a command", (), "commands"),
     Subcommand("version", "version", "print the version"),
 )  # fmt: skip
 
 
+_HEADINGS = {"look": "before training", "run": "train and compare", "show": "afterwards", "flower": "real sites",
+             "reproduce": "papers and hypernetworks", "list": "this command"}  # fmt: skip
+"""The heading above a command."""
+_BEGINNING = """\
+begin with four hospitals, offline, two minutes, and then with your table, a row for each example
+  polyfed compare
+  polyfed compare patients.csv --data.target outcome --data.site hospital
+"""
+
+
 def format_overview() -> str:
     """Returns the overview of all commands, which `polyfed --help` prints.
 
-    >>> print(format_overview().splitlines()[2])
-      run [RECIPE|config.yaml|DATA]        run a federation; without arguments the recipe quickstart
+    >>> print(format_overview().splitlines()[3])
+      look [RECIPE|config.yaml|DATA]       show the sites' data side by side, and what differs
     """
-    lines = ["usage: polyfed COMMAND [...]   (polyfed COMMAND --help says more)", ""]
+    lines = ["usage: polyfed COMMAND [...]   (polyfed COMMAND --help says more)"]
     for command in COMMANDS:
-        if not command.summary:
-            continue
-        if len(command.usage) > _USAGE_WIDTH:
+        if command.name in _HEADINGS:
+            lines += ["", _HEADINGS[command.name]]
+        if command.summary and len(command.usage) > _USAGE_WIDTH:
             lines += [f"  {command.usage}", f"  {'':{_USAGE_WIDTH}} {command.summary}"]
-        else:
+        elif command.summary:
             lines.append(f"  {command.usage:{_USAGE_WIDTH}} {command.summary}")
-    lines += [f"  {'--trust-code':{_USAGE_WIDTH}} with any of these: execute what a file or run directory names as code",
-              f"  {'':{_USAGE_WIDTH}} (module:factory)"]  # fmt: skip
-    return "\n".join(lines) + "\n"
+    lines += [f"  {'--trust-code':{_USAGE_WIDTH}} with any of these: execute code that a file or",
+              f"  {'':{_USAGE_WIDTH}} run directory names (module:factory)", "", _BEGINNING]  # fmt: skip
+    return "\n".join(lines)

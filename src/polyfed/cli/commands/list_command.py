@@ -1,6 +1,7 @@
 """Implements `polyfed list`: prints the available methods, data sets, networks and recipes."""
 
 import inspect
+import os
 import re
 from collections.abc import Mapping, Sequence
 from textwrap import shorten
@@ -14,6 +15,8 @@ from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES
 from polyfed.core.errors import UserError, did_you_mean
 
 _KINDS = ("algorithms", "data", "models", "recipes")
+_SYNONYMS = {"methods": "algorithms", "networks": "models"}
+_LOG_WIDTH = 1000
 
 
 class ListedChoices(TypedDict, total=False):
@@ -36,7 +39,7 @@ def describe_choices(kinds: Sequence[str]) -> ListedChoices:
     Raises:
         UserError: an unknown kind.
     """
-    _check_kinds(kinds)
+    kinds = _resolve_kinds(kinds)
     choices: ListedChoices = {"format": 1}
     if not kinds or "algorithms" in kinds:
         choices["algorithms"] = [
@@ -64,10 +67,12 @@ def _names_and_summaries(registry: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"name": name, "summary": first_docstring_sentence(thing)} for name, thing in registry.items()]
 
 
-def _check_kinds(kinds: Sequence[str]) -> None:
+def _resolve_kinds(kinds: Sequence[str]) -> list[str]:
+    kinds = [_SYNONYMS.get(kind, kind) for kind in kinds]
     for kind in kinds:
         if kind not in _KINDS:
             raise UserError(f"cannot list {kind!r}; {did_you_mean(kind, _KINDS)}")
+    return kinds
 
 
 def show_choices(kinds: Sequence[str], console: Console | None = None) -> None:
@@ -82,8 +87,11 @@ def show_choices(kinds: Sequence[str], console: Console | None = None) -> None:
         "models": _model_tables,
         "recipes": _recipe_tables,
     }
-    _check_kinds(kinds)
-    console = console or Console()
+    kinds = _resolve_kinds(kinds)
+    if console is None:
+        console = Console()
+        if not console.is_terminal and "COLUMNS" not in os.environ:  # `polyfed list | grep` reads whole lines
+            console = Console(width=_LOG_WIDTH)
     for table in [table for kind in kinds for table in details[kind]()] if kinds else _overview_tables(console.width):
         console.print(table)
     if not kinds:
@@ -212,12 +220,17 @@ def _registry_table(title: str, registry: Mapping[str, Any]) -> PlainTable:
 
 
 def _recipe_tables() -> list[PlainTable]:
+    """Returns a table of the recipes, each with its description and below it its scales and variants; and one of what the
+    scales reduce."""
     all_recipes = [read_recipe(name) for name in shipped_recipe_files()]
-    rows = [[r.name, r.description, ", ".join(r.scales) or "–", ", ".join(r.variants) or "–"] for r in all_recipes]
-    tables = [_build_table("recipes", ("name", "", "scales (--scale)", "variants (--variant)"), rows)]
+    table = _build_table("recipes", ("name", ""), [])
+    for recipe in all_recipes:
+        table.add_row(recipe.name, recipe.description)
+        for option, choices in (("--scale", recipe.scales), ("--variant", recipe.variants)):
+            if choices:
+                table.add_row("", f"{option}: {', '.join(choices)}", style="dim")
     reduced = [
         [r.name, scale, r.reduction_note(scale)] for r in all_recipes for scale in r.scales if r.reduction_note(scale)
     ]
-    if reduced:
-        tables.append(_build_table("what the scales reduce against the paper", ("name", "scale", ""), reduced))
-    return tables
+    reductions = _build_table("what the scales reduce against the paper", ("name", "scale", ""), reduced)
+    return [table, reductions] if reduced else [table]

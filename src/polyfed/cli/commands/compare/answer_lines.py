@@ -41,7 +41,9 @@ def print_answers(results: Mapping[str, Any], out: Path | None, console: Console
         for row in (mean, *ranked[:_MAX_SITES]):
             name = "mean over clients" if row["client"] is None else row["client"]
             table.add_row(
-                Text(_WORDS[row["answer"]], _STYLES[row["answer"]]), name, describe_answer(row, results["score_unit"])
+                Text(_WORDS[row["answer"]], _STYLES[row["answer"]]),
+                name,
+                describe_answer(row, results["score_unit"], results.get("reference")),
             )
         # In a terminal a long answer continues below its beginning, in a log each has one line.
         (console if console.is_terminal else Console(file=console.file, width=_LOG_WIDTH)).print(table)
@@ -57,12 +59,12 @@ def print_answers(results: Mapping[str, Any], out: Path | None, console: Console
         print_next_commands(console, Page=["report", str(out)], Tables=["show", str(out)])
 
 
-def describe_answer(row: Mapping[str, Any], unit: str) -> str:
+def describe_answer(row: Mapping[str, Any], unit: str, reference: str | None = "local") -> str:
     """Describes an answer's gain in a few words; of one without a usable interval the reason.
 
     >>> describe_answer({"answer": "join", "method": "fedavg", "gain": 0.041, "interval": [0.01, 0.062],
     ...                  "over": "local", "sentence": ""}, "%")
-    'fedavg +4.1 [+1.0, +6.2] over local'
+    'fedavg +4.1 [+1.0, +6.2] over training alone'
     >>> describe_answer({"answer": "undecided", "method": "fedavg", "gain": None, "interval": None,
     ...                  "over": "local", "sentence": "north: not decided: no predictions were kept (9 test examples)"}, "%")
     'no predictions were kept (9 test examples)'
@@ -73,7 +75,8 @@ def describe_answer(row: Mapping[str, Any], unit: str) -> str:
     low, high = (_format_gain(end, unit) for end in row["interval"])
     more = row["sentence"].rpartition("); ")
     doubt = f"; {more[2]}" if row["answer"] == "undecided" and more[1] else ""
-    rival = row.get("over", "training alone")
+    over = row.get("over", reference)
+    rival = "training alone" if over == reference else f"{str(over).replace('_', ' ')} alone"
     return f"{row['method']} {_format_gain(row['gain'], unit)} [{low}, {high}] over {rival}{doubt}"
 
 
