@@ -146,7 +146,7 @@ def compare(
         public: unlabelled examples that are no client's, for methods that need them; the others ignore them.
         like: whose local training the methods get that are given by name; default: that of the first method in `algorithms`
             that is not a name and has no other defaults for it. Without any, they have equal epochs and batches.
-        budget: "best" compares each method at its best round by validation loss, and gives no answer over or with one
+        budget: "best" compares each method at its best round by validation loss, and gives no answer against or with one
             that was still learning; "steps" compares after all rounds, "bytes" or "seconds" (or "bytes=5e6", "seconds=30")
             each run at its last evaluated round that has spent no more.
             `polyfed.comparison.planning.budget.Budget` says more.

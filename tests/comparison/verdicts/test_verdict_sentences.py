@@ -317,7 +317,7 @@ def test_a_site_joins_only_if_the_method_beats_everything_that_it_has_alone():
             assert "better than the best that it has alone, logistic regression alone, on new" in north["sentence"]
         if share == 0.8:
             assert north["sentence"].startswith(
-                "north: logistic regression alone is as good; not decided: fed is between "
+                "north: logistic regression alone is at least as good; not decided: fed is between "
             )
         if share == 0.9:
             assert north["sentence"].startswith("north: stay alone with logistic regression: fed is ")
@@ -369,7 +369,7 @@ def test_dealt_anew_the_rivals_count_too():
     simple = {"logistic_regression": simple_model(0.9, 0.9, 0.9)}
     content = made(right, simple=simple, resplit=3)
     assert {one["over"] for one in content["answers"]} == {"logistic_regression"}
-    assert all("logistic regression alone is as good; " in one["sentence"] or one["answer"] == "stay"
+    assert all("logistic regression alone is at least as good; " in one["sentence"] or one["answer"] == "stay"
                for one in content["answers"])  # fmt: skip
     dealt = made(right, simple=simple, same_clients=False)
     assert dealt["mean_answer"]["over"] == "logistic_regression"

@@ -24,8 +24,8 @@ def test_an_answer_has_the_words_of_the_comparison_without_site_and_answer():
         ("undecided", "", "there is no interval."),
         (
             "undecided",
-            "x: ridge regression alone is as good; not decided: fedavg is worse or better",
-            "ridge regression alone is as good; fedavg is worse or better.",
+            "x: ridge regression alone is at least as good; not decided: fedavg is worse or better",
+            "ridge regression alone is at least as good; fedavg is worse or better.",
         ),
         (
             "stay",
@@ -171,7 +171,7 @@ def test_of_a_loss_the_lowest_is_the_best(comparison_of, tmp_path):
         ("y", -0.05),
     ]
     assert setting.best_method_besides_local.label == "fedavg"
-    assert "The lowest mean has fedavg, 0.175; training alone has 0.250." in result_summary_sentences(setting)
+    assert "fedavg has the lowest mean, 0.175; training alone has 0.250." in result_summary_sentences(setting)
     show_report([tmp_path], Console(quiet=True), out=tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert "<td><b>0.100</b></td>" in text  # of x

@@ -25,7 +25,10 @@ def test_a_comparison_that_was_stopped(write_run, tmp_path):
     assert (gain.client, round(gain.mean, 9), round(gain.high, 9)) == ("x", 0.15, 0.2)
     assert notes[0] == f"{tmp_path / 'other/seed-0'} has no evaluated round yet and is left out"
     assert notes[1] == f"The comparison is not finished; go on with it: polyfed compare {tmp_path}"
-    assert all(note in write_page_of(tmp_path, None).read_text(encoding="utf-8") for note in notes)
+    page = write_page_of(tmp_path, None).read_text(encoding="utf-8")
+    assert all(note in page for note in notes)
+    assert "<h1>Join, or train alone? " in page
+    assert '<p class="verdict">Not finished: there are no answers yet.</p>' in page
 
 
 def test_runs_that_cannot_be_compared_are_left_out(write_run, tmp_path):

@@ -4,11 +4,12 @@ import dataclasses
 import re
 
 import pytest
+import yaml
 
-from polyfed.report.data.answers import SiteAnswer
+from polyfed.report.data.answers import ANSWER_LABELS, SiteAnswer
 from polyfed.report.data.costs import cost_of_method, disclosures_of_method
 from polyfed.report.data.run_groups import read_run_groups
-from polyfed.report.page.advice.answer_table import WIDTH, gain_axis, html_answer_table
+from polyfed.report.page.advice.answer_table import WIDTH, gain_axis, html_answer_table, html_pooled_gains
 from polyfed.report.page.advice.decision import html_advice_section
 from polyfed.report.page.advice.header_card import html_header_card
 
@@ -70,6 +71,9 @@ def test_an_error_is_named_once_and_stands_below_the_number_if_its_name_is_long(
 def test_the_decision_is_one_sentence(group, kinds, sentence, kind):
     card = html_header_card(group(answers=answers(*kinds)), "site")
     assert f'<p class="verdict">{sentence}</p>' in card
+    meanings = re.findall('<p class="meaning">(?:<b>([^<]*):</b> )?', card)
+    labels = [label for key, label in ANSWER_LABELS.items() if key in kinds]
+    assert meanings == (labels if len(labels) > 1 else ["" for _ in labels])
     assert f'<div class="lead {kind}">' in card
 
 
@@ -117,15 +121,38 @@ def test_intervals_of_all_sites_are_drawn_on_one_axis(group):
     assert re.findall("<td>([^<]*)</td>", rows[1]) == ["−1.000", "–", "ridge", "–"]
     same = html_answer_table(told[:1], found, axis, 0.95)
     assert "gain over training alone, AUC" in same
-    assert ">over<" not in same
+    assert ">compared with<" not in same
+    assert ">compared with<" in table
+
+
+def test_gains_shrunk_towards_all_sites_are_a_table_of_their_own(group):
+    clients = {"north": {"interval": [0.01, 0.03]}, "south": {"interval": [-0.02, 0.01]}}
+    found = dataclasses.replace(group(), comparison_results={"site_model": {"over": "ridge", "clients": clients}})
+    table = html_pooled_gains(found, 0.95)
+    assert "Gain over ridge, shrunk towards the mean over sites" in table
+    assert re.findall("<td[^>]*>([^<]*)</td>", table) == ["+0.010 to +0.030", "−0.020 to +0.010"]
+    assert html_pooled_gains(dataclasses.replace(found, comparison_results={}), 0.95) == ""
+
+
+def test_warnings_advise_whoever_made_the_comparison(group, tmp_path):
+    found = group(warnings=["Not tuned (tune='none', --tune none)"])
+    assert "Not tuned (tune=&#39;none&#39;)." in html_advice_section(found, None, "k")
+    experiment = {"config": {"data": {"name": "heart"}}, "methods": {}, "same_data": False, "resplit": None}
+    description = {"title": "mine", "same_clients": True, "reference": "local"}
+    description["experiment"] = {**experiment, "references": False}
+    (tmp_path / "mine/comparison.yaml").write_text(yaml.safe_dump(description))
+    assert "Not tuned (--tune none)." in html_advice_section(found, None, "k")
 
 
 def test_the_card_says_why_it_is_of_a_method_that_does_not_lead_the_table(group):
     run_group = group()
     (fedavg,) = (method for method in run_group.methods if method.label == "fedavg")
     rival = dataclasses.replace(fedavg, label="rival", statistics={**fedavg.statistics, "mean": 0.99})
-    for converged, reason in ((False, " of the methods that had converged"), (True, "")):
-        results = {"best_by": "validation", "leader": "fedavg", "convergence": {"rival": {"converged": converged}}}
+    for rival_is_ready, leader_is_ready, reason in (
+        (False, True, " of the methods that had converged"), (True, True, ""), (False, False, ""),
+    ):  # fmt: skip
+        courses = {"rival": {"converged": rival_is_ready}, "fedavg": {"converged": leader_is_ready}}
+        results = {"best_by": "validation", "leader": "fedavg", "convergence": courses}
         changed = dataclasses.replace(
             run_group,
             methods=(rival, *run_group.methods),

@@ -154,7 +154,7 @@ def test_the_first_sentence_names_the_highest_mean_and_one_seed_carries_no_verdi
     write_run(tmp_path / "a", "fedavg", {"x": [0.75], "y": [0.5]}, wanted=3)
     write_run(tmp_path / "a/baselines/local", "local", {"x": [0.5], "y": [0.55]})
     texts = " ".join(page(tmp_path / "a")[1].texts)
-    assert "The highest mean has fedavg, 62.5 %; training alone has 52.5 %." in texts
+    assert "fedavg has the highest mean, 62.5 %; training alone has 52.5 %." in texts
     assert "+10.0 points on average; 2 clients: 1 gain, 1 lose (most: y −5.0 points)" in texts
     assert "One seed: differences of a few points can be chance" in texts
     assert f"fedavg has 1 of 3 rounds and can go on: polyfed resume {tmp_path / 'a'}" in texts

@@ -41,7 +41,7 @@ def test_methods_are_ranked_over_the_seeds_that_all_have(stopped):
     """Over both seeds local has 0.7, over the common one 0.9."""
     setting = stopped({"local": {0: [0.9], 1: [0.5]}, "fedprox": {0: [0.85]}})
     first = result_summary_sentences(setting)[0]
-    assert first == "The highest mean has local, 90.0 %."  # a note on the page names the seed
+    assert first == "local has the highest mean, 90.0 %."  # a note on the page names the seed
     assert [setting.mean_score(line) for line in setting.methods] == [0.85, 0.9]
     assert setting.mean_score_by_participant(setting.methods[1]) == {"x": 0.9}
 
@@ -50,7 +50,7 @@ def test_a_method_without_any_score_does_not_keep_the_others_from_being_ranked(s
     setting = stopped(
         {"local": {0: [0.5], 1: [0.5]}, "fedprox": {0: [None], 1: [None]}, "fedavg": {0: [0.6], 1: [0.7]}}
     )
-    assert result_summary_sentences(setting)[0] == "The highest mean has fedavg, 65.0 %; training alone has 50.0 %."
+    assert result_summary_sentences(setting)[0] == "fedavg has the highest mean, 65.0 %; training alone has 50.0 %."
 
 
 def test_ties_are_ties_whatever_the_rounding(stopped):

@@ -176,7 +176,7 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
         return f"{subject}: not decided: {why_not or f'no method can be compared with {reference}'}"
     is_simple_model = row["over"] != reference
     rival = describe_local_alternative(row["over"], reference, content["task"])
-    first = f"{rival} is as good; " if is_simple_model and row["gain"] is not None and row["gain"] <= 0 else ""
+    first = f"{rival} is at least as good; " if is_simple_model and row["gain"] is not None and row["gain"] <= 0 else ""
     if interval is None:
         few = f"too few {get_task(content['task']).limiting_examples} for an interval of {leader}"
         if row["gain"] is None:

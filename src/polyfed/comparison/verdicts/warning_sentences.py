@@ -73,8 +73,8 @@ def warning_sentences(content: Mapping[str, Any], data_warnings: Sequence[str], 
             else [helps[not_converged[0]]]
         )
         sentences.append(
-            f"Not converged: {', '.join(not_converged)}. No answer is given over or with these methods. Ways out: "
-            f"{'; '.join(each)}. Or name a budget (budget='steps', --budget steps) if that is the question."
+            f"Not converged: {', '.join(not_converged)}. No answer rests on a method that still improved in the last rounds. "
+            f"Ways out: {'; '.join(each)}. Or name a budget (budget='steps', --budget steps) if that is the question."
         )
     elif not_converged:
         sentences.append(f"Not converged within this budget: {', '.join(not_converged)}.")

@@ -65,9 +65,8 @@ class MethodRuns:
         """
         tables = [{point[0]: point for point in run.learning_curve} for run in self.runs]
         rounds = sorted(set.intersection(*(set(table) for table in tables)))
-        columns: dict[str, list[float]] = {
-            name: [] for name in ("rounds", "megabytes", "seconds", "mean", "low", "high")
-        }
+        names = ("rounds", "megabytes", "seconds", "mean", "low", "high")
+        columns: dict[str, list[float]] = {name: [] for name in names}
         for number in rounds:
             points = np.array([table[number] for table in tables])
             scores = points[~np.isnan(points[:, 1]), 1].tolist()
@@ -93,6 +92,7 @@ class RunGroup:
         methods: at least one.
         comparison_results: the content of `comparison.json`; empty without one.
         local_label: label of the line that trains alone, which gains are over; None if there is none.
+        is_unfinished: True for the finished runs of a comparison that has others to go.
     """
 
     title: str
@@ -101,6 +101,7 @@ class RunGroup:
     methods: tuple[MethodRuns, ...]
     comparison_results: Mapping[str, Any]
     local_label: str | None
+    is_unfinished: bool = False
 
     @property
     def local_method(self) -> MethodRuns | None:
@@ -313,10 +314,8 @@ def _data_title(config: Mapping[str, Any]) -> str:
     name = partition.pop("name", "")
     if name == "natural":
         return f"{data.get('name', 'data')}, sites by column {partition.get('column')}"
-    parameters_text = ", ".join(
-        f"{key} {value}" for key, value in partition.items() if isinstance(value, int | float | str)
-    )
-    return f"{data.get('name', 'data')}, {name}" + (f" ({parameters_text})" if parameters_text else "")
+    parameters = ", ".join(f"{key} {value}" for key, value in partition.items() if isinstance(value, int | float | str))
+    return f"{data.get('name', 'data')}, {name}" + (f" ({parameters})" if parameters else "")
 
 
 def _unfinished_comparison_group(folder: Path, runs: Sequence[RunRecord], notes: list[str]) -> RunGroup:
@@ -339,7 +338,8 @@ def _unfinished_comparison_group(folder: Path, runs: Sequence[RunRecord], notes:
     ]
     methods.sort(key=lambda line: line.label == description.get("reference"))
     title, same_clients = str(description.get("title", folder.name)), bool(description.get("same_clients"))
-    return RunGroup(title, runs[0].score_format, same_clients, tuple(methods), {}, description.get("reference"))
+    reference = description.get("reference")
+    return RunGroup(title, runs[0].score_format, same_clients, tuple(methods), {}, reference, is_unfinished=True)
 
 
 def _finished_comparison_group(folder: Path, notes: list[str]) -> RunGroup:

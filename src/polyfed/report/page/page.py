@@ -11,7 +11,13 @@ from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.provenance import Provenance, read_provenance
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.page import sentences
-from polyfed.report.page.advice.decision import confidence_level_of, html_advice_section, is_comparison_with_answers
+from polyfed.report.page.advice.answer_table import html_pooled_gains
+from polyfed.report.page.advice.decision import (
+    confidence_level_of,
+    html_advice_section,
+    is_comparison_with_answers,
+    keep_advice_for_reader,
+)
 from polyfed.report.page.advice.header_card import html_header_card
 from polyfed.report.page.elements import (
     html_bullet_list,
@@ -83,6 +89,8 @@ def _page_heading(run_group: RunGroup, origin: Provenance) -> str:
         data = capitalize_first(origin.data_name or run_group.title)
         if not results and not origin.data_name:
             data = origin.folder_name or data
+        if run_group.is_unfinished:
+            return f"Join, or train alone? {data}"
         return f"{data}: {join_first_and_count_rest([m.label for m in run_group.methods], 3)}"
     name = capitalize_first(origin.data_name or run_group.title)
     if name == capitalize_first(_TITLE_OF_NO_NAME):
@@ -136,10 +144,15 @@ def _html_group(
             ],
         )
     convergence = run_group.comparison_results.get("convergence") or {}
-    judgements = [f"{label}: {entry['sentence']}" for label, entry in convergence.items() if entry.get("sentence")]
+    judgements = [
+        f"{label}: {keep_advice_for_reader(entry['sentence'], run_group)}"
+        for label, entry in convergence.items()
+        if entry.get("sentence")
+    ]
     if not page_details.class_counts:
         del quarters[_CLASSES_HEADING]  # examples without classes, as of a regression
     (curves_heading, curves_figure), *other_quarters = quarters.items()
+    pooled = html_pooled_gains(run_group, confidence_level_of(run_group))
     details = [
         *page_details.panels.items(),
         *prediction_panels,
@@ -147,6 +160,7 @@ def _html_group(
         ("All methods: percentiles, tests, costs", html_methods_table(run_group)),
         ("In sentences, and how to read them", html_bullet_list(results) + html_bullet_list(notes)),
         *other_quarters,
+        *([("Gain of each site by a model over all sites", pooled)] if pooled else []),
         *view_panels,
     ]
     decision = html_advice_section(run_group, page_details.predictions, key)

@@ -305,8 +305,8 @@ def html_client_scores(run_group: RunGroup) -> Markup:
         "client_scores",
         opened=len(names) <= _OPEN,
         clients=count_with_noun(len(names), "client"),
-        caption=f"{capitalize_first(run_group.score_format.label)} of each client; the "
-        f"{run_group.score_format.highest_or_lowest} of a row is bold",
+        caption=f"{capitalize_first(run_group.score_format.label)} of each client; "
+        f"{'of the methods, ' if references else ''}the {run_group.score_format.highest_or_lowest} of a row is bold",
         columns=[
             "client",
             *(x.label for x in order),
@@ -318,7 +318,7 @@ def html_client_scores(run_group: RunGroup) -> Markup:
 
 
 def _reference_label(name: str, entry: Mapping[str, Any]) -> str:
-    return f"{name} (alone)" if entry.get("alone", name != "pooled") else f"{name} (for reference)"
+    return f"{name.replace('_', ' ')} ({'alone' if entry.get('alone', name != 'pooled') else 'for reference'})"
 
 
 def html_class_counts(details: PageDetails, key: str) -> Markup:

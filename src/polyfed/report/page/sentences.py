@@ -38,6 +38,9 @@ def describe_comparison(run_group: RunGroup, noun: str = "client") -> str:
     rounds = sorted({run.scored_round for method in run_group.methods for run in method.runs})
     rounds_text = f"after round {rounds[0]}" if len(rounds) == 1 else f"after rounds {rounds[0]} to {rounds[-1]}"
     seeds = "one seed" if len(run_group.seeds) == 1 else f"{len(run_group.seeds)} seeds"
+    if folds := run_group.comparison_results.get("folds"):
+        repeats = len(run_group.seeds) // folds
+        seeds = f"{folds} folds" + (f", drawn {repeats} times" if repeats > 1 else "")
     score = run_group.score_format.label
     return (
         f"{clients}, {count_with_noun(len(run_group.methods), 'method')}, {seeds}; {score} on each {noun}'s own test "
@@ -104,7 +107,7 @@ def _best_method_sentence(run_group: RunGroup, scored_methods: Sequence[MethodRu
     local_text = ""
     if local_method is not None and local_method in scored_methods and local_method is not best:
         local_text = f"; training alone has {format_number(run_group.mean_score(local_method), unit)}"
-    return f"The {run_group.score_format.highest_or_lowest} mean{seeds} has {best.label}, {best_mean}{local_text}."
+    return f"{best.label} has the {run_group.score_format.highest_or_lowest} mean{seeds}, {best_mean}{local_text}."
 
 
 def omission_and_tuning_notes(run_group: RunGroup) -> list[str]:

@@ -12,7 +12,7 @@ from polyfed.report.data.answers import ANSWER_LABELS, SiteAnswer
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.score_format import ScoreFormat
 from polyfed.report.page.charts.svg_charts import choose_axis_ticks, format_axis_tick, svg_text
-from polyfed.report.page.elements import render_template
+from polyfed.report.page.elements import html_table, render_template
 
 WIDTH, _HEIGHT = 240, 30  # of a drawing, in pixels
 _EDGE = 16  # left and right of the values, so that the labels of the axis fit
@@ -53,11 +53,7 @@ def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: 
     """
     form = run_group.score_format
     rivals = {answer.compared_with for answer in answers}
-    columns = ["gain", f"{100 * level:g} % interval", *(["over"] if len(rivals) > 1 else []), "test examples"]
-    pooled = run_group.comparison_results.get("site_model")
-    if pooled:
-        rival = _name_of_rival(str(pooled["over"])).removesuffix(" alone")
-        columns.append(f"over {rival} alone, shrunk towards all sites")
+    columns = ["gain", f"{100 * level:g} % interval", *(["compared with"] if len(rivals) > 1 else []), "test examples"]
     rows = []
     for answer in answers:
         cells = [
@@ -66,8 +62,6 @@ def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: 
             *([_name_of_rival(answer.compared_with)] if len(rivals) > 1 else []),
             "–" if answer.test_examples is None else str(answer.test_examples),
         ]
-        if pooled:
-            cells.append(_format_interval((pooled["clients"].get(answer.client) or {}).get("interval"), form))
         rows.append(
             {
                 "answer": answer,
@@ -84,6 +78,21 @@ def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: 
         axis=_svg_axis(axis, form.unit),
         axis_label=f"gain{over}, {'points of ' if form.unit == '%' else ''}{form.label}",
     )
+
+
+def html_pooled_gains(run_group: RunGroup, level: float) -> Markup:
+    """Renders each site's interval by partial pooling as a table; empty without a model over sites."""
+    pooled = run_group.comparison_results.get("site_model")
+    if not pooled:
+        return Markup()
+    rival = _name_of_rival(str(pooled["over"]))
+    caption = (
+        f"Gain over {rival}, shrunk towards the mean over sites, most where a site has few examples. Such intervals hold on "
+        "average over sites, and give no answer"
+    )
+    form = run_group.score_format
+    rows = [[client, _format_interval(entry.get("interval"), form)] for client, entry in pooled["clients"].items()]
+    return html_table(caption, ["site", f"{100 * level:g} % interval"], rows)
 
 
 def _name_of_rival(compared_with: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from markupsafe import Markup
 
 from polyfed.comparison.verdicts.warning_sentences import describe_omissions
+from polyfed.core.io.advice import keep_advice_for_python, keep_advice_for_terminal
 from polyfed.core.io.number_format import (
     NumberUnit,
     capitalize_first,
@@ -22,6 +23,7 @@ from polyfed.report.data.answers import (
     parse_site_answers,
 )
 from polyfed.report.data.predictions import GroupPredictions
+from polyfed.report.data.provenance import read_provenance
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import ScoreFormat
@@ -41,10 +43,6 @@ from polyfed.report.page.predictions.performance import (
 
 _COUNTED: Mapping[AnswerKind, str] = {"join": "should join", "stay": "should stay alone", "undecided": "not decided"}
 _LISTED = 30  # sites up to which one table has all; more are grouped by their answer
-_POOLED_NOTE = (
-    "The last column shrinks each gain towards the mean over sites, most where a site has few examples; such intervals "
-    "hold on average over sites, and give no answer."
-)
 
 
 def confidence_level_of(run_group: RunGroup) -> float:
@@ -73,19 +71,28 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
     warnings = [*(results.get("warnings") or ()), *describe_omissions(results)]  # older results have no omissions there
     return render_template(
         "decision",
-        warnings=[f"{str(sentence).rstrip('.')}." for sentence in dict.fromkeys(warnings)],
+        warnings=[
+            f"{keep_advice_for_reader(str(sentence), run_group).rstrip('.')}." for sentence in dict.fromkeys(warnings)
+        ],
         answer_table=html_answer_table(answers, run_group, axis, level) if answers and not is_long else "",
         groups=[
             (heading, members, html_answer_table(members, run_group, axis, level))
             for heading, members in (_group_by_answer(answers) if is_long else [])
         ],
-        pooled_note=_POOLED_NOTE if results.get("site_model") and answers else "",
         mean_text=mean_text,
         facts=[_as_sentence(sentence) for sentence in _simple_model_verdicts(results)],
         covers=results.get("covers") or (),
         methods_table=_html_methods_table(run_group, level),
         figures=figures,
     )
+
+
+def keep_advice_for_reader(text: str, run_group: RunGroup) -> str:
+    """Returns advice for whoever made the comparison, in Python or by a command; with both where that is not known."""
+    origin = read_provenance(run_group)
+    if origin.configuration:
+        return keep_advice_for_terminal(text)
+    return keep_advice_for_python(text) if origin.folder_name else text
 
 
 def _group_by_answer(answers: Sequence[SiteAnswer]) -> list[tuple[str, list[SiteAnswer]]]:

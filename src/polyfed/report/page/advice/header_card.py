@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, final
 
 from markupsafe import Markup
@@ -16,6 +16,7 @@ from polyfed.core.io.number_format import (
     join_with_and,
 )
 from polyfed.report.data.answers import (
+    ANSWER_LABELS,
     AnswerKind,
     SiteAnswer,
     parse_answer_for_mean_over_sites,
@@ -26,6 +27,13 @@ from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.page.elements import render_template
 
+_MEANINGS: Mapping[AnswerKind, str] = {
+    "join": "Together with the others, the site can expect better predictions for its new examples than with the best "
+    "that it has alone.",
+    "stay": "Something that the site has alone predicts better.",
+    "undecided": "These examples cannot tell a gain from chance. Staying alone costs nothing and discloses "
+    "nothing; more examples would narrow the intervals.",
+}
 _LONGEST_UNIT = 12  # characters of a unit that stand beside the number, in its size
 
 
@@ -51,8 +59,10 @@ def html_header_card(run_group: RunGroup, noun: str) -> Markup:
     results = run_group.comparison_results
     answers, mean_answer = parse_site_answers(results), parse_answer_for_mean_over_sites(results)
     cost = cost_of_method(method)
+    kinds: set[AnswerKind] = {answer.kind for answer in answers}
     if answers or mean_answer is not None:
         kind, decision = _decide_in_words(answers, mean_answer)
+        kinds = kinds or {kind} & {"undecided"}
         facts = [_mean_gain_of_answer(run_group, mean_answer)]
     else:
         kind, decision = "undecided", _summary_of_runs(run_group, method)
@@ -63,6 +73,9 @@ def html_header_card(run_group: RunGroup, noun: str) -> Markup:
         "header_card",
         kind=kind,
         decision=decision,
+        meanings=[
+            (ANSWER_LABELS[k] if len(kinds) > 1 else "", meaning) for k, meaning in _MEANINGS.items() if k in kinds
+        ],
         facts=[fact for fact in (*facts, *_cost_facts(cost, noun), _disclosure_fact(run_group, method)) if fact.value],
         method=method.label,
         why_method=_why_this_method(run_group, method),
@@ -78,8 +91,9 @@ def _why_this_method(run_group: RunGroup, method: MethodRuns) -> str:
     if not results or not better:
         return ""
     courses = results.get("convergence") or {}
-    unready = any((courses.get(other.label) or {}).get("converged") is False for other in better)
-    return f", the best by {results['best_by']} examples{' of the methods that had converged' if unready else ''}"
+    unready = {x.label for x in (method, *better) if (courses.get(x.label) or {}).get("converged") is False}
+    is_readiest = bool(unready) and method.label not in unready
+    return f", the best by {results['best_by']} examples{' of the methods that had converged' if is_readiest else ''}"
 
 
 def _describe_evaluated(run_group: RunGroup, method: MethodRuns, cost: MethodCost, noun: str) -> str:
@@ -148,6 +162,8 @@ def _mean_gain_of_answer(run_group: RunGroup, answer: SiteAnswer | None) -> KeyF
 
 def _summary_of_runs(run_group: RunGroup, method: MethodRuns) -> str:
     score, local = run_group.score_format, run_group.local_method
+    if run_group.is_unfinished:
+        return "Not finished: there are no answers yet."
     text = f"{method.label}: {score.mean_label} {format_number(run_group.mean_score(method), score.unit)}"
     if local is not None and local is not method and not math.isnan(run_group.mean_score(local)):
         text += f"; training alone: {format_number(run_group.mean_score(local), score.unit)}"
@@ -172,7 +188,7 @@ def _cost_facts(cost: MethodCost, noun: str) -> list[KeyFact]:
     rounds = KeyFact(
         "Rounds", f"{low}" if low == high else f"{low} to {high}", f"of {cost.planned_rounds} that were run"
     )
-    seconds = KeyFact("Computing time", format_duration(cost.seconds), "clients and server added up, one run")
+    seconds = KeyFact("Computing time", format_duration(cost.seconds), f"{noun}s and server added up, one run")
     facts = [KeyFact("Sent", traffic, note), rounds, seconds]
     if cost.simulated_seconds is not None:
         meaning = "until the last of these rounds, at the clients' stated speeds; one run"
@@ -205,7 +221,8 @@ def _disclosure_fact(run_group: RunGroup, method: MethodRuns) -> KeyFact:
 def why_this_round(run_group: RunGroup, method: MethodRuns, cost: MethodCost) -> str:
     """Returns a sentence that says after which round the scores are, and why after that one."""
     low, high = cost.scored_rounds
-    after = f"after round {low}" if low == high else f"after rounds {low} to {high}, one for each seed,"
+    unit = "fold" if run_group.comparison_results.get("folds") else "seed"
+    after = f"after round {low}" if low == high else f"after rounds {low} to {high}, one for each {unit},"
     scores = f"Scores of {method.label} are those {after} of {cost.planned_rounds}"
     if budget := (run_group.comparison_results.get("budget") or {}).get("sentence"):
         return f"{scores.rstrip(',')}: {end_with_period(budget)}"
