@@ -48,6 +48,22 @@ def test_an_id_in_any_order_and_one_that_was_dropped():
     assert dropped.startswith("column 'subject', which is not a feature, has 42 values")
 
 
+@pytest.mark.parametrize("name", ["patient", "k"])
+def test_visits_that_follow_one_another_in_blocks(name):
+    """Three visits of each patient, stacked by visit: what is constant has fractions and missing values."""
+    rng = np.random.default_rng(0)
+    age, stage = rng.normal(60, 10, 80).tolist(), rng.choice(["I", "II", None], 80).tolist()
+    rows = {name: list(range(80)) * 3, "age": age * 3, "stage": stage * 3, "lab": rng.normal(size=240).tolist()}
+    rows |= {"y": rng.integers(0, 2, 240).tolist(), "s": [k % 2 for k in range(80)] * 3}
+    (ids,) = warned(rows, "y", "s")
+    assert f"column '{name}' has 80 values that each occur about 3 times, and 2 columns are constant within each" in ids
+    varying = {name: rows[name], "lab": rows["lab"], "y": rows["y"], "s": rows["s"]}
+    found = warned(varying, "y", "s")
+    assert [text.split(": ")[0] for text in found] == (
+        ["column 'patient' has 80 values that each occur about 3 times"] if name == "patient" else []
+    )
+
+
 def test_a_group_answers():
     assert warned(voices(), "motor", group="subject", drop="total") == []
 

@@ -73,7 +73,7 @@ def warning_sentences(content: Mapping[str, Any], data_warnings: Sequence[str], 
             else [helps[not_converged[0]]]
         )
         sentences.append(
-            f"Not converged: {', '.join(not_converged)}. No answer rests on a method that still improved in the last rounds. "
+            f"Not converged: {', '.join(not_converged)}. No answer rests on a method that still improved at the end. "
             f"Ways out: {'; '.join(each)}. Or name a budget (budget='steps', --budget steps) if that is the question."
         )
     elif not_converged:

@@ -28,6 +28,7 @@ _MOST_COMPARED = 50  # columns that may be constant within the values of an id
 # UCI's Parkinson data, one of which contains the other, have 0.947.
 _CORRELATION = 0.94
 _AREA = 0.995  # AUC of a single column
+_PEOPLE = frozenset({"patient", "subject", "participant", "person", "mrn", "pid"})  # words in the names of their ids
 _LEAST_OF_CLASS = 10  # examples of a class for that AUC
 
 Codes = NDArray[np.int64]
@@ -65,7 +66,8 @@ def warn_of_suspicious_columns(
     if table.num_rows < _LEAST_ROWS:
         return
     others = [name for name in table.column_names if name not in (*targets, *roles, site)]
-    codes = {name: numbers for name in others if (numbers := _codes_of_column(table, name)) is not None}
+    values = {name: numbers for name in others if (numbers := _values_as_codes(table, name)) is not None}
+    codes = {name: numbers for name, numbers in values.items() if _has_whole_values(table, name)}
     sites = None if site is None else np.unique(column_as_texts(table, site).astype(str), return_inverse=True)[1]
     for name in features:
         in_order = name in codes and not has_identifier_name(name)  # those are warned of where columns are read
@@ -76,7 +78,7 @@ def warn_of_suspicious_columns(
             )
     if not roles:
         for name in others:
-            if name in codes and (looks := _describe_id(name, codes, sites)):
+            if name in codes and (looks := _describe_id(name, values, sites, name in features)):
                 cure = (
                     f"give group={name!r} (--data.group {quote(name)}) if it is that of a patient or the like (its rows "
                     "then count as one), or "
@@ -95,28 +97,33 @@ def warn_of_suspicious_columns(
             )
 
 
-def _codes_of_column(table: Table, name: str) -> Codes | None:
-    """Returns a column of texts or whole numbers as numbers from 0; None for other columns, and where values are missing."""
+def _values_as_codes(table: Table, name: str) -> Codes | None:
+    """Returns a column of texts or numbers as numbers from 0, one for each value, and one for missing values; None for
+    other columns."""
     column: NDArray[Any]
     if is_numeric_column(table, name):
         column = column_as_numbers(table, name)
-        if not bool((column == np.floor(column)).all()):  # NaN is not a whole number either
-            return None
     elif is_text_type(column_as_arrow_array(table, name).type):
-        column = column_as_texts(table, name)
-        if any(value is None for value in column):
-            return None
-        column = column.astype(str)
+        column = column_as_texts(table, name).astype(str)
     else:
         return None
     return np.unique(column, return_inverse=True)[1]
 
 
-def _describe_id(name: str, codes: dict[str, Codes], sites: Codes | None) -> str:
+def _has_whole_values(table: Table, name: str) -> bool:
+    """Returns whether a column has a text or a whole number in each row."""
+    if is_numeric_column(table, name):
+        numbers = column_as_numbers(table, name)
+        return bool((numbers == np.floor(numbers)).all())  # NaN is not a whole number either
+    return not column_as_arrow_array(table, name).null_count
+
+
+def _describe_id(name: str, codes: dict[str, Codes], sites: Codes | None, is_feature: bool) -> str:
     """Returns in what a column looks like an id, in a few words, or "" if it does not.
 
     Either its values stand in sequence, many times each or with another column constant within each of them; or several
-    columns are constant within each of its values, in any order of the rows: sex and age within a patient.
+    columns are constant within each of its values, in any order of the rows: sex and age within a patient; or the name
+    of a feature says so.
     """
     values = codes[name]
     rows, different = len(values), int(values.max()) + 1
@@ -135,7 +142,9 @@ def _describe_id(name: str, codes: dict[str, Codes], sites: Codes | None) -> str
     times = f"{different} values that each occur about {round(rows / different)} times"
     if in_sequence and (rows >= _MANY_TIMES * different or num_constant):
         return f"{times} in sequence"
-    return f"{times}, and {num_constant} columns are constant within each" if num_constant > 1 else ""
+    if num_constant > 1:
+        return f"{times}, and {num_constant} columns are constant within each"
+    return times if is_feature and _PEOPLE & {*name.lower().replace("-", "_").split("_")} else ""
 
 
 def _near_target_sentences(
