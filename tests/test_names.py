@@ -85,6 +85,31 @@ def test_private_functions_of_a_module_have_two_words():
     assert not short, "say in a function's name what it works on, or what it returns"
 
 
+def test_docstrings_begin_with_a_verb():
+    """With what a function does ("Returns") or a class is for ("Holds"); exceptions say when they are raised."""
+    others = [
+        f"{file}:{node.lineno} {node.name}: {docstring[:40]}"
+        for file, node in all_definitions()
+        if (docstring := ast.get_docstring(node)) and not node.name.startswith("test_")
+        if not re.match(r"([A-Z][a-z]+s|Raised)\b", docstring)
+    ]
+    assert not others, "begin with the verb: Returns, Builds, Checks, Holds, ..."
+
+
+def test_docstrings_of_functions_say_what_they_do_in_one_line():
+    """Shapes, errors and further cases stand in paragraphs of their own.
+
+    The command line lists networks by their whole first sentence, so those have two lines.
+    """
+    long = [
+        f"{file}:{node.lineno} {node.name}: {len(summary.splitlines())} lines"
+        for file, node in definitions(ast.FunctionDef)
+        if (docstring := ast.get_docstring(node)) and "\n" in (summary := docstring.partition("\n\n")[0])
+        if not (file.startswith("models/") and summary.count("\n") == 1)
+    ]
+    assert not long, "shorten the first sentence to one line, and put the rest below"
+
+
 def test_the_exceptions_are_needed():
     names = {function.name for _, function in definitions(ast.FunctionDef)}
     assert names >= PARTICIPLES.keys()

@@ -47,8 +47,7 @@ class AlignmentTarget:
     distance_measure: Distance = "cka"
 
     def distance(self, representation: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Returns the distance of a client's kernel matrix from the mean kernel matrix, a scalar: 1 − CKA, or the
-        orthogonal Procrustes distance.
+        """Returns a client's distance from the mean kernel, a scalar: 1 − CKA, or Procrustes distance.
 
         Arguments are as in `cka`. The Procrustes distance is that of A_i and F.
 
@@ -61,8 +60,7 @@ class AlignmentTarget:
         return procrustes_distance(representation, self._features if rows is None else self.matrix[rows])
 
     def cka(self, representation: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Returns the similarity (CKA, a scalar) of a client's kernel matrix and the mean kernel matrix, on all public
-        examples or those at `rows`.
+        """Returns a client's CKA with the mean kernel, a scalar, on all public examples or `rows`.
 
         Args:
             representation: the client's representation of these rows, shape (number, d_i).
@@ -85,8 +83,7 @@ class AlignmentTarget:
 def mean_kernel_features(
     representations: Sequence[Tensor], weights: Sequence[float], normalise: bool = False
 ) -> Tensor:
-    """Returns features F, shape (L, Σ_j d_j), whose linear kernel FFᵀ is the weighted mean K̄ of the linear kernels of
-    several representations (eq. 6).
+    """Returns F, (L, Σ_j d_j), whose FFᵀ is the weighted mean K̄ of linear kernels (eq. 6).
 
     F = [√w_1·A_1, ..., √w_N·A_N], so that FFᵀ = K̄ = Σ_j w_j·A_j·A_jᵀ.
 
@@ -108,8 +105,7 @@ def mean_kernel_features(
 
 
 def triangular_kernel_factor(features: Tensor) -> Tensor:
-    """Returns a smaller matrix with the same linear kernel as `features` F: a triangular G of shape (L, min(L, D)) with
-    GGᵀ = FFᵀ.
+    """Returns a smaller matrix of the same linear kernel: a triangular G, (L, min(L, D)), with GGᵀ = FFᵀ.
 
     G is F after a rotation of all its columns together. Up to signs it depends on FFᵀ alone and so reveals no more:
     unlike F, it does not show which column belongs to which client. It comes from a QR decomposition of Fᵀ in float64,
@@ -126,8 +122,7 @@ def triangular_kernel_factor(features: Tensor) -> Tensor:
 
 
 def mean_rbf_kernel(representations: Sequence[Tensor], weights: Sequence[float], sigma: float = 0.5) -> Tensor:
-    """Returns the weighted mean of the RBF kernel matrices of several representations, K̄ = Σ_j w_j K_j (eq. 6), shape
-    (L, L).
+    """Returns the weighted mean of RBF kernel matrices, K̄ = Σ_j w_j K_j (eq. 6), shape (L, L).
 
     It adds a few rows at a time, so that no other (L, L) matrix is in memory.
 

@@ -36,8 +36,7 @@ def linear_kernel(a: Tensor) -> Tensor:
 
 
 def rbf_kernel(a: Tensor, sigma: float = 0.5) -> Tensor:
-    """Returns the RBF kernel matrix of a representation, shape (L, L): a similarity from 0 to 1 for each pair of
-    examples.
+    """Returns the RBF kernel matrix, (L, L): a similarity from 0 to 1 for each pair of examples.
 
     K(p, q) = exp(−‖a_p − a_q‖²/(2s²)), where s is `sigma` times the median distance.
 
@@ -291,8 +290,7 @@ def _constant_kernel(kernel: Tensor, means: Tensor, scale: Tensor) -> CentredKer
 
 
 def rbf_kernel_blocks(a: Tensor, sigma: float = 0.5, block: int = _BLOCK) -> Iterator[tuple[slice, Tensor]]:
-    """Yields the matrix of `rbf_kernel` in blocks of rows, as (slice of the rows, block of at most `block` rows and L
-    columns).
+    """Yields (slice of rows, block of at most `block` rows and L columns) of `rbf_kernel`'s matrix.
 
     >>> [(places.start, rows.shape) for places, rows in rbf_kernel_blocks(torch.eye(3), block=2)]
     [(0, torch.Size([2, 3])), (2, torch.Size([1, 3]))]

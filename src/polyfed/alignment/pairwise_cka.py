@@ -43,8 +43,7 @@ def _unit_kernels(representations: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def mean_pairwise_cka(representations: Sequence[Tensor]) -> float | None:
-    """Returns the mean linear CKA over all pairs of different networks' representations; None if there are fewer than
-    two.
+    """Returns the mean linear CKA of any two networks' representations; None for fewer than two.
 
     >>> mean_pairwise_cka([torch.eye(3), 2 * torch.eye(3)])
     1.0

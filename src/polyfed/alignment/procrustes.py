@@ -17,8 +17,7 @@ from polyfed.alignment.cka import CentredFeatures, check_same_number_of_examples
 
 
 def procrustes_distance(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
-    """Returns the orthogonal Procrustes distance of two representations of the same examples, from 0 (equal up to
-    rotation and scale) to 2.
+    """Returns the orthogonal Procrustes distance, from 0 (equal up to rotation and scale) to 2.
 
     Representations are equal up to a rotation, reflection, shift and scale of the features. The distance is
     differentiable in both arguments.
@@ -79,8 +78,7 @@ class _NuclearNorm(torch.autograd.Function):
 
 
 def _compress_columns(a: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Factors a wide matrix A, shape (L, d), into C of shape (L, L) and the transpose of Q with orthonormal columns,
-    shape (d, L); returns C and Q.
+    """Factors a wide A, (L, d), into C, (L, L), and Qᵀ, with orthonormal columns of Q, (d, L).
 
     Returns (A, None) if A has no more features than examples.
     """

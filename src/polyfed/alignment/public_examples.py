@@ -11,8 +11,7 @@ from polyfed.core.seeds import derive_seed, torch_generator
 
 
 def draw_public_rows(seed: int, round_number: int, pool_size: int, num_rows: int) -> Tensor:
-    """Draws the positions of the public examples that are used in a round, without replacement: int32, shape
-    (num_rows,), or (pool_size,) if the pool is smaller.
+    """Draws a round's public rows without replacement: int32, (num_rows,), or (pool_size,) if fewer.
 
     Args:
         seed: seed of the run.
@@ -28,8 +27,7 @@ def draw_public_rows(seed: int, round_number: int, pool_size: int, num_rows: int
 
 
 def noise_like(examples: Examples, num_examples: int, seed: int) -> Examples:
-    """Returns random examples with the shapes and types of a client's inputs, equal for clients with equal shapes and
-    types.
+    """Returns random examples of the shapes and types of a client's inputs, equal for equal ones.
 
     Args:
         examples: the client's examples; their transform is applied to the noise, too.

@@ -21,8 +21,7 @@ _BATCH = 256
 def compute_representations(
     model: nn.Module, examples: Examples, *, module: str | None = None, batch_statistics: bool = False
 ) -> Tensor:
-    """Returns a network's representation of each example, the input of its last linear layer or of `module`: float32 on
-    the CPU, shape (n, width).
+    """Returns the inputs of the last linear layer or `module` for all examples: float32, CPU, (n, width).
 
     A = Φ(X; W). The model runs in evaluation mode, without dropout.
 
@@ -53,8 +52,7 @@ def compute_representations(
 
 
 def differentiable_representations(model: nn.Module, examples: Examples, rows: Tensor, module: str) -> Tensor:
-    """Returns a network's representations of the examples at `rows`, on the network's device, with gradients to the
-    parameters.
+    """Returns the representations at `rows` on the network's device, with gradients.
 
     Returns shape (number, width); for a stack of k networks, each with its own rows (k, number), shape (k, number,
     width).

@@ -56,8 +56,7 @@ class StaticRegistry(Mapping[str, Any]):
 
 @cache
 def read_value_or_outline_without_import(module: str, name: str) -> Any:
-    """Reads a module's source without importing it, and returns the value of a top-level constant, or an outline
-    (fields and docstring) of a class or function.
+    """Reads a constant, or a class's or function's outline (fields, docstring), from a module's source.
 
     >>> read_value_or_outline_without_import("polyfed.core.training.precision", "Precision")
     typing.Literal['fp32', 'bf16']

@@ -62,8 +62,7 @@ def load_no_outputs(label: str, seed: int, client: str, round_number: int) -> Te
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ResultInputs:
-    """Holds the inputs of `build_results`: all that the results of a comparison are computed from, such as its
-    description, its finished runs and their predictions.
+    """Holds what `build_results` computes results from: description, finished runs and predictions.
 
     Attributes:
         description: the content of `comparison.yaml`.

@@ -247,8 +247,7 @@ def compare(
 
 @limit_leak_warnings()
 def run_comparison(plan: ComparisonPlan) -> Comparison:
-    """Executes those training runs of a plan that are not finished yet, and returns a `Comparison` computed from all
-    runs.
+    """Executes the runs of a plan that are not finished, and returns the `Comparison` of all.
 
     Raises:
         UserError, ClientError, RoundError: as for `compare`; complete runs are kept.

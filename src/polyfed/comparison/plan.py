@@ -34,8 +34,7 @@ _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")
 @final
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """Describes a comparison before it runs: its clients, methods, seeds and settings, and the search for
-    hyper-parameters.
+    """Describes a comparison before it runs: clients, methods, seeds, settings and search.
 
     Args:
         title: for headings.

@@ -62,8 +62,7 @@ Architecture = Callable[[], nn.Module]
 @final
 @dataclass(frozen=True)
 class Message:
-    """Holds what the server and a client send each other: tensors by group and name, `{group: {name: tensor}}`, and
-    scalars by name.
+    """Holds what server and client send each other: `{group: {name: tensor}}`, and scalars by name.
 
     >>> import torch
     >>> Message({"model": {"w": torch.zeros(1000)}}, {"lr": 0.1}).nbytes
@@ -195,8 +194,7 @@ class Client:
 @final
 @dataclass(frozen=True)
 class ClientInfo:
-    """Holds what the server knows about one client when it builds a message for it: the client's id, the round, the
-    purpose, and the architecture if the method requires it.
+    """Holds what the server knows of a client when it builds a message for it.
 
     Attributes: `id`; `round` (from 1) of `rounds`; `architecture`, the client's architecture as a key of
     `ServerContext.architectures`, None unless the method's `requires` asks for it; `purpose`, what the message is for:
@@ -213,8 +211,7 @@ class ClientInfo:
 @final
 @dataclass(frozen=True)
 class DataSpec:
-    """Describes the form of a client's data: the shape of one input, and the number of outputs that a network for the
-    data needs.
+    """Describes a client's data by the shape of an input and the number of outputs that a network needs.
 
     `inputs` is the shape of one example without the batch, as networks get it; `outputs` is the number of logits that
     the labels need.
@@ -227,8 +224,7 @@ class DataSpec:
 @final
 @dataclass(frozen=True)
 class ServerContext:
-    """Holds what the server knows before the first round, such as seed and clients; a field is None if the method does
-    not ask for it in `requires`.
+    """Holds what the server knows before round 1; a field is None unless `requires` asks for it.
 
     Attributes: `seed` of the run; `rounds` in all; `clients`, everyone who may take part; `model` builds the common
     network ("one_architecture"); `architectures` by key ("architectures"); `layer_catalogue` ("layer_catalogue");
@@ -262,8 +258,7 @@ def _check_field_names(kind: Any, fields: Mapping[str, Any]) -> None:
 
 
 class Algorithm(ABC, Generic[ServerState, ClientState]):
-    """Defines the methods that a federated method must implement, for the server and for the clients; the module's
-    docstring shows a complete method.
+    """Defines the server's and the clients' half of a federated method; the module shows a complete one.
 
     `local_update` may train a scratch module in place, but changes neither `message` nor `client_state`; it returns the new
     state.
@@ -315,8 +310,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         return next(self.dispatch_all(server_state, [client_info]))
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Yields one message for each of several clients, in the order of `client_infos`; builds each message only when
-        the caller asks for it.
+        """Yields the messages to several clients, in their order, each built when the caller asks for it.
 
         A method that builds many messages at once faster overrides this instead of `dispatch`; both give the same
         messages, up to rounding.
@@ -324,8 +318,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         return (self.dispatch(server_state, client_info) for client_info in client_infos)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns `{group: {tensor's name: shape and dtype}}` for the tensors that a client's reply to `message` must
-        hold; polyfed refuses any other reply.
+        """Returns `{group: {name: shape and dtype}}` that the reply to `message` must have to be accepted.
 
         By default these are the groups of `message`, unchanged in form. Every method's replies are also checked for
         finite tensors and for the scalars in `scalars_needed`.
@@ -352,8 +345,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     def analysis(
         self, server_state: ServerState, client_ids: Sequence[str]
     ) -> Mapping[str, Tensor | Sequence[str] | float]:
-        """Returns `{name: value}` for those parts of the server's state that polyfed stores after a round for plots;
-        empty by default.
+        """Returns `{name: value}` of the server's state to store after a round for plots; empty by default.
 
         `client_ids` are the clients of the round. Numbers go into `metrics.jsonl`, tensors and lists of names into
         `analysis/round-N.npz` of the run directory.
@@ -379,8 +371,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields further networks to evaluate for the client, as (name, network); the name, such as "server", marks
-        their metrics. Yields none by default.
+        """Yields further networks to evaluate, as (name such as "server", network); by default none.
 
         Each is evaluated before the next is asked for, so that all may use one scratch module.
         """

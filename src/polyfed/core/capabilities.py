@@ -26,8 +26,7 @@ class BringsNetwork(ABC):
 
     @abstractmethod
     def describe_personal_network(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
-        """Returns a description of a client's personal network as a mapping of JSON values, from which
-        `build_from_description` rebuilds the network without its weights.
+        """Describes a personal network by JSON values, from which `build_from_description` rebuilds it.
 
         It may also hold what people want to know of the network. It is written next to the weights.
         """
@@ -71,8 +70,7 @@ class WrapsNetwork(ABC):
 
     @abstractmethod
     def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
-        """Returns the client's network inside a module of the method; the caller then loads the personal model's
-        weights into it.
+        """Returns the client's network inside the method's module, still without the personal weights.
 
         Args:
             network: the client's own.
@@ -122,8 +120,7 @@ class AddsServerTensors(ABC):
 
 
 class KeepsServerStateByClient(ABC):
-    """Has groups in its server state with an entry for each client, which a run stores one by one, so that a round reads
-    and writes the entries of its own clients.
+    """Has groups in its server state with an entry for each client, which a run stores one by one.
 
     `aggregate` must give back such a group as `server_state[group] | {client: new entry}`, which reads no other entry.
     """
@@ -139,8 +136,7 @@ class ResolvesAutoFields(ABC):
 
     @abstractmethod
     def resolved_fields(self, server_state: Any) -> Mapping[str, str]:
-        """Returns `{field: chosen value in words}` for the fields that the user left open; empty if the user set every
-        field.
+        """Returns `{field: chosen value in words}` for the fields that the user left open.
 
         Args:
             server_state: the server's state after any round.
@@ -148,8 +144,7 @@ class ResolvesAutoFields(ABC):
 
 
 def manifest_entry_of_resolved_fields(method: Algorithm[Any, Any], server_state: Any) -> dict[str, dict[str, str]]:
-    """Returns `{"decided": {field: value}}` for `manifest.json`, for the fields that the user left open and the method
-    chose; `{}` if there are none.
+    """Returns `{"decided": {field: value}}` of fields that the method chose, for `manifest.json`; or `{}`.
 
     >>> from polyfed.algorithms import FedAvg
     >>> manifest_entry_of_resolved_fields(FedAvg(), {})

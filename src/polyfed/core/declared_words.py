@@ -71,8 +71,7 @@ examples: they choose between methods, rates and rounds. `AlgorithmContract` fin
 
 @final
 class NewDisclosure(str):
-    """Declares a word that polyfed does not know for a method's `discloses`, with its meaning: what the server learns
-    of a client.
+    """Declares a new word for a method's `discloses`, with its meaning: what the server learns of a client.
 
     A site is asked for its consent to it, and refuses the method if it adds noise.
 
@@ -109,8 +108,7 @@ class NewDisclosure(str):
 
 
 def disclosures_needing_consent(disclosures: Iterable[str]) -> frozenset[str]:
-    """Returns those of a method's disclosures that a site's owner must allow before training: the ones listed in
-    `CONSENT`, and all `NewDisclosure`s.
+    """Returns the disclosures that a site's owner must allow: those of `CONSENT`, and all `NewDisclosure`s.
 
     >>> sorted(disclosures_needing_consent({"weights", "choice", NewDisclosure("gaze", "where the client's people look")}))
     ['gaze', 'weights']

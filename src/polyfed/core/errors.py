@@ -64,8 +64,7 @@ _FEW_CHOICES = 12
 
 
 def did_you_mean(name: str, choices: Iterable[str], listing: str = "") -> str:
-    """Returns the second half of an error message: it suggests the choices closest to the misspelt `name`, and lists
-    all choices, or, if there are many, names the command that does.
+    """Returns the end of an error: the choices closest to the misspelt `name`, and all or how to list them.
 
     Args:
         name: what was given.
@@ -98,8 +97,7 @@ def warn_of_data(text: str) -> None:
 
 @contextmanager
 def collect_data_warnings() -> Iterator[list[str]]:
-    """Yields a list that receives the text of each data warning issued inside the `with` block, each text once; the
-    warnings are still issued.
+    """Yields a list of the texts of data warnings inside the `with` block, which are still issued.
 
     >>> with warnings.catch_warnings(), collect_data_warnings() as texts:
     ...     warnings.simplefilter("ignore")

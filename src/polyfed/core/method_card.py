@@ -14,8 +14,7 @@ _SUMMARY_LENGTH = 60
 @final
 @dataclass(frozen=True, kw_only=True)
 class MethodCard:
-    """Describes a method by its name, summary, paper and settings, for the lists, documents, recipes and tests that
-    polyfed makes.
+    """Describes a method for the lists, documents, recipes and tests that polyfed makes.
 
     `python tools/update_lists.py` makes the registry, the lists in README and `docs/`, and the recipe `leaderboard` from
     the cards; `polyfed list` and the tests read them. The family is the folder of `algorithms` in which the
@@ -67,8 +66,7 @@ class MethodCard:
 
 
 def card_of_method(method: Any) -> MethodCard | None:
-    """Returns the card of a method, or of a method's class; None if it has no card and so does not appear in polyfed's
-    lists.
+    """Returns the card of a method or its class; None for one that appears in no list of polyfed.
 
     >>> from polyfed.algorithms import FedAvg
     >>> card_of_method(FedAvg).summary

@@ -16,8 +16,7 @@ from torch import Tensor
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """Returns a new 63-bit seed, computed from a seed and further parts, such as the round and the client's id; other
-    parts give another seed.
+    """Returns a 63-bit seed computed from a seed and parts, such as the round and the client's id.
 
     The type and the order of the parts count; NumPy's numbers and strings give the seeds that Python's give.
 
@@ -49,8 +48,7 @@ def numpy_generator(seed: int) -> np.random.Generator:
 
 @contextmanager
 def temporary_rng_seed(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seeds torch's default random number generator inside the `with` block, and restores its previous state
-    afterwards.
+    """Seeds torch's default generator inside the `with` block, and restores its state afterwards.
 
     That generator draws dropout and initial weights.
 
@@ -101,9 +99,7 @@ def _seed_device(device: torch.device, seed: int) -> None:
 
 @final
 class DropoutMaskGenerator:
-    """Draws dropout masks for one client whose network is trained together with those of other clients: the same masks
-    as if it were trained by itself.
-
+    """Draws a client's dropout masks in a cohort, the same as if it were trained by itself.
 
     >>> chance, with_scale = DropoutMaskGenerator(3, torch.device("cpu")), torch.nn.Dropout(0.5)
     >>> with temporary_rng_seed(3): alone = with_scale(torch.ones(9))

@@ -20,8 +20,7 @@ StateDictSpec = Mapping[
 
 @final
 class RunningMean:
-    """Computes the weighted mean of clients' state dicts, which are added one by one; holds only one state dict in
-    memory.
+    """Computes the weighted mean of state dicts added one by one, with one in memory.
 
     They are added in the order of the clients' ids.
 
@@ -202,8 +201,7 @@ def state_dict_spec(tensors: StateDict) -> StateDictSpec:
 
 
 def spec_mismatch(tensors: StateDict, expected: StateDictSpec) -> str | None:
-    """Returns half a sentence on the first difference in names, shapes or dtypes between `tensors` and `expected`; None
-    if they agree.
+    """Returns half a sentence on the first difference in name, shape or dtype; None if there is none.
 
     >>> spec_mismatch({"w": torch.zeros(2)}, {"w": ((3,), torch.float32)})
     "tensor 'w' has shape (2,), expected (3,)"
@@ -235,8 +233,7 @@ def name_of_first_nonfinite(tensors: StateDict) -> str | None:
 
 
 def name_of_first_exceeding(tensors: StateDict, limit: float) -> str | None:
-    """Returns the name of the first floating-point tensor with NaN or an absolute value above `limit`; None if there is
-    none.
+    """Returns the name of the first tensor with NaN or an absolute value above `limit`; or None.
 
     >>> name_of_first_exceeding({"a": torch.ones(1), "b": torch.tensor([-3.0])}, limit=2.0)
     'b'

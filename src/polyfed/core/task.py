@@ -30,8 +30,7 @@ DEFAULT_TASK = "classification"
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """Defines how targets are checked and trained on, and how a network's outputs are turned into predictions and
-    scored.
+    """Defines how targets are checked and trained on, and outputs become predictions and scores.
 
     Only `loss` and `metrics` must be defined. A task equals its name if its options are the default ones, so that
     `client.task == "survival"` works.
@@ -157,8 +156,7 @@ class Task(ABC):
         return targets
 
     def prepare_targets(self, targets: Tensor) -> Tensor:
-        """Returns targets converted to the type and shape that the loss needs; the same object if they already have
-        them.
+        """Returns the targets in the type and shape of the loss; the same object if they are so.
 
         They may be wrong, since `check_targets` comes after it. By default (n,) becomes (n, 1), and integers floats.
         """
@@ -193,8 +191,7 @@ class Task(ABC):
         return len(names) or (1 if targets.dim() == 1 else targets.shape[1])
 
     def check_outputs(self, shape: tuple[int, ...], targets: Tensor, name: str) -> None:
-        """Raises a `UserError` if a network's outputs do not fit the targets; by default, if their shape is not that of
-        the targets.
+        """Raises a `UserError` if outputs do not fit the targets; by default, if shapes differ.
 
         Args:
             shape: of the outputs for one example, without the batch.
@@ -206,8 +203,7 @@ class Task(ABC):
                             f"{tuple(targets.shape)}; they must have the same form")  # fmt: skip
 
     def target_warning(self, train: Tensor, test: Tensor) -> str | None:
-        """Returns what a client's valid targets lack, to continue the sentence "client 'north' has"; None if nothing is
-        missing.
+        """Returns what a client's valid targets lack, after "client 'north' has"; None if nothing.
 
         Args:
             train, test: its training and test targets.
@@ -215,8 +211,7 @@ class Task(ABC):
         return None
 
     def check_table_column(self, values: NDArray[np.float64], name: str) -> None:  # noqa: B027  # most take any number
-        """Raises a `UserError` if a number in one target column of a table does not suit the task; by default every
-        number does.
+        """Raises a `UserError` if a number in a target column does not suit; by default all do.
 
         Raises:
             UserError: a number does not suit the task; the message has the column's name and the rows.
@@ -229,8 +224,7 @@ class Task(ABC):
         """Returns the loss of a minibatch as a scalar tensor, which need not be a mean over examples."""
 
     def elementwise_loss(self, outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor | None:
-        """Returns the single losses of which `loss` is the mean, shape (n,) or (n, ...); None if `loss` is not such a
-        mean.
+        """Returns the losses of which `loss` is the mean, (n,) or (n, ...); None if it is no mean.
 
         With them the networks of many clients can be trained as one.
         """
@@ -252,8 +246,9 @@ class Task(ABC):
         return self.loss
 
     def minibatch_weight(self, targets: Tensor, class_weights: Any = None) -> Callable[[Tensor], float]:
-        """Returns the function (targets of a minibatch) -> its weight among several whose mean loss is that of all their
-        examples at once; by default the number of examples. The arguments are those of `training_loss`.
+        """Returns (targets) -> a minibatch's weight in the mean loss; by default its number of examples.
+
+        The arguments are those of `training_loss`.
         """
         return len
 
@@ -262,8 +257,7 @@ class Task(ABC):
         return inputs, targets
 
     def output_distance(self, teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-        """Returns the distance between a teacher's and a student's outputs, a scalar tensor, which distillation
-        minimises.
+        """Returns the distance of a student's outputs from a teacher's, which distillation minimises.
 
         By default the squared difference over 2·temperature², averaged over all outputs.
         """
@@ -340,8 +334,9 @@ class Task(ABC):
     # -- splits and counts ----------------------------------------------------------------------------------------
 
     def strata(self, targets: Tensor) -> NDArray[Any]:
-        """Returns a whole number per example (its class, say), shape (n,), by which splits are stratified and
-        partitions divide; an array of two dimensions if there is none.
+        """Returns a whole number per example (a class, say), (n,), which splits keep in proportion.
+
+        An array of two dimensions means that there is none.
 
         An array of two dimensions, as by default, means that there are no strata.
         """
@@ -357,8 +352,7 @@ class Task(ABC):
         return tuple(names)
 
     def rarest_class(self, targets: Tensor) -> tuple[int, int] | None:
-        """Returns (number of examples, index) of the rarest class (or other value of `strata`); None if the task has
-        none.
+        """Returns (examples, index) of the rarest class or value of `strata`; None if there is none.
 
         A class without examples does not count, unless there is only one: then (0, that class).
         """

@@ -54,8 +54,7 @@ def make_clients(
     augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
     fits_preprocessing: bool = True,
 ) -> tuple[list[ClientData], Examples | None]:
-    """Divides a data set among the clients of a simulation; returns the clients' data, and the public examples (None if
-    there are none).
+    """Divides a data set among simulated clients; returns them, and public examples or None.
 
     All examples are views of the pool's store, so that 500 clients need no more memory than the data set; only clients with
     a shift have a store of their own, and test and validation rows of a table, so that `client.test.x` are its own rows. The
@@ -124,8 +123,7 @@ def _build_table_clients(
     shifts: Sequence[Shift],
     fits_preprocessing: bool,
 ) -> tuple[list[ClientData], Examples | None]:
-    """Builds clients from the rows of a table, with preprocessing fitted on each client's training rows, or on those of
-    all clients.
+    """Builds clients from a table, with preprocessing fitted to each one's training rows or to all.
 
     Regression targets are scaled by mean and standard deviation over all training rows, so that a network starts near them;
     `predict` converts predictions back to their unit. If sites must first agree on the preprocessing, as a single site with

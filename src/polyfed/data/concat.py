@@ -12,8 +12,7 @@ from polyfed.core.examples.pytree import Inputs, concatenate_batches, input_spec
 
 
 def concat_examples(parts: Sequence[Examples]) -> Examples:
-    """Returns one `Examples` with the examples of all parts in order; transform and augmentation are those of the first
-    part, and columns are kept if all parts have them.
+    """Joins examples in order, with the first part's transform, and the columns that all parts have.
 
     Args:
         parts: at least one; of one structure and transform (`concatenation_obstacle` checks it) and on one device.

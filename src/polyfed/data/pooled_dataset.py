@@ -127,8 +127,7 @@ def build_pooled_dataset(
     columns: Columns | None = None,
     vocabulary: tuple[str, ...] = (),
 ) -> PooledDataset:
-    """Builds a `PooledDataset` from (inputs, labels) for training and testing; two-dimensional labels make the task
-    multi-label.
+    """Builds a data set from (inputs, labels); two-dimensional labels make it multi-label.
 
     >>> import torch
     >>> build_pooled_dataset((torch.zeros(2, 3), torch.zeros(2, 4)), None, "abcd").task.name

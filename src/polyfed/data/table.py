@@ -54,8 +54,7 @@ class ClientTables:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Returns the columns, categories and classes of the table as a dict for JSON (see
-        `polyfed.data.merge_schemas`).
+        """Returns columns, categories and classes as a dict for JSON (see `polyfed.data.merge_schemas`).
 
         It holds no row, but the categories that occur.
 
@@ -157,8 +156,7 @@ def split_table(
 
 
 def divide_by_site(pool: PooledDataset, site: str | None, split: Split, seed: int, name: str = "all") -> ClientTables:
-    """Divides a table that has been read by its column `site`; without that column, all rows belong to one site, called
-    `name`.
+    """Divides a table by its column `site`; without one, all rows belong to the site `name`.
 
     Raises:
         UserError: a site with too few rows for the split.

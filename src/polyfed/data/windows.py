@@ -76,8 +76,7 @@ def windows_by_series(
     features: Sequence[str] = (),
     step: int = 1,
 ) -> dict[str, Examples]:
-    """Returns `{series: examples}` for each series of a long table, which has one row for each series and time; raises
-    the errors of `windows`.
+    """Returns `{series: examples}` of a table with a row per series and time (see `windows`).
 
     Args:
         table: columns by name, such as a pandas frame or a dict of arrays; its rows may have any order.

@@ -36,8 +36,9 @@ class ContactRecord(TypedDict):
 
 @final
 class ContactRecorder:
-    """Writes `contact-SITE.json` when the SuperNode has reached the server, and when it begins and ends a task; a record
-    that cannot be written is logged once and ends nothing.
+    """Writes `contact-SITE.json` when the server is reached and when a task begins or ends.
+
+    A record that cannot be written is logged once and ends nothing.
 
     Args:
         node_config: the node configuration; without `state-dir` nothing is written.

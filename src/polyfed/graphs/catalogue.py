@@ -96,8 +96,7 @@ class LayerCatalogue:
 
 
 def read_graph_variant_of_catalogue(path: str | Path) -> str:
-    """Returns for which graphs a catalogue file was written, "layers" or "layers_and_norms" (norm layers are nodes,
-    too).
+    """Returns a catalogue's graphs: "layers", or "layers_and_norms" with norm layers as nodes.
 
     Raises:
         UserError: the file cannot be read, or has another value of `graph`.

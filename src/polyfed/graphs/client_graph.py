@@ -21,8 +21,7 @@ _ROWS = 2  # BatchNorm and torch.export may treat a batch of one example as a sp
 def graph_of_client(
     client: Client, catalogue: LayerCatalogue | None = None, contraction: ContractionOptions = NO_CONTRACTION
 ) -> ArchitectureGraph:
-    """Returns the graph of a client's network, with fewer nodes as `contraction` says; layers that `catalogue` lacks
-    keep the client's weights.
+    """Returns a client's graph, contracted, with layers outside `catalogue` kept at the client.
 
     Raises:
         UserError: the network cannot be traced; the message has the client's id.

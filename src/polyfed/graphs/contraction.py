@@ -104,8 +104,7 @@ def drop_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
 
 
 def bypass_joins(graph: ArchitectureGraph) -> ArchitectureGraph:
-    """Returns a graph without nodes for sums and concatenations: each layer before such a node gets an edge to each
-    layer after it.
+    """Returns a graph without sums and concatenations: layers before them lead to those after.
 
     >>> a, b, c = (Node(name, "other", {name: name}) for name in "abc")
     >>> graph = ArchitectureGraph((a, b, Node("a + b", "add", {}), c), ((0, 1), (0, 2), (1, 2), (2, 3)), {}, {})

@@ -17,8 +17,7 @@ _Point = tuple[float, float]
 
 
 def draw_graph(graph: ArchitectureGraph, path: str | Path, title: str = "") -> None:
-    """Draws a graph from top to bottom into an image file, with a dashed border for nodes whose weights stay at the
-    client.
+    """Draws a graph into an image file, with a dashed border for nodes that stay at the client.
 
     Args:
         graph: the graph to draw.
@@ -65,8 +64,7 @@ class GraphLayout(NamedTuple):
 
 
 def layout_nodes_and_edges(graph: ArchitectureGraph) -> GraphLayout:
-    """Computes a drawing of a graph: the position (column, row) of each node, with row 0 on top, and the corners of the
-    line for each edge.
+    """Computes each node's (column, row), row 0 on top, and the corners of each edge's line.
 
     A node is in the row after its last predecessor; one without predecessors is in the row before its first successor. An
     edge that skips rows passes each of them to the right of the nodes, so that no line crosses a node.

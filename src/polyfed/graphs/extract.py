@@ -41,8 +41,7 @@ _GENERATED = (torch.float32, torch.float64)  # dtypes of parameters that a hyper
 
 
 def extract(model: nn.Module, example_input: Inputs, kinds: Kinds = "all") -> ArchitectureGraph:
-    """Returns the graph of a network's layers: nodes for uses of a layer, sums and concatenations, and edges along the
-    data flow.
+    """Returns a network's graph: nodes for layers, sums and concatenations, edges for the data flow.
 
     A copy of the model is traced in evaluation mode, by torch.fx, or where Python branches on shapes, by torch.export;
     neither the model nor the random state changes. A graph is accepted only if the traced program computes the model's
@@ -332,8 +331,7 @@ def _as_local_node(node: Node) -> Node:
 
 
 def _conflicting_parameters(nodes: Sequence[Node]) -> set[str]:
-    """Returns the names of the parameters that several nodes share but use in different ways, if at least one of these
-    nodes is a layer.
+    """Returns the parameters that several nodes, one of them a layer, use in different ways.
 
     The ways differ in the type or in another parameter of the node. No single set of generated weights suits such
     nodes.

@@ -52,9 +52,9 @@ def split_into_tables(
     clash: Set[str],
     parameters: Mapping[str, Tensor],
 ) -> tuple[list[Node], tuple[tuple[int, int], ...]]:
-    """Replaces each node that uses a parameter of `clash` by a chain of nodes with one parameter each, and returns the
-    new nodes and edges. The new nodes are typed by shape alone, so that layers that use one parameter in different ways
-    share it.
+    """Replaces nodes that use a parameter of `clash` by chains of nodes of one parameter each.
+
+    They are typed by shape alone, so that layers that use one parameter in different ways share it.
 
     A table from which words choose rows remains one, since its rows tell which words occur.
     """

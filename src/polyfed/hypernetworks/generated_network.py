@@ -39,8 +39,7 @@ class GeneratedNetwork(nn.Module):
         self._is_checked = False
 
     def generate_weights(self) -> dict[str, Tensor]:
-        """Returns `{parameter's name: tensor}` with the generated weights, in the shape, dtype and memory format of the
-        parameters that they replace.
+        """Returns `{parameter: generated tensor}` in its shape, dtype and memory format.
 
         The memory format determines the one in which convolutions compute.
         """

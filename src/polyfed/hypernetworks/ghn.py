@@ -185,8 +185,7 @@ class GHN(nn.Module):
         })  # fmt: skip
 
     def encode_nodes(self, features: Tensor, edges: Tensor, levels: tuple[Level, ...] = ()) -> Tensor:
-        """Returns the final state of each node, shape (V, d), from the node features, shape (V, k), and the edges,
-        shape (2, E).
+        """Returns nodes' final states, (V, d), from features, (V, k), and edges, (2, E).
 
         Asynchronous passing needs the graph's levels.
         """
@@ -240,8 +239,7 @@ def _name_weights(
 
 @lru_cache(maxsize=8)
 def hypernetwork_size_in_bytes(config: GHNConfig) -> int:
-    """Returns the number of bytes that the tensors of a hypernetwork take in a message, with their names, without
-    allocating them.
+    """Returns the bytes of a hypernetwork's tensors with names in a message, without allocating them.
 
     >>> hypernetwork_size_in_bytes(GHNConfig(LayerCatalogue((LayerType("linear", 20, 10),)), depth=0, hidden=4))
     5180
@@ -261,9 +259,10 @@ def use_factored_heads_if_large(config: GHNConfig) -> GHNConfig:
 
 
 def shrink_to_size_of_networks(config: GHNConfig) -> GHNConfig:
-    """Returns the configuration with low-rank ("factored") heads, whose rank, latent entries and hidden units are reduced
-    until a message is no larger than `LIGHT_FACTOR` times the largest network of the catalogue, or the smallest form is
-    reached.
+    """Returns low-rank ("factored") heads, reduced until a message suits the largest network.
+
+    Rank, latent entries and hidden units are reduced until it is no larger than `LIGHT_FACTOR` times the largest network
+    of the catalogue, or the smallest form is reached.
 
     A catalogue that does not know the largest network stands for one that has each layer type once. `rank`, `latent` and
     `hidden` of the configuration are the largest values.
@@ -288,8 +287,7 @@ def shrink_to_size_of_networks(config: GHNConfig) -> GHNConfig:
 
 
 def read_sizes_from_weights(config: GHNConfig, tensors: StateDict) -> GHNConfig:
-    """Returns the configuration with the rank, latent entries and hidden units of a hypernetwork's tensors, so that a
-    client need not know how the server chose them.
+    """Returns the configuration with the sizes of these tensors, however the server chose them.
 
     >>> from polyfed.hypernetworks.ghn_start import init_ghn_params
     >>> light = GHNConfig(LayerCatalogue((LayerType("linear", 64, 32),)), latent=8, hidden=4, head="factored", rank=2)
@@ -334,8 +332,7 @@ def decoder_sizes_from_weights(tensors: StateDict) -> Sizes:
 
 
 def catalogue_from_weights(tensors: StateDict) -> LayerCatalogue:
-    """Returns the catalogue of layer types, read from the names of a hypernetwork's tensors, so that clients need not
-    receive it separately.
+    """Returns the catalogue of layer types in the names of a hypernetwork's tensors.
 
     >>> from polyfed.hypernetworks.ghn_start import init_ghn_params
     >>> form = GHNConfig(LayerCatalogue((LayerType("linear", 20, 10),)))

@@ -86,8 +86,7 @@ class GatedGraphConv(nn.Module):
 def aggregate_predecessors(
     node_states: Tensor, sources: Tensor, targets: Tensor, num_nodes: int, takes_mean: bool = False
 ) -> Tensor:
-    """Returns for each node the sum or mean of its predecessors' states, shape (num_nodes, d); 0 for a node without
-    predecessors.
+    """Returns the sum or mean of each node's predecessors, (num_nodes, d); 0 without any.
 
     >>> h = torch.tensor([[1.0], [3.0]])
     >>> aggregate_predecessors(h, torch.tensor([0, 1]), torch.tensor([1, 1]), 2, takes_mean=True).tolist()

@@ -49,8 +49,7 @@ class HypernetworkSizes:
 
 
 def init_aggregation_hypernetwork(client: str, sizes: HypernetworkSizes, seed: int) -> dict[str, Tensor]:
-    """Returns `{name: tensor}` with the random initial embedding and parameters {v_i, ψ_i} of one client's
-    hypernetwork.
+    """Returns the random initial embedding and parameters {v_i, ψ_i} of a client.
 
     The network is a trunk of three linear layers with ReLU, and for each layer of the model a linear head with N outputs.
     The draw depends on the client's name and the seed only, so that a client that has not taken part needs no stored
@@ -90,8 +89,7 @@ def hypernetwork_batch_slices(num_hypernetworks: int, sizes: HypernetworkSizes) 
 
 
 def aggregation_logits(networks: Hypernetwork) -> Tensor:
-    """Returns the scores from which aggregation weights are made, shape (B, L, N), for hypernetworks from
-    `stack_hypernetworks`.
+    """Returns scores for aggregation weights, (B, L, N), of `stack_hypernetworks`.
 
     The outputs of a network do not depend on the others in the batch, not even in the last bit: the server recomputes the
     weights to find out which layers it had retained.
@@ -104,8 +102,7 @@ def aggregation_logits(networks: Hypernetwork) -> Tensor:
 
 
 def _linear_layers(weight: Tensor, inputs: Tensor, bias: Tensor) -> Tensor:
-    """Applies B linear layers with weights (B, out, in) to B inputs (B, in), so that each output is independent of the
-    other layers in the batch.
+    """Applies B linear layers, (B, out, in), to B inputs, (B, in), each independent of the batch.
 
     The products are of row vectors and matrices. torch multiplies one matrix with one column in another way than with
     several; the bits would depend on the batch.
@@ -116,8 +113,7 @@ def _linear_layers(weight: Tensor, inputs: Tensor, bias: Tensor) -> Tensor:
 def layer_aggregation_weights(
     networks: Hypernetwork, client_rows: Sequence[int], normalise: WeightNormalisation
 ) -> Tensor:
-    """Returns the weight of each client in each layer of B clients' models: α of shape (B, L, N), with rows that sum to
-    1.
+    """Returns clients' weights α in each layer of B models, (B, L, N), with rows that sum to 1.
 
     α_i = HN_i(v_i; ψ_i) (eq. 4) is ReLU(z)/(ΣReLU(z) + ε), or softmax(z). Where all z of a row are ≤ 0, ReLU leaves no
     weights, and the client keeps its own layer: α_i^{l,i} = 1.
@@ -191,8 +187,7 @@ def _allocate_contiguous(like: Hypernetwork) -> dict[str, Tensor]:
 def group_tensor_names_into_layers(
     tensor_names: Sequence[str], tensor_names_by_module: Mapping[str, Sequence[str]], granularity: str
 ) -> dict[str, list[str]]:
-    """Returns `{layer: names of its tensors}` in the order of the model; each layer gets one aggregation weight per
-    client.
+    """Returns `{layer: tensor names}` in order; each layer gets a weight per client.
 
     Args:
         tensor_names: names of the tensors that are aggregated.
@@ -220,8 +215,7 @@ def group_tensor_names_into_layers(
 def mix_models_by_layer(
     models: Sequence[StateDict], alpha: Tensor, layers: Mapping[str, Sequence[str]]
 ) -> list[dict[str, Tensor]]:
-    """Returns the personalised models of B clients, in which each layer is a weighted mean of that layer over all
-    clients' models.
+    """Returns B personalised models, each layer a weighted mean over all clients' models.
 
     θ̄_i^l = Σ_j α_i^{l,j} θ_j^l (eq. 6).
 
@@ -263,8 +257,7 @@ def inner_products_with_updates(
     replies: Sequence[StateDict],
     layers: Mapping[str, Sequence[str]],
 ) -> Tensor:
-    """Returns, for each layer, the inner products of every client's model with the changes that local training made at
-    B clients: shape (B, L, N), float64.
+    """Returns by layer all models' inner products with B clients' changes, (B, L, N), float64.
 
     ⟨θ_j^l, Δθ_i^l⟩ with Δθ_i = θ_i − θ̄_i.
 
@@ -297,8 +290,7 @@ def layer_similarity_weights(
     measure: SimilarityMeasure,
     sharpness: float,
 ) -> Tensor:
-    """Returns aggregation weights, shape (B, L, N), from the similarity of clients' layers, without hypernetworks
-    (example of Fig. 1).
+    """Returns weights, (B, L, N), from layers' similarity without hypernetworks (as in Fig. 1).
 
     α_i^{l,j} = softmax_j(sharpness · s_ij^l), (B, L, N), float32. If one layer is the whole model, weights are model-wise.
 
@@ -375,8 +367,7 @@ def _cache_sized_blocks(theta: Tensor) -> list[slice]:
 
 
 def _split_tensors(models: Sequence[StateDict], layers: Mapping[str, Sequence[str]], number: int) -> _TensorParts:
-    """Splits the models' tensors into the parts that `_list_tensor_parts` lists, as views; `number` is N, the number of
-    all models.
+    """Splits models into the parts of `_list_tensor_parts`, as views; `number` is N, all models.
 
     It makes one call per tensor, since the number of calls determines the time.
     """

@@ -141,8 +141,9 @@ def fits(kind: LayerType, sizes: Sizes) -> bool:
 
 @lru_cache(maxsize=256)
 def common_draw(rows: int, columns: int, positions: int, sizes: Sizes, number: int) -> Tensor:
-    """Returns the draw, standard normal, that all clients make for the layer of this number among those of a type: the
-    first rows and columns of a larger table, which layers of other widths share.
+    """Returns the standard normal draw of a type's layer of this number, equal at all clients.
+
+    It is the first rows and columns of a larger table, which layers of other widths share.
 
     Returns:
         A tensor of shape (rows, columns, positions).
@@ -160,8 +161,9 @@ DESCRIPTION_COLUMNS = len(NODE_MARKS) + len(LAYER_KINDS) + len(ACTIVATIONS) + _F
 
 
 def describe_node(kind: LayerType | NodeMark) -> list[float]:
-    """Returns the features of a node as a list of numbers, of the same length for every type. They encode the kind and
-    activations one-hot, then bias, norm and shift, and the logarithms of the sizes.
+    """Returns a node's features, equally many for every type.
+
+    They encode the kind and activations one-hot, then bias, norm and shift, and the logarithms of the sizes.
 
     >>> len(describe_node("add")) == len(describe_node(LayerType("linear", 8, 2))) == DESCRIPTION_COLUMNS
     True

@@ -104,8 +104,7 @@ def trunk_activations(network: StateDict, embeddings: Tensor) -> list[Tensor]:
 
 
 def generate_client_weights(network: StateDict, architecture: str, embeddings: Tensor) -> dict[str, Tensor]:
-    """Returns `{tensor's name: generated weights}` for B clients of one architecture, each of shape (B, *shape), from
-    their embeddings, (B, E).
+    """Returns `{tensor: weights}` of B clients, each (B, *shape), from embeddings, (B, E).
 
     θ̄_i = h(v_i; φ).
 
@@ -124,8 +123,7 @@ def generate_client_weights(network: StateDict, architecture: str, embeddings: T
 def backpropagate_deltas(
     network: StateDict, architecture: str, embeddings: Tensor, deltas: StateDict, clip: float | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns the hypernetwork's gradient, summed over the clients, and that of each client's embedding, from `deltas`, the
-    changes to the weights that it generated.
+    """Returns the summed gradient and each embedding's, from changes `deltas` to generated weights.
 
     It is Σ_i c_i·g_i with g_i = J_iᵀ δ_i, where J_i is the Jacobian of θ̄_i in all tensors of the network and in
     v_i. The factor c_i = min(1, clip/(‖g_i‖ + 10⁻⁶)) clips as `clip_grad_norm_` does.
@@ -175,8 +173,7 @@ def backpropagate_deltas(
 def sgd_step(
     network: StateDict, velocity: StateDict, gradients: StateDict, *, lr: float, momentum: float, weight_decay: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the hypernetwork's tensors and the velocity after one step of SGD with momentum and weight decay, as in
-    torch.
+    """Returns tensors and velocity after a step of SGD with momentum and decay, as in torch.
 
     u ← momentum·u + g + weight_decay·φ, φ ← φ − lr·u.
 

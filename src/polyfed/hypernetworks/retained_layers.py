@@ -7,8 +7,7 @@ from torch import Tensor
 
 
 def retained_layer_mask(weights: Tensor, client_positions: Sequence[int], k: int) -> Tensor:
-    """Returns for each client a mask of the layers that it retains, bool (clients, layers): the k layers in which its
-    model has the largest mixing weights (eq. 12).
+    """Returns a mask (clients, layers) of the k layers of largest mixing weight (eq. 12).
 
     Of layers with equal weights, the earlier ones are retained.
     """

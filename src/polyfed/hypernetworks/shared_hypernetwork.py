@@ -58,8 +58,7 @@ def init_trunk(sizes: SharedHypernetworkSizes, seed: int) -> dict[str, Tensor]:
 
 
 def init_client_part(client: str, sizes: SharedHypernetworkSizes, seed: int) -> dict[str, Tensor]:
-    """Returns one client's initial part of the shared hypernetwork; it depends on the client's id and the seed only, so
-    that a client that has not taken part needs no stored part.
+    """Returns a client's initial part by its id and the seed alone, so that none needs to be stored.
 
     Returns:
         "embedding" (E), drawn from N(0, 1); "rows" (L, H), the output weights for this client as a neighbour of others,
@@ -82,8 +81,9 @@ def init_client_part(client: str, sizes: SharedHypernetworkSizes, seed: int) -> 
 def client_hypernetwork(
     trunk: Mapping[str, Tensor], client_part: ClientPart, neighbour_rows: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """Returns one client's hypernetwork in the paper's form (`init_aggregation_hypernetwork`), with one output per layer
-    and neighbour.
+    """Returns a client's hypernetwork in the paper's form, an output per layer and neighbour.
+
+    See `init_aggregation_hypernetwork`.
 
     Args:
         trunk: the common trunk.
@@ -96,8 +96,7 @@ def client_hypernetwork(
 
 
 def score_candidates(trunk: Mapping[str, Tensor], embedding: Tensor, candidate_rows: Tensor) -> Tensor:
-    """Returns a score of each candidate as a neighbour of one client, shape (C,): its output of the shared hypernetwork
-    without biases, summed over the layers.
+    """Returns candidates' scores as neighbours, (C,): outputs without biases, summed over layers.
 
     The outputs are z^{l,j} = ⟨rows_j^l, trunk(v_i)⟩, so that a client finds those whose rows point where its embedding
     does, also among clients with which its model was never mixed.
@@ -118,8 +117,7 @@ def score_candidates(trunk: Mapping[str, Tensor], embedding: Tensor, candidate_r
 
 
 def choose_neighbours(scores: Tensor, candidates: Sequence[int], own_position: int, number: int) -> list[int]:
-    """Returns the positions of a client's neighbours, ascending: itself, and the others with the largest scores, at most
-    `number` together.
+    """Returns, ascending, a client's own position and those of the largest scores, at most `number`.
 
     Of equal scores, the earlier candidate is taken.
 

@@ -32,8 +32,7 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNor
 def find_head_modules(
     model: nn.Module, example: Inputs, *, num_layers: int = 1, names: Sequence[str] | None = None
 ) -> tuple[str, ...]:
-    """Returns the names of the modules that form the head: the last `num_layers` layers with parameters before the
-    output.
+    """Returns the modules of the head, the last `num_layers` with parameters before the output.
 
     The function runs the model once on `example` in evaluation mode; neither the model nor the random state changes. A layer
     counts if the output depends on it, at the place of its last use; an auxiliary branch whose result is dropped does not.
@@ -113,8 +112,7 @@ def split_body_and_head(model: nn.Module, head: Sequence[str]) -> tuple[tuple[st
 
 
 def tensor_names_by_position(model: nn.Module, modules: Sequence[str], excluded: Collection[str]) -> dict[str, str]:
-    """Returns `{"POSITION.NAME": first name in the model}`, from a module's position in `modules` and a tensor's name
-    in it, to match tensors across architectures.
+    """Returns `{"POSITION.NAME": first name}` of modules' tensors, to match architectures.
 
     A tensor that several of the modules share is listed only under the first of them.
 
@@ -136,8 +134,7 @@ def tensor_names_by_position(model: nn.Module, modules: Sequence[str], excluded:
 
 
 def norm_layer_tensor_names(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names in `state_dict()` of the parameters and buffers of all norm layers, which it recognises by
-    class.
+    """Returns the names of all norm layers' tensors, which are recognised by class.
 
     Norm layers are batch, instance, layer, group and RMS norms, and classes derived from them. A tensor that a norm layer
     shares with another layer is listed under all its names.
@@ -174,8 +171,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def tensor_names_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Returns `{module: names in `state_dict()`}` with the tensors that belong to each module directly (the layers of
-    pFedLA).
+    """Returns `{module: names in `state_dict()`}` of modules' own tensors (pFedLA's layers).
 
     Every tensor name occurs once, in the order of `state_dict()`; a shared tensor belongs, with all its names, to its first
     owner. A parametrised layer (torch.nn.utils.parametrizations) owns the tensors of its parametrisation. The model itself
@@ -195,8 +191,7 @@ def tensor_names_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def find_representation_module(model: nn.Module, example: Inputs) -> str:
-    """Returns the name of the module whose input is the representation: the network's `representation_module`, else the
-    last nn.Linear that the output depends on.
+    """Returns `representation_module`, or the last nn.Linear that the output depends on.
 
     Raises:
         UserError: the network has neither.
@@ -217,8 +212,9 @@ def find_representation_module(model: nn.Module, example: Inputs) -> str:
 def compute_batch_representation(
     model: nn.Module, x: Inputs, *, module: str | None = None, batch_statistics: bool = False
 ) -> Tensor:
-    """Returns the representation of a batch, the input of the last linear layer or of `module`, computed without
-    dropout (FedHeNN, Makhija et al. 2022, section 3).
+    """Returns a batch's inputs of the last linear layer or `module`, without dropout.
+
+    FedHeNN, Makhija et al. 2022, section 3.
 
     The model runs in evaluation mode, and afterwards every module is in its former mode; gradients flow to the parameters if
     they are enabled.

@@ -80,8 +80,7 @@ class Cell(nn.Module):
         )
 
     def forward(self, previous: Tensor, skip: Tensor, choice: OperationChoice | None) -> Tensor:
-        """Returns the cell's output, shape (batch, channels, height, width); height and width are halved if the cell
-        reduces images.
+        """Returns the output (batch, channels, height, width), halved if the cell reduces images.
 
         Args:
             previous: output of the previous cell.
@@ -127,8 +126,7 @@ class Cell(nn.Module):
 
 
 def apply_chosen_operations(candidates: Sequence[nn.Module], value: Tensor, index: Tensor) -> Tensor:
-    """Returns, for each example, the output of the operation chosen for it; examples with the same operation are
-    computed in one call.
+    """Returns each example's chosen operation's output, with one call per operation.
 
     Operations that no example chose are not called.
 

@@ -98,8 +98,9 @@ def _kernel_gradient(gradient: Tensor, x: Tensor, size: int, stride: int, dilati
 
 
 def _stack_subsamples(x: Tensor, step: int) -> Tensor:
-    """Stacks the step² subsamples of each image along the batch: (batch, channels, height, width) to (step² · batch,
-    channels, ⌈height / step⌉, ⌈width / step⌉).
+    """Stacks an image's step² subsamples along the batch.
+
+    From (batch, channels, height, width) to (step² · batch, channels, ⌈height / step⌉, ⌈width / step⌉).
 
     Missing pixels at the ends are zeros.
     """

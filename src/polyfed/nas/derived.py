@@ -71,8 +71,7 @@ def check_cell_descriptions(description: Any) -> None:
 
 
 def build_network_with_operations(network: Network, choices: Sequence[Tensor | None]) -> Network:
-    """Builds a network in which every edge of a supernet has only its chosen operation, with copies of the supernet's
-    weights.
+    """Builds a network of chosen operations only, with copies of the supernet's weights.
 
     It computes the same as the supernet with these choices, and holds no other weights.
 
@@ -129,8 +128,7 @@ def most_probable_network(network: Network) -> Network:
 
 
 def operation_probabilities(network: Network, examples: Examples | None = None) -> list[Tensor | None]:
-    """Returns, for each cell of a supernet, the probabilities of its operations, shape (edges, operations), on the CPU;
-    None for a cell without a choice.
+    """Returns each cell's probabilities, (edges, operations), on the CPU; None without a choice.
 
     They are softmax(logits) of the cell's sampler.
 
@@ -168,8 +166,7 @@ def operation_probabilities(network: Network, examples: Examples | None = None) 
 
 
 def describe_network(module: nn.Module, probabilities: Sequence[Tensor | None]) -> dict[str, Any]:
-    """Returns a derived network as a dict for JSON: all that is needed to rebuild it without weights, and its cells in
-    readable form.
+    """Describes a derived network for JSON: what rebuilds it, and its cells in readable form.
 
     Args:
         module: a `Network`, or a `SampledNetwork` of one.

@@ -42,8 +42,7 @@ def gumbel_noise_like(like: Tensor) -> Tensor:
 
 
 def sample_operations(logits: Tensor, temperature: float, gradient: Gradient = "chosen") -> OperationChoice:
-    """Draws one operation per edge with probabilities softmax(logits), in a way that passes gradients to the logits
-    (straight-through Gumbel-softmax, eq. 2).
+    """Draws an operation per edge by softmax(logits), with gradients (Gumbel-softmax, eq. 2).
 
     Z[k] = 1 for k = argmax_t (g_t + log π_t), and ∇Z[k] is the gradient of softmax((g + log π)/τ)[k].
 
@@ -86,8 +85,7 @@ class OperationSampler(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, image: Tensor, previous: Tensor) -> Tensor:
-        """Returns the logits of the operations, shape (edges, operations), or (batch, edges, operations) if they depend
-        on the example.
+        """Returns logits, (edges, operations), or (batch, edges, operations) by example.
 
         Args:
             image: the network's input x, (batch, channels, height, width), or its `pool_to_8x8`, computed once for all
@@ -155,8 +153,7 @@ def pool_to_8x8(x: Tensor) -> Tensor:
 
 @lru_cache
 def _pooling_matrix(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns the matrix (8, size) that averages `size` pixels over 8 fields: row k has the shares of the pixels in
-    field k.
+    """Returns the matrix (8, size) that averages pixels over 8 fields, a row for each.
 
     It is cached on its device, since a copy at each step would block.
     """

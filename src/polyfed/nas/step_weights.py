@@ -35,8 +35,7 @@ class StepWeights:
 
 
 def compute_lookahead_step_weights(local_gradients: Tensor, lookahead_gradients: Tensor) -> StepWeights:
-    """Returns, for each client, the inner product α_i of its gradient and its look-ahead gradient, and the cosines of
-    Proposition 1.
+    """Returns clients' inner products α_i of gradient and look-ahead, and Proposition 1's cosines.
 
     A gradient of length 0 has cosine 0 with every other.
 

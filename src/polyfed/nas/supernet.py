@@ -134,8 +134,7 @@ def plan_cell_stacks(
 
 
 def count_edge_operation_parameters(plan: SupernetPlan) -> int:
-    """Returns the number of parameters of the operations on all edges of a supernet, counted as Table 3 counts its
-    MASTERARCHITECTURE.
+    """Counts parameters on all edges as Table 3 does for its MASTERARCHITECTURE.
 
     Every edge counts as one of stride 1; stem, 1×1 convolutions on skip inputs, samplers and classifier do not count.
     A skip of stride 2, which is a convolution here, does not count either: the table has 0 for it.

@@ -26,8 +26,9 @@ def look(
     seed: int = 0,
     out: str | Path | None = None,
 ) -> Look:
-    """Describes the data of several sites side by side, and returns what differs: empty columns, numbers that stand for
-    "not measured", other units, rare classes.
+    """Describes several sites' data side by side, and returns what differs.
+
+    Empty columns, numbers that stand for "not measured", other units, rare classes.
 
     It reads all examples of each client (for training, validation and test), and shows counts, sums and percentiles of them,
     never a row.

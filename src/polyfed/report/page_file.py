@@ -19,8 +19,7 @@ _MAX_PANELS = 12  # clients or layers with panels of one kind, of all runs toget
 
 
 def write_page_of(folder: Path | None, out: str | Path | None, images_of: Sequence[Client] | None = None) -> Path:
-    """Writes the HTML page of a run or comparison directory, as `polyfed report` does but without printing, and returns
-    its path.
+    """Writes a directory's HTML page as `polyfed report` does, and returns its path.
 
     Args:
         folder: of the run or comparison; None if it was kept in memory.

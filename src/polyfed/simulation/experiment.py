@@ -153,8 +153,7 @@ def _build_choice(registry: Mapping[str, Any], base: type[Any], fields: Mapping[
 
 
 def check_ray_cluster_trusted(settings: Settings) -> None:
-    """Raises a `UserError` if a configuration file names a Ray cluster on another machine that the user has not
-    trusted; its owner can run code on the machines that join it.
+    """Raises a `UserError` if a file names a remote Ray cluster, whose owner can run code here.
 
     Raises:
         UserError: the address is not this machine's, and the user has not trusted it.
@@ -174,8 +173,7 @@ def _build_shift(fields: Mapping[str, float]) -> Shift:
 
 
 def _build_baselines(entries: Sequence[Any], method: Algorithm[Any, Any]) -> dict[str, Algorithm[Any, Any]]:
-    """Builds the baseline methods of an experiment; returns name -> method, where the name is also that of the baseline's
-    folder.
+    """Builds an experiment's baselines as `{name: method}`; the name is also that of its folder.
 
     A baseline that equals `method` in every field would repeat its run, and is left out.
     """
@@ -203,8 +201,7 @@ def _build_baselines(entries: Sequence[Any], method: Algorithm[Any, Any]) -> dic
 def build_method_like(
     name: str, method: Algorithm[Any, Any], fields: Mapping[str, Any] | None = None
 ) -> Algorithm[Any, Any]:
-    """Builds the method with this name, with the same options of local training as `method`, so that both train
-    equally; `fields` override these options.
+    """Builds a method with the local training of `method`, which `fields` override.
 
     Each keeps its own policy for buffers, and `fields` override both.
 
@@ -274,8 +271,7 @@ def describe_participants(loaded: Participants) -> dict[str, Any]:
 
 
 def model_spec_for_data(model: Mapping[str, Any], pool: PooledDataset) -> ModelSpec:
-    """Builds the specification of a network for the inputs and classes of a data set, from a `model` section of the
-    configuration.
+    """Builds a network's specification for a data set from a `model` section of the configuration.
 
     Raises:
         UserError: an unknown name or argument, or a vocabulary smaller than that of the data.

@@ -72,8 +72,7 @@ def federate(
     progress: Progress | bool | RecordFunction | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Trains clients by federated learning with one method, and returns the run, which holds its metrics and the
-    clients' personal models.
+    """Trains clients by one method, and returns the run with metrics and personal models.
 
     Args:
         clients: the participants, each with its own data and network; or a source that makes each when it is drawn, any
@@ -186,8 +185,7 @@ def run_federation(
     clients_are_checked: bool = False,
     sampler: Sampler | None = None,
 ) -> Run:
-    """Runs federated training as `federate` does, but with its options in a `Settings` object, and returns the finished
-    run.
+    """Trains as `federate` does, with options in a `Settings` object.
 
     Args:
         clients, algorithm, public, out, config, facts, callbacks: as for `federate`.
@@ -224,8 +222,7 @@ def resume(
     progress: Progress | bool | RecordFunction | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Continues an interrupted run from its newest intact checkpoint, and returns the run; the result equals that of an
-    uninterrupted run.
+    """Continues an interrupted run from its newest intact checkpoint, as if it had not stopped.
 
     Args:
         out: the run directory.
@@ -270,8 +267,7 @@ def resume_federation(
     clients_are_checked: bool = False,
     sampler: Sampler | None = None,
 ) -> Run:
-    """Continues an interrupted run as `resume` does, shows its progress on the given display, and returns the finished
-    run.
+    """Continues a run as `resume` does, with progress on the given display.
 
     Args:
         out, clients, algorithm, public, metrics, callbacks, sampler: as for `resume`.

@@ -47,8 +47,7 @@ REGISTRY: Mapping[str, type[Task]] = {
 
 
 def infer_task_of_targets(targets: Tensor) -> Task:
-    """Returns the task to which targets most likely belong, judged by their type, shape and values, for files that do
-    not name it.
+    """Returns the most likely task of targets by type, shape and values, for files that name none.
 
     Args:
         targets: integers of shape (n,) for classes, floats of shape (n, outputs) for labels (all 0 or 1) or numbers.

@@ -148,8 +148,7 @@ class ForecastError:
     horizon: int = 0
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:
-        """Returns the score for outputs of shape (n, h) and targets of shape (n, 2h): the true values, then the naive
-        forecasts.
+        """Returns the score of outputs, (n, h), for true values and naive forecasts, (n, 2h).
 
         Raises:
             UserError: no output has this horizon.

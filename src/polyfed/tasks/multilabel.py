@@ -87,8 +87,7 @@ class Multilabel(Task):
         return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
 
     def training_loss(self, targets: Tensor, class_weights: Any = None, label_smoothing: float = 0.0) -> Loss:
-        """Returns the function (outputs, targets) -> mean binary cross-entropy, with weights of positive examples if
-        they are given.
+        """Returns (outputs, targets) -> mean binary cross-entropy, positives weighted if asked.
 
         Raises:
             UserError: label smoothing, which is of the cross-entropy of classes.
@@ -127,8 +126,7 @@ class Multilabel(Task):
         return tuple(targets.sum(0).long().tolist())
 
     def rarest_class(self, targets: Tensor) -> tuple[int, int]:
-        """Returns (count, label): the smallest count of either value (0 or 1) that occurs in a label, and this label;
-        (0, 0) if no label takes both values.
+        """Returns (smallest count of 0 or 1 in a label, label); (0, 0) if none takes both values.
 
         >>> Multilabel().rarest_class(torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 0.0]]))
         (1, 0)

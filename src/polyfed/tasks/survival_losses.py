@@ -60,8 +60,7 @@ def _without_half_of_tied_events(log_sums: Tensor, log_risk: Tensor, tie_group: 
 
 
 def hazard_loss(logits: Tensor, targets: Tensor, cuts: Sequence[float]) -> Tensor:
-    """Returns the negative log-likelihood of hazards (probabilities of the event in each interval of time), averaged
-    over patients.
+    """Returns the mean negative log-likelihood of hazards over patients.
 
     Source: Gensheimer and Narasimhan 2019, "A scalable discrete-time survival model for neural networks".
 

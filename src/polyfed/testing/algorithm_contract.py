@@ -165,8 +165,7 @@ class AlgorithmContract(ABC):
                 check_serializable(algorithm.client_init(client, 3), "the private state")
 
     def test_same_result_for_0_and_2_workers(self, algorithm: Algorithm[Any, Any]) -> None:
-        """Training in this process and in two worker processes must give the same metrics, predictions and models, bit
-        for bit.
+        """Training here and in two workers must give equal metrics, predictions and models.
 
         One worker process is tested where a stopped run is resumed.
         """
@@ -349,8 +348,7 @@ class AlgorithmContract(ABC):
             )
 
     def test_validation_examples_are_fitted_only_where_declared(self, algorithm: Algorithm[Any, Any]) -> None:
-        """Labels of validation examples must not change the server state, and must change the networks only if the
-        method's `traits` contain `fits_validation`.
+        """Validation labels must change networks only with the trait `fits_validation`, the server never.
 
         A method with early stopping (`patience`) is exempt.
         """

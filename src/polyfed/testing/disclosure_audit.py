@@ -148,8 +148,7 @@ def with_client_fields(client: Client, **changes: Any) -> Client:
 
 
 def find_revealed_facts(algorithm: Algorithm[Any, Any], public: Examples | None = None) -> frozenset[str]:
-    """Runs two rounds, and returns the names of the facts about a client that its replies reveal to the server, such as
-    "number of examples".
+    """Runs two rounds, and names the facts on a client that replies reveal ("number of examples").
 
     >>> from polyfed.algorithms import FedAvg
     >>> sorted(find_revealed_facts(FedAvg())), sorted(find_revealed_facts(FedAvg(weighted=False)))
@@ -235,8 +234,7 @@ def collect_facts_declared_as_revealed(algorithm: Algorithm[Any, Any]) -> frozen
 
 
 def find_how_reply_reaches_other_clients(algorithm: Algorithm[Any, Any], public: Examples | None = None) -> ReplyReach:
-    """Determines how one client's reply reaches other clients in the next round, and returns "nobody", "combined with
-    others" or "as it is".
+    """Returns "nobody", "combined with others" or "as it is": how others get a reply next round.
 
     Returns:
         "as it is" if another client gets a tensor of the reply unchanged, "combined with others" if another client's
@@ -320,8 +318,7 @@ def _reply_signatures(
     public: Examples | None,
     others_replies: dict[str, Message] | None,
 ) -> list[Any]:
-    """Returns what the server sees in the first client's replies in two rounds: shapes and types, integers, and the scalars
-    that the method needs.
+    """Returns what the server sees of replies in two rounds: shapes, types, integers, needed scalars.
 
     Without `others_replies`, the first client is alone, and the result also shows which tensors come back unchanged.
     Otherwise `others_replies` holds the other clients' replies of round 1, and is filled if it is empty."""

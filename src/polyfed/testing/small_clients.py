@@ -66,8 +66,7 @@ def small_adapter_clients(number: int = 3) -> list[Client]:
 
 
 def small_image_clients(number: int = 3) -> list[Client]:
-    """Builds clients with 14, 17, 20, ... training images and without networks, for methods that provide the networks;
-    every call builds the same clients.
+    """Builds the same clients at every call, with 14, 17, 20, ... training images and no networks.
 
     The images show three kinds of stripes.
 

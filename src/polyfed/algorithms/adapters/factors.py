@@ -12,8 +12,7 @@ ADAPTER_REQUIREMENTS = frozenset({"one_architecture", "adapters"})
 
 
 def names_of_factor(names: Collection[str], factor: str) -> list[str]:
-    """Returns those of a network's tensor names that are the factor A (shape (r, inputs)) or B (shape (outputs, r)) of an
-    adapter.
+    """Returns the names of adapters' factors A (shape (r, inputs)) or B (shape (outputs, r)).
 
     >>> names_of_factor(["up.lora_A.default.weight", "up.lora_B.default.weight", "up.bias"], "B")
     ['up.lora_B.default.weight']

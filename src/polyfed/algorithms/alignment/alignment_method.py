@@ -128,8 +128,7 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
     def _rad_tensors(
         self, server_state: Mapping[str, Any], client_info: ClientInfo, needs_pool: bool
     ) -> dict[str, Tensor]:
-        """Returns the tensors that identify the round's public examples X for clients: the examples, or only their row
-        numbers if clients have all examples.
+        """Returns the round's public examples X, or their rows if clients have all examples.
 
         Clients have all public examples (the pool) if they need it (`needs_pool`), were sent it once (`pool_once`), or
         generate it from noise.

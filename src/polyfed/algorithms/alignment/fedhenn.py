@@ -143,8 +143,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         return len(first_leaf(server_state["public"])) if server_state["public"] else 2 * self.rad_size
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Yields the message to each client: the round's public examples X, the mean K̄ of all clients' kernels
-        (similarities between these examples), and the weight η of the alignment term.
+        """Yields the round's public examples X, the mean K̄ of clients' kernels, and the weight η.
 
         Sends nothing for evaluation, since each client has its own network.
         """
@@ -166,8 +165,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
             yield Message({**groups, "target": target} if target else groups, scalars)
 
     def _mean_kernel(self, server_state: ServerState, rows: Tensor) -> dict[str, Tensor]:
-        """Computes the mean kernel of the clients' representations on the round's public examples; empty if no client
-        has sent representations.
+        """Computes the mean kernel on the round's public examples; empty without representations.
 
         K̄(t−1) = Σ_j w_j K_j.
         """
@@ -200,8 +198,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Stores the new representations of public examples of the clients that replied, leaves those of other clients
-        unchanged, and returns the new server state.
+        """Stores the new representations of clients that replied; those of others stay.
 
         The server computes A_j from W_j if weights were sent.
         """
@@ -248,8 +245,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     def _representations_of_models(
         self, models: Mapping[str, StateDict], server: ServerContext
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Computes the clients' representations of the public examples from their weights, A_j = Φ_j(X; W_j), and their
-        numbers of parameters.
+        """Computes A_j = Φ_j(X; W_j) and numbers of parameters from the clients' weights.
 
         "The server uses each client's weights" (section 3.3).
         """
@@ -323,8 +319,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     # -- client ---------------------------------------------------------------------------------------------------
 
     def _initial_counters(self, client: Client) -> StateDict:
-        """Returns the integer buffers of a new network, which replace the trained ones, since those would reveal the
-        number of examples.
+        """Returns a new network's integer buffers: trained ones would reveal the number of examples.
 
         Returns nothing if the server may know that number. No representation depends on these buffers.
         """

@@ -80,8 +80,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     def build_message_to_client(
         self, server_state: ServerState, client_info: ClientInfo, common: dict[str, Any]
     ) -> Message:
-        """Builds the message to one client: for training the global model Ŵ(t), the weight η of the alignment term and
-        the round's public examples X; for evaluation the final model Ŵ(T).
+        """Builds the message for training, Ŵ(t), η and public examples X, or evaluation, Ŵ(T).
 
         X is drawn once for all clients.
         """

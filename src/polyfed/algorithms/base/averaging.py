@@ -128,8 +128,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         return {group: state_dict_spec(message.tensors[group]) for group in self.groups}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns True if the server already knows the names and shapes of a reply's tensors, so that it can add up
-        replies as they arrive.
+        """Returns whether the server knows a reply's names and shapes, to add replies as they arrive.
 
         If only the clients can find them out, the server holds the first replies, and leaves out those whose shapes
         differ from most of the others.
@@ -139,8 +138,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Averages the replies of a round, and returns the next server state, which `server_step` computes from the
-        mean.
+        """Averages a round's replies, from which `server_step` computes the next state.
 
         θ ← Σ_i (n_i/n) θ_i, or (1/m) Σ_i θ_i unweighted.
 
@@ -224,8 +222,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     def update_state_from_single_replies(
         self, server_state: ServerState, replies: Mapping[str, Message]
     ) -> ServerState:
-        """Returns the server state with what the method stores of single clients' replies; unchanged for a method that
-        stores nothing of them.
+        """Returns the state with what the method stores of single replies; here unchanged.
 
         It is called after `server_step`, and only if `aggregates_by_sum` is false.
         """
@@ -320,8 +317,7 @@ class GlobalModelMethod(KeepsServerStateByClient, Averaging, ABC):
     def build_message_to_client(
         self, server_state: ServerState, client_info: ClientInfo, common: dict[str, Any]
     ) -> Message:
-        """Builds the message to one client: for training with the current global model θ(t), for evaluation with the
-        result of the run.
+        """Builds the message with θ(t) for training, or with the run's result for evaluation.
 
         Args:
             server_state, client_info: as `dispatch` has them.
@@ -355,8 +351,7 @@ class GlobalModelMethod(KeepsServerStateByClient, Averaging, ABC):
 
 
 def interpolate(start: Tensor, end: Tensor, share_of_end: float) -> Tensor:
-    """Returns the weighted mean (1−β)·start + β·end of two tensors, where β is `share_of_end`, with the dtype of
-    `start`.
+    """Returns (1−β)·start + β·end, where β is `share_of_end`, with the dtype of `start`.
 
     The result is exact where both are equal, and where β is 1.
     """

@@ -75,8 +75,7 @@ class PublicDataMethod(LocalTraining, ABC):
         return convert_public_examples_to_client_form(pool, client)
 
     def _pool_state(self, message: Message, client_state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the part of the client state about public examples: with `pool_once` the examples, and their hash if
-        the client has ever received them.
+        """Returns the client state's public examples under `pool_once`, and their hash once received.
 
         Raises:
             UserError: the public examples are not those of the first round. A server that chose others for each round could

@@ -48,8 +48,7 @@ class ServerUpdateMethod(Averaging, ABC):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Returns the next server state, computed from the mean of the clients' parameters; its arguments are those of
-        `server_step`.
+        """Computes the next state from the mean parameters; arguments are those of `server_step`.
 
         The group "model" of the mean contains no buffers.
         """

@@ -164,8 +164,7 @@ class FD(PersonalNetworkMethod, Averaging):
 
 
 def class_means_of_others(message: Message, client_state: ClientState) -> ClassMeans:
-    """Returns the mean output for each class over the other clients, and for each class whether any other client has
-    it.
+    """Returns the other clients' mean output by class, and which classes they have.
 
     F̂_c = (Σ_j F_jc − F_ic)/(m_c − 1), where m_c is the number of clients that have class c, this one included.
 

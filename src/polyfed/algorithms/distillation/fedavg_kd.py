@@ -197,8 +197,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the teacher network on the client's data and returns it as the reply (phase 1), or trains the client's
-        network to match the teacher (phase 2); also returns the new private state.
+        """Trains and returns the teacher (phase 1), or trains the student on it (phase 2).
 
         Each phase has `local_epochs` per round.
         """

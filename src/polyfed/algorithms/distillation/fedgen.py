@@ -112,8 +112,7 @@ class FedGen(AveragedHeadMethod, ValidatesNetworks):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Returns the next server state, with the mean head h and the classes' shares p̂, and a generator G trained on
-        them for `server_steps`.
+        """Returns the mean head h, class shares p̂, and a generator G trained on them.
 
         G minimises the mean over y ~ p̂ and ε of CE(h(G(y, ε)), y) + η·L_div.
         """
@@ -175,8 +174,7 @@ class FedGen(AveragedHeadMethod, ValidatesNetworks):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's body and the received head on the client's and on generated examples; returns a reply with
-        the head and the client's number of examples of each class, and the new private state.
+        """Trains body and head on own and generated examples; replies with head and class counts.
 
         If heads are weighted by the number of examples, the shares of the classes are sent, so that their mean is p̂.
         """

@@ -85,8 +85,7 @@ class FedKD(MutualLearningMethod):
             self._require(0 < getattr(self, field) <= 1, field, "above 0 and at most 1")
 
     def kept_energy_at(self, round_number: int, rounds: int) -> float:
-        """Returns the share of the squared singular values that compressed updates keep in a round (eq. 9), which
-        changes linearly from the first to the last round.
+        """Returns the share of squared singular values kept in a round (eq. 9), linear in rounds.
 
         T(t) = T_start + (T_end − T_start)·t, where t goes from 0 in the first round to 1 in the last.
         """
@@ -120,8 +119,7 @@ class FedKD(MutualLearningMethod):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Adds the clients' mean update to the shared network (algorithm 1, lines 13 to 22), and returns the new server
-        state.
+        """Adds the mean update to the shared network (algorithm 1, lines 13 to 22).
 
         Δ is compressed by T(t). In round 1 clients send the whole network, and the server averages it.
         """
@@ -187,8 +185,7 @@ class FedKD(MutualLearningMethod):
         )
 
     def build_joint_loss(self, pair: NetworkPair, client: Client) -> Callable[[ForwardPass], Tensor]:
-        """Returns the function that computes the loss of a minibatch for both networks: the cross-entropy of each, and
-        the distance between their outputs and representations.
+        """Returns the loss of both networks: cross-entropies, and distances of outputs and representations.
 
         It is CE_z + CE_s + (KL(s ‖ z) + KL(z ‖ s) + H)/(CE_z + CE_s) (eqs. 1 to 7), where z and s are the outputs of
         the client's own network and of the shared one.

@@ -152,8 +152,7 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's network on the mean outputs ("digest") and on the client's examples ("revisit"); returns
-        a reply with its outputs on the next public examples.
+        """Trains on mean outputs ("digest") and own examples ("revisit"); replies with new outputs.
 
         The paper calls sending "communicate".
         """

@@ -58,8 +58,7 @@ class FML(MutualLearningMethod):
         self._require(0 <= self.beta <= 1, "beta", "between 0 and 1")
 
     def build_joint_loss(self, pair: NetworkPair, client: Client) -> Callable[[ForwardPass], Tensor]:
-        """Returns the function that computes the loss of a minibatch for both networks: their errors on the labels, and
-        the distance of each one's outputs from the other's.
+        """Returns the loss of both networks: errors on labels, and distance of outputs from the other's.
 
         It is α·CE(z, y) + (1−α)·KL(s ‖ z) + β·CE(s, y) + (1−β)·KL(z ‖ s).
 

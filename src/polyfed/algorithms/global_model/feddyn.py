@@ -71,8 +71,7 @@ class FedDyn(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Updates the server's correction h from the clients' changes, and sets the global model to the clients' mean
-        minus h/α (algorithm 1); returns the new server state.
+        """Updates the correction h, and sets the model to the mean minus h/α (algorithm 1).
 
         h ← h − α/m·Σ_{i∈P} (θ_i − θ) over all m clients, and θ ← mean of θ_i − h/α.
         """
@@ -92,8 +91,7 @@ class FedDyn(ServerUpdateMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received model with the dynamic regulariser (eq. 1) in the loss; returns a reply with the trained
-        model, and the client's state with its updated gradient.
+        """Trains with the dynamic regulariser (eq. 1); replies with the model, keeps the gradient.
 
         g_i ← g_i − α(θ_i − θ̄).
 

@@ -97,8 +97,7 @@ class FedOpt(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Computes one step of the server's optimiser, which takes the clients' mean change as minus the gradient;
-        returns the new server state.
+        """Takes a step of the server's optimiser, with the mean change as minus the gradient.
 
         θ ← θ + η·m/(√v + τ), with Δ = Σ_i (n_i/n) θ_i − θ.
         """

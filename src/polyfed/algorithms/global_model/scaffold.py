@@ -99,8 +99,7 @@ class Scaffold(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Updates the global model x and the server's control variate c by the clients' mean changes (algorithm 1,
-        lines 16 and 17); returns the new server state.
+        """Updates model x and control variate c by mean changes (algorithm 1, lines 16 and 17).
 
         x ← x + η_g/|S| Σ_{i∈S} (y_i − x) and c ← c + 1/N Σ_{i∈S} (c_i⁺ − c_i).
         """
@@ -119,8 +118,7 @@ class Scaffold(ServerUpdateMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received model by steps that the control variates correct, and updates the client's control
-        variate (lines 10 and 12); returns the reply and the new private state.
+        """Trains by steps that control variates correct, and updates the client's (lines 10 and 12).
 
         The K steps are y ← y − η(g_i(y) − c_i + c).
 

@@ -256,8 +256,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: the initial values of all trained parameters of its
-        network.
+        """Returns the initial values of all trained parameters of the client's network.
 
         Later, the values of those that the hypernetwork generates are ignored.
         """
@@ -269,8 +268,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the hypernetwork on the client's examples, by gradients through the weights that it generates for the
-        client's network; returns a reply with it, and the new private state.
+        """Trains the hypernetwork by gradients through the weights that it generates; replies with it.
 
         This is SGD on eq. 5. Parameters that are not generated are trained with it and stay private.
         """
@@ -301,8 +299,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         return {part: tensors for part, tensors in tensors_by_part.items() if tensors}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network to evaluate for the client: its network with generated weights, after training its last
-        linear layer on the client's examples.
+        """Returns the client's network with generated weights and a trained last linear layer.
 
         The paper calls this "Inference and local refinement".
         """
@@ -322,8 +319,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         yield "generated", recompute_norm_statistics_if_needed(cached, client, client_state, self.buffers)
 
     def client_graph(self, message: Message, client: Client) -> ArchitectureGraph:
-        """Returns the graph of the client's network, in which only layers whose type occurs in the message's catalogue
-        of layer types get generated weights.
+        """Returns the network's graph with generated layers of the message's catalogue only.
 
         The other layers are private, each with a reason.
         """
@@ -355,8 +351,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     def _generate_network(
         self, message: Message, client_state: ClientState, client: Client
     ) -> tuple[GeneratedNetwork, CachedModule, ArchitectureGraph]:
-        """Generates the weights of the client's network by the hypernetwork in the message; returns the network, its
-        cached module and its graph.
+        """Generates the client's weights; returns the network, its cached module and its graph.
 
         The cached module has the generated weights, the private parameters and the buffers. In the graph, layers
         outside the catalogue are private.

@@ -85,8 +85,7 @@ class HeurPFedLA(LayerAggregationMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the layers received from the server together with those that the client retained; returns a reply with
-        all of them, and the new private state.
+        """Trains received and retained layers together; replies with all of them.
 
         The network is {Heurθ̄_i, θ_i^retain} (line 13).
         """

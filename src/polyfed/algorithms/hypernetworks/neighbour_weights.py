@@ -105,8 +105,7 @@ class _Mixture(NamedTuple):
 
 
 def initial_shared_state(server_state: ServerState, options: NeighbourOptions) -> dict[str, Any]:
-    """Returns the parts of the initial server state that pFedLA does not have: the trunk, and the clients that replied
-    last.
+    """Returns the trunk and the clients that replied last, parts that pFedLA does not have.
 
     Raises:
         UserError: the parts of all clients will not fit into memory.
@@ -132,8 +131,7 @@ def iterate_mixtures(
 def update_models_and_shared_hypernetwork(
     server_state: ServerState, replies: Mapping[str, StateDict], options: NeighbourOptions
 ) -> ServerState:
-    """Returns the server state after a round: with the clients' newly trained models, the hypernetwork after a gradient
-    step, and new neighbours for the clients that replied.
+    """Returns the state with new models, the stepped hypernetwork, and new neighbours for those who replied.
 
     For each client the step is that of eq. 10 and 11 on its own network. Its embedding and biases take it; the trunk, and
     the rows of a client, take the mean of the steps of those whose networks they were part of.
@@ -255,8 +253,9 @@ def _recent_rows(server_state: ServerState, options: NeighbourOptions) -> Callab
 def _with_best_neighbours(
     server_state: ServerState, client: str, recent_rows: Tensor, sizes: SharedHypernetworkSizes
 ) -> Mapping[str, Tensor]:
-    """Returns a client's part with the neighbours that it has from now on: all clients if k is their number, otherwise
-    the best of its present ones and of those that replied last.
+    """Returns a client's part with the best of its present neighbours and those that replied last.
+
+    If k is the number of clients, all are its neighbours.
 
     `recent_rows` are the rows of the latter. Present neighbours count with their biases, which are the mean over layers of
     what their own models have proved to be worth.

@@ -128,8 +128,7 @@ class PFedHN(
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the hypernetwork's initial weights φ, and one embedding v_i (a
-        vector) for each client.
+        """Returns the hypernetwork's initial weights φ, and an embedding v_i for each client.
 
         Biases of the heads that generate norm layers' parameters start at these layers' initial values (polyfed's
         choice), since scales near 0 would let no signal through.
@@ -206,8 +205,7 @@ class PFedHN(
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Updates the hypernetwork and the clients' embeddings, by the chain rule, from the changes that local training
-        made to the generated weights; returns the new server state.
+        """Updates hypernetwork and embeddings by the chain rule from changes of generated weights.
 
         φ ← φ − α Σ_i ∇_φ θ̄_iᵀ(θ̄_i − θ_i), and v_i likewise (algorithm 1, as a sum). The step is SGD with momentum and
         weight decay on all of φ and all embeddings. Those of clients that have not replied take it when they are next read.
@@ -285,8 +283,7 @@ class PFedHN(
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the generated weights for `local_steps` minibatches; returns a reply with their values before minus
-        after training, and the new private state.
+        """Trains generated weights for `local_steps`; replies with values before minus after.
 
         The sign is that of the authors' code: descent along the reply leads to θ_i.
         """
@@ -308,8 +305,7 @@ class PFedHN(
 
 
 def _head_keys_by_client(architecture_by_client: Mapping[str, str]) -> dict[str, str]:
-    """Returns a name for each client's own heads of the hypernetwork; the first client of an architecture gets the
-    architecture's name.
+    """Names each client's own heads; an architecture's first client takes the architecture's name.
 
     So nothing changes where no two clients have the same architecture.
 

@@ -209,8 +209,7 @@ class PFedLA(LayerAggregationMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's personalised model for `local_epochs` (lines 10 to 14); returns a reply with the trained
-        model θ_i, and the new private state.
+        """Trains the personalised model for `local_epochs` (lines 10 to 14); replies with θ_i.
 
         The server computes Δθ_i = θ_i − θ̄_i from it. The paper sends Δθ_i, which is equivalent, but adding it to θ̄_i
         again would round.
@@ -302,8 +301,7 @@ def client_positions(server_state: ServerState, clients: Sequence[str]) -> list[
 def compute_aggregation_weights(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> Tensor:
-    """Returns the weights with which the server mixes all N clients' models for each given client, shape (clients,
-    layers, N).
+    """Returns the weights of all N clients' models for each client, (clients, layers, N).
 
     Raises:
         UserError: the hypernetworks have diverged.
@@ -350,8 +348,7 @@ def iterate_personalised_models(
 def update_models_and_hypernetworks(
     server_state: ServerState, replies: Mapping[str, StateDict], options: LayerAggregationMethod, k: int = 0
 ) -> ServerState:
-    """Returns the server state after a round: with the clients' newly trained models, and with their hypernetworks
-    after a gradient step (eq. 10 and 11).
+    """Returns the state with new models, and hypernetworks after a gradient step (eqs. 10, 11).
 
     The server recomputes θ̄_i from its state at the start of the round, so that Δθ_i = θ_i − θ̄_i needs no stored
     copy. All θ_j are those of the round's start. Retained layers have a Δθ_i, too (algorithm 2), from which their

@@ -23,8 +23,7 @@ class AveragedSupernetMethod(SupernetMethod, ABC):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the supernet on the client's examples, with architectures drawn at random, one for each minibatch or
-        example; returns a reply with the trained supernet, and the new private state.
+        """Trains the supernet with random architectures; replies with it.
 
         These are steps on L_k(W, Π), with architectures drawn by eq. 2, and lead to θ^k.
         """

@@ -51,8 +51,7 @@ class MetaSupernetMethod(SupernetMethod, ABC):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the supernet on the client's examples by meta-learning steps (algorithm 1, CLIENTUPDATE); returns a
-        reply with the trained supernet, and the new private state.
+        """Trains the supernet by meta-learning steps (algorithm 1, CLIENTUPDATE); replies with it.
 
         The personal stack is the server's at the start of the round; from then on each minibatch updates it.
         """
@@ -64,8 +63,7 @@ class MetaSupernetMethod(SupernetMethod, ABC):
         return self.build_reply_and_client_state(net, client, fit_result.loss)
 
     def build_meta_gradient_function(self, supernet: nn.Module) -> Callable[[Callable[[int], Tensor]], Tensor]:
-        """Returns the function that `fit` calls at each step: it writes the meta-gradient to the supernet's parameters,
-        and returns the loss after the inner step.
+        """Returns the function that writes the meta-gradient, and returns the loss after the inner step.
 
         The gradient is that of L̃, and the loss that at θ̃_p.
 
@@ -91,8 +89,7 @@ class MetaSupernetMethod(SupernetMethod, ABC):
         return compute_meta_gradient
 
     def _build_inner_step(self, personal: list[nn.Parameter]) -> Callable[[], None]:
-        """Builds the function that updates the personal stack in place by one step on the client's loss (line 11,
-        GRADUPDATE).
+        """Builds the function that takes the personal stack's inner step (line 11, GRADUPDATE).
 
         The step is θ_p − η∇L, or one of Adam, which keeps its moments. Adam's moments go on from minibatch to
         minibatch.

@@ -191,8 +191,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the supernet's base and personal stacks of cells, each with initial
-        weights and probabilities of operations.
+        """Returns both stacks of cells with initial weights and operations' probabilities.
 
         θ = {θ_b, θ_p}; weights are W, and the samplers' parameters Π.
         """
@@ -230,8 +229,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         return Message(_split_into_stacks(model), reply_scalars(client, loss)), buffer_state
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network to evaluate for the client, derived from the supernet after adapting its personal (last)
-        cells to the client.
+        """Returns the network derived from the supernet after its personal cells were adapted.
 
         It is the most probable architecture as a plain network, or the mean of sampled ones. With context-aware
         samplers it is the supernet itself, which chooses for each example.
@@ -254,8 +252,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
             )
 
     def derive_network(self, net: CachedModule, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's network, derived from its supernet, with BatchNorm statistics estimated on the client's
-        training data.
+        """Derives the client's network, with BatchNorm statistics of its training data.
 
         Statistics are not estimated if the client has kept its own buffers.
         """
@@ -310,8 +307,7 @@ def adapt_personal_stack(
     trains_samplers: bool = True,
     trains_base_stack: bool = False,
 ) -> None:
-    """Trains the supernet's personal (last) cells in place on the client's training examples; the base cells change
-    only if `trains_base_stack` is True.
+    """Trains the personal cells in place on the client, the base cells if `trains_base_stack`.
 
     This is the fine-tuning phase.
 

@@ -86,8 +86,7 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Returns the next server state, in which the body is the mean of the clients' bodies, weighted by numbers of
-        examples.
+        """Returns the state with the mean body, weighted by examples.
 
         The first replies settle which tensors φ has.
         """
@@ -147,8 +146,7 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
 def train_head_then_body(
     module: nn.Module, head: Container[str], fit_head: Callable[[], FitResult], fit_body: Callable[[], FitResult]
 ) -> float:
-    """Trains the head of a network with the body frozen, then the body with the head frozen, and returns the last
-    training loss.
+    """Trains the head with the body frozen, then the reverse; returns the last loss.
 
     A part without parameters is left out.
 
@@ -164,8 +162,7 @@ def train_head_then_body(
 def train_only(
     module: nn.Module, is_trained: Callable[[str], bool], fit_part: Callable[[], FitResult], otherwise: float = 0.0
 ) -> float:
-    """Trains those parameters of a network that are chosen by name, while the others stay frozen, and returns the
-    training loss.
+    """Trains the parameters chosen by name, others frozen; returns the training loss.
 
     Args:
         module: the network, which `fit_part` trains in place.

@@ -142,8 +142,7 @@ class FedPAC(BodyAndHeadMethod):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Returns the next server state, in which the body and the class prototypes are the means over the clients of
-        the round.
+        """Returns the state with the round's mean body and class prototypes.
 
         φ ← Σ_i (n_i/n) φ_i and p̄_c ← Σ_i n_ic μ_ic / Σ_i n_ic.
         """
@@ -157,8 +156,7 @@ class FedPAC(BodyAndHeadMethod):
     def update_state_from_single_replies(
         self, server_state: ServerState, replies: Mapping[str, Message]
     ) -> ServerState:
-        """Mixes a new head for each client that replied, from the heads of all clients that replied, and returns the
-        server state with these heads.
+        """Mixes a new head for each client that replied from all their heads.
 
         The head of client i is Σ_j α_ij g_j.
         """
@@ -189,8 +187,7 @@ class FedPAC(BodyAndHeadMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's head with the body frozen, then the body with the head frozen; returns a reply with the
-        body and class means (if heads are mixed, also the head and its statistics).
+        """Trains the head, then the body; replies with body and class means, and with mixed heads their statistics.
 
         The statistics V and h are computed by the received body φ, the class means by the trained φ_i.
         """

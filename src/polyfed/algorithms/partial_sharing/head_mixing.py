@@ -16,8 +16,7 @@ _RIDGE = 1e-9
 
 
 def minimize_quadratic_on_simplex(matrix: Tensor) -> Tensor:
-    """Returns the non-negative weights α with sum 1 that minimise the quadratic form αᵀPα of a matrix P, exactly and in
-    float64.
+    """Returns the α ≥ 0 with sum 1 that minimise αᵀPα, exactly and in float64.
 
     α = argmin αᵀPα over α ≥ 0 with Σα = 1.
 
@@ -40,8 +39,7 @@ def minimize_quadratic_on_simplex(matrix: Tensor) -> Tensor:
 
 
 def head_mixing_statistics(features: Tensor, labels: Tensor, num_classes: int) -> dict[str, Tensor]:
-    """Returns the statistics of a client's representations from which the server computes the weights for mixing
-    clients' heads.
+    """Returns the statistics of representations that weights for mixing heads need.
 
     They are h_c = p_c·μ_c, (C, d), the mean representation of each class times its share of the examples, and the
     variance V = (1/n)·[Σ_c p_c·E(‖f‖² | c) − Σ_c p_c²·‖μ_c‖²].
@@ -57,8 +55,7 @@ def head_mixing_statistics(features: Tensor, labels: Tensor, num_classes: int) -
 
 
 def head_mixing_statistics_spec(reply: Message, classes: StateDictSpec) -> StateDictSpec:
-    """Returns the shapes and dtypes that the head-mixing statistics in a client's reply must have, given its class
-    means.
+    """Returns shapes and dtypes of head-mixing statistics for a reply's class means.
 
     Raises:
         ValueError: V is negative.
@@ -70,8 +67,7 @@ def head_mixing_statistics_spec(reply: Message, classes: StateDictSpec) -> State
 
 
 def head_mixing_weights(statistics: Mapping[str, StateDict]) -> dict[str, dict[str, float]]:
-    """Returns the weights with which all clients' heads are mixed for each client, as `{client id: {client id:
-    weight}}`; they minimise the mixed head's variance plus bias.
+    """Returns `{client: {client: weight}}` that minimises each mixed head's variance plus bias.
 
     Returns client id i -> client id j -> α_ij.
 

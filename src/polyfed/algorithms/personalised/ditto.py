@@ -67,8 +67,7 @@ class Ditto(PersonalBesideGlobalMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the global model, and the client's personal model, which is pulled towards it; returns a reply with
-        the global model only, and the new private state.
+        """Trains global model and the personal one pulled to it; replies with the former.
 
         The personal step is v_i ← v_i − η(∇L_i(v_i) + λ(v_i − w)).
         """

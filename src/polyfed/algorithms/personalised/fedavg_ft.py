@@ -52,8 +52,7 @@ class FedAvgFT(GlobalModelMethod):
         self._require(self.finetune_lr is None or self.finetune_lr > 0, "finetune_lr", "positive, or none")
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network to evaluate for the client: the global model after training on the client's examples for
-        `finetune_epochs`.
+        """Returns the global model after `finetune_epochs` on the client's examples.
 
         If the server sent no BatchNorm statistics, fine-tuning starts from those of the client's data; under
         "recompute" they are estimated again for the fine-tuned weights.

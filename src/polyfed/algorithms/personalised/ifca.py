@@ -118,8 +118,7 @@ class IFCA(Averaging):
         ).module
 
     def _group_of_least_loss(self, message: Message, client: Client) -> str:
-        """Returns the name of the message's model that has the least loss on the client's training examples, argmin_j
-        L_i(θ_j).
+        """Returns the model of least loss on the client's training examples, argmin_j L_i(θ_j).
 
         If losses are equal, the first counts.
         """

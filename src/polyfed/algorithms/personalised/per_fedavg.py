@@ -81,8 +81,7 @@ class PerFedAvg(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the global model on the client's examples by meta-learning steps, each of which includes a trial step;
-        returns a reply with the trained model, and the new private state.
+        """Trains the global model by meta-learning steps with trial steps; replies with it.
 
         w ← w − β(I − α∇²f(w; D''))∇f(w̃; D'), with w̃ = w − α∇f(w; D).
         """
@@ -130,8 +129,7 @@ class PerFedAvg(Averaging):
         return loss
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network to evaluate for the client: the global model after `adapt_steps` gradient steps on
-        minibatches of the client's training data.
+        """Returns the global model after `adapt_steps` gradient steps on the client's data.
 
         A step is w − α∇f_i(w).
         """

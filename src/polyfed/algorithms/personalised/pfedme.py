@@ -91,8 +91,7 @@ class PFedMe(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Moves the global model by the factor β towards the mean of the clients' replies (algorithm 1, last line), and
-        returns the new server state.
+        """Moves the global model by β towards the mean reply (algorithm 1, last line).
 
         w ← (1−β)w + β Σ_i w_i/S over the S clients of the round.
         """
@@ -105,8 +104,7 @@ class PFedMe(ServerUpdateMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's copy of the global model and, at each step, its personal model; returns a reply with the
-        copy only, and the new private state.
+        """Trains a copy of the global model and the personal one; replies with the copy.
 
         The copy w_i takes steps w ← w − ηλ(w − θ̃), one per minibatch; the personal model is θ_i.
         """
@@ -126,8 +124,7 @@ class PFedMe(ServerUpdateMethod):
     def _envelope_gradient(
         self, network: nn.Module, loss_of: Callable[[int], Tensor], theta: Sequence[Tensor]
     ) -> Tensor:
-        """Trains the personal model on this minibatch, then writes to `grad` the gradient that pulls the client's copy
-        of the global model towards it.
+        """Trains the personal model, then writes the gradient that pulls the copy towards it.
 
         The personal model is θ̃ in `theta`, and the gradient λ(w − θ̃), that of the Moreau envelope.
         """

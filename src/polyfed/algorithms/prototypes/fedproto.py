@@ -69,8 +69,7 @@ class FedProto(PrototypeMethod, Averaging):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Returns the next server state, in which each class's prototype is the mean over the clients that have the
-        class (eq. 6).
+        """Returns the state with each class's mean over the clients that have it (eq. 6).
 
         p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic.
         """

@@ -101,8 +101,7 @@ class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
         delta = min(largest_distance_between_classes(means, classes), self.margin)
 
         def loss(batch: ForwardPass) -> Tensor:
-            """Returns the loss that pulls each class mean to its prototype and away from the others by a margin (eq.
-            10).
+            """Returns the loss that pulls class means to their prototype by a margin (eq. 10).
 
             It is −log of e^−(d(p, p̂_c) + δ) over its sum with e^−d(p, p̂_c') of the other classes.
             """
@@ -121,8 +120,7 @@ class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
 
 @final
 class TrainablePrototypes(nn.Module):
-    """Holds one trainable prototype (a vector) for each class, and computes the negative distance of each input to each
-    prototype.
+    """Holds a trainable vector for each class, and computes inputs' negative distances to them.
 
     The prototype of class c is p̂_c = F(p̊_c), F being two layers and p̊_c a trained vector.
 

@@ -27,8 +27,7 @@ def draw_first_vectors(classes: int, width: int, seed: int) -> Tensor:
 
 
 def split_study_and_quiz(examples: Examples, quiz_rows: Tensor) -> tuple[Examples, Examples]:
-    """Splits examples into those to train on (study) and the rows that are held out (quiz); if there is only one example,
-    it is in both.
+    """Splits examples into study (to train on) and quiz (held out); a single one is in both.
 
     >>> data = Examples(torch.arange(3.0), torch.tensor([0, 1, 2]))
     >>> [len(part) for part in split_study_and_quiz(data, torch.tensor([1]))]
@@ -70,8 +69,7 @@ def guided_loss(label_loss: Loss, outputs: Tensor, guided: Tensor, targets: Tens
 def compute_guiding_gradient(
     model: nn.Module, study: Batch, quiz: Batch, vectors: Tensor, lr: float, label_loss: Loss, module: str | None
 ) -> Tensor:
-    """Returns the gradient, with respect to the guiding vectors, of the loss on a quiz minibatch after one guided step on
-    a study minibatch, (classes, d).
+    """Returns the quiz loss's gradient for guiding vectors, (classes, d), after a guided step.
 
     With W' = W − η∇_W ℓ(W; V) it is ∇_V CE(W'; quiz) = −η ∇_V ⟨∇_W ℓ(W; V), g⟩, where g = ∇CE(W'; quiz) is a constant. Of
     W only first derivatives are differentiated, and with respect to V alone.

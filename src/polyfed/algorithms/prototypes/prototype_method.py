@@ -89,8 +89,7 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
     def local_update(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> tuple[Message, dict[str, Any]]:
-        """Trains the client's network with its representations pulled towards the prototypes; returns a reply with its
-        mean representation of each class, and the new private state.
+        """Trains with representations pulled towards prototypes; replies with each class's mean.
 
         The training has `local_epochs`.
         """
@@ -140,8 +139,7 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
 
 
 def overwrite_head_with_prototypes(model: nn.Module, head: nn.Linear, prototypes: StateDict) -> nn.Module:
-    """Replaces a network's head (last layer) in place, so that the network predicts the class of the nearest prototype,
-    and returns the network.
+    """Replaces a network's last layer in place, so that it predicts the class of the nearest prototype.
 
     ‖f‖² − ‖f − p_c‖² = 2·p_c·f − ‖p_c‖² is linear in f, and its softmax is that of −‖f − p_c‖². So the network keeps its
     architecture and file format.
@@ -172,8 +170,7 @@ def expected_class_means_spec(prototypes: StateDict, reply: Message) -> Mapping[
 
 
 def update_prototypes(prototypes: StateDict, mean: StateDict) -> dict[str, Tensor]:
-    """Returns new prototypes, computed from the clients' class means; a class that no client has keeps its old
-    prototype.
+    """Returns prototypes from the clients' class means; a class that no client has keeps its old one.
 
     p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic over the clients that have class c.
 
@@ -191,8 +188,7 @@ def update_prototypes(prototypes: StateDict, mean: StateDict) -> dict[str, Tenso
 def build_prototype_loss(
     label_loss: Loss, prototypes: StateDict | None, lam: float, device: torch.device
 ) -> Callable[[ForwardPass], Tensor] | None:
-    """Returns a loss function that penalises the distance of each representation from its class's prototype; None if
-    the weight `lam` is 0 or there are no prototypes.
+    """Returns a loss with the distance of representations from prototypes; None if `lam` is 0 or there are none.
 
     The loss of a minibatch is CE + λ/d·‖f(x) − p_y‖².
 

@@ -91,8 +91,7 @@ class FedRolex(WidthSubmodelMethod):
 
 
 def inputs_per_unit(network: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Returns `{weight of a linear layer: inputs a channel}` for each linear layer that follows a convolution and gets
-    several numbers of each of its channels.
+    """Returns `{weight: inputs a channel}` of linear layers that get several numbers of a convolution's channels.
 
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(36, 5), nn.Linear(5, 10))
     >>> inputs_per_unit(net, {name: tensor.shape for name, tensor in net.state_dict().items()})

@@ -67,8 +67,9 @@ class WidthSubmodelMethod(Averaging, ABC):
     def find_window_starts(
         self, server_state: ServerState, name: str, shape: Sequence[int], purpose: Literal["local", "personal"]
     ) -> tuple[int, ...]:
-        """Returns, for each dimension of a tensor of θ, the first unit that a submodel of this shape has of it; the units
-        that follow wrap around. By default all are 0: a submodel has the leading units.
+        """Returns for each dimension of a tensor of θ the first unit that a submodel of this shape has.
+
+        The units that follow wrap around. By default all are 0: a submodel has the leading units.
 
         Args:
             server_state: the server's state, which must not depend on the client.
@@ -120,8 +121,7 @@ class WidthSubmodelMethod(Averaging, ABC):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Averages each entry of the global model over the clients whose submodels contain it, and returns the new
-        server state.
+        """Averages each entry of the global model over the clients whose submodels contain it.
 
         θ[e] ← Σ_i w_i θ_i[e] / Σ_i w_i over the clients with the entry e. This is the paper's equation for its
         complexity levels.

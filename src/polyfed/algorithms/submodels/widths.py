@@ -113,8 +113,7 @@ def _no_family_error(first: str, second: str, reason: str) -> UserError:
 
 
 def width_ratio_by_layer(factory: Architecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
-    """Returns `{layer name: share}` for each layer that is narrower than in the widest network: the share of that
-    network's units that it has.
+    """Returns `{layer: share of the widest network's units}` for each layer that is narrower.
 
     >>> width_ratio_by_layer(lambda: nn.Linear(2, 3), {"weight": (4, 2), "bias": (4,)})
     {'': 0.75}
@@ -142,8 +141,7 @@ def validate_head_width(network: nn.Module, ratios: Mapping[str, float], client:
 
 @contextmanager
 def divide_layer_outputs_by_ratio(network: nn.Module, ratios: Mapping[str, float]) -> Iterator[None]:
-    """Divides, inside a `with` block, the outputs of each named layer by the share of the widest network's units that
-    the layer has.
+    """Divides outputs of named layers by their share of the widest's units inside a `with` block.
 
     >>> import torch
     >>> net = nn.Linear(1, 1, bias=False)
@@ -164,8 +162,7 @@ def divide_layer_outputs_by_ratio(network: nn.Module, ratios: Mapping[str, float
 
 
 def fold_scaling_into_weights(weights: StateDict, ratios: Mapping[str, float]) -> dict[str, Tensor]:
-    """Returns new weights with which a network gives the outputs that it gives with `weights` inside
-    `divide_layer_outputs_by_ratio`.
+    """Returns weights that give the outputs of `weights` inside `divide_layer_outputs_by_ratio`.
 
     >>> import torch
     >>> fold_scaling_into_weights({"weight": torch.tensor([[1.0]]), "other.bias": torch.tensor([1.0])}, {"": 0.5})

@@ -63,8 +63,7 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument(*_SHORT_NAMES.get(name, ()), name, action="store_true", help=help_text.replace("%", "%%"))
 
     def parse_declared_options(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Parses the declared options, and returns their values and all other words of the command line, in their
-        order.
+        """Parses the declared options; returns their values, and all other words in their order.
 
         Underscores in names of options count as hyphens.
 
@@ -88,8 +87,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_options_and_words(
         self, argv: Sequence[str], expected_text: str, word_count: int = 1
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parses the declared options, and returns their values and the other words of the command line. With -h or
-        --help it prints the help and exits.
+        """Parses the declared options; returns their values and the other words, or prints help and exits.
 
         Args:
             argv: the words after the command.
@@ -174,8 +172,7 @@ def expand_optional_path(text: str | None, option: str) -> Path | None:
 
 
 def option_name(word: str) -> str:
-    """Returns the name of the option in a word of the command line, without a value after "=", and with hyphens in
-    place of underscores.
+    """Returns the option's name in a word, without a value after "=" and with hyphens.
 
     >>> option_name("--data.test_fraction=0.2"), option_name("my_recipe")
     ('--data.test-fraction', 'my_recipe')
@@ -206,8 +203,7 @@ def parse_yaml_value(option: str, text: str) -> Any:
 
 
 def list_user_code_and_ray_address(argv: Sequence[str]) -> list[str]:
-    """Returns a list of the user's networks, methods, metrics and data sources (MODULE:NAME) on the command line, and
-    of the address of a Ray cluster.
+    """Lists the user's code (MODULE:NAME) on the command line, and the address of a Ray cluster.
 
     What is typed there is trusted; what a file names is not.
 

@@ -14,8 +14,7 @@ from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 
 def literal_rich_text_if_str(value: Any) -> Any:
-    """Converts a text to a form that the package `rich` prints literally, without interpreting markup; returns any
-    other value unchanged.
+    """Converts a text so that `rich` prints it without markup; other values are unchanged.
 
     >>> literal_rich_text_if_str("[/b]\\x1b[31m")
     <text '[/b]�[31m' [] ''>

@@ -28,8 +28,7 @@ class FinalRuns(NamedTuple):
 
 
 def run_final_methods(plan: ComparisonPlan, methods: Mapping[str, Method], description: dict[str, Any]) -> FinalRuns:
-    """Trains every method with its best hyper-parameters for all seeds, and returns the runs; also adds the
-    hyper-parameter search, if there was one, to the dict `description`.
+    """Trains every method with its best fields for all seeds; adds any search to `description`.
 
     Args:
         plan, methods: what is compared.

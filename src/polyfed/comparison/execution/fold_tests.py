@@ -16,8 +16,7 @@ from polyfed.data.partitioning.folds import Folds, unit_names
 @final
 @dataclass(frozen=True, eq=False)
 class FoldTestTargets:
-    """Holds, for each fold of a cross-validation, the targets of the test examples, and the unit (an example or a group
-    of examples) to which each belongs.
+    """Holds each fold's test targets, and the unit (example or group) to which each belongs.
 
     Attributes:
         design: folds and repeats.

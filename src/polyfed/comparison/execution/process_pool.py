@@ -41,8 +41,7 @@ def supports_forked_runs(settings: Settings) -> bool:
 
 
 def default_parallel_runs(settings: Settings, num_clients: int) -> int:
-    """Returns how many runs to train in parallel: one per CPU core if the settings leave engine and workers open and
-    few clients take part in a round, else 1.
+    """Returns one run per core if engine and workers are open and a round has few clients, else 1.
 
     With few clients a round the cores idle while they wait for its last client; parallel runs fill them.
 
@@ -59,8 +58,7 @@ def default_parallel_runs(settings: Settings, num_clients: int) -> int:
 
 
 def run_in_processes(tasks: Iterator[tuple[Key, Callable[[], Any]]], max_processes: int) -> Iterator[tuple[Key, Any]]:
-    """Runs each task in a separate process, at most `max_processes` at once, and yields (key, result) as each finishes;
-    the result of a run that failed is its error.
+    """Runs tasks in separate processes, and yields (key, result), or a failed run's error, as they end.
 
     One task is taken from the iterator ahead. A run that fails yields its `ClientError` or `RoundError` as the result,
     and the others go on.

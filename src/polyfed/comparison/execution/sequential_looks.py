@@ -18,8 +18,7 @@ from polyfed.data.partitioning.folds import Folds
 
 
 def error_rates_of_looks(looks: int) -> list[float]:
-    """Returns the error rate for each of several looks at growing results, so that the rates of all looks add up to
-    `ALPHA`.
+    """Returns the error rate of each look at growing results, which add up to `ALPHA`.
 
     >>> [round(rate, 3) for rate in error_rates_of_looks(4)]
     [0.0, 0.004, 0.014, 0.022]
@@ -31,8 +30,7 @@ def error_rates_of_looks(looks: int) -> list[float]:
 
 
 def run_until_decided(plan: ComparisonPlan, run: Callable[[ComparisonPlan], Comparison]) -> Comparison:
-    """Runs a comparison, and returns it; with `stop_when_decided`, runs one repeat of the folds after another only
-    until the answer for the mean over clients is decided.
+    """Runs a comparison; with `stop_when_decided`, repeats its folds until the mean's answer is decided.
 
     Finished runs are read by the next look if the comparison has a directory, and trained again otherwise.
 

@@ -92,8 +92,7 @@ class ExecutedRuns(NamedTuple):
 def execute_or_load_runs(
     plan: ComparisonPlan, run_specs: Sequence[RunSpec], callbacks: Sequence[Callback] = ()
 ) -> ExecutedRuns:
-    """Loads the training runs that are finished already, executes the others, several in parallel, and returns all
-    finished runs and the errors of those that failed.
+    """Loads finished runs, executes the others in parallel; returns runs and errors.
 
     A method that diverges does not keep the others from being compared. Runs that are finished already are read, and
     stopped ones are resumed.

@@ -13,8 +13,7 @@ BUDGET_KINDS = ("best", "steps", "bytes", "seconds")
 @final
 @dataclass(frozen=True)
 class Budget:
-    """Holds the rule that selects the round at which each run is compared: the best round, the last round, or the last
-    round within a limit of bytes or seconds.
+    """Holds the rule for the round at which runs are compared: best, last, or last within a limit.
 
     Args:
         kind: "best", each at its best round by validation loss; "steps", after all rounds with the same local training;
@@ -39,8 +38,7 @@ class Budget:
 
     @property
     def determines_compared_round(self) -> bool:
-        """Returns True if the budget alone says at which round runs are compared; False for "best", which compares each
-        run at its round of lowest validation loss.
+        """Returns whether the budget alone says the round; "best" needs validation losses.
 
         With a fixed round, a method whose loss still falls is compared all the same.
         """
@@ -48,8 +46,10 @@ class Budget:
 
     @classmethod
     def from_text(cls, text: str) -> "Budget":
-        """Parses a budget as written on the command line: "best", "steps", "bytes", "seconds", "bytes=5e6" or
-        "seconds=30"; raises a `UserError` for any other text.
+        """Parses "best", "steps", "bytes", "seconds", "bytes=5e6" or "seconds=30".
+
+        Raises:
+            UserError: for any other text.
 
         >>> Budget.from_text("bytes=5e6")
         Budget(kind='bytes', limit=5000000.0)
@@ -68,8 +68,7 @@ class Budget:
 @final
 @dataclass(frozen=True)
 class ResultCriteria:
-    """Holds the two settings by which the results of a comparison are computed: the budget, which selects the round at
-    which each run is compared, and the target, a mean score to reach.
+    """Holds the budget, which selects each run's round, and the target, a mean score to reach.
 
     Args:
         budget: the round at which each run is compared.

@@ -84,8 +84,7 @@ def make_client_set_of_source(
     deals_examples: bool,
     searches: bool,
 ) -> ClientSet:
-    """Makes those clients of a source that a comparison evaluates, once for all runs; the others are made when they are
-    drawn.
+    """Makes the evaluated clients of a source once for all runs; others are made when drawn.
 
     Args:
         source: makes the clients.

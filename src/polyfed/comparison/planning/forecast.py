@@ -43,8 +43,7 @@ _WORTHWHILE = 0.9  # a design that decides a gain of less than this share of ano
 def forecast_cost_and_detectable_gain(
     plan: ComparisonPlan, methods: Mapping[str, Method], description: Mapping[str, Any]
 ) -> Comparison:
-    """Forecasts a comparison from a short pilot: the number of runs, their duration in minutes, and the smallest gain
-    that can be decided. Returns a `Comparison` without methods, and leaves no file.
+    """Forecasts runs, minutes and the smallest decidable gain from a short pilot, which leaves no file.
 
     The pilot trains `local` and the first method that federates with two seeds on the data of the first run, without a
     search.

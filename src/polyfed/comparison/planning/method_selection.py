@@ -19,8 +19,7 @@ def select_methods(
     methods: Method | str | Sequence[Method | str] | Iterator[Method | str] | Mapping[str, Method | str],
     like: Method | None = None,
 ) -> dict[str, Method]:
-    """Returns all methods of a comparison as `{label: method}`: first the default methods that are missing from
-    `methods`, then `methods`.
+    """Returns `{label: method}`: first the default methods missing from `methods`, then `methods`.
 
     Args:
         methods: a name or method, or several as a list or a mapping from labels.
@@ -101,8 +100,7 @@ def _training_template(name: str, candidates: Sequence[Any]) -> Any:
 
 
 def build_method_with_training_of(name: str, template: Any = None, fields: Mapping[str, Any] | None = None) -> Method:
-    """Builds the method called `name` with the local training (epochs, batch size, ...) of `template`, so that both
-    train equally.
+    """Builds the method `name` with the local training of `template`.
 
     The method keeps its own defaults for all other fields. `fields` override both.
 
@@ -164,8 +162,7 @@ def _trains_differently(kind: Any, template: Any) -> bool:
 
 
 def check_equal_training(methods: Mapping[str, Method]) -> None:
-    """Raises a `UserError` unless all methods train equally in each round, with the same number of epochs or steps and
-    the same batch size.
+    """Raises a `UserError` unless all methods have the same epochs or steps and batch size.
 
     A method that trains more would win by its amount of training, whatever the budget.
     """

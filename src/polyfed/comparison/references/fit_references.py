@@ -36,8 +36,7 @@ Scores = dict[str, float | None]
 @final
 @dataclass(frozen=True, eq=False)
 class FittedReferences:
-    """Holds the scores and outputs of the reference models (simple models, and a network on pooled data) with which the
-    methods of a comparison are compared.
+    """Holds scores and outputs of reference models: simple ones, and a network on pooled data.
 
     Attributes:
         references: the entry `references` of `comparison.json`, before statistics.
@@ -54,8 +53,7 @@ class FittedReferences:
 def fit_references(
     plan: ComparisonPlan, methods: Mapping[str, Method], fingerprint_by_seed: Mapping[str, str]
 ) -> FittedReferences:
-    """Fits simple models on each client's own data, trains a network on the pooled data of all clients, and returns the
-    scores and outputs of these reference models.
+    """Fits simple models on each client's data, and a network on all data; returns scores and outputs.
 
     Args:
         plan: the plan of the comparison.

@@ -57,9 +57,7 @@ class ReferenceModel:
 
 
 def fit_client_references(clients: Sequence[Client], *, seed: int = 0) -> tuple[list[ReferenceModel], tuple[str, ...]]:
-    """Fits models that need no network on each client's own data: a constant and, if the inputs are rows of numbers,
-    simple models such as ridge regression. Returns one `ReferenceModel` of each kind, and sentences about the models that
-    could not be fitted.
+    """Fits a constant and simple models on each client's data; returns them, and why others were left out.
 
     Each client has its own, as if it were alone. The constant is the share of each class or label, or the mean, of its
     training examples. Simple models are fitted on its training and validation examples (module `simple_models`): logistic
@@ -99,8 +97,7 @@ def fit_client_references(clients: Sequence[Client], *, seed: int = 0) -> tuple[
 
 
 def fit_pooled_references(clients: Sequence[Client], *, seed: int = 0) -> list[ReferenceModel]:
-    """Fits to the examples of all clients together those simple models for which the task asks this (Cox regression,
-    for example); returns an empty list if there are none.
+    """Fits to all clients' examples the simple models that the task wants so (Cox regression, say).
 
     Args:
         clients: of one task.
@@ -122,8 +119,7 @@ def fit_pooled_references(clients: Sequence[Client], *, seed: int = 0) -> list[R
 def train_pooled_reference(
     clients: Sequence[Client], method: LocalTraining, *, rounds: int, seed: int
 ) -> ReferenceModel | None:
-    """Trains one network per architecture on the pooled training examples of all clients, which no real participant
-    could do; returns None if the clients' data cannot be pooled.
+    """Trains one network per architecture on all clients' data; None if they cannot be pooled.
 
     Their score is what a method can hope for. It is not a strict upper bound: clients that differ much may do better with
     networks of their own. Each architecture is trained on the examples of all clients together, from the clients'

@@ -44,8 +44,7 @@ class SimpleModelOutputs:
 
 
 def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: int) -> SimpleModelOutputs:
-    """Fits the simple models of the clients' task, such as logistic regression, on each client's own examples, and
-    returns their outputs for the client's test examples.
+    """Fits the task's simple models on each client's examples; returns outputs for test examples.
 
     Args:
         clients: of one task.
@@ -109,8 +108,7 @@ def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: i
 def fit_pooled_simple_models(
     clients: list[Client], num_outputs: int, seed: int
 ) -> dict[str, tuple[str, dict[str, Floats]]]:
-    """Fits to the examples of all clients together those simple models for which the task asks this, and returns
-    `{model name: (description, {client id: outputs for its test examples})}`.
+    """Fits pooled simple models; returns `{name: (description, {client: test outputs})}`.
 
     Args:
         clients: of one task.

@@ -41,8 +41,7 @@ def t_quantile(alpha: float, degrees_of_freedom: float) -> float:
 
 
 def is_rounding_error(deviation: float, value: float) -> bool:
-    """Returns whether a deviation, such as half the width of an interval, is no more than the rounding of values that are
-    all equal to `value`.
+    """Returns whether a deviation is no more than the rounding of values equal to `value`.
 
     >>> is_rounding_error(0.0, 0.0), is_rounding_error(1e-16, 1 / 6), is_rounding_error(1e-5, 1 / 6)
     (True, True, False)
@@ -53,8 +52,7 @@ def is_rounding_error(deviation: float, value: float) -> bool:
 def estimate_from_half_width(
     value: float, centre: float, half_width_at_error_rate: Callable[[float], float], alpha: float
 ) -> Estimate:
-    """Builds an estimate with its confidence interval and p-value, from a function that returns half the width of the
-    interval for a given error rate.
+    """Builds an estimate with interval and p-value from the half width at each error rate.
 
     Args:
         value: the point estimate.

@@ -41,8 +41,7 @@ ScoresByMethod = Mapping[str, Mapping[int, Mapping[str, float | None]]]  # metho
 @final
 @dataclass(frozen=True)
 class MethodEvidence:
-    """Holds the estimated mean score of one method, and its estimated gains over other methods, with confidence
-    intervals.
+    """Holds a method's estimated mean score and gains over others, with intervals.
 
     The intervals of gains hold for all methods simultaneously.
 
@@ -79,8 +78,7 @@ class GainOverRivals:
 
 @final
 class GainsOverBestRival(NamedTuple):
-    """Holds the gain of a method over its best rival, for the mean over clients and for each client; a gain is None if
-    it cannot be estimated.
+    """Holds a method's gains over its best rival, in the mean and by client; None if not estimable.
 
     Attributes:
         for_mean: the gain for the mean over clients.
@@ -126,8 +124,7 @@ class Evidence:
     def estimate_scores_and_gains(
         self, labels: Sequence[str], reference: str | None, best: str | None
     ) -> dict[str, MethodEvidence]:
-        """Estimates each method's mean score, and its gains over the method `reference` and the method `best`; returns
-        `{method label: estimates}`.
+        """Estimates each method's mean score, and gains over `reference` and `best`, by label.
 
         Args:
             labels: all methods with scores.
@@ -151,8 +148,7 @@ class Evidence:
     def gain_over_best_rival(
         self, label: str, rivals: Sequence[str], num_simultaneous_methods: int
     ) -> GainsOverBestRival:
-        """Estimates the gain of the method `label` over its best rival: for the mean over clients, and for each client
-        over this client's best rival.
+        """Estimates a method's gain over its best rival, for the mean and by client.
 
         A gain is None if it cannot be estimated.
 
@@ -233,8 +229,7 @@ class Evidence:
         return dict(zip(clients, estimate_client_means_over_resplits(sites, num_tests=tests), strict=True))
 
     def fit_random_effects_of_gains(self, label: str, rival: str) -> tuple[list[str], RandomEffects] | None:
-        """Models the clients' gains of the method `label` over `rival` as a mean and a deviation of each client;
-        returns the client ids and the model, or None if there are too few clients.
+        """Models clients' gains as a mean and deviations; returns ids and model, None for few clients.
 
         Returns None for few clients, and where an id names another client with each seed.
         """

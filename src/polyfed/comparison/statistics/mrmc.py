@@ -48,8 +48,7 @@ from polyfed.tasks.scores.score_functions import split_into_binary_problems
 @final
 @dataclass(frozen=True)
 class VarianceComponents:
-    """Holds, for one client, a method's score by seed (or the difference of two methods), with its variance due to
-    seeds and its variance due to test examples.
+    """Holds a client's score or difference by seed, with its variances due to seeds and examples.
 
     Attributes:
         values: score or difference of each seed, shape (S,).
@@ -87,8 +86,9 @@ def estimate_variance_components(
     targets: Tensor,
     groups: NDArray[Any] | None = None,
 ) -> VarianceComponents | None:
-    """Estimates how much of the variance of one client's score, or of the difference of two methods there, is due to
-    seeds and how much to test examples; None if a score is not defined.
+    """Splits the variance of a client's score or difference into that of seeds and of examples.
+
+    None if a score is not defined.
 
     Args:
         metric: the metric. Differences are positive where the method is better than the rival, also for losses.
@@ -120,8 +120,7 @@ def estimate_variance_components(
 @final
 @dataclass(frozen=True, eq=False)
 class SeedScores:
-    """Holds the scores of one method at one client, one per seed, with the jackknife pseudo-values of the test
-    examples.
+    """Holds a method's scores at a client, one per seed, with test examples' pseudo-values.
 
     Attributes:
         metric: the metric.
@@ -143,8 +142,7 @@ class SeedScores:
 def score_seeds(
     metric: Metric, outputs_by_seed: Sequence[Tensor], targets: Tensor, groups: NDArray[Any] | None = None
 ) -> SeedScores | None:
-    """Returns the scores of one method at one client, one for each seed's network, computed from the networks' outputs;
-    None if a score is not defined.
+    """Returns a method's scores at a client from each seed's outputs; None if undefined.
 
     With `groups`, examples of equal value are one unit (module `cluster_jackknife`).
     """
@@ -160,8 +158,7 @@ def score_seeds(
 
 
 def variance_components_of_difference(scores: SeedScores, rival_scores: SeedScores | None) -> VarianceComponents:
-    """Estimates the variance, due to seeds and due to test examples, of the difference of two methods; the difference
-    is positive where the first is better than its rival.
+    """Estimates a difference's variances due to seeds and examples; positive if the first is better.
 
     If `rival_scores` is None, they are those of the score of the first method.
     """
@@ -254,8 +251,7 @@ def degrees_of_freedom(centred: FloatArray, classes: NDArray[np.int64]) -> float
 
 
 def estimate_client_means(components_by_client: Sequence[VarianceComponents], *, num_tests: int = 1) -> list[Estimate]:
-    """Estimates each client's mean score or difference over seeds, with confidence intervals that hold simultaneously
-    for all clients and `num_tests` methods (Bonferroni).
+    """Estimates clients' means over seeds, with Bonferroni intervals for clients and `num_tests` methods.
 
     A few seeds give a poor estimate of their variance. The clients therefore pool it, as in an analysis of variance; a
     client whose own seeds vary more uses its own variance. No interval is narrower than the client's own at the level
@@ -294,8 +290,7 @@ def estimate_mean_over_clients(
     alpha: float = ALPHA,
     population: int | None = None,
 ) -> Estimate:
-    """Estimates the mean score or difference over clients, with a confidence interval; the clients are taken as fixed,
-    or as drawn from `population` clients.
+    """Estimates the mean over clients, which are fixed or drawn from `population`, with an interval.
 
     The variance due to seeds is that of the means over clients, since one seed affects all clients.
 
@@ -345,8 +340,7 @@ def _variance_of_draw(values: Sequence[float], population: int | None) -> float:
 
 @final
 class GainOverRival(NamedTuple):
-    """Holds the estimated gain of a method over one rival with two intervals: one for this rival alone, and one that
-    holds for all rivals simultaneously.
+    """Holds a gain over one rival, with an interval for it alone and one for all rivals at once.
 
     Attributes:
         alone: the estimate as if this were the only rival.
@@ -358,8 +352,7 @@ class GainOverRival(NamedTuple):
 
 
 def estimate_gain_over_best_rival(gains_over_each_rival: Sequence[GainOverRival]) -> Estimate:
-    """Estimates the gain of a method over the best of several rivals; this is the smallest of its gains over the single
-    rivals.
+    """Estimates the gain over the best of several rivals, the smallest of the single gains.
 
     It is positive only if every gain is, so that the lower end needs no correction for the number of rivals (an
     intersection-union test, Berger 1982). The upper end does, since a single rival can decide it.

@@ -17,8 +17,7 @@ _Z_POWER = 0.8416  # the standard normal quantile of POWER
 @final
 @dataclass(frozen=True)
 class PilotVariances:
-    """Holds the sources of variance of the difference of two methods, estimated from two networks of each method on the
-    same test examples.
+    """Holds the variances of a difference, estimated from two networks of each method.
 
     Attributes:
         examples: for each client, the variance between examples that networks of other seeds share.
@@ -56,8 +55,7 @@ class ComparisonDesign:
 
 
 def estimate_pilot_variances(differences: Sequence[FoldDifferences]) -> PilotVariances:
-    """Estimates the sources of variance of the difference of two methods, from two networks of each method that were
-    tested on the same examples.
+    """Estimates a difference's variances from two networks of each method on the same examples.
 
     Args:
         differences: for each client, with the two networks as two repeats of one fold.
@@ -77,8 +75,7 @@ def estimate_pilot_variances(differences: Sequence[FoldDifferences]) -> PilotVar
 
 
 def smallest_decidable_gain(pilot: PilotVariances, design: ComparisonDesign) -> tuple[float, float]:
-    """Returns the smallest true gain that this design decides with a probability of `POWER`: first for the mean over
-    clients, then for a typical client.
+    """Returns the smallest gains decided with probability `POWER`: of the mean, and at a typical client.
 
     The mean needs the larger gain only where the score of a few clients is far more uncertain than the others'. As in
     `estimate_clients_from_folds`, no client's interval is narrower than that of the client alone.

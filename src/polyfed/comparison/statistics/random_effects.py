@@ -29,8 +29,7 @@ MIN_SITES = 4
 @final
 @dataclass(frozen=True)
 class RandomEffects:
-    """Holds a random-effects model of gains: the mean gain over sites like these, the standard deviation between sites,
-    and each site's gain by partial pooling.
+    """Holds the mean gain, the deviation between sites, and each site's gain by partial pooling.
 
     Attributes:
         mean: with sites as units.
@@ -70,8 +69,7 @@ class SharedError:
 
 
 def fit_random_effects(gains: Sequence[SiteGain], shared: SharedError | None = None) -> RandomEffects | None:
-    """Fits a random-effects model (a mean gain, and a deviation of each site) to the gains of sites; returns None for
-    fewer than `MIN_SITES` sites, or variances that are not positive, or no more than rounding errors.
+    """Fits a mean gain and sites' deviations; None for fewer than `MIN_SITES` or no variance.
 
     τ² is DerSimonian and Laird's (1986). The interval of the mean is Hartung and Knapp's, never narrower than with the
     estimated variances taken as known.

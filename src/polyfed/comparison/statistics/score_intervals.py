@@ -32,8 +32,7 @@ def mean_score_with_interval(
     level: float = CONFIDENCE_LEVEL,
     groups: NDArray[Any] | None = None,
 ) -> ValueWithInterval | None:
-    """Returns one method's score on these examples, as a mean over seeds, with the two ends of its confidence interval;
-    None if the score is not defined.
+    """Returns a method's mean score over seeds with its interval; None if undefined.
 
     Args:
         metric, targets, groups: as for `estimate_variance_components`.
@@ -54,8 +53,7 @@ def mean_gain_with_interval(
     level: float = CONFIDENCE_LEVEL,
     groups: NDArray[Any] | None = None,
 ) -> ValueWithInterval | None:
-    """Returns the difference of two methods' scores on the same examples, as a mean over seeds, with the two ends of
-    its confidence interval; None if a score is not defined.
+    """Returns the mean difference of two methods over seeds with its interval; None if undefined.
 
     It is positive where the first method is better than its rival.
     """

@@ -106,8 +106,7 @@ class Comparison:
         return build_frame(rows, ["method", "seed", "client", "round", score])
 
     def plot(self, *, ax: Any = None) -> Any:
-        """Draws the mean gain of each method over training alone, with its interval, and returns the matplotlib axes;
-        draws the mean scores where no gain is defined.
+        """Draws mean gains over training alone with intervals, or mean scores; returns matplotlib axes.
 
         Args:
             ax: axes to draw into; None makes new ones.
@@ -151,8 +150,7 @@ class Comparison:
         return dict(self.results.get("failed", {}))
 
     def cross_site(self, method: str) -> CrossSiteScores:
-        """Returns the scores of every client's model on every client's test examples, for one method, as the mean over
-        its runs.
+        """Returns one method's scores of every model on every client's test examples, mean over runs.
 
         Raises:
             UserError: there is no such method, or its runs have no such scores.
@@ -170,8 +168,7 @@ class Comparison:
         return average_cross_site(parts)
 
     def table(self) -> list[dict[str, Any]]:
-        """Returns the scores and costs of the methods as a list of dicts, one per method, with None for a value that is
-        not defined.
+        """Returns a dict of scores and costs for each method, None where undefined.
 
         Columns: `method`; `mean` over clients and seeds with its interval `low`, `high`; `worst` client, `p10` and `p90`;
         `gain` over training alone with `gain_low`, `gain_high`; `losers`, the number of clients that lose by joining; the

@@ -9,8 +9,7 @@ _MAY_GROW = ("methods", "evaluated", "fingerprints")  # by label or seed
 
 
 def find_invalidating_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """Returns a text that names the first changed setting, between two descriptions of a comparison, by which finished
-    runs become invalid; None if they stay valid.
+    """Names the first changed setting that makes finished runs invalid; None if they stay valid.
 
     Title, references, methods that do not suit the clients, further methods and further seeds at the end change nothing of
     finished runs.

@@ -11,8 +11,7 @@ from polyfed.simulation.results.saved_run import SavedRun, load_run
 
 @suggest_keywords
 def load(folder: str | Path) -> Comparison | SavedRun:
-    """Reads a run or a finished comparison from its directory, and returns a `SavedRun` or a `Comparison`, without
-    clients or training.
+    """Reads a `SavedRun` or `Comparison` from its directory, without clients or training.
 
     Args:
         folder: what `out` was in `federate` or `compare`, or a directory of the command line.

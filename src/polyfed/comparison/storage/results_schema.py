@@ -346,8 +346,7 @@ class ComparisonDescription(TypedDict, total=False):
 
 
 def results_error(content: Mapping[str, Any]) -> str:
-    """Returns the reason why `content` is not valid as the content of a `comparison.json`; an empty text if it is
-    valid.
+    """Returns why `content` is no valid `comparison.json`; "" if it is.
 
     Checks all types, and that labels, seeds and rounds refer to something in it.
     """

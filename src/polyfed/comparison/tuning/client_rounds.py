@@ -23,8 +23,7 @@ History = Sequence[Mapping[str, Any]]
 
 
 def lowest_loss_round_by_client(history: History, num_validation: Mapping[str, int]) -> dict[str, int]:
-    """Returns `{client id: round}` with the round of each client's lowest validation loss, where each loss is averaged
-    with its neighbours.
+    """Returns `{client: round of its lowest validation loss}`, losses averaged with neighbours.
 
     A client without validation examples gets the round of the lowest pooled loss.
 
@@ -66,8 +65,7 @@ def select_compared_rounds_of_local_runs(
     sizes_by_seed: Mapping[str, Any],
     tuning_entry: Mapping[str, Any] | None,
 ) -> dict[tuple[str, int], dict[str, int]]:
-    """Returns `{(label, seed): {client id: round}}`, the round at which each client is compared, for the runs in which
-    clients train on their own data only.
+    """Returns `{(label, seed): {client: compared round}}` for runs in which clients train alone.
 
     Args:
         plan: the plan of the comparison; with a fixed budget the result is empty.
@@ -97,8 +95,7 @@ def select_compared_rounds_of_local_runs(
 
 
 def freeze_history_after(history: History, last_round_by_client: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Returns a copy of a run's records of all rounds, as if each client had stopped training after its round in
-    `last_round_by_client`.
+    """Returns records as if each client had stopped after its round in `last_round_by_client`.
 
     Args:
         history: the records of `metrics.jsonl`; they are not changed.

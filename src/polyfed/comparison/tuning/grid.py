@@ -17,8 +17,10 @@ EXTENDED_GRID = f"{GRID},{EXTEND}"
 
 
 def resolve_search_values(method: Method, name: str, values: Any) -> Any:
-    """Returns the distinct values that a search tries for the hyper-parameter `name` of a method; returns a range
-    unchanged. Raises a `UserError` if multiples of a default are needed that is not positive.
+    """Returns the distinct values to try for a method's field; a range unchanged.
+
+    Raises:
+        UserError: multiples of a default are needed that is not positive.
 
     The mark `...`, which extends the grid, is left out.
     """
@@ -58,8 +60,7 @@ def list_values_or_range_ends(name: str, values: Any) -> tuple[Any, ...]:
 
 
 def next_value_beyond_edge(values: Sequence[Any], best: Any, is_integer: bool) -> Any:
-    """Returns the next value to try beyond the values tried so far, if `best` is the smallest or largest of them; None
-    if it is not.
+    """Returns the next value beyond those tried if `best` is at their edge; else None.
 
     It is as far from `best` as the neighbour of `best`, on a log scale.
 

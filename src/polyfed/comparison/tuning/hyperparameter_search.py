@@ -108,8 +108,7 @@ def validate_search(plan: ComparisonPlan) -> None:
 
 
 def parse_search_space(tune: Any, trials: int | None = None) -> Mapping[str, Sequence[Any] | str] | None:
-    """Returns the hyper-parameters to search as `{name: values}`, from the arguments `tune` and `trials` of `compare`;
-    None for no search.
+    """Returns `{field: values}` from `tune` and `trials`; None for no search.
 
     Raises:
         UserError: an unknown word, or `trials` without fields.
@@ -135,8 +134,7 @@ def parse_search_space(tune: Any, trials: int | None = None) -> Mapping[str, Seq
 
 
 def run_search(plan: ComparisonPlan, methods: Mapping[str, Method], *, has_same_clients: bool) -> SearchResult:
-    """Runs the hyper-parameter search of all methods, and returns a `SearchResult` with its runs, which chooses the
-    best hyper-parameters.
+    """Runs the search of all methods; the result chooses the best hyper-parameters.
 
     Args:
         plan: the plan of the comparison.

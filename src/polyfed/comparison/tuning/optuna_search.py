@@ -12,8 +12,7 @@ _START = 4  # random trials before Optuna's estimator takes over; few, since sea
 @final
 @dataclass(frozen=True)
 class SearchRange:
-    """Holds a range of numbers to search, from `low` to `high` inclusive (whole numbers only, if both are whole
-    numbers).
+    """Holds a range from `low` to `high` inclusive, of whole numbers if both are.
 
     If both are positive the range is sampled on a log scale, as learning rates need it; otherwise uniformly.
 

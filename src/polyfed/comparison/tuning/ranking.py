@@ -38,8 +38,7 @@ class LossAtRound(NamedTuple):
 
 
 def lowest_smoothed_loss(curve: LossCurve) -> LossAtRound | None:
-    """Returns the lowest loss of a curve, each loss averaged with those of its two neighbouring rounds, and the first
-    round that has it; None for an empty curve.
+    """Returns the lowest loss averaged with its neighbours, and its first round; None without any.
 
     >>> lowest_smoothed_loss([(1, 0.5), (2, 0.1), (3, 0.6), (4, 0.3), (5, 0.2), (6, 0.25)])
     LossAtRound(loss=0.25, round=5)
@@ -52,8 +51,7 @@ def lowest_smoothed_loss(curve: LossCurve) -> LossAtRound | None:
 def mean_of_last_losses(
     curve: LossCurve, cost_by_round: Mapping[int, float], limit: float | None
 ) -> LossAtRound | None:
-    """Returns the mean loss of the last `SMOOTHED_ROUNDS` evaluated rounds whose cost is within `limit`, with the last
-    of these rounds; None for an empty curve.
+    """Returns the mean of the last `SMOOTHED_ROUNDS` losses within `limit`, and the last round; or None.
 
     If no round is within the budget, these are the first round's.
 
@@ -67,8 +65,7 @@ def mean_of_last_losses(
 
 
 def sum_of_loss_increases(curve: LossCurve) -> float:
-    """Returns the sum of all increases of the loss from one evaluated round to the next, a measure of how unsteady the
-    curve is.
+    """Returns the sum of a loss's increases between rounds, a measure of unsteadiness.
 
     >>> sum_of_loss_increases([(1, 1.0), (2, 0.5), (3, 0.75), (4, 0.25)])
     0.25
@@ -82,8 +79,7 @@ def shrink_client_loss_to_pooled_loss(
     pooled_loss_curve: LossCurve,
     weight: float = POOLED_LOSS_WEIGHT,
 ) -> list[tuple[int, float]]:
-    """Returns (round, loss) pairs in which a client's loss is averaged, with weights, with the loss on the validation
-    examples of all clients.
+    """Returns (round, loss) of a client's loss, averaged with that of all clients by weight.
 
     Args:
         client_loss_by_round: round -> loss of the client on its `num_examples` validation examples.
@@ -105,8 +101,7 @@ def shrink_client_loss_to_pooled_loss(
 def cap_losses(
     losses_by_client: Mapping[str, Mapping[int, float]], max_loss_by_client: Mapping[str, float]
 ) -> dict[str, dict[int, float]]:
-    """Returns a copy of all clients' losses in which no loss exceeds the client's entry in `max_loss_by_client`, so
-    that one diverging client does not outweigh all others.
+    """Caps each client's losses at its entry, so that one diverging client does not outweigh others.
 
     >>> cap_losses({"a": {1: 1.0, 2: 1e9}}, {"a": 1.0})
     {'a': {1: 1.0, 2: 1.0}}
@@ -129,8 +124,7 @@ def first_loss(loss_by_round: Mapping[int, float]) -> float:
 def hold_losses_after_clients_stop(
     losses_by_client: Mapping[str, Mapping[int, float]], last_round_by_client: Mapping[str, int]
 ) -> dict[str, dict[int, float]]:
-    """Returns a copy of all clients' losses by round, as if each client had stopped training after its round in
-    `last_round_by_client`.
+    """Returns losses as if each client had stopped after its round in `last_round_by_client`.
 
     >>> hold_losses_after_clients_stop({"a": {1: 0.5, 2: 0.75}, "b": {1: 0.5, 2: 0.25}}, {"a": 1, "b": 2})
     {'a': {1: 0.5, 2: 0.5}, 'b': {1: 0.5, 2: 0.25}}
@@ -147,8 +141,7 @@ def hold_losses_after_clients_stop(
 
 
 def format_chosen_fields(tuning_entry: Mapping[str, Any]) -> str:
-    """Formats as a text the hyper-parameters that a search chose for a method, or for each of its clients; returns an
-    empty text if it chose none.
+    """Formats the hyper-parameters chosen for a method or its clients; "" for none.
 
     Args:
         tuning_entry: the method's search result, as in `comparison.json`.
@@ -232,8 +225,7 @@ class SearchRun:
 
     @property
     def mean_validation_score(self) -> float | None:
-        """Returns the mean over clients of the validation score after the round `ranking_round`; None if it is not
-        defined.
+        """Returns the mean validation score after `ranking_round`; None if undefined.
 
         It is reported only, and does not change the ranking.
         """
@@ -266,8 +258,7 @@ class RunWithBestRound(NamedTuple):
 
 
 def rank_runs_for_one_client(runs: Sequence[SearchRun], client: str) -> list[RunWithBestRound]:
-    """Ranks the search runs for one client, which trains on its own data only; returns the runs in which it has a loss,
-    best first, each with its best round.
+    """Ranks the runs in which a client that trains alone has a loss, each with its best round.
 
     In the pooled loss each client is capped at its first loss (the median over the runs), which also stands in where
     its training failed. So every run averages over the same clients, and one that diverges does not decide for the

@@ -113,8 +113,7 @@ class SearchResult:
         }
 
     def best_fields_of_method_or_each_client(self, label: str) -> list[Fields]:
-        """Returns the best hyper-parameters of a method as a list of one dict or, if the search chooses for each of its
-        clients separately, a list with one dict per client.
+        """Returns a method's best fields in a list, or those of each client.
 
         The client with most validation examples comes first.
         """
@@ -140,8 +139,7 @@ class SearchResult:
     def find_failed_choice_to_replace(
         self, label: str, failure: Failure, rank_by_choice: Mapping[HyperparameterOwner, int]
     ) -> HyperparameterOwner | None:
-        """Returns the key of the choice of hyper-parameters to replace by the next best one, after a final run failed
-        with it; None if no search run is left.
+        """Returns whose choice to replace after a final run failed; None if no search run is left.
 
         It is that of the failed client where clients choose alone, else that of the method.
         """
@@ -161,8 +159,7 @@ class SearchResult:
         return f"choice-{later + 1}" if later else ""
 
     def set_chosen_fields_in_methods(self, rank_by_choice: Mapping[HyperparameterOwner, int]) -> TunedMethods:
-        """Returns copies of the methods with their best hyper-parameters, and the entry `tuning` of `comparison.json`,
-        which reports the search.
+        """Returns the methods with their best fields, and the entry `tuning` on the search.
 
         Args:
             rank_by_choice: the rank of the chosen run, for the methods and clients whose better runs diverged with

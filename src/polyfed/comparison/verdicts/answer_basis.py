@@ -31,8 +31,7 @@ class AnswerBasis:
 
 
 def count_client_examples(clients: Sequence[Client], class_names: Sequence[str] | None) -> dict[str, Any]:
-    """Counts each client's training, validation and test examples, and returns the numbers as the entry `data` of
-    `comparison.json`.
+    """Counts clients' training, validation and test examples for the entry `data`.
 
     Args:
         clients: of one task.
@@ -77,8 +76,7 @@ def count_test_examples_by_seed(content: Mapping[str, Any]) -> Sequence[Mapping[
 
 
 def count_examples_behind_answer(content: Mapping[str, Any], clients: Sequence[str], *, by_class: bool) -> AnswerBasis:
-    """Counts the test examples of the given clients, with the seed that has the fewest, and, if `by_class` is True,
-    those of their rarest class.
+    """Counts test examples in the seed that has fewest, and of the rarest class if `by_class`.
 
     Args:
         content: `comparison.json`.

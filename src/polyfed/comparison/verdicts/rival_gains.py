@@ -23,8 +23,7 @@ def bracketed_simple_model_name(name: str) -> str:
 
 
 def name_of_method_or_reference(key: str) -> str:
-    """Returns the name to show for a key: a simple model's key, such as "(ridge)", without its brackets, and a method's
-    label unchanged.
+    """Returns the name to show: "(ridge)" without brackets, a method's label unchanged.
 
     >>> name_of_method_or_reference("(ridge)"), name_of_method_or_reference("local")
     ('ridge', 'local')
@@ -44,8 +43,7 @@ def collect_local_simple_model_scores(references: Mapping[str, Any]) -> ScoresBy
 def leader_gain_over_local_alternatives(
     content: Mapping[str, Any], evidence: Evidence, leader: str | None
 ) -> GainsOverBestRival:
-    """Estimates the gain of the method `leader` over the best alternative without federation (a network or simple model
-    on a client's own data only), for the mean over clients and each client.
+    """Estimates the leader's gain over the best alternative without federation, mean and by client.
 
     Args:
         content: `comparison.json`, with statistics.

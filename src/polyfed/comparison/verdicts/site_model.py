@@ -14,8 +14,7 @@ MANY_SITES = 10
 def build_random_effects_gain_entry(
     mean_answer: Mapping[str, Any] | None, evidence: Evidence, metric: Metric
 ) -> dict[str, Any] | None:
-    """Builds the entry `site_model` of `comparison.json`, a random-effects model of the best method's gain over the
-    rival that the answer for the mean names; None if it cannot be fitted.
+    """Builds the entry `site_model` on the best method's gain over the mean's rival, or None.
 
     Returns:
         None without an answer, with fewer than four sites, or where a client's name stands for other data with each seed.

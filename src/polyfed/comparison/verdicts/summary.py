@@ -39,8 +39,7 @@ def comparison_html(
 
 
 def plot_comparison(results: Mapping[str, Any], table: Sequence[Mapping[str, Any]], ax: Any = None) -> Any:
-    """Draws the mean gain of each method over training alone with its interval, or the mean scores where no gain is
-    defined; returns the matplotlib axes.
+    """Draws mean gains over training alone with intervals, or mean scores; returns the axes.
 
     Args:
         results: the content of `comparison.json`.

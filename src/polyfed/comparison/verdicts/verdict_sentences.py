@@ -29,8 +29,7 @@ _LINES = 40  # clients up to which each undecided one has a sentence of its own
 
 
 def format_difference(value: float, unit: str) -> str:
-    """Formats a difference between two scores without its sign: in percentage points if the scores are shares, else as
-    a number.
+    """Formats a difference without its sign, in percentage points if scores are shares.
 
     >>> format_difference(-0.041, "%"), format_difference(0.041, ""), format_difference(0.0004, "%")
     ('4.1 points', '0.041', '0.04 points')
@@ -82,8 +81,7 @@ def _format_gains(low: float, high: float, unit: str, label: str) -> str:
 
 
 def decide_whether_to_join(gain: float | None, interval: Sequence[float] | None, may_decide: bool) -> str:
-    """Returns "join", "stay" or "undecided": whether a client should join the federation, decided from its gain and the
-    gain's confidence interval.
+    """Returns "join", "stay" or "undecided" from a client's gain and its interval.
 
     With `may_decide` false the answer is always "undecided".
 
@@ -100,8 +98,7 @@ def build_join_answers(
     content: Mapping[str, Any], leader: str | None, reason_undecided: str,
     leader_gains: tuple[GainOverRivals | None, Mapping[str, GainOverRivals | None]], metric: Metric, *, by_class: bool,
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:  # fmt: skip
-    """Returns the answer for each client, and the answer for the mean over clients or None; each says to join the
-    federation, to stay without it, or that it is undecided.
+    """Returns each client's answer (join, stay or undecided), and that for the mean or None.
 
     To be worth joining, a method must beat the best that a client has alone: its network, trained alone, and the
     simple models.

@@ -9,8 +9,7 @@ from polyfed.core.io.number_format import capitalize_first, end_with_period, joi
 
 
 def describe_omissions(content: Mapping[str, Any]) -> list[str]:
-    """Returns a sentence for each method that was left out, that failed, or whose convergence could not be judged;
-    empty for a forecast, whose own sentences say what is left out.
+    """Returns a sentence for each method left out, failed, or not judged; none for a forecast.
 
     Args:
         content: the results of a comparison, the content of `comparison.json`.

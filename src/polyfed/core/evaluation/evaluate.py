@@ -55,8 +55,7 @@ def predict_sets(model: nn.Module, sets: Sequence[Examples]) -> list[Tensor]:
 def compute_metrics(
     outputs: Tensor, targets: Tensor, task: Task | str, metrics: Sequence[Metric] = (), loss: Loss | None = None
 ) -> MetricValues:
-    """Returns `{metric's name: value}` and the mean loss under "loss", computed from a network's outputs; a value that
-    is undefined or not finite is None.
+    """Returns `{metric: value}` of outputs and the mean loss as "loss"; None for values that are not finite.
 
     Args:
         outputs: of a network, float32 on the CPU, shape (n, ...).
@@ -78,8 +77,7 @@ def compute_metrics(
 
 
 def evaluate(model: nn.Module, examples: Examples, task: Task | str, loss: Loss | None = None) -> MetricValues:
-    """Runs a network on examples, and returns the task's default metric by its name and the mean loss under "loss"; a
-    value that is undefined or not finite is None.
+    """Runs a network on examples; returns the task's default metric and "loss", None where not finite.
 
     >>> even = Examples(torch.eye(2), torch.tensor([0, 1]))
     >>> evaluate(nn.Identity(), even, "classification")
@@ -90,8 +88,9 @@ def evaluate(model: nn.Module, examples: Examples, task: Task | str, loss: Loss 
 
 
 def evaluate_client(model: nn.Module, client: Client, loss: Loss | None = None) -> MetricValues:
-    """Returns `{name: value}` for the task's default metric and the loss of a network on a client's test, validation and
-    global test examples. The names are "accuracy" (test), "val_accuracy", "global_accuracy", ....
+    """Returns the default metric and loss on a client's test, validation and global test examples.
+
+    They are named "accuracy" (test), "val_accuracy", "global_accuracy" and so on.
     """
     return evaluate_client_with_outputs(model, client, loss=loss)[0]
 
@@ -99,8 +98,7 @@ def evaluate_client(model: nn.Module, client: Client, loss: Loss | None = None) 
 def evaluate_client_with_outputs(
     model: nn.Module, client: Client, metrics: Sequence[Metric] = (), prefix: str = "", loss: Loss | None = None
 ) -> tuple[MetricValues, dict[str, Tensor]]:
-    """Returns the metrics of `evaluate_client`, and a dict of what is kept of the network's outputs on the
-    client's test and validation examples (`Task.stored_outputs`).
+    """Returns the metrics of `evaluate_client`, and the stored outputs on test and validation examples.
 
     The outputs have the keys "test" and, if there is such a set, "val"; each is float32 on the CPU, shape (n, ...).
 
@@ -127,8 +125,7 @@ def evaluate_client_with_outputs(
 
 
 def out_of_fold_outputs(build_network: Callable[[Client], nn.Module], client: Client) -> Tensor:
-    """Returns outputs for a client's validation examples: each half is predicted by a network that was fitted without
-    it (2-fold cross-fitting).
+    """Returns outputs for validation examples, each half by a network fitted without it (cross-fitting).
 
     Float32 on the CPU, shape (n, ...), in the order of the validation examples.
 
@@ -162,8 +159,7 @@ def out_of_fold_outputs(build_network: Callable[[Client], nn.Module], client: Cl
 
 
 def split_metric_column(column: str, metrics: Sequence[Metric]) -> tuple[str, str] | None:
-    """Splits the name of a table's column into (prefix, metric's name or "loss"); returns None if the column holds no
-    metric.
+    """Splits a column's name into (prefix, metric or "loss"); None if it holds no metric.
 
     If two metrics match, the longer name counts.
 

@@ -78,8 +78,7 @@ def _metric_suits_task(metric: Metric, task: Task) -> bool:
 
 
 def default_metric_names() -> tuple[str, ...]:
-    """Returns the names of the default metrics of polyfed's tasks; polyfed looks for them in files that do not name
-    their main metric.
+    """Returns the names of the tasks' default metrics, sought in files that name no main metric.
 
     >>> default_metric_names()[0]
     'accuracy'

@@ -15,8 +15,7 @@ Floats = NDArray[np.float64]
 @final
 @dataclass(frozen=True, eq=False)
 class SimpleModelInputs:
-    """Holds one client's data for models without a network: inputs to fit on, their targets, and test inputs, all
-    standardised by the inputs to fit on.
+    """Holds a client's inputs and targets to fit on, and test inputs, all standardised by the former.
 
     Attributes:
         fit: inputs for fitting, shape (n, features).
@@ -43,8 +42,7 @@ class SimpleModelInputs:
 @final
 @dataclass(frozen=True)
 class SimpleModel:
-    """Describes a model without a network, which is fitted to one client's rows of numbers and predicts the client's
-    test examples.
+    """Describes a model without a network, fitted to one client's rows to predict its test examples.
 
     Attributes:
         name: in tables and files, such as "logistic_regression".

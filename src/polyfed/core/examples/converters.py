@@ -95,8 +95,7 @@ def _read_items(source: Any, name: str) -> list[Any]:
 
 
 def convert_inputs_to_tensors(value: Any, name: str) -> Inputs:
-    """Converts the inputs of many examples to tensors; they are an array of any library, or tuples and mappings of
-    arrays.
+    """Converts inputs of many examples, an array or tuples and mappings of arrays, to tensors.
 
     A tuple or list of arrays of numbers is a structure; of plain numbers and lists of them it is one array, and so is a list
     of NumPy arrays, its rows.

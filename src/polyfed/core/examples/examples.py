@@ -53,8 +53,7 @@ class Normalise:
 @final
 @dataclass(frozen=True)
 class PartwiseTransform:
-    """Applies a function to each named part of nested inputs, and leaves parts without one unchanged; names are as in
-    `polyfed.core.examples.pytree`.
+    """Applies a function to each named part of nested inputs; other parts stay unchanged.
 
     >>> halved = PartwiseTransform({"image": Normalise((0.5,), (0.5,))})
     >>> batch = halved({"image": torch.tensor([[[[255]]]], dtype=torch.uint8), "age": torch.tensor([[60.0]])})
@@ -245,8 +244,7 @@ class Examples:
         return tuple(name for name in self.columns or {} if name not in (self.group, self.time))
 
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
-        """Returns the transformed inputs and the targets of the examples at the positions `rows` (int64, shape
-        (batch,)).
+        """Returns the transformed inputs and the targets at the positions `rows`, int64, (batch,).
 
         With a `generator` the batch is a training batch and is augmented.
         """
@@ -263,8 +261,7 @@ class Examples:
 
     @cached_property
     def _transformed(self) -> Tensor | None:
-        """Returns the transformed inputs of all these examples, if the transform is one of rows (a table's) and they are
-        small; else None.
+        """Returns all transformed inputs, if they are small and the transform is a table's; else None.
 
         Rows are transformed once, and not whenever a minibatch needs them; the bits are the same.
         """

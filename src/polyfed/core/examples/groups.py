@@ -75,8 +75,7 @@ def draw_rows_of_whole_groups(examples: Examples, size: int, seed: int) -> Tenso
 
 
 def replace_missing_groups(group_column: NDArray[Any]) -> NDArray[Any]:
-    """Returns the column, or the id of each row's group in place of its value, if a row has no group or values may be of
-    several types, which cannot be sorted."""
+    """Returns the column, or group ids in its place if a row has no group or values may not be sortable."""
     has_ids = group_column.dtype.kind == "O" or any(_is_missing(group_column))
     return group_id_of_each_row(group_column) if has_ids else group_column
 

@@ -25,8 +25,7 @@ _FINITE_EXAMPLES: WeakValueDictionary[tuple[int, ...], Examples] = WeakValueDict
 
 @torch.no_grad()
 def check_examples_finite(examples: Examples, name: str) -> None:
-    """Raises a `UserError` if an input or target of these examples is NaN or infinite; ignores rows of the stored
-    tensors that are not among the examples.
+    """Raises a `UserError` if an input or target is NaN or infinite; ignores other stored rows.
 
     Args:
         examples: of any type; only floating-point numbers can be wrong. A stored value that `transform` turns into a number
@@ -57,8 +56,7 @@ def check_examples_finite(examples: Examples, name: str) -> None:
 def raise_if_nonfinite(
     first_rows_and_blocks: Iterable[tuple[int, Tensor]], name: str, axis_name: str = "column"
 ) -> None:
-    """Raises a `UserError` if one of several blocks of rows contains NaN or infinity; each block comes with the number
-    of its first row.
+    """Raises a `UserError` if a block contains NaN or infinity; each comes with its first row's number.
 
     Args:
         first_rows_and_blocks: the number of the first row of each block, and its rows.
@@ -93,8 +91,7 @@ def raise_if_nonfinite(
 
 
 def _transform_of_part(examples: Examples, part: str) -> Callable[[Tensor, Any], Tensor] | None:
-    """Returns a function that applies the examples' transform to stored rows of one part of the inputs; None if the
-    examples have no transform.
+    """Returns a function that transforms stored rows of one part of the inputs; None without a transform.
 
     The function takes the part's rows and their positions in the store, since the transform needs the other parts too.
     """
@@ -135,8 +132,7 @@ def _cache_key(examples: Examples) -> tuple[int, ...] | None:
 
 
 def nonfinite_state_error(state: PyTree, path: str = "") -> str | None:
-    """Returns half a sentence with the place of the first NaN or infinite number in nested weights; None if all numbers
-    are finite.
+    """Returns half a sentence with the place of the first number that is not finite; None if all are.
 
     Args:
         state: of a client or of the server, as a checkpoint holds it.

@@ -55,8 +55,7 @@ def call_network(network: Callable[..., Any], inputs: Any) -> Any:
 
 
 def call_network_on_copy_if_it_changes_inputs(network: nn.Module, inputs: Any) -> Any:
-    """Calls a network as `call_network` does, and leaves the inputs as they are even if the network changes its inputs in
-    place, since another network or another step may follow on the same minibatch.
+    """Calls a network like `call_network`, and leaves the inputs as they are for another step or network.
 
     The first call of a network in training and in evaluation is on copies, and shows whether it does so.
 
@@ -79,8 +78,7 @@ _CHANGES_INPUTS: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDiction
 
 
 def logits_or_output(output: Any) -> Any:
-    """Returns the logits in a network's output, if the output is a mapping or object that names logits; else the whole
-    output.
+    """Returns the logits in an output that is a mapping or object with logits; else the whole output.
 
     >>> logits_or_output({"logits": 1, "loss": 2}), logits_or_output((1, 2))
     (1, (1, 2))
@@ -115,8 +113,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def named_leaves(inputs: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) for each tensor of nested inputs, such as "rest/0"; the name of a single tensor is
-    `prefix`.
+    """Yields (name, tensor) of nested inputs, such as "rest/0"; a single tensor's name is `prefix`.
 
     >>> [name for name, _ in named_leaves({"image": torch.zeros(1), "rest": (torch.zeros(1), torch.zeros(1))})]
     ['image', 'rest/0', 'rest/1']
@@ -173,8 +170,7 @@ def concatenate_batches(batches: Sequence[Any]) -> Any:
 
 
 def explain_unreadable_rows(tensor: Tensor) -> str | None:
-    """Returns half a sentence that says why rows of a tensor cannot be read one by one (it is sparse, say), and what to
-    do; None if they can.
+    """Returns half a sentence on why a tensor's rows cannot be read one by one, and the cure; or None.
 
     >>> explain_unreadable_rows(torch.zeros(2).to_sparse())
     'a sparse tensor (torch.sparse_coo); give tensor.to_dense()'
@@ -235,8 +231,7 @@ def _plain_structure(x: Any, name: str) -> Inputs:
 @final
 @dataclass(frozen=True)
 class InputSpec:
-    """Describes the structure, types and shapes (without the batch axis) of inputs; two descriptions can be compared
-    with `==`.
+    """Describes inputs by structure, types and shapes without the batch axis, comparable with `==`.
 
     Attributes: `shape` and `dtype` of a tensor; `parts`, the names and specs of the members of a tuple (`container` is
     "tuple") or of a dict ("dict").
@@ -281,8 +276,7 @@ def input_spec_of(inputs: Any) -> InputSpec:
 
 
 def flatten_inputs(inputs: Any) -> dict[str, Tensor]:
-    """Returns `{name: tensor}` for the tensors of nested inputs, so that they can be sent or saved; `unflatten_inputs`
-    is the inverse.
+    """Returns `{name: tensor}` of nested inputs, to send or save; `unflatten_inputs` is the inverse.
 
     >>> list(flatten_inputs(torch.zeros(1))), list(flatten_inputs({"a": torch.zeros(1), "b": (torch.zeros(1),)}))
     (['x'], ['x/a', 'x/b/0'])

@@ -70,8 +70,7 @@ def number_text_labels(labels: Any, name: str) -> NumberedLabels:
 
 
 def share_classes(sets: Mapping[str, Examples]) -> dict[str, Examples]:
-    """Returns sets of examples whose labels are numbered by the classes of all sets together, in alphabetical order; the
-    same objects if they are so already, or have no texts as labels.
+    """Numbers the labels of several sets by their common classes, in alphabetical order, where needed.
 
     Args:
         sets: by the name that an error shows, such as "client 'north': train".

@@ -70,8 +70,7 @@ def remove_file_or_folder(path: Path) -> None:
 
 @contextmanager
 def open_file_for_overwrite(path: Path, *, private: bool = True, sync: bool = True) -> Iterator[IO[bytes]]:
-    """Yields a new file to write to, in place of any file at `path`; flushes its content to the disk at the end of the
-    `with` block.
+    """Yields a new file in place of any at `path`, flushed to the disk at the end of the `with` block.
 
     If writing fails, no file is left.
 
@@ -101,8 +100,7 @@ def open_file_for_overwrite(path: Path, *, private: bool = True, sync: bool = Tr
 
 @contextmanager
 def open_atomic_file(path: Path, *, private: bool = True, sync: bool = True) -> Iterator[IO[bytes]]:
-    """Yields a temporary file to write to, which replaces the file `path` at the end of the `with` block, unless the
-    block raised an error.
+    """Yields a temporary file that replaces `path` at the end of the `with` block, unless it raised.
 
     A link of this name is replaced, not followed. Several processes may do this at once: the file is then that of one of
     them, whole. Arguments and errors are those of `open_file_for_overwrite`.
@@ -117,8 +115,7 @@ def open_atomic_file(path: Path, *, private: bool = True, sync: bool = True) -> 
 
 
 def write_file_atomically(path: Path, data: bytes, *, private: bool = True) -> None:
-    """Writes `data` to a file and flushes it to the disk; after a crash, the file has either its old content or all of
-    the new.
+    """Writes and flushes a file that has its old or all of its new content after a crash.
 
     Args:
         path: the file; a link of this name is replaced, not followed.
@@ -218,8 +215,7 @@ def _flush_to_disk(path: Path) -> None:
 
 @contextmanager
 def add_resume_hint_if_disk_full(next_step: str) -> Iterator[None]:
-    """Adds advice to an error "no space left" that is raised inside the `with` block: to make room, and then to do
-    `next_step`.
+    """Adds to an error "no space left" inside the `with` block: make room, then do `next_step`.
 
     >>> with add_resume_hint_if_disk_full("`polyfed resume runs/a`"):
     ...     raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
@@ -282,8 +278,7 @@ def expand_user_path(path: str | Path, label: str = "the path") -> Path:
 
 
 def check_regular_file(path: Path, max_bytes: int | None = None) -> Path:
-    """Raises a `UserError` unless `path` is a readable regular file of at most `max_bytes`; returns the path, for
-    libraries that open files themselves.
+    """Raises a `UserError` unless `path` is a readable regular file of at most `max_bytes`; returns it.
 
     Args:
         path: the file.

@@ -8,8 +8,7 @@ PRESENT_NAMES = {"final": "averaged_over"}
 
 
 def rename_former_fields(values: Mapping[str, Any], present_fields: Collection[str]) -> dict[str, Any]:
-    """Returns a copy of `values` (`{field: value}`, read from a file) in which fields have their present names instead
-    of former ones.
+    """Returns `{field: value}` read from a file with present names in place of former ones.
 
     Args:
         values: field -> value, as a file holds them; a field may follow its section and a dot.

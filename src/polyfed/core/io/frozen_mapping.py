@@ -8,8 +8,7 @@ from polyfed.core.errors import UserError
 
 @final
 class FrozenMapping(Mapping[str, Any]):
-    """Maps strings to hashable values and cannot be changed; converts lists among the values to tuples, and mappings to
-    this class.
+    """Maps strings to hashable values unchangeably; lists become tuples, and mappings this class.
 
     Raises:
         UserError: a name is not text, or a value cannot be hashed.

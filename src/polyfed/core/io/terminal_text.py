@@ -49,8 +49,7 @@ def _escape_unless_printable(letter: str) -> str:
 
 
 def fold_spelling(text: str) -> str:
-    """Returns one text for all that readers take for the same: capital and small letters, one letter or a letter with a
-    combining accent, wide letters, further spaces.
+    """Returns one text for spellings that read alike: capitals, combining accents, wide letters, spaces.
 
     >>> fold_spelling("Zu\u0308rich  Nord") == fold_spelling("ZÜRICH Nord ")
     True
@@ -59,8 +58,7 @@ def fold_spelling(text: str) -> str:
 
 
 def escape_spreadsheet_formula(text: str) -> str:
-    """Returns the text for a cell of a CSV file, with an apostrophe in front if a spreadsheet would read the text as a
-    formula.
+    """Puts an apostrophe before a text that a spreadsheet would read as a formula.
 
     >>> (escape_spreadsheet_formula("=1+1"), escape_spreadsheet_formula("@SUM(A1)"),
     ...  escape_spreadsheet_formula("-a"), escape_spreadsheet_formula("-1.5"), escape_spreadsheet_formula("ill"))

@@ -147,8 +147,7 @@ def _refuse_constant(text: str) -> float:
 
 
 def explain_exceeded_size_limit(value: Any) -> str | None:
-    """Returns half a sentence that says why a value from a file is nested too deeply or too large; None if it is within
-    the limits.
+    """Returns half a sentence if a file's value is nested too deeply or too large; else None.
 
     A YAML file of few bytes may stand for a mapping that contains itself, or for billions of values.
 

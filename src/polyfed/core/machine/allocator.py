@@ -11,8 +11,7 @@ _LARGEST = 32 * 2**20  # largest M_MMAP_THRESHOLD that glibc accepts
 
 @cache
 def make_malloc_keep_freed_memory() -> bool:
-    """Makes glibc's malloc keep freed memory for the next allocation; returns True if that worked, which it does only
-    on Linux with glibc.
+    """Makes glibc's malloc keep freed memory; returns whether that worked, as on Linux with glibc.
 
     By default glibc gives large pieces back to the system. A step of training needs the same megabytes as the one before;
     getting them anew, page by page, can cost as much as the arithmetic. The process stays as large as it ever was.
@@ -28,8 +27,7 @@ def make_malloc_keep_freed_memory() -> bool:
 
 
 def enlarge_onednn_kernel_cache() -> None:
-    """Sets the capacity of oneDNN's cache to 16,384 compiled kernels (default: 1,024), unless the user set
-    ONEDNN_PRIMITIVE_CACHE_CAPACITY.
+    """Enlarges oneDNN's cache to 16,384 kernels, unless ONEDNN_PRIMITIVE_CACHE_CAPACITY is set.
 
     Each shape has its own kernels. Where the examples of a batch take different operations, more than 1,024 shapes change
     from step to step, and compiling can take a third of a step. oneDNN reads the number at its first computation in a

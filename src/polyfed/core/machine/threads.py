@@ -44,8 +44,7 @@ def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) ->
 
 @contextmanager
 def exclusive_single_torch_thread_with_grad() -> Iterator[None]:
-    """Limits torch to one thread and enables gradients inside the `with` block, which only one Python thread of the
-    process can enter at a time.
+    """Gives torch one thread and gradients inside a `with` block that one Python thread can enter.
 
     Sums in another order would give other results, and two busy processes with two threads each slow one another down
     tenfold. Federations in two Python threads of a process take turns: they would share cached modules and torch's random

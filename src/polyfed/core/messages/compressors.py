@@ -153,8 +153,7 @@ class Int8(Compressor):
 @final
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """Compresses a tensor to the entries that changed most, as positions and new values; the receiver keeps its present
-    values for all other entries.
+    """Sends the positions and new values of the entries that changed most; all others keep their values.
 
     The change is measured from the tensor of the same name that the receiver has. Positions are of the smallest type
     that holds them. A tensor that the receiver lacks travels whole: a change of few entries means something, a tensor
@@ -194,8 +193,7 @@ class TopK(Compressor):
     def compress_tensor_if_worthwhile(
         self, tensor: Tensor, reference: Tensor | None, seed: int
     ) -> CompressedTensor | None:
-        """Returns the positions and new values of the entries that changed most; None if that would not make the tensor
-        smaller.
+        """Returns positions and values of the entries that changed most; None if that saves nothing.
 
         Of entries that changed equally, the first are sent.
         """

@@ -18,8 +18,7 @@ from polyfed.core.state_dict import PyTree, StateDict, iter_tensors
 
 
 def as_contiguous(state: PyTree) -> PyTree:
-    """Returns nested state with every tensor in row-major order; returns the state itself if all its tensors already
-    are.
+    """Returns nested state with every tensor in row-major order; the state itself if they are.
 
     >>> import torch
     >>> as_contiguous({"w": torch.ones(2, 3).T})["w"].stride()
@@ -35,8 +34,7 @@ def as_contiguous(state: PyTree) -> PyTree:
 
 
 def contiguous_message(message: Message) -> Message:
-    """Returns a message with every tensor in row-major order; returns the message itself if all its tensors already
-    are.
+    """Returns a message with every tensor in row-major order; the message itself if they are.
 
     >>> import torch
     >>> contiguous_message(Message({"model": {"w": torch.ones(2, 3).T}})).tensors["model"]["w"].stride()

@@ -155,8 +155,7 @@ def network_with_largest_ranks(networks: Mapping[str, Architecture], mode: Adapt
 def cut_message_to_client_rank_within_block(
     algorithm: Algorithm[Any, Any], client: Client, message: Message
 ) -> Iterator[Message]:
-    """Yields the server's message with adapters cut to the client's rank; it is a context manager, since the client's
-    frozen weights may be changed inside the block.
+    """Yields the message with adapters cut to the client's rank; frozen weights may differ in the block.
 
     With "stack" the client's frozen weights W₀ include the server's additions inside the block.
     """
@@ -260,8 +259,7 @@ def scale_initial_server_adapters(algorithm: Algorithm[Any, Any], server_state: 
 
 
 def reply_at_server_rank(algorithm: Algorithm[Any, Any], reply: Message, message: Message) -> Message:
-    """Returns a reply with its adapters converted from the client's rank to the server's, so that replies can be
-    averaged.
+    """Returns a reply with adapters at the server's rank instead of the client's, to be averaged.
 
     With "svd" and "stack" the client's adapters are in the result as their products B·A.
 
@@ -335,8 +333,7 @@ class LowRankFactors(NamedTuple):
 
 
 def factorise_into_a_and_b(product: Tensor, present_a: Tensor) -> LowRankFactors:
-    """Factorises a matrix into B·A, its best approximation of the rank that `present_a` has; the largest component
-    comes first.
+    """Factorises a matrix into B·A, its best approximation of the rank of `present_a`, largest first.
 
     Args:
         product: shape (m, n).

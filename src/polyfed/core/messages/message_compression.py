@@ -34,8 +34,7 @@ _EMPTY_MESSAGE = Message()
 
 
 def compress_message(message: Message, reference: Message, compressor: Compressor, seed: int) -> Message:
-    """Returns a message with its tensors compressed, each as a change from the tensor of the same name in `reference`,
-    a message that the receiver already has.
+    """Compresses a message's tensors as changes from those of `reference`, which the receiver has.
 
     Args:
         message: with tensors in this machine's memory.
@@ -87,8 +86,7 @@ def _reference_tensor(reference: Message, group: str, name: str) -> Tensor | Non
 def decompressed_specs(
     specs: Mapping[str, StateDictSpec], reference: Message, compressor: Compressor
 ) -> dict[str, dict[str, ShapeAndDtype]]:
-    """Returns `{group: {name: shape and dtype}}` of a message after decompression, from the compressed tensors' shapes
-    alone.
+    """Returns `{group: {name: shape and dtype}}` after decompression, from compressed shapes alone.
 
     No tensor is read or made.
 
@@ -205,8 +203,7 @@ def decompress_message(message: Message, reference: Message, compressor: Compres
 
 @final
 class BroadcastCompressor:
-    """Compresses the server's messages to clients; a tensor that several clients receive is compressed once and stays
-    shared.
+    """Compresses messages to clients; a tensor that several receive is compressed once and shared.
 
     Since the server does not know what clients have, values and not changes are compressed. Draws depend on the seed
     alone, not on who receives the message.

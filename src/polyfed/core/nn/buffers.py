@@ -51,8 +51,7 @@ def tensors_to_send(state: StateDict, buffers: Mapping[str, Tensor], policy: Buf
 def load_client_model(
     client: Client, weights: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> CachedModule:
-    """Returns the client's cached network, filled with the weights from the server, and with buffers from server or
-    client as `policy` says.
+    """Fills the client's cached network with the server's weights, and buffers as `policy` says.
 
     Under "local" the buffers are the client's own; before its first round, those of the network as built.
     """
@@ -79,8 +78,7 @@ class SentTensorsAndClientState(NamedTuple):
 
 
 def extract_sent_tensors_and_client_state(net: CachedModule, method: HasBufferPolicy) -> SentTensorsAndClientState:
-    """Returns copies of the tensors that a client sends after training, and the client's private state, which holds its
-    buffers if the policy is "local".
+    """Copies the tensors that a client sends, and its private state: its buffers under "local".
 
     Buffers of whole numbers are returned as the client received them, unless the method needs the number of examples.
     """
@@ -95,8 +93,7 @@ def extract_sent_tensors_and_client_state(net: CachedModule, method: HasBufferPo
 def recompute_norm_statistics_if_needed(
     net: CachedModule, client: Client, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> nn.Module:
-    """Returns the network in `net`; recomputes the running statistics of its normalisation layers from the client's
-    training data first, if the policy asks for it.
+    """Returns the network, with norm statistics recomputed from training data if the policy says so.
 
     Under "recompute" the BatchNorm statistics are computed from the client's training data; under "local" only for a client
     that has no buffers of its own because it has not taken part in a round.
@@ -109,8 +106,7 @@ def recompute_norm_statistics_if_needed(
 def load_model_for_eval(
     client: Client, weights: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> nn.Module:
-    """Returns the client's cached network, filled with weights, and with buffers as `policy` says, ready to be
-    evaluated.
+    """Returns the client's cached network for evaluation, filled with weights, and buffers as `policy` says.
 
     See `load_client_model` and `recompute_norm_statistics_if_needed`.
     """
@@ -120,8 +116,7 @@ def load_model_for_eval(
 
 
 def recompute_norm_statistics(module: nn.Module, examples: Examples) -> None:
-    """Sets the running mean and variance of each normalisation layer to the mean and variance of the layer's inputs
-    over all examples.
+    """Sets the running mean and variance of each norm layer to those of its inputs over all examples.
 
     Inside the network each layer normalises by its batch, as in training. Batches are drawn in a fixed shuffled order, so
     that sorted data do not bias them. A network without running statistics is left alone.

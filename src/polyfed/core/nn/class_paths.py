@@ -57,8 +57,7 @@ _PATH_OF = {name: path for path, names in _PATHS.items() for name in names.split
 
 
 def module_path_in_fingerprint(layer_class: type[nn.Module]) -> str:
-    """Returns the module path of a layer class for an architecture's fingerprint; it stays the same when the class
-    moves to another file.
+    """Returns a layer class's module path in fingerprints, which stays when the class moves.
 
     A class of polyfed that is not in the table has the path "polyfed"; any other class has the path of its module.
 
@@ -71,8 +70,7 @@ def module_path_in_fingerprint(layer_class: type[nn.Module]) -> str:
 
 
 def class_name_in_fingerprint(layer_class: type[nn.Module]) -> str:
-    """Returns the name of a layer class for an architecture's fingerprint; for a renamed class of polyfed, its former
-    name.
+    """Returns a layer class's name in fingerprints; for a renamed class its former name.
 
     >>> class_name_in_fingerprint(nn.Linear)
     'Linear'

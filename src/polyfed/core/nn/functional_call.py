@@ -10,8 +10,7 @@ from torch.func import functional_call
 def call_with_tensors(
     module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Returns the output of a network, computed with `tensors` in place of the parameters and buffers of the same
-    names.
+    """Computes a network's output with `tensors` in place of parameters and buffers of these names.
 
     A tensor that several layers share, or that a layer holds under several names, is replaced everywhere. torch replaces and
     restores by name, so that a layer with two names would keep the replacement; here each place has one name.

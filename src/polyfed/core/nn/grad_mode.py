@@ -8,8 +8,7 @@ import torch
 
 @contextmanager
 def grad_enabled() -> Iterator[None]:
-    """Enables gradients inside the `with` block, even if the caller has disabled them (`torch.no_grad`,
-    `torch.inference_mode`).
+    """Enables gradients inside the `with` block, even within `no_grad` or `inference_mode`.
 
     Tensors created in the block can be trained later. After it the caller's mode holds again. Do not yield from a generator
     inside the block: the mode would reach the caller.

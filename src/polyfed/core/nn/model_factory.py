@@ -46,8 +46,7 @@ def _call_with_seed(factory: Architecture, name: str, seed: int, device: torch.d
 
 
 def unwrap_module_and_its_layers(module: nn.Module) -> nn.Module:
-    """Returns the network inside a wrapper such as `DataParallel`, and unwraps its layers in place; a network without a
-    wrapper is returned itself.
+    """Returns the network inside a wrapper such as `DataParallel`, with its layers unwrapped in place.
 
     A wrapper computes what the network in it computes. But it adds a prefix to the names of tensors, so that the network
     would have another architecture than without it, and it hides the layers from hooks, with which methods look for a head

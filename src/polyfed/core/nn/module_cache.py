@@ -51,8 +51,7 @@ def forget_cached_networks() -> None:
 
 @final
 class FactoryCache(Generic[Arguments, Result]):
-    """Caches the results of a function of a network's factory (the callable that builds it); does not cache for a
-    factory that cannot be hashed.
+    """Caches a function of a network's factory, unless the factory cannot be hashed.
 
     Args:
         function: its first argument is the factory; the others can be hashed.
@@ -168,8 +167,7 @@ _PRISTINE_STATES: WeakKeyDictionary[nn.Module, _PristineState] = WeakKeyDictiona
 @final
 @dataclass(frozen=True)
 class CachedModule:
-    """Holds a module that clients' weights are loaded into, the persistent buffers that it was built with, and a hash
-    of its architecture.
+    """Holds a module to load clients' weights into, its buffers as built, and its architecture's hash.
 
     Two factories have the same `architecture` if their modules have the same class, print alike, have the same plain
     attributes, state dicts with the same names, shapes and types, the same tied names, and the same frozen parameters with
@@ -236,8 +234,7 @@ def _frozen_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def frozen_parameters(module: nn.Module) -> Mapping[str, nn.Parameter]:
-    """Returns `{name: parameter}` for the parameters that had `requires_grad=False` when the module was built, under
-    all their names.
+    """Returns, under all their names, the parameters that were built with `requires_grad=False`.
 
     >>> list(frozen_parameters(nn.Linear(2, 3).requires_grad_(False)))
     ['weight', 'bias']
@@ -347,8 +344,7 @@ def build_module(factory: Architecture, seed: int) -> nn.Module:
 
 
 def initial_state(factory: Architecture, seed: int) -> dict[str, Tensor]:
-    """Returns the weights and buffers with which all clients of this architecture begin in a run with this seed,
-    `{name: tensor}`, without frozen parameters.
+    """Returns the weights and buffers with which an architecture begins, without frozen parameters.
 
     They are drawn once per architecture, so that a client that trains alone and one that federates begin at the same point.
 

@@ -176,8 +176,7 @@ def _torch_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def check_optimizer(name: str, weight_decay: float, options: Mapping[str, Any]) -> None:
-    """Raises a `UserError` unless torch has an optimiser of this name (in upper or lower case) that accepts these
-    options.
+    """Raises a `UserError` unless torch has an optimiser of this name that accepts these options.
 
     Raises:
         UserError: torch has no such optimiser, or it does not take an option.
@@ -209,8 +208,7 @@ def build_optimizer(
     weight_decay: float = 0.0,
     options: Mapping[str, Any] | None = None,
 ) -> Optimizer:
-    """Builds the optimiser of this name: "sgd", "adam", "adamw", or any class of `torch.optim` that works with dense
-    gradients.
+    """Builds "sgd", "adam", "adamw", or any optimiser of `torch.optim` for dense gradients.
 
     Args:
         groups: the parameters, with their learning rates.

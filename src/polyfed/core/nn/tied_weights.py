@@ -17,9 +17,7 @@ from polyfed.core.state_dict import StateDict
 
 
 def first_name_by_name(module: nn.Module) -> dict[str, str]:
-    """Returns `{name: first name of the same tensor}` for all names in `state_dict()`; the two are equal unless the
-    tensor is tied.
-
+    """Returns `{name: first name of the same tensor}` of `state_dict()`; they differ for tied tensors.
 
     >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
     >>> tied[1].weight = tied[0].weight
@@ -103,8 +101,7 @@ def _owner_and_attribute(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def check_parameters_share_no_memory(module: nn.Module) -> None:
-    """Raises a `UserError` if a parameter of the network shares memory with another tensor of it; several names of one
-    tied tensor are allowed.
+    """Raises a `UserError` if different tensors share memory; names of one tied tensor may.
 
     Each would be trained, averaged and counted by itself, while writing to one changes the other.
 

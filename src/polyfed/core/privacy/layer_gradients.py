@@ -81,8 +81,7 @@ class TappedLayers:
     def record(
         self, additions: Mapping[str, Sequence[Tensor]] | None = None
     ) -> Iterator[tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]]:
-        """Returns a context, within which the network runs once, with `({layer: its inputs}, {layer: its outputs})`, an
-        entry for each call of the layer.
+        """Yields `({layer: inputs}, {layer: outputs})` of one run of the network inside the block.
 
         Args:
             additions: what is added to the output of each call of a layer.
@@ -187,8 +186,9 @@ def numbers_for_each_example(layer: Layer, outputs: Sequence[Tensor]) -> int:
 
 
 def _convolution_gradients(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor, slope: Tensor) -> Tensor:
-    """Returns the gradient of a convolution's weight for each example, in the order that takes least time with channels
-    last: (examples, groups, outputs, *kernel, inputs).
+    """Returns each example's weight gradient, (examples, groups, outputs, *kernel, inputs).
+
+    The order takes least time with channels last.
 
     Shapes: x (examples, n, channels, *size), slope (examples, n, channels, *positions).
     """

@@ -14,8 +14,7 @@ from polyfed.core.io.number_checks import is_real_number
 @final
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
-    """Holds the options of differentially private SGD at a client (DP-SGD, Abadi et al. 2016): each unit's gradient is
-    clipped, and Gaussian noise is added to their sum.
+    """Holds the options of DP-SGD at a client: clipped gradients of units plus Gaussian noise.
 
     For all that a client sends in a run, and for its personal network, an attacker can tell little about whether a unit was
     among the training examples: (ε, δ)-differential privacy under adding or removing one unit. The number of units counts as

@@ -29,8 +29,7 @@ _GRADIENT_NUMBERS = 2**25
 @final
 @dataclass(frozen=True)
 class LayerOutputs:
-    """Holds the layers of a network whose gradients are computed from their inputs, and zeros of the shape of what each puts
-    out for one example, for each call.
+    """Holds the layers whose gradients come from their inputs, and zeros of one example's outputs.
 
     They depend on the shape of the inputs alone, so that the steps of a training share them.
     """
@@ -109,8 +108,7 @@ def sum_clipped_gradients_of_examples(
 
 
 def _zeros_for_outputs(model: nn.Module, layers: Mapping[str, Layer], x: Any) -> dict[str, list[Tensor]]:
-    """Returns `{layer: zeros of the shape of its output, for each call}` for the layers that the network calls; none if it
-    uses their weights in other ways.
+    """Returns `{layer: zeros of its outputs, by call}`; none if weights are used otherwise.
 
     Args:
         model: the network.

@@ -112,8 +112,10 @@ def update_changes(
 
 
 def _tensor_before(received: Message, group: str, name: str, tensor: Tensor) -> Tensor | None:
-    """Returns the received tensor of the same name and shape, of the same group or else of the common draw; None if there
-    is none. A tensor of another group may have the same name and mean something else."""
+    """Returns the received tensor of this name and shape, of the same group or the common draw; or None.
+
+    A tensor of another group may have the same name and mean something else.
+    """
     for tree in (received.tensors.get(group, {}), received.tensors.get(COMMON_DRAW, {})):
         before = tree.get(name)
         if before is not None and before.shape == tensor.shape:

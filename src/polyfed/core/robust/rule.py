@@ -64,8 +64,7 @@ def check_same_form_and_sort_ids(tensors_by_client: Mapping[str, StateDict]) -> 
 
 
 def names_of_distances(tensors: StateDict) -> list[str]:
-    """Returns the names of the tensors by which distances between replies are measured: those of floating-point numbers,
-    unless there are none.
+    """Returns the names of floating-point tensors, by which distances are measured; all if there are none.
 
     A counter of BatchNorm tells how many minibatches a client has, in numbers that outweigh all differences of weights.
     """

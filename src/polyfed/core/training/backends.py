@@ -34,8 +34,7 @@ Member = TypeVar("Member")
 
 
 class TrainingBackend(ABC):
-    """Defines those steps of the training loop that differ between training one network and training many stacked
-    networks.
+    """Defines the steps of the training loop that differ for one network and for a stack.
 
     A loss is one number per network: a scalar for one network, shape (k,) for k stacked networks.
     """
@@ -229,8 +228,7 @@ class CohortBackend(TrainingBackend):
         return torch.vmap(term.function)(list(parameters), self._active_tensors(term))
 
     def write_direction_to_grad(self, gradient: Direction | PerClientTerm, loss_of: Callable[[int], Tensor]) -> Tensor:
-        """Lets the method's function `gradient` write the step to `grad` for all clients at once; returns each client's
-        loss, shape (k,).
+        """Lets `gradient` write all clients' steps to `grad`; returns each client's loss, (k,).
 
         The function works on stacked parameters as it does on single ones, element by element.
         """
@@ -293,8 +291,7 @@ def fit_with_cohort(
     *,
     train_alone: bool,
 ) -> LossAndSteps | None:
-    """Trains this client's network together with those of other clients, and returns its loss and steps; None if the
-    network must be trained by itself.
+    """Trains a client's network together with others; None if it must be trained by itself.
 
     Returns:
         The loss and the number of steps, with the trained weights already in `model`; None if it must be trained alone:

@@ -11,8 +11,7 @@ from polyfed.core.training.losses import build_loss
 
 
 def training_loss_without_penalties(client: Client, method: Any = None) -> Loss:
-    """Returns the loss function (outputs, targets) -> loss that training minimises at a client, without the penalties
-    of a method, for tensors on the CPU.
+    """Returns (outputs, targets) -> loss that a client minimises, without a method's penalties, on the CPU.
 
     Args:
         client: whose own loss it is, if it has one; else the task's.

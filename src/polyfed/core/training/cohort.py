@@ -48,8 +48,7 @@ _OBSTACLES: dict[Hashable, str | None] = {}  # architecture, and how it is used 
 
 
 def group_fit_calls(calls: Sequence[FitCall]) -> list[list[int]]:
-    """Returns lists of positions in `calls`: the calls of `fit` at the positions in one list can be carried out
-    together.
+    """Returns lists of positions in `calls`; the calls of one list can be carried out together.
 
     The calls of a group have one architecture, the same options, and terms that are the same function. Calls with a
     minibatch of one example, which BatchNorm may refuse, are grouped apart.
@@ -116,8 +115,10 @@ def _batch_sizes(call: FitCall) -> BatchSizes:
 
 @grad_enabled()
 def train_cohort(calls: Sequence[FitCall]) -> list[FitCallResult]:
-    """Trains the networks of one group from `group_fit_calls` at once, with the results of separate training up to
-    rounding; raises `CannotStackError` if that is impossible.
+    """Trains a group's networks at once, with the results of separate training up to rounding.
+
+    Raises:
+        CannotStackError: that is impossible.
 
     Raises:
         CannotStackError: these networks cannot be computed together, or change a buffer of their own.

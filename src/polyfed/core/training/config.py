@@ -241,8 +241,7 @@ class LocalTraining(ABC):
         return build_loss(client.train, client.task, client.loss, self.label_smoothing, self.class_weights)
 
     def lr_factor(self, *parameter_names: str) -> float:
-        """Returns the factor by which the field `lr_by_name` multiplies the learning rate of the parameter with this
-        name or these names.
+        """Returns the factor of `lr_by_name` for the parameter with this name or these names.
 
         A parameter with several names (tied weights) has the factor of the first pattern that any of them fits.
 

@@ -34,8 +34,7 @@ ReportedLoss = Literal["task", "loss", "total"]
 @final
 @dataclass(frozen=True)
 class ForwardPass:
-    """Holds one minibatch and a network's outputs for it, as arguments of a loss: `inputs`, `outputs`, `targets`, and
-    `representation` if requested.
+    """Holds a minibatch's `inputs`, `outputs`, `targets` and, if requested, `representation` for a loss.
 
     `inputs` are as the model got them; `outputs` are logits, shape (batch, ...); `representation` is the input of the
     module that `fit` was asked to watch, None if it watches none.
@@ -57,8 +56,9 @@ class FitResult:
 
 
 def reply_scalars(client: Client, loss: float) -> dict[str, float]:
-    """Returns `{"num_examples": ..., "train_loss": ...}`, the scalars of a client's reply; the server weighs the client
-    by the number of training examples. Private training reports no loss.
+    """Returns the scalars of a reply, "num_examples" and, unless training is private, "train_loss".
+
+    The server weighs the client by the number of training examples.
     """
     return {"num_examples": len(client.train)} | ({} if loss == WITHHELD_LOSS else {"train_loss": loss})
 

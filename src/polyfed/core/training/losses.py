@@ -98,8 +98,7 @@ def _checked_client_loss(loss: Loss, device: torch.device) -> Loss:
 
 
 def sampling_weights(examples: Examples, task: Task | str, sampler: str) -> Tensor | None:
-    """Returns the weights with which examples are drawn with replacement, float64 of shape (n,); None if each example
-    is drawn once per epoch.
+    """Returns the weights of drawing with replacement, float64, (n,); None if each is drawn once.
 
     Args:
         examples: those to draw from.
@@ -129,8 +128,7 @@ def sampling_weights(examples: Examples, task: Task | str, sampler: str) -> Tens
 
 
 def build_early_stopping(model: nn.Module, client: Client, loss: Loss, patience: int) -> Callable[[], bool]:
-    """Returns a function to call after each epoch: True once the validation loss reached no new minimum for `patience`
-    epochs in a row.
+    """Returns a function to call after epochs: True after `patience` without a new lowest validation loss.
 
     The network stays in the mode for training.
 

@@ -92,8 +92,7 @@ class PrivateBackend(OneNetworkBackend):
             yield [[Minibatch(to_preferred_memory_format(self._model, x), y)]]
 
     def write_private_gradient(self, batch: Minibatch, criterion: Loss, penalty: Callable[[], Tensor] | None) -> Tensor:
-        """Writes the noisy mean of the sample's clipped gradients, and the penalty's gradient, to the parameters' `grad`;
-        returns a loss of 0.
+        """Writes the sample's noisy mean gradient plus the penalty's to `grad`; returns a loss of 0.
 
         A penalty depends on weights and public examples alone, and is neither clipped nor noised.
         """

@@ -185,8 +185,7 @@ def _batch_layout(plans: Sequence[BatchSizes], batches_per_step: int) -> tuple[T
 
 
 def _common_store(examples: Sequence[Examples]) -> tuple[Tensor, Tensor, list[Tensor | None]] | None:
-    """Copies the inputs and targets of all clients into two tensors, and returns them with the rows of each client;
-    None if that is not possible.
+    """Copies all clients' inputs and targets into two tensors; returns them and rows, or None if impossible.
 
     It is not where examples are augmented, transforms differ or may look at more than one example, or the examples are
     too large to be copied.

@@ -25,8 +25,7 @@ Tensors = Sequence[Tensor]
 @final
 @dataclass(frozen=True, eq=False)
 class PerClientTerm:
-    """Holds a penalty or step direction for many clients: one function that all clients share, and one client's
-    tensors, which become its last argument.
+    """Holds a penalty or step direction: a function for all clients, and one client's tensors for it.
 
     So those of many clients can be computed at once.
 
@@ -98,8 +97,7 @@ class FitCallResult:
     steps: int
 
     def copy_into_network(self, module: nn.Module, *tensors: Tensors) -> None:
-        """Copies the trained parameters and buffers into the network `module`, and the client's changed tensors into
-        `tensors`.
+        """Copies trained parameters and buffers into `module`, and changed tensors into `tensors`.
 
         They are then as training the client alone would have left them.
         """
@@ -113,8 +111,7 @@ class FitCallResult:
 @final
 @dataclass(eq=False)
 class ReplayedCallResults:
-    """Holds the results of the calls of `fit` and `predict_sets` in one client's code, in order, while the code is run
-    again until each call has a result.
+    """Holds the results of a client's calls, while its code is run again until all have one.
 
     `runs_alone` is set once one of its calls must be carried out by itself; then all later ones are. With
     `stop_at_first_call` the code is left there instead.
@@ -133,8 +130,7 @@ class ReplayedCallResults:
     def replay_or_defer_next_call(
         self, make_call: Callable[[], FitCall | PredictCall | None]
     ) -> FitCallResult | list[Tensor] | None:
-        """Returns the stored result of the next call in the client's code; None if the caller has to carry it out
-        itself. Raises `CallDeferred` if it will be carried out with others.
+        """Returns the stored result of the next call; None if the caller has to carry it out itself.
 
         Raises:
             CallDeferred: the call is to be carried out with others'.

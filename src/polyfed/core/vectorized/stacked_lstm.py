@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 
 class _StackedLSTMLayer(torch.autograd.Function):
-    """Computes one LSTM layer of k networks at once, step after step (Hochreiter and Schmidhuber 1997, as in
-    `torch.nn.LSTM`).
+    """Computes one LSTM layer of k networks at once, step after step, as in `torch.nn.LSTM`.
 
     c ← σ(f)·c + σ(i)·tanh(g), h ← σ(o)·tanh(c), where (i, f, g, o) = W·(x, h, 1).
 

@@ -24,8 +24,7 @@ class CannotStackError(Exception):
 
 
 def stacking_obstacle(module: nn.Module) -> str | None:
-    """Returns the first part of a network that prevents computing many such networks as one stack, in words; None if
-    there is none.
+    """Names the first part of a network that cannot be computed as a stack; None without one.
 
     >>> stacking_obstacle(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), stacking_obstacle(nn.Bilinear(2, 2, 1))
     (None, 'Bilinear has weights of its own')
@@ -45,8 +44,7 @@ def stacking_obstacle(module: nn.Module) -> str | None:
 
 @final
 class StackedNetworks(nn.Module):
-    """Computes k networks of one architecture at once; `forward` takes all clients' inputs one below another, shape
-    (k·rows, ...), and returns as many outputs.
+    """Computes k networks of one architecture on inputs (k·rows, ...) at once.
 
     Use it as a context: inside, the layers of `module` compute with the stacked weights; after it, with their own again.
 
@@ -235,8 +233,7 @@ def sum_per_client(network: nn.Module, numbers: Tensor) -> Tensor:
 
 
 def reshape_to_broadcast(per_client_numbers: Tensor, like: Tensor) -> Tensor:
-    """Reshapes one number per client, (k,), or a single number, so that it multiplies a parameter of the shape of
-    `like` client by client.
+    """Reshapes numbers per client, (k,), or one, to multiply stacked parameters of the shape of `like`.
 
     >>> (reshape_to_broadcast(torch.ones(4), torch.zeros(4, 3, 2)).shape,
     ...  reshape_to_broadcast(torch.ones(()), torch.zeros(3)).shape)

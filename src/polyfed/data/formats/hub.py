@@ -12,8 +12,7 @@ from polyfed.data.formats.files import SPLIT_NAMES, Table
 
 
 def load_hub_tables(repo: str, advice: str, revision: str | None = None) -> dict[str, Table]:
-    """Loads a data set from the Hugging Face hub as `{split: table}` ("train", "test", "validation") with images still
-    encoded.
+    """Loads a data set from the Hugging Face hub as `{split: table}` with images still encoded.
 
     Args:
         repo: owner/name on the hub.

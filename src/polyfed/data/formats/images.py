@@ -66,8 +66,7 @@ def read_images(files: Sequence[Path], mode: Mode, size: int) -> Tensor:
 
 
 def measure_normalisation(images: Tensor) -> Normalise:
-    """Returns a `Normalise` that gives each channel mean 0 and standard deviation 1, measured on at most 10,000 of the
-    images.
+    """Returns a `Normalise` to mean 0 and deviation 1 by channel, measured on at most 10,000 images.
 
     >>> measure_normalisation(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
     Normalise(mean=(0.5,), std=(0.5,))
@@ -144,8 +143,7 @@ def _load_turbo_jpeg_decoder() -> Callable[[bytes, str], Any] | None:
 
 
 def _jpeg_pixel_count(blob: bytes) -> int:
-    r"""Returns the number of pixels according to a JPEG's header; 0 if the bytes are not a JPEG, or the header is
-    unusual.
+    r"""Returns the number of pixels in a JPEG's header; 0 for other bytes or an unusual header.
 
     >>> _jpeg_pixel_count(b"\xff\xd8\xff\xc0\x00\x11\x08\x00\x02\x00\x03\x03")
     6

@@ -210,8 +210,7 @@ class DecodeAndAugment:
 def build_image_keys_and_decoder(
     images: EncodedImages, mode: Mode, size: int, num_train: int
 ) -> tuple[Tensor, LazyImageDecoder]:
-    """Returns a key for each encoded image (int64, shape (num, 1)), and the transform that decodes a batch of images
-    from their keys.
+    """Returns a key for each encoded image, int64, (num, 1), and the transform that decodes them.
 
     All bytes are read once; mean and standard deviation are measured on some of the first `num_train` images.
 

@@ -24,8 +24,7 @@ _TOKEN = re.compile(r"https?://\S+|www\.\S+|@\w+|\w+(?:['’]\w+)*|[^\w\s]")
 
 
 def tokenise(text: str) -> list[str]:
-    """Splits text into lower-case words, numbers and single punctuation marks; links become "http", and mentions
-    "@user".
+    """Splits text into lower-case words, numbers and marks; links become "http", mentions "@user".
 
     >>> tokenise("@anna Don't miss https://x.org/y, OK?")
     ['@user', "don't", 'miss', 'http', 'ok', '?']
@@ -83,8 +82,7 @@ class Vocabulary:
 
 
 def build_vocabulary(texts: Iterable[str], size: int) -> Vocabulary:
-    """Builds a vocabulary of padding, the unknown token, and the `size` − 2 most frequent tokens of `texts` (ties in
-    alphabetical order).
+    """Builds a vocabulary of padding, unknown token, and the `size` − 2 most frequent tokens.
 
     >>> build_vocabulary(["b a", "a c"], size=4).tokens
     ('<pad>', '<unk>', 'a', 'b')

@@ -45,8 +45,7 @@ def find_numeric_column_positions(columns: Sequence[LookColumn]) -> list[int]:
 
 
 def count_values(site: SiteColumns) -> Counts:
-    """Computes a site's counts and sums of the values in each column, as `{kind: tensor}` with keys such as "rows",
-    "count" and "total" (first pass).
+    """Computes counts and sums by column, as `{kind: tensor}` with kinds such as "rows" (first pass).
 
     Returns:
         rows (1,); count, total and whole (values that are whole numbers), (numbers,); codes (numbers, codes); cells
@@ -99,8 +98,7 @@ def _count_in_cells(values: Tensor, edges: Tensor) -> Tensor:
 
 
 def drop_values_of_few_rows(site: SiteColumns) -> SiteColumns:
-    """Returns a site's columns without the values of one to `MIN_COUNT` - 1 rows, where all other values of a column of
-    numbers are equal: mean and standard deviation would tell these few.
+    """Drops values of fewer than `MIN_COUNT` rows where all others are equal: moments would tell them.
 
     >>> site = SiteColumns((LookColumn("a"),), torch.tensor([[0.0]] * 9 + [[7.5]], dtype=torch.float64), {})
     >>> drop_values_of_few_rows(site).cells.nansum()
@@ -115,8 +113,7 @@ def drop_values_of_few_rows(site: SiteColumns) -> SiteColumns:
 
 
 def unlike_most_values(values: Tensor) -> Tensor:
-    """Returns which numbers are not equal to the one that more than half of them are, bool; none if there is no such one.
-    NaN is not a number.
+    """Returns which numbers differ from the one that more than half are, bool; none without such a one.
 
     >>> unlike_most_values(torch.tensor([0.0, 0.0, 7.5, math.nan])).tolist()
     [False, False, True, False]
@@ -129,8 +126,7 @@ def unlike_most_values(values: Tensor) -> Tensor:
 
 
 def suppress_small_counts(counts: Mapping[str, Tensor], columns: Sequence[LookColumn]) -> Counts:
-    """Returns a site's counts as they leave the site: a count of fewer than `MIN_COUNT` rows is replaced by the mark
-    `SUPPRESSED`.
+    """Replaces counts of fewer than `MIN_COUNT` rows by the mark `SUPPRESSED`.
 
     A column with so few values has no sum. Where the hidden categories of a column could be computed from the others, the
     smallest of those is hidden, too. Where fewer than `MIN_COUNT` rows have no value, the count is rounded down to a
@@ -219,8 +215,7 @@ def _ends_of_cells(occupied: Sequence[int]) -> tuple[float, float]:
 
 
 def choose_histogram_limits(counts: Mapping[str, Tensor], center: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the lowest and the highest edge of the histogram of each column of numbers, given the sum of all sites'
-    counts.
+    """Returns each histogram's lowest and highest edge from the sum of all sites' counts.
 
     They are 3.5 standard deviations from the mean, without numbers far outside that stand for "not measured", and no wider
     than the values.

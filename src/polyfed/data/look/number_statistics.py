@@ -68,8 +68,7 @@ class NumberStatistics:
         )
 
     def codes_far_from_other_values(self, min_share: float) -> list[float]:
-        """Returns those of `codes` that lie far from all other values, and that at least the share `min_share` of the
-        values are equal to.
+        """Returns the `codes` far from all other values that a share `min_share` of values are.
 
         >>> NumberStatistics(5.0, 300.0, 75.0, 5629.0, {0.0: 1.0}).codes_far_from_other_values(0.1)
         [0.0]

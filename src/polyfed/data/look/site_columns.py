@@ -71,8 +71,7 @@ class SiteColumns:
 
 
 def merge_columns(sites: Sequence[Sequence[LookColumn]]) -> tuple[LookColumn, ...]:
-    """Merges the lists of columns of several sites into one list without repeated names; a column's categories are
-    those that occur at any site.
+    """Merges sites' columns by name, with the categories that occur at any site.
 
     A column that holds numbers at one site and the answers 0 and 1 at another holds numbers.
 

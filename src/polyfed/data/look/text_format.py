@@ -20,8 +20,7 @@ _SITES, _COLUMNS = 8, 30  # shown on the terminal; the page and JSON have all
 
 
 def format_sparkline(counts: Sequence[float]) -> str:
-    """Returns counts as one line of block characters, the largest as a full block; a space stands for none, and a dot
-    for a hidden count.
+    """Returns counts as block characters; a space stands for none, a dot for a hidden count.
 
     >>> format_sparkline([0, 1, 8, -1])
     ' ▁█·'

@@ -14,8 +14,7 @@ _APART = 1.5  # sums of standard deviations between the means, for small factors
 
 
 def describe_unit_difference(site: NumberStatistics, reference: NumberStatistics) -> str:
-    """Returns, as text, the factor between a site's numbers and the reference if it looks like a change of unit; "" if
-    it does not.
+    """Returns the factor between a site and the reference if it looks like a unit; else "".
 
     >>> metres, centimetres = NumberStatistics(50.0, 85.0, 1.7, 0.5), NumberStatistics(50.0, 8500.0, 170.0, 5000.0)
     >>> describe_unit_difference(metres, centimetres)
@@ -32,8 +31,7 @@ def describe_unit_difference(site: NumberStatistics, reference: NumberStatistics
 
 
 def describe_scale_difference(site: NumberStatistics, reference: NumberStatistics) -> str:
-    """Returns, as text, the factor between a site's intensities of pixels and the reference if pixels seem to be scaled
-    otherwise; "" if they do not.
+    """Returns the factor between intensities if a site's pixels seem scaled otherwise; else "".
 
     >>> shares, bytes_of_pixels = NumberStatistics(50.0, 25.0, 0.5, 0.5), NumberStatistics(50.0, 6375.0, 127.5, 32512.5)
     >>> describe_scale_difference(shares, bytes_of_pixels)

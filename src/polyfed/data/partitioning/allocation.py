@@ -49,8 +49,7 @@ def draw_classes_per_client(num_clients: int, num_classes: int, k: int, rng: np.
 def top_up_small_clients_in_place(
     counts_by_client_and_class: NDArray[np.int64], shares: NDArray[np.float64], least: int
 ) -> None:
-    """Changes `counts_by_client_and_class` in place: moves examples from large to small clients until each client has
-    at least `least`.
+    """Moves examples from large to small clients, in place, until each has at least `least`.
 
     Each step moves at least one example, so it terminates.
     """
@@ -70,8 +69,10 @@ def top_up_small_clients_in_place(
 
 
 def draw_stratified_rows(labels: Labels, size: int, seed: int, leave_one_per_class: bool = False) -> Rows:
-    """Draws `size` random rows so that each class has the same share as in `labels`, within one example; raises a
-    `UserError` if there are fewer rows.
+    """Draws `size` random rows with each class's share within one example.
+
+    Raises:
+        UserError: there are fewer rows.
 
     Args:
         labels: shape (num_examples,) of integers; anything else is drawn without strata.
@@ -135,8 +136,7 @@ class UniqueTexts(NamedTuple):
 
 
 def unique_values_as_texts(column: NDArray[Any], column_name: str) -> UniqueTexts:
-    """Returns a column's unique values as texts, for use as client ids: numbers sorted by value, all else
-    alphabetically.
+    """Returns a column's values as texts for client ids, numbers by value, others alphabetically.
 
     Args:
         column: one value per example; numbers, strings, dates.

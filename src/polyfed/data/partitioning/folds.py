@@ -91,8 +91,7 @@ def check_seeds_suit_resplit_or_folds(resplit: int | None, folds: Folds | None, 
 def redraw_clients(
     clients: Sequence[Client], resplit: int | None, folds: Folds | None, seeds: Sequence[int]
 ) -> list[tuple[Client, ...]] | None:
-    """Returns for each seed the clients with new sets, from random splits (`resplit`) or cross-validation (`folds`);
-    None if neither is given.
+    """Returns each seed's clients with sets of `resplit` or `folds`; None if neither is given.
 
     Raises:
         UserError: what `check_seeds_suit_resplit_or_folds`, `resplit_clients` or `deal_folds` refuses.
@@ -104,8 +103,7 @@ def redraw_clients(
 
 
 def deal_folds(clients: Sequence[Client], folds: Folds) -> list[tuple[Client, ...]]:
-    """Returns one tuple of clients for each fold: each client's examples in the fold are its test set, and its other
-    examples its training set.
+    """Returns the clients of each fold, which is their test set; other examples train.
 
     A client's training, validation and test examples are joined and dealt; each class (of survival, events; of images,
     those with anything but background) within one example of its share.
@@ -157,8 +155,7 @@ def deal_folds(clients: Sequence[Client], folds: Folds) -> list[tuple[Client, ..
 
 
 def unit_names(examples: Examples) -> NDArray[np.str_]:
-    """Returns for each example the name of the unit that stays together when folds are drawn: its group, or the example
-    itself without groups.
+    """Returns each example's unit that stays together in folds: its group, or itself.
 
     Units are drawn independently of each other. The names are the same in each fold in which the clients are dealt.
     """

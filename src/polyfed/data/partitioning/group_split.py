@@ -15,8 +15,7 @@ Rows = NDArray[np.int64]
 
 
 def group_numbers(examples: Examples) -> NDArray[np.int64] | None:
-    """Returns each example's group as an anonymous number, counted from 0 in the order of appearance; None if the
-    examples have no groups.
+    """Returns each example's group as a number in the order of appearance; None without groups.
 
     >>> import torch
     >>> group_numbers(Examples(torch.zeros(3, 1), torch.zeros(3), group=["p9", "p2", "p9"])).tolist()
@@ -38,8 +37,7 @@ def split_by_group_and_record_sets(
     seed: int,
     set_of_group: MutableMapping[str, str],
 ) -> dict[str, Rows]:
-    """Splits a client's rows into `{set: rows}` with all rows of a group in one set; writes each group's set into
-    `set_of_group`.
+    """Splits rows into `{set: rows}` with groups whole; writes their sets to `set_of_group`.
 
     Groups are drawn at random, stratified by the largest label among their rows: the share of a set, at least one group, and
     at least one stays for "train".

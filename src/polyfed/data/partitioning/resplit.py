@@ -104,8 +104,7 @@ def refit_preprocessors(trains: Mapping[str, Examples]) -> dict[str, TablePrepro
 
 
 def apply_common_preprocessing_to_public(public: Examples | None, clients: Sequence[Client]) -> Examples | None:
-    """Returns the public examples with the table preprocessing that all clients share; returns them unchanged if the
-    data are not a table.
+    """Returns public examples with the clients' common table preprocessing; others unchanged.
 
     Networks must see public rows prepared as their clients' own rows are.
     """
@@ -191,8 +190,7 @@ def select_rows(pool: Examples, rows: NDArray[np.int64]) -> Examples:
 
 
 def check_untimed(clients: Sequence[Client], option: str) -> None:
-    """Raises a `UserError` if a client's examples were split by time, since sets drawn at random would train on later
-    examples.
+    """Raises a `UserError` for examples split by time: random sets would train on later ones.
 
     Args:
         clients: the clients.
@@ -207,8 +205,7 @@ def check_untimed(clients: Sequence[Client], option: str) -> None:
 
 
 def check_disjoint(clients: Sequence[Client], option: str = "resplit") -> None:
-    """Raises a `UserError` if an example is in two sets, since a new draw could train on it at one client and test on
-    it at another.
+    """Raises a `UserError` for an example in two sets, which a new draw could train and test on.
 
     Raises:
         UserError: an example is in two sets; the message advises to leave `option` out.

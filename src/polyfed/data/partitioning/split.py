@@ -232,8 +232,7 @@ def class_counts(
     num_classes: int,
     part: Literal["train", "val", "test", "all"] = "train",
 ) -> NDArray[np.int64]:
-    """Counts each client's examples of each class (for multi-label tasks, the positive examples of each label), shape
-    (num_clients, num_classes).
+    """Counts clients' examples by class (or positive ones by label), (num_clients, num_classes).
 
     >>> rows = [ClientRows(np.array([0, 1]), np.array([], int), np.array([2]))]
     >>> class_counts(np.array([1, 1, 0]), rows, 3).tolist()

@@ -12,8 +12,7 @@ Rows = NDArray[np.int64]
 
 
 def split_by_time(times: NDArray[np.float64], shares: Mapping[str, float]) -> dict[str, Rows]:
-    """Splits rows by time into `{set: rows}`: the first set of `shares` gets the latest rows, the next set earlier
-    ones, and "train" the earliest.
+    """Splits rows into `{set: rows}`: the first set gets the latest, "train" the earliest.
 
     Rows of equal time go to one set, so that every set is later than the one before; sizes are as near to the shares as that
     allows, and a set is empty only if there are too few different times.

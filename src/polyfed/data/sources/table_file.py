@@ -233,8 +233,7 @@ class TableFile(Source):
 
 
 def parse_column_names(names: Sequence[str] | str, table: Table | None = None) -> tuple[str, ...]:
-    """Splits a text at its commas into names of columns, unless it is itself an existing column; returns a list of
-    names as a tuple.
+    """Splits a text at commas into column names, unless it is a column; a list becomes a tuple.
 
     >>> parse_column_names("age, sex"), parse_column_names(["a"]), parse_column_names("")
     (('age', 'sex'), ('a',), ())

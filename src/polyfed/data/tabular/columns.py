@@ -44,8 +44,7 @@ _DATE = re.compile(r"\d{1,4}([./-])\d{1,2}\1\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
 
 
 def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column:
-    """Returns the description of a feature column: categories if its cells are text or `as_categories` is set, else
-    numbers.
+    """Describes a feature column: categories for text or if `as_categories`, else numbers.
 
     Raises:
         UserError: the column holds dates, free text, or no value.
@@ -173,8 +172,7 @@ def _warn_if_identifier(cells: NDArray[np.float64], name: str) -> None:
 
 
 def warn_of_duplicate_rows(table: Table, ignored_column: str | None) -> None:
-    """Issues a warning about rows that are equal in all columns except `ignored_column`, since copies could be in both
-    training and test sets.
+    """Warns of rows equal in all columns but `ignored_column`, which may be in two sets.
 
     If more than half of the rows are copies, rows repeat by nature, and there is no warning.
     """

@@ -55,8 +55,7 @@ def standard_deviation_or_zero(mean: Tensor, variance: Tensor) -> Tensor:
 def fit_preprocessor(
     template: TablePreprocessor, trains: Sequence[Examples], scope: Scope = "site"
 ) -> TablePreprocessor:
-    """Returns a copy of the preprocessing with statistics of the training rows of one site, or of several sites
-    together.
+    """Returns the preprocessing with statistics of the training rows of one or more sites.
 
     >>> like = TablePreprocessor((Column("age"),), (0.0,), (1.0,))
     >>> rows = Examples(torch.tensor([[40.0], [60.0], [torch.nan]]), torch.tensor([0, 1, 0]))

@@ -28,8 +28,7 @@ def preprocessor_of(examples: Examples) -> TablePreprocessor:
 
 
 def count_and_sum_columns_and_targets(train: Examples, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns how many values the training rows have, and their sum, for each numeric column and then each regression
-    target.
+    """Returns training values' counts and sums by numeric column, then by regression target.
 
     With `mean` it sums the squared differences from it instead. Targets are in the table's unit.
 
@@ -67,8 +66,7 @@ def needs_common_preprocessing(tables: Sequence[TablePreprocessor]) -> bool:
 
 
 def merge_table_definitions(tables: Mapping[str, TablePreprocessor]) -> TablePreprocessor:
-    """Merges sites' preprocessing: the common columns, and all sites' categories and classes, without fitted
-    statistics.
+    """Merges sites' tables: common columns, all categories and classes, without statistics.
 
     Args:
         tables: the preprocessing of each site's table, by site.

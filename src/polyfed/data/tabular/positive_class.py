@@ -20,8 +20,7 @@ _COMPARISONS: Mapping[str, tuple[Callable[[Any, Any], Any], str]] = {  # of numb
 
 
 def is_condition_or_value_list(positive: str | None) -> bool:
-    """Returns whether `positive` is a condition or a list of values, rather than the name of one of two existing
-    classes.
+    """Returns whether `positive` is a condition or a list of values, not one class's name.
 
     >>> [is_condition_or_value_list(text) for text in (">0", "= yes", "1,2,3", "yes", None)]
     [True, True, True, False, False]

@@ -189,8 +189,7 @@ class TablePreprocessor:
         return encode_table(read_table(rows), self.columns).to(torch.float64)
 
     def changed_constant_columns(self, x: Tensor) -> tuple[str, ...]:
-        """Returns the names of columns that were constant or empty in the training rows, but have other values in the
-        encoded rows `x`.
+        """Returns columns constant or empty in training that have other values in `x`.
 
         >>> ready = TablePreprocessor((Column("age"), Column("chol")), (50.0, 0.0), (10.0, 0.0))
         >>> ready.changed_constant_columns(torch.tensor([[70.0, 240.0]])), ready(torch.tensor([[70.0, 240.0]])).tolist()

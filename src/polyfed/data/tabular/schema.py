@@ -56,8 +56,7 @@ def read_schema(source: str | Path | Mapping[str, Any]) -> TablePreprocessor:
 
 
 def merge_schemas(*sources: str | Path | Mapping[str, Any], to: str | Path | None = None) -> dict[str, Any]:
-    """Merges schemas of several tables: columns that all of them have, with categories and classes that any of them
-    has.
+    """Merges schemas: columns that all have, with categories and classes that any has.
 
     A column has a mark for missing values if any table has missing values in it.
 
@@ -120,8 +119,7 @@ def _union_of_lists(lists: Sequence[Sequence[str]]) -> tuple[str, ...]:
 def recode_targets_to_schema(
     y: Tensor, class_names: Sequence[str], schema: TablePreprocessor, task: Task | str
 ) -> Tensor:
-    """Converts a table's class indices to the indices of the same classes in a schema (other tasks' targets stay
-    unchanged).
+    """Converts class indices to those of a schema; other tasks' targets are unchanged.
 
     Raises:
         UserError: another task, or a class, label or target that the schema does not have.

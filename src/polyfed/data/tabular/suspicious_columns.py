@@ -52,8 +52,7 @@ def warn_of_names_that_look_alike(names_by_column: Mapping[str, Sequence[str]]) 
 def warn_of_suspicious_columns(
     table: Table, y: Tensor, targets: Sequence[str], features: Sequence[str], site: str | None, roles: Sequence[str]
 ) -> None:
-    """Issues a warning for each column that looks like an id (unless rows have groups), and for each feature from which
-    the target nearly follows.
+    """Warns of columns that look like ids, and of features from which the target nearly follows.
 
     Args:
         table: the rows.

@@ -306,8 +306,7 @@ def column_as_times(table: Table, name: str) -> NDArray[np.float64]:
 
 
 def column_as_texts(table: Table, name: str) -> NDArray[Any]:
-    """Returns a table's column as strings, None for missing values; whole numbers have no decimal point, whatever their
-    type.
+    """Returns a column as strings, None for missing; whole numbers have no decimal point.
 
     >>> column_as_texts(read_table({"a": [1.0, None, 2.5]}), "a").tolist()
     ['1', None, '2.5']

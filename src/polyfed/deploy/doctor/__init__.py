@@ -16,8 +16,7 @@ from polyfed.core.io.terminal_text import sanitise_for_terminal
 @final
 @dataclass(frozen=True)
 class DoctorFinding:
-    """Holds the result of one check of `polyfed flower doctor`: its level ("ok", "note" or "wrong"), the checked part
-    of the deployment, and a sentence.
+    """Holds a check's result: level ("ok", "note" or "wrong"), part of the deployment, and sentence.
 
     Args:
         level: "ok", "note" (worth knowing, or not possible to check from here) or "wrong" (must be mended).

@@ -85,8 +85,7 @@ def check_ca_certificate_file(component: str, file: Path) -> Findings:
 def check_server_certificate(
     component: str, certificate_file: Path, key_file: Path, authority_file: Path, host: str | None
 ) -> Findings:
-    """Yields the findings on a server's TLS certificate: whether it is valid now and for the server's name, is signed
-    by an authority that the sites trust, and matches its private key.
+    """Yields findings on a TLS certificate: valid now, for this name, trusted, and matching its key.
 
     Args:
         component: `DoctorFinding.component`.
@@ -178,8 +177,7 @@ def _check_names(part: str, file: Path, leaf: x509.Certificate, host: str | None
 
 
 def is_host_covered_by_certificate(host: str, dns_names: list[str], ip_addresses: list[str]) -> bool:
-    """Returns True if one of a certificate's DNS names or IP addresses matches the host; a DNS name may begin with the
-    wildcard "*.".
+    """Returns whether a DNS name (perhaps with "*.") or IP address of a certificate matches the host.
 
     >>> is_host_covered_by_certificate("a.example.org", ["*.example.org"], [])
     True

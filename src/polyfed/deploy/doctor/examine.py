@@ -50,8 +50,7 @@ def run_folder_checks(
     trial_port: int = 8000,
     server_address: str | None = None,
 ) -> Findings:
-    """Runs all checks that apply to a folder of a project, a trial, a server or a site, and yields one or more findings
-    per check.
+    """Yields the findings of all checks that apply to a project's, trial's, server's or site's folder.
 
     Args:
         folder: folder of a project, a trial, a server or a site.

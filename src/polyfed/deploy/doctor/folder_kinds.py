@@ -19,8 +19,7 @@ _START = re.compile(r"^ExecStart=[-@:+!]*(.*)$", re.MULTILINE)
 @final
 @dataclass(frozen=True)
 class SystemdUnit:
-    """Holds the content of a systemd unit file: the program that it starts, the program's options, and environment
-    variables.
+    """Holds a systemd unit's program, the program's options, and environment variables.
 
     Args:
         file: the unit's file.
@@ -35,9 +34,7 @@ class SystemdUnit:
     environment: dict[str, str]
 
     def find_file_of_option(self, option: str, default_name: str) -> Path:
-        """Returns the path that a command-line option of the unit names, or a default file beside the unit if the
-        option is missing. If that path does not exist, but a file of the same name beside the unit does, returns the
-        latter.
+        """Returns the path that an option names or a default, or the file of that name beside the unit.
 
         This allows a folder to be checked before it is copied to its final place.
         """
@@ -47,8 +44,7 @@ class SystemdUnit:
 
 
 def read_systemd_unit_if_exists(file: Path) -> SystemdUnit:
-    """Reads the program, options and environment variables from a systemd unit file. If the file does not exist, as in
-    a container, the returned unit has no program and no options.
+    """Reads program, options and environment of a systemd unit; none of them without the file.
 
     Raises:
         UserError: the file cannot be read, or has no `ExecStart`.
@@ -87,8 +83,7 @@ def _parse_options(words: Sequence[str]) -> dict[str, str]:
 
 
 def detect_folder_kinds(folder: Path) -> tuple[FolderKind, ...]:
-    """Returns the roles that a folder has, by the files in it: ("project",), ("trial",), ("server",), ("site",) or
-    ("server", "site").
+    """Returns a folder's roles: ("project",), ("trial",), ("server",), ("site",) or ("server", "site").
 
     Raises:
         UserError: the folder is none of these.

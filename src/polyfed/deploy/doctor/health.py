@@ -83,8 +83,7 @@ def _check_state_folder(folder: Path, clock: Callable[[], float]) -> Findings:
 
 
 def judge_contact(contact: ContactRecord, now: float) -> DoctorFinding:
-    """Returns the finding on a site: whether its SuperNode waits for a task and has heard of the server in the last minute,
-    or works at a task while the server can be reached.
+    """Returns whether a SuperNode heard of the server in the last minute, or works while it is reachable.
 
     Args:
         contact: what the SuperNode has recorded.

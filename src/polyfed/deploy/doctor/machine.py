@@ -149,8 +149,7 @@ def check_systemd_program(component: str, program: Path) -> Findings:
 
 
 def check_package_versions(component: str, protocol_version: int) -> Findings:
-    """Yields a problem finding for Python or a package whose version does not meet polyfed's requirements, and a
-    finding with the most important versions.
+    """Yields a problem for each unsuited version of Python or a package, and the main versions.
 
     Args:
         component: `DoctorFinding.component`.

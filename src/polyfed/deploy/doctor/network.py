@@ -68,8 +68,7 @@ def check_port_free(component: str, host: str, port: int, advice_if_taken: str) 
 def check_tls_server_and_clock(
     component: str, host: str, port: int, authority_file: Path, certificate_name: str | None = None
 ) -> Findings:
-    """Yields findings: whether a server answers over TLS with a certificate that this machine trusts, and whether its
-    clock agrees with this machine's.
+    """Yields whether a server answers over TLS that this machine trusts, and whether the clocks agree.
 
     Args:
         component: `DoctorFinding.component`.

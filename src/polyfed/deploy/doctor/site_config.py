@@ -102,8 +102,7 @@ def check_site_file_defines_client(component: str, file: Path) -> Findings:
 
 
 def check_file_defines_functions(component: str, file: Path, purpose_by_function: Mapping[str, str]) -> Findings:
-    """Yields findings: whether a Python file has valid syntax and defines each required function. Does not execute the
-    file.
+    """Yields whether a file is valid Python and defines these functions, without executing it.
 
     Args:
         component: `DoctorFinding.component`.

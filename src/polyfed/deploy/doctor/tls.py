@@ -5,7 +5,8 @@ from pathlib import Path
 
 
 def build_client_context(authority: Path) -> ssl.SSLContext:
-    """Builds the TLS context of a site that trusts the certificates in a file, as strict as that of gRPC, which sites use;
+    """Builds a site's TLS context, as strict as gRPC's, that trusts the certificates in a file.
+
     Python's own refuses, from 3.13 on, certificates as `openssl x509` makes them.
 
     Raises:

@@ -12,8 +12,7 @@ _EARLY_SHARE, _HISTORY_LENGTH = 0.75, 3  # first poll after this share of the sh
 
 @final
 class PollingSchedule:
-    """Computes the waiting time before each request for the next message, from the time that earlier messages took to
-    arrive.
+    """Computes the wait before each request for a message from how long earlier ones took.
 
     The first poll waits for three quarters of the shortest of the last three waiting times. Each further wait is a twentieth
     of the time passed, so that polling adds little to a long round, and an idle site polls every few seconds. If the first

@@ -65,8 +65,7 @@ def import_private_flower_functions() -> Mapping[str, Any]:
 
 
 def import_superlink_parts() -> tuple[Any, Any]:
-    """Imports the two modules of Flower's SuperLink in which polyfed replaces a function: the one that loads the plugin of
-    the control interface, and the one that authenticates SuperNodes.
+    """Imports Flower's modules that load the control plugin and authenticate SuperNodes.
 
     Raises:
         UnsupportedFlowerError: Flower no longer calls these functions there, so that replacing them would have no effect.
@@ -101,8 +100,7 @@ def _is_global_used(module: Any, name: str) -> bool:
 
 
 def try_to_shorten_reply_polling() -> bool:
-    """Tries to make Flower, in this process, request the missing part of a reply again after 0.05 s instead of 1 s;
-    returns True if the installed Flower allows this.
+    """Makes Flower ask for a missing part every 0.05 s, not 1 s; returns whether it allows this.
 
     Flower's grid sees a reply when it is announced, mostly a moment before all of it has been sent, and then waits for 1 s.
 
@@ -121,8 +119,7 @@ def try_to_shorten_reply_polling() -> bool:
 
 
 def try_to_keep_messages_in_memory() -> bool:
-    """Tries to make the SuperLink of this process hold messages in memory instead of in its database, which saves disk
-    writes; returns True if the installed Flower allows this.
+    """Makes the SuperLink keep messages in memory, not its database; returns whether it allows this.
 
     No message is of use after the SuperLink has ended, since its runs have failed then.
 

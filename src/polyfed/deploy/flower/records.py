@@ -37,8 +37,7 @@ def build_flower_record(head_json: str, scalars: Mapping[str, Any], packed_group
 
 
 def parse_flower_record(record: RecordDict) -> SerializedEnvelope:
-    """Returns the header, scalars and groups of tensors of a Flower RecordDict; the header and the tensors stay
-    serialised.
+    """Returns a RecordDict's header, scalars and groups of tensors, still serialised.
 
     Raises:
         Exception: the records hold something else, or exceed the limits. (Flower and numpy may raise anything.)
@@ -66,8 +65,7 @@ def parse_flower_record(record: RecordDict) -> SerializedEnvelope:
 
 
 def _array_payload(array: Array) -> bytes:
-    """Extracts the bytes of a packed group of tensors from a Flower Array, which stores them in the format of
-    `numpy.save`.
+    """Extracts a group's bytes from a Flower Array, which stores them like `numpy.save`.
 
     Their number must be the one in the format's header, since numpy would allocate that much.
     """

@@ -106,8 +106,7 @@ def read_control_token(file: Path) -> str:
 
 
 def explain_refused_supernode_request(signing_time: str, now: datetime.datetime) -> str:
-    """Returns as text the probable reason why the SuperLink refused a SuperNode's signed request: the SuperNode's clock
-    is wrong or, otherwise, its key is.
+    """Returns why a SuperNode's request was probably refused: its clock, or else its key, is wrong.
 
     Args:
         signing_time: time at which the request was signed, in ISO format.
@@ -133,8 +132,7 @@ def explain_refused_supernode_request(signing_time: str, now: datetime.datetime)
 
 
 def wrap_to_log_refusals(authenticate: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wraps Flower's function that authenticates SuperNodes, and returns one that also logs the reason when it refuses
-    a request.
+    """Wraps Flower's authentication of SuperNodes so that refusals are logged with a reason.
 
     Flower answers 401 for every reason, and its SuperNode then ends without a message.
     """
@@ -165,8 +163,7 @@ def save_control_token_for_flwr(superlink_address: str, token: str) -> None:
 
 
 def register_site_keys(key_file_by_site: Mapping[str, str]) -> None:
-    """Registers the sites' public keys at the SuperLink in one process, which is faster than the command `flwr
-    supernode register` for each site.
+    """Registers the sites' public keys in one process, faster than `flwr supernode register` for each.
 
     Args:
         key_file_by_site: site -> file of its public key; keys that are registered already are left.
@@ -191,8 +188,7 @@ def register_site_keys(key_file_by_site: Mapping[str, str]) -> None:
 
 
 def start_superlink_or_log_in(arguments: list[str]) -> None:
-    """Starts the SuperLink with the given command-line arguments; with `--login`, instead saves the token for the
-    command `flwr` and registers the sites' public keys.
+    """Starts the SuperLink, or with `--login` saves the token for `flwr` and registers keys.
 
     Raises:
         UserError: the token is missing, or others can read it, or a key cannot be registered.

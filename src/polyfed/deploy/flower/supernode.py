@@ -95,8 +95,7 @@ class SiteProcess:
             send_frame(self._socket, Frame("start", self._config))
 
     def request_answer(self, frame: Frame) -> Frame:
-        """Sends a message to the site's process, waits for the answer and returns it; starts the process first if it is
-        not running.
+        """Sends a message to the site's process, which it starts if needed, and returns the answer.
 
         Raises:
             SiteProcessDiedError: the process ended before it answered; another one has been started.
@@ -188,8 +187,7 @@ class MessageLoop:
                 schedule.start_new_wait()
 
     def answer_message_or_log_error(self, message: Any, object_tree: Any) -> None:
-        """Passes one message to the site's process, and sends its reply to the server; logs errors and does not raise
-        them.
+        """Passes a message to the site's process, and its reply to the server; logs errors.
 
         Args:
             message: the message, without its content, which is still at the SuperLink.
@@ -291,8 +289,7 @@ def _exit_on_signal(number: int, _frame: object) -> NoReturn:
 
 
 def run_supernode(arguments: list[str]) -> None:
-    """Starts the SuperNode with the given command-line arguments, and runs until a signal or a refusal by the SuperLink
-    ends it.
+    """Runs the SuperNode until a signal, or until the SuperLink refuses it.
 
     Raises:
         UserError: a file or the node configuration cannot be read.

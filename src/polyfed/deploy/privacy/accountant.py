@@ -26,8 +26,7 @@ _BISECTION_STEPS = 200  # more than float64 can tell apart
 
 
 def compute_epsilon(message_count_by_noise_multiplier: Mapping[float, int], delta: float) -> float:
-    """Returns the ε of the (ε, δ)-differential privacy that all messages of a site guarantee together; infinite if a
-    message had no noise.
+    """Returns the ε of (ε, δ)-differential privacy of all messages; infinite if one had no noise.
 
     Neighbouring data sets differ in the site's whole data set. ε is infinite as soon as one message had no noise.
 
@@ -65,8 +64,7 @@ def _log_delta(epsilon: float, mu: float) -> float:
 
 
 def record_message_and_get_epsilon(file: Path, data_set: str, protection: ReplyProtection) -> float:
-    """Records in a site's privacy ledger (a JSON file) that one message is about to be sent, and returns the ε of all
-    recorded messages.
+    """Records in the ledger that a message is about to be sent, and returns the ε of all.
 
     The ledger counts every message about a data set over all runs, methods, networks and settings, even if rows or test
     examples changed. Only the owner can start a new count, by giving the data set another name. The caller records a message
@@ -92,8 +90,7 @@ def record_message_and_get_epsilon(file: Path, data_set: str, protection: ReplyP
 
 
 def read_spent_epsilon(file: Path, data_set: str, protection: ReplyProtection) -> float:
-    """Returns the ε that all messages recorded in a site's privacy ledger have spent for one data set, at the δ in
-    `protection`.
+    """Returns the ε that recorded messages have spent for a data set, at the δ of `protection`.
 
     Raises:
         UserError: the ledger is lost or damaged.
@@ -102,8 +99,7 @@ def read_spent_epsilon(file: Path, data_set: str, protection: ReplyProtection) -
 
 
 def check_budget_for_next_message(file: Path, data_set: str, protection: ReplyProtection) -> None:
-    """Raises an error if one more message would exceed the site's privacy budget (largest ε); does not record a
-    message.
+    """Raises an error if one more message would exceed the privacy budget; records nothing.
 
     Raises:
         UserError: as `record_message_and_get_epsilon`.

@@ -154,8 +154,7 @@ def _methods_compatible_with_noise(secure: bool) -> list[str]:
 def clip_and_add_noise(
     reply: Message, received_message: Message, protection: ReplyProtection, num_noisy_sites: int = 1
 ) -> Message:
-    """Returns the site's reply after its update (reply minus received message) was clipped to the clipping norm and
-    Gaussian noise was added.
+    """Returns the reply with its update (reply minus message) clipped and Gaussian noise added.
 
     Args:
         reply: the site's reply.

@@ -22,8 +22,9 @@ from polyfed.deploy.privacy.ledger import Ledger, StepKind, read_ledger, write_l
 def compute_unit_epsilon(
     messages: Mapping[float, int], private_steps: Mapping[StepKind, int], unit: str, delta: float
 ) -> float:
-    """Returns the ε of the (ε, δ)-differential privacy of each unit under all releases of a data set together; infinite
-    if a message had neither noise nor privacy, or steps protected another unit.
+    """Returns the ε of each unit under all releases of a data set; infinite if one had no protection.
+
+    That is a message with neither noise nor privacy, or steps that protected another unit.
 
     Args:
         messages: number of messages sent with each noise multiplier of the site.

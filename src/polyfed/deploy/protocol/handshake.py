@@ -24,8 +24,7 @@ _MAX_NUMBERS = 2**24  # numbers in an example of zeros with which the server tri
 
 
 def describe_changed_introduction(first_head: Mapping[str, Any] | None, head: Mapping[str, Any]) -> str | None:
-    """Compares what a site reports about itself now with what it reported when the run began, and returns a sentence
-    about the first difference, such as the number of examples; None if nothing changed.
+    """Returns a sentence on what a site first reports otherwise than at the start; None for nothing.
 
     Args:
         first_head: header of the introduction when the run began; None if there was none.
@@ -43,8 +42,7 @@ def describe_changed_introduction(first_head: Mapping[str, Any] | None, head: Ma
 
 
 def merge_data_specs(introductions: Mapping[str, Mapping[str, Any]], name: str) -> DataSpec:
-    """Merges the sites' descriptions of their data into one: the input shape that all sites share, and the largest
-    number of outputs of any site.
+    """Merges the sites' specs: their common input shape, and the largest number of outputs.
 
     Args:
         introductions: header of each site's introduction.
@@ -67,8 +65,7 @@ def merge_data_specs(introductions: Mapping[str, Mapping[str, Any]], name: str) 
 
 
 def check_same_target_count(introductions: Mapping[str, Mapping[str, Any]], name: str) -> None:
-    """Raises a `UserError` if the examples of two sites have different numbers of targets; does not check
-    classification tasks.
+    """Raises a `UserError` if sites differ in targets per example, classification apart.
 
     >>> check_same_target_count(
     ...     {i: {"task": "regression", "form": [[4], n]} for i, n in (("north", 1), ("south", 2))}, "fedpnas")
@@ -85,8 +82,7 @@ def check_same_target_count(introductions: Mapping[str, Mapping[str, Any]], name
 
 
 def check_same_representation_width(introductions: Mapping[str, Mapping[str, Any]], name: str) -> None:
-    """Raises a `UserError` if the last layers of the sites' networks take inputs of different sizes, or a site does not
-    report this size.
+    """Raises a `UserError` if last layers' inputs differ in size, or a site does not report it.
 
     >>> check_same_representation_width({"north": {"width": 3}, "south": {"width": 5}}, "fedproto")
     Traceback (most recent call last):
@@ -129,8 +125,7 @@ def check_same_input_specs(introductions: Mapping[str, Mapping[str, Any]], name:
 def check_width_family(
     models: Mapping[str, Architecture], architecture_by_site: Mapping[str, str], input_shape: tuple[int, ...], name: str
 ) -> None:
-    """Raises a `UserError` unless the server's network architectures differ only in the widths of their layers and have
-    the same number of outputs.
+    """Raises a `UserError` unless the server's architectures differ in layers' widths alone.
 
     Args:
         models: network factories by name of the architecture.
@@ -188,8 +183,7 @@ def input_spec_by_part(inputs: Any) -> dict[str, list[Any]]:
 
 
 def check_public_inputs(public_input_spec: Any, client: Client) -> None:
-    """Raises a `RefusalError` unless the public examples that the server sent have the same data types and shapes as
-    the client's inputs.
+    """Raises a `RefusalError` unless public examples have types and shapes of the client's inputs.
 
     The error does not reveal the client's types and shapes.
 

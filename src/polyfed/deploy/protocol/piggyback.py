@@ -31,8 +31,7 @@ HeadBuilder = Callable[[ClientTask], Mapping[str, Any]]
 
 
 def build_envelope_per_client(tasks: Sequence[ClientTask], build_head: HeadBuilder) -> dict[str, Envelope]:
-    """Returns {client: message} with one message for each client's tasks; a training task and an evaluation task of the
-    same client share one message.
+    """Returns {client: message}; a client's training and evaluation share one message.
 
     Args:
         tasks: for each client at most one training task and one other.
@@ -49,8 +48,7 @@ def build_envelope_per_client(tasks: Sequence[ClientTask], build_head: HeadBuild
 def add_evaluations_to_envelopes(
     training_envelope_by_client: Mapping[str, Envelope], evaluation_tasks: Sequence[ClientTask], build_head: HeadBuilder
 ) -> dict[str, Envelope]:
-    """Adds evaluation tasks to the messages that already carry the clients' training tasks, and returns {client:
-    message}; a client without a training task gets a message of its evaluation only.
+    """Adds evaluations to training messages, or sends them alone to clients without training.
 
     Args:
         training_envelope_by_client: client -> envelope.
@@ -84,8 +82,7 @@ class SplitEnvelope(NamedTuple):
 
 
 def split_training_and_evaluation(envelope: Envelope) -> SplitEnvelope | None:
-    """Splits a message into one with its training task and one with its evaluation task; None if the message carries no
-    evaluation.
+    """Splits a message into its training and its evaluation task; None without an evaluation.
 
     Raises:
         UserError: the evaluation refers to tensors that the envelope does not have.
@@ -141,8 +138,9 @@ def _attach_evaluation(
 def _best_source_group(
     group: str, tree: StateDict, groups: Mapping[str, StateDict], are_equal: "_TensorEquality"
 ) -> tuple[str, set[str]]:
-    """Finds the group of training tensors that contains the most of an evaluation group's tensors; returns its name and
-    the shared tensors' names, or ("", empty set) if no tensor is shared.
+    """Returns the training group that has most of an evaluation group's tensors, and their names.
+
+    It is ("", empty set) if no tensor is shared.
 
     If several groups share equally many, the group of the same name wins.
     """

@@ -66,9 +66,9 @@ def build_table_hashes_for_header(
     adds_noise: bool = False,
     method_discloses: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
-    """Returns {"table": hashes that summarise the client's table} for a message's header, or {"frame": the hash of the
-    names of its columns} if its inputs were a pandas frame; {} if the client has neither, or if the method discloses
-    nothing and does not need equal inputs.
+    """Returns {"table": hashes} of a client's table, {"frame": hash of column names} of a frame, or {}.
+
+    It is {} too if the method discloses nothing and does not need equal inputs.
 
     Args:
         client: the client, whose examples may come from a table.
@@ -123,8 +123,7 @@ def hash_json_values(*content: Any) -> str:
 
 
 def describe_table_difference(head_by_site: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Compares the summaries of all sites' tables, and returns a sentence about the first site whose table differs from
-    another site's; None if there is no difference.
+    """Returns a sentence on the first site whose table differs from another's; None without one.
 
     Args:
         head_by_site: header of each site's introduction, also of sites that refuse.
@@ -162,8 +161,7 @@ def describe_table_difference(head_by_site: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def sites_without_column_names(head_by_site: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Returns the sites whose columns cannot be compared with those of sites that report the names of a frame's columns;
-    an empty list if no site does.
+    """Returns the sites whose columns cannot be compared with the names that others report.
 
     >>> sites_without_column_names({"north": {"frame": {"whole": "a"}}, "south": {}})
     ['south']

@@ -40,8 +40,7 @@ _DTYPES = {
 @final
 @dataclass(frozen=True)
 class Envelope:
-    """Holds one message between server and site, in either direction: a header of plain values (`head`), and the
-    tensors and numbers that the federated learning method sends (`body`).
+    """Holds a message between server and site: a header (`head`), and tensors and numbers (`body`).
 
     Headers from the server have `kind`, `protocol`, `run` (identifier of the run, which a resumed run keeps) and `algorithm`
     (name and fields). The kinds are:
@@ -76,8 +75,7 @@ FailureReason = str
 
 
 def pack_tensors(tree: StateDict) -> bytes:
-    """Serialises a group of named tensors to bytes in the safetensors format, and stores the order of their names with
-    them.
+    """Serialises named tensors to safetensors bytes with the order of their names.
 
     >>> list(unpack_tensors(pack_tensors({"w": torch.ones(2, dtype=torch.bfloat16), "b": torch.zeros(())})))
     ['w', 'b']
@@ -185,8 +183,7 @@ class TaskCompressors(NamedTuple):
 
 
 def parse_compressors(head: Mapping[str, Any]) -> TaskCompressors:
-    """Returns the compressors that a task's header names, for the site's reply and for the server's message, each None
-    if that part is not compressed.
+    """Returns the compressors that a header names for reply and message, or None for each.
 
     Raises:
         UserError: the header names an unknown compressor.
@@ -258,8 +255,7 @@ def parse_head(text: str) -> dict[str, Any]:
 
 
 def first_non_finite_tensor(message: Message) -> str | None:
-    """Returns the name (GROUP/TENSOR) of the first tensor in a message that has NaN or infinite values; None if all
-    values are finite.
+    """Returns the first tensor (GROUP/TENSOR) with NaN or infinite values; None if there is none.
 
     >>> first_non_finite_tensor(Message({"model": {"w": torch.tensor([1.0]), "b": torch.tensor([torch.nan])}}))
     'model/b'
@@ -270,8 +266,7 @@ def first_non_finite_tensor(message: Message) -> str | None:
 
 
 def find_first_importable_name(value: Any) -> str | None:
-    """Searches the fields of a method for a text of the form `module:name`, which would import code, and returns the
-    first; None if there is none.
+    """Returns the first text `module:name`, which would import code, in a method's fields; or None.
 
     >>> (find_first_importable_name({"teacher": {"name": "os:system"}}),
     ...  find_first_importable_name({"lr": 0.1, "catalogue": "C:/catalogue.yaml"}))

@@ -69,9 +69,9 @@ class SecureSumClient:
     owner_threshold: int | None = None
 
     def answer_sum_steps(self, run: str, head: Mapping[str, Any]) -> "SecureSumAnswer":
-        """Executes the steps of secure aggregation that a server's header requests: "hand_out" (release the secret
-        shares for unmasking), "share" (share secrets) or "advertise" (create and send keys). Returns header fields and
-        tensors for the answer.
+        """Executes the steps that a header requests, and returns header fields and tensors to answer.
+
+        They are "hand_out" (release shares for unmasking), "share" (share secrets) and "advertise" (create and send keys).
 
         The steps do not depend on each other; the answer lists the refused ones with their reasons.
 
@@ -153,8 +153,7 @@ class SecureSumClient:
         return _advertisement_to_json(advert)
 
     def decrypt_shares_and_join_sum(self, sum_id: SumId, encrypted_shares: Mapping[str, Tensor]) -> "SumParticipation":
-        """Decrypts the secret shares of the other sites, and returns an object that can mask one reply of this site for
-        the secure sum.
+        """Decrypts the other sites' shares, and returns what can mask one reply for the sum.
 
         Args:
             sum_id: the sum.
@@ -235,8 +234,7 @@ class SumParticipation:
         return self.state.shared.threshold
 
     def mask_encoded_reply(self, encoded_reply: Message) -> Message:
-        """Returns a copy of a site's encoded reply with masks added, so that the server can read only the sum over all
-        sites.
+        """Masks an encoded reply, so that the server can read only the sum over all sites.
 
         The reply is encoded by `polyfed.simulation.rounds.replies.secure_aggregation.encode_reply_in_fixed_point`.
         """

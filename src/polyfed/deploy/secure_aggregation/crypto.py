@@ -31,8 +31,7 @@ _NONCE = bytes(12)  # constant, since each key encrypts one message only
 
 
 def encode_length_prefixed(*parts: str | bytes) -> bytes:
-    """Joins texts and bytes to one byte string, with the length before each part, so that different lists of parts
-    never give the same bytes.
+    """Joins texts and bytes, each after its length, so that different lists give different bytes.
 
     >>> encode_length_prefixed("ab", "c") == encode_length_prefixed("a", "bc")
     False
@@ -57,8 +56,7 @@ def public_key_of(private_key: bytes) -> bytes:
 
 
 def compute_shared_secret(own_private_key: bytes, peer_public_key: bytes) -> bytes:
-    """Returns the secret that two sites share, computed from the private key of one and the public key of the other
-    (X25519 key agreement).
+    """Returns the secret of two sites from one's private and the other's public key (X25519).
 
     Raises:
         RefusalError: the public key is invalid: it would give the same secret with every private key.
@@ -129,8 +127,7 @@ def read_registered_private_key(file: Path) -> PrivateKey:
 
 
 def read_public_keys_of_all_sites(folder: Path) -> dict[str, PublicKey]:
-    """Reads the public keys of all sites, including this one, from the files `NAME.pub` or `NAME.key.pub` in a folder,
-    and returns {site's name: key}.
+    """Reads {site: public key} of all sites from `NAME.pub` or `NAME.key.pub` in a folder.
 
     Raises:
         UserError: there are none, one cannot be read, or two sites have the same key.

@@ -112,8 +112,7 @@ class SecretsSharedState:
 @final
 @dataclass(frozen=True)
 class MaskingState:
-    """Holds the secrets of a site that has received the other sites' secret shares, and so can mask its reply (steps 3
-    and 4).
+    """Holds a site's secrets once it has the others' shares and can mask (steps 3 and 4).
 
     Args:
         shared: state after step 2.
@@ -127,8 +126,7 @@ class MaskingState:
 @final
 @dataclass(frozen=True)
 class UnmaskingShares:
-    """Holds the secret shares that a site sends to the server, so that the server can remove the masks from the sum
-    (step 4).
+    """Holds the shares that a site sends so that the server can unmask the sum (step 4).
 
     Args:
         tokens: the site's share of F_v(L) for each survivor v.
@@ -146,8 +144,7 @@ def compute_participants_digest(sum_id: SumId, sorted_adverts: Sequence[KeyAdver
 
 
 def minimum_accepted_threshold(num_sites: int, owner_threshold: int | None = None) -> int:
-    """Returns the smallest threshold that a site accepts in a secure sum; the threshold is the number of sites needed
-    to unmask the sum.
+    """Returns the smallest threshold (sites needed to unmask) that a site accepts.
 
     It is above half of them, which security against an active server needs (theorem 6.5 with no colluding site). By default
     it is above two thirds, which is secure while fewer than a third of the sites collude with the server.
@@ -186,8 +183,9 @@ def check_and_share_secrets(
     registered_keys: Mapping[str, PublicKey],
     owner_threshold: int | None = None,
 ) -> tuple[SecretsSharedState, dict[str, bytes]]:
-    """Verifies the other sites' keys, raising an error if it does not accept them, and splits this site's secrets into
-    encrypted shares, one set per other site (step 2: ShareKeys, round 1 of the paper).
+    """Verifies the others' keys, and splits this site's secrets into encrypted shares for them.
+
+    It is step 2: ShareKeys, round 1 of the paper.
 
     The secrets are the key s of the pairwise masks, the seed b of the self-mask, and the numbers of the agreement on
     survivors.
@@ -250,8 +248,7 @@ def check_and_share_secrets(
 
 
 def decrypt_received_shares(state: SecretsSharedState, encrypted_shares: Mapping[str, bytes]) -> MaskingState:
-    """Decrypts the secret shares that the other sites have sent to this site (first half of step 3:
-    MaskedInputCollection, round 2 of the paper).
+    """Decrypts the other sites' shares (first half of step 3: MaskedInputCollection, round 2).
 
     It does not need the numbers to be summed, so that a site can refuse a sum, or use up its keys, before it looks at its
     data.
@@ -285,8 +282,7 @@ def decrypt_received_shares(state: SecretsSharedState, encrypted_shares: Mapping
 
 
 def mask_words(state: MaskingState, words: Words) -> Words:
-    """Adds masks to a site's numbers; masks between two sites cancel out in the sum over all sites (second half of step
-    3).
+    """Masks a site's numbers; masks of two sites cancel out in the sum (second half of step 3).
 
     The masked numbers are y = x + PRG(b) + Σ_v ± PRG(s_uv) mod 2^64.
 
@@ -313,8 +309,9 @@ def mask_words(state: MaskingState, words: Words) -> Words:
 def release_unmasking_shares(
     state: MaskingState, survivors: Sequence[str], earlier_survivors: Sequence[str] | None = None
 ) -> UnmaskingShares:
-    """Returns the secret shares with which the server can remove the masks from the sum over the sites that replied
-    (step 4: ConsistencyCheck and Unmasking, rounds 3 and 4 of the paper).
+    """Returns the shares that unmask the sum over the sites that replied.
+
+    It is step 4: ConsistencyCheck and Unmasking, rounds 3 and 4 of the paper.
 
     These are shares of the survivors' self-masks and of the other sites' keys, encrypted with F(L), which t sites with the
     same list recover together (see `polyfed.deploy.secure_aggregation`). A site releases them once: the caller then deletes
@@ -368,8 +365,9 @@ def derive_self_mask_key(seed: bytes, digest: bytes, name: str) -> bytes:
 
 
 def derive_released_shares_key(agreement_secret: int, digest: bytes, name: str, survivors: Sequence[str]) -> bytes:
-    """Derives the key that encrypts the secret shares that one site releases for unmasking. Only the server can compute
-    it, and only after enough sites have confirmed the same list of sites that replied.
+    """Derives the key of shares released for unmasking.
+
+    Only the server can compute it, once enough sites have confirmed the same list of sites that replied.
 
     It is derived from F(L) (see `polyfed.deploy.secure_aggregation`).
     """

@@ -13,8 +13,7 @@ ELEMENT_BYTES = 33
 
 
 def split_secrets_by_holder(values: Sequence[int], num_holders: int, threshold: int) -> list[list[int]]:
-    """Splits each secret number into `num_holders` shares, one per holder; any `threshold` shares of a secret recover
-    it, and fewer reveal nothing.
+    """Splits each secret into a share per holder; `threshold` recover it, fewer reveal nothing.
 
     Returns:
         For each holder its shares, one per value; holder k has the point k + 1.
@@ -42,8 +41,7 @@ def _evaluate_polynomial(polynomial: Sequence[int], x: int) -> int:
 
 
 def recover_secret(shares: Mapping[int, int]) -> int:
-    """Returns the secret number that at least `threshold` of its shares determine; does not detect that there are too
-    few shares.
+    """Returns the secret of at least `threshold` shares; does not detect too few.
 
     Args:
         shares: point (from 1) -> share.
@@ -52,8 +50,7 @@ def recover_secret(shares: Mapping[int, int]) -> int:
 
 
 def lagrange_weights_at_zero(points: Sequence[int]) -> dict[int, int]:
-    """Returns {point: weight} for Lagrange interpolation at 0: the sum of the shares, each times its weight, is the
-    secret.
+    """Returns {point: weight}: the sum of shares times weights is the secret.
 
     Raises:
         ValueError: points are not positive, or one occurs twice.

@@ -36,8 +36,9 @@ def look_at_data(
     introductions: Mapping[str, Mapping[str, Any]],
     build_engine: Callable[[DeploymentServer], Any],
 ) -> Look | None:
-    """Collects summary statistics of each site's data if the operator asks for it, logs them and writes them to
-    `OUT-look.json` and `OUT-look.html`; returns the `Look`, or None if not asked for.
+    """Collects, logs and writes sites' summary statistics if the operator asks for it; or None.
+
+    The files are `OUT-look.json` and `OUT-look.html`.
 
     Args:
         server: the server of a run.

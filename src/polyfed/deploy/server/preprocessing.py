@@ -47,8 +47,7 @@ def compute_common_preprocessing_with_sites(
     introductions: Mapping[str, Mapping[str, Any]],
     build_engine: Callable[[DeploymentServer], Any],
 ) -> DeploymentServer:
-    """Computes with the sites one preprocessing for all their tables, and returns a copy of the server that holds it;
-    returns the server unchanged if no site asks for it.
+    """Computes one preprocessing for all tables, and returns a server with it, if a site asks.
 
     Args:
         server: the server of a run that has not begun.

@@ -34,8 +34,7 @@ _METRIC_PREFIX = re.compile(r"([a-z]{1,20}_){0,2}")
 
 
 def sanitize_line(text: object) -> str:
-    """Shortens a text from a site and replaces its line breaks, which could forge lines in the server's log; returns
-    one line.
+    """Shortens a site's text to one line that cannot forge lines in the log.
 
     >>> sanitize_line("a\\nb"), len(sanitize_line("x" * 10_000))
     ('a b', 300)
@@ -81,8 +80,7 @@ def parse_task_result(
 def parse_evaluation_result_or_failure(
     task: ClientTask, answer: PackedEnvelope | str, server: DeploymentServer, *, piggybacked: bool
 ) -> TaskResult:
-    """Reads an evaluation's result from a site's reply; an invalid reply gives a result that reports a failure instead
-    of an error, and does not affect the site's training.
+    """Reads an evaluation from a reply; an invalid one gives a failure, and harms no training.
 
     Args:
         task: the evaluation.
@@ -106,8 +104,7 @@ def parse_evaluation_result_or_failure(
 def validate_answer_head(
     task: ClientTask, head: Mapping[str, Any], server: DeploymentServer, *, with_evaluation: bool = False
 ) -> Mapping[str, Any]:
-    """Raises an error if a reply's header belongs to another task, or reports a refusal or a failure; otherwise returns
-    the header.
+    """Returns a reply's header; raises an error for another task, a refusal or a failure.
 
     Args:
         task: the task.
@@ -167,8 +164,7 @@ def _parse_scalars(packed: PackedEnvelope, server: DeploymentServer, introductio
 def reply_spec_error(
     packed: PackedEnvelope, message: Message, server: DeploymentServer, server_state: Any, scalars: Mapping[str, Any]
 ) -> str | None:
-    """Returns a sentence that says how the groups, names, shapes and data types of a reply's tensors differ from those
-    that the method expects; None if there is no difference.
+    """Returns how a reply's groups, names, shapes and types differ from the method's; or None.
 
     Args:
         packed: the site's answer.
@@ -233,8 +229,9 @@ def _is_metric_name(name: str, server: DeploymentServer) -> bool:
 
 
 def _is_possible_score(name: str, value: Any, server: DeploymentServer) -> bool:
-    """Returns whether a number can be the value of a metric: a share lies between 0 and 1, and a built-in error is not
-    negative. A mean over sites would follow any other number of one site.
+    """Returns whether a metric can have this value: a share in [0, 1], a built-in error from 0.
+
+    A mean over sites would follow any other number of one site.
     """
     if not _is_finite_number(value):
         return False

@@ -66,8 +66,7 @@ class SecureRoundServer:
         self._boxes: dict[int, dict[str, dict[str, Tensor]]] = {}  # round -> site -> other site -> encrypted shares
 
     def run_secure_round(self, tasks: Sequence[ClientTask], server_state: Any) -> Iterator[TaskResult]:
-        """Executes the training tasks of one round with secure aggregation, and yields a result for each task; the
-        results add up to the sum over the sites, and none is one site's reply.
+        """Executes a secure round, and yields a result per task; together they are the sum.
 
         The replies of the sites in the sum add up to it; a single one has no meaning.
 
@@ -290,8 +289,7 @@ class SecureRoundServer:
                 )  # fmt: skip
 
     def _check_weight(self, weight: int, sites: int) -> None:
-        """Raises a `RoundError` if the total weight in an unmasked sum is impossible for the number of sites, which
-        shows that masks are left in it.
+        """Raises a `RoundError` for an impossible total weight: masks are left in the sum.
 
         A site that releases wrong shares can cause this, and the remaining masks would enter the model.
         """

@@ -57,8 +57,7 @@ MAX_EXAMPLES = 10**12  # the largest number of examples that a site may report
 @final
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """Holds the settings of a deployment, such as sites, time limits and folders, but not the settings of the method or
-    of the rounds.
+    """Holds a deployment's settings, such as sites, time limits and folders; not those of method and rounds.
 
     Args:
         sites: ids of the sites that take part; no others may.
@@ -112,8 +111,7 @@ class Deployment:
 @final
 @dataclass(frozen=True)
 class DeploymentServer:
-    """Holds everything that the server needs to run a deployment: the method, the settings and the run's id;
-    `build_or_restore_server` builds it.
+    """Holds what the server needs to run a deployment; `build_or_restore_server` builds it.
 
     Args:
         deployment: its settings.
@@ -267,8 +265,7 @@ class DeploymentServer:
     def run_or_resume_federation(
         self, federation: Federation, engine: Engine, progress: Progress, introductions: Mapping[str, Mapping[str, Any]]
     ) -> Run:
-        """Runs all rounds of the training, or for a resumed run those after its newest checkpoint, and returns the
-        finished run.
+        """Runs all rounds, or those after the newest checkpoint, and returns the run.
 
         Args:
             federation: the federation, from `build_checked_federation`.

@@ -124,8 +124,7 @@ def call_client_factory(client_factory: Callable[[], Client], site: str) -> Clie
 def check_client_and_get_architecture(
     client: Client, algorithm: Algorithm[Any, Any], head: Mapping[str, Any], *, clips_updates: bool
 ) -> str | None:
-    """Raises an error if the client does not suit the method, or its network is not one of the federation's; returns
-    the architecture of its network, or None if the method provides the network.
+    """Returns the client's architecture (None if the method's), once it suits method and federation.
 
     Args:
         client: the site's client.
@@ -166,8 +165,7 @@ def check_client_and_get_architecture(
 def build_introduction_fields(
     client: Client, algorithm: Algorithm[Any, Any], architecture: str | None, *, reveals_example_count: bool
 ) -> dict[str, Any]:
-    """Returns as a dict of header fields the facts about a client that the method needs, which the site reports to the
-    server.
+    """Returns header fields with the facts about a client that the method needs.
 
     Args:
         client: the site's client.

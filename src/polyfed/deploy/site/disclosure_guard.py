@@ -85,8 +85,7 @@ class DisclosureGuard:
             check_budget_for_next_message(self.ledger, self.data_set, self.protection)
 
     def record_message_and_get_cost(self, *, already_recorded: bool = False) -> dict[str, float | None]:
-        """Records a message in the privacy ledger, and returns {"epsilon": ε, "delta": δ} that all messages so far have
-        spent, or {} without noise.
+        """Records a message, and returns {"epsilon": ε, "delta": δ} spent so far, or {} without noise.
 
         Args:
             already_recorded: whether the ledger has this message already.
@@ -123,8 +122,7 @@ class DisclosureGuard:
         return f"{kind if kind.isidentifier() else 'an error'} (its text is in the log of the site)"
 
     def must_record_reply(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> bool:
-        """Returns True if the answer to a task may contain anything that depends on the site's data and that is not
-        recorded where training begins, as the steps of training with `privacy` are.
+        """Returns whether an answer depends on data in a way that training has not recorded.
 
         Args:
             head: header of the task.
@@ -149,8 +147,7 @@ class DisclosureGuard:
         compression: Compressor | None,
         seed: int,
     ) -> Message:
-        """Prepares a reply to leave the site: removes scalars that must not leave, clips the update, adds noise, and
-        compresses; returns the result.
+        """Prepares a reply to leave: drops private scalars, clips, adds noise, and compresses.
 
         Args:
             reply: the client's reply.

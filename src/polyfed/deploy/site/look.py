@@ -57,8 +57,7 @@ def build_look_if_owner_allows(
 
 
 def answer_look(head: Mapping[str, Any], algorithm: Algorithm[Any, Any], client: Client) -> Envelope:
-    """Returns a reply with the names and categories of a client's columns, which the server merges with those of the
-    other sites.
+    """Replies with the names and categories of a client's columns, which the server merges.
 
     Raises:
         RefusalError: the message names another method, or the client has too few examples.

@@ -85,8 +85,7 @@ def check_table_sums_allowed(client: Client, protection: ReplyProtection, *, sec
 
 
 def summarize_schema(client: Client, run: str, *, with_names: bool) -> SchemaSummary:
-    """Describes a site's table for the server: a hash of its schema, the numbers of columns and targets and, if
-    allowed, the schema itself.
+    """Describes a table for the server: a hash of its schema, counts and, if allowed, the schema.
 
     Args:
         client: client with examples from the table.
@@ -123,8 +122,7 @@ def check_and_save_common_preprocessing(folder: Path, description: Any, client: 
 
 
 def apply_common_preprocessing(client: Client, folder: Path) -> Client:
-    """Returns a copy of the client whose table is transformed by the preprocessing of all sites, which is saved in the
-    run's folder.
+    """Returns the client with its table transformed by the sites' preprocessing in the run's folder.
 
     Raises:
         InvalidSiteStateError: there is no saved preprocessing, or it is damaged.

@@ -118,8 +118,7 @@ def write_private_state_and_delete_older(
     private_state: PyTree,
     rollback_round: int,
 ) -> None:
-    """Stores the client's private state after a round, and deletes stored states so old that the server can no longer
-    return to them.
+    """Stores a private state, and deletes those to which the server can no longer return.
 
     Those are the states older than the newest one up to round `rollback_round`. (Rounds after this one are overwritten when
     they are trained again.)
@@ -156,8 +155,7 @@ def write_private_state_and_delete_older(
 
 
 def write_task_results(folder: Path, client: Client, result: TaskResult, record: Mapping[str, Any]) -> None:
-    """Writes a task's results for use at the site only: the personal model or the predictions, and a line in
-    `metrics.jsonl`.
+    """Writes a task's model or predictions, and a line in `metrics.jsonl`, for the site alone.
 
     Args:
         folder: the run's folder at the site.
@@ -181,8 +179,7 @@ def write_task_results(folder: Path, client: Client, result: TaskResult, record:
 
 
 def check_or_record_client_identity(folder: Path, client: str, data_fingerprint: str) -> None:
-    """Raises an error if the client or its data are not those with which the site began the run; in a new run, records
-    them.
+    """Raises an error for another client or other data than in this run; records a new run's.
 
     Args:
         folder: the run's folder at the site.

@@ -86,8 +86,7 @@ class PrivateTrainingGuard:
             )
 
     def check_run_if_new(self, client: Client, algorithm: Algorithm[Any, Any], folder: Path) -> None:
-        """Raises a `RefusalError` if a new run cannot keep its `privacy` at this site, or if its planned steps would
-        exceed the site's budget; else records in the ledger that the run uses the data set.
+        """Raises a `RefusalError` if a new run cannot keep its `privacy` or budget; else records it.
 
         The server gets a sentence without numbers of the data; the site's log has all. A run that goes on has spent a part
         of its plan, so that its steps are checked one training at a time.

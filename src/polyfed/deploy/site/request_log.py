@@ -81,8 +81,7 @@ class RequestLog:
     folder: Path
 
     def check_allowed_and_find_in_ledger(self, task: "TaskRequest", *, same_inputs_only: bool) -> bool:
-        """Raises an error if the site has refused this task too often, or if the server requested it before with other
-        inputs; returns True if the privacy ledger already counts the task.
+        """Returns whether the ledger counts the task; raises an error after refusals or for other inputs.
 
         Args:
             task: the task.

@@ -68,8 +68,7 @@ class SiteTask:
 @final
 @dataclass(frozen=True)
 class StartedTask:
-    """Holds a task that the site is about to execute, with what the site recorded about it in the request log, the
-    secure sum and the privacy ledger.
+    """Holds a task to execute, and what request log, secure sum and ledger recorded about it.
 
     Args:
         site_task: the checked task.

@@ -103,8 +103,7 @@ class LocalTrial:
         write_file_atomically(self.folder / "trial.json", json.dumps(content, indent=1).encode())
 
     def stop_all_processes(self) -> None:
-        """Stops all processes of the trial, first the SuperNodes, then the SuperLink; kills those that do not end in
-        time.
+        """Stops the SuperNodes, then the SuperLink; kills those that do not end in time.
 
         Ctrl-C and SIGTERM are ignored meanwhile.
         """
@@ -285,8 +284,7 @@ def run_flwr(flower_home: Path | None, arguments: Sequence[str], **options: Any)
 
 
 def flower_environment(flower_home: Path | None, extra_variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the environment variables for a process of Flower: those of this process, with telemetry turned off and
-    with Flower's programs on PATH.
+    """Returns this process's environment without telemetry and with Flower's programs on PATH.
 
     Args:
         flower_home: FLWR_HOME; None uses the user's own configuration of Flower.

@@ -86,8 +86,7 @@ class DeploymentProject:
 
 
 def parse_site_names_or_count(text: str) -> list[str]:
-    """Parses the option that lists sites, and returns their names: either names separated by commas, or a number N,
-    which gives "site-1" to "site-N".
+    """Parses names separated by commas, or a number N for "site-1" to "site-N".
 
     Raises:
         UserError: there is no name, one occurs twice, or one is not valid.
@@ -112,8 +111,7 @@ def parse_site_names_or_count(text: str) -> list[str]:
 
 
 def create_project(path: str | Path, sites: Sequence[str]) -> DeploymentProject:
-    """Writes a new project folder for a deployment from templates, with certificates and keys for a trial on one
-    machine; the README in it explains the files.
+    """Writes a project folder from templates, with certificates and keys for a trial.
 
     Raises:
         UserError: the folder exists and is not empty.
@@ -172,8 +170,7 @@ def _write_catalogue(path: Path) -> None:
 
 
 def write_trial_certificates(folder: Path) -> None:
-    """Writes a certificate authority (`ca.crt`) for a trial, and a server certificate for this machine that the
-    authority signed (`server.pem`, `server.key`).
+    """Writes an authority (`ca.crt`) and this machine's certificate (`server.pem`, `server.key`).
 
     The authority's own key is not stored.
     """

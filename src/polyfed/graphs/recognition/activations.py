@@ -30,8 +30,7 @@ _FUNCTIONS |= dict.fromkeys(("clamp", "clamp_min", "clip"), "clamp")
 def activation_name(
     node: fx.Node, module: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Returns the name of the activation function that an operation of a traced program computes; None if it computes
-    none.
+    """Returns the activation that a traced operation computes; None if it computes none.
 
     Args:
         node: an operation of the traced program.

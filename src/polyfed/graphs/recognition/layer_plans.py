@@ -209,8 +209,9 @@ def _plan_lookup(weight: Tensor) -> NodePlan | None:
 def plan_recurrent_layers(
     cell: _Cell, tensors: Sequence[Tensor], has_bias: bool, layers: int, directions: int
 ) -> NodePlan | None:
-    """Returns the nodes of an LSTM, GRU or RNN. Each layer and direction has one node for the input's matrix, one for
-    the hidden state's, and one for an LSTM's projection, if there is one.
+    """Returns nodes of an LSTM, GRU or RNN, several for each layer and direction.
+
+    One is for the input's matrix, one for the hidden state's, and one for an LSTM's projection, if there is one.
 
     Args:
         cell: kind of the cell.

@@ -50,8 +50,7 @@ class LayerOccurrence:
 
 
 def layer_kind(module: nn.Module) -> LayerKind | None:
-    """Returns the kind of a layer ("conv2d", "linear", ...) from the module's class or its base classes; None if it is
-    none of `PAPER_KINDS`.
+    """Returns a layer's kind ("conv2d", "linear", ...) by class or base; None if not in `PAPER_KINDS`.
 
     >>> layer_kind(nn.SyncBatchNorm(3)), layer_kind(nn.ConvTranspose2d(1, 1, 1))
     ('batch_norm', None)
@@ -65,8 +64,7 @@ def has_only_weight_and_bias(module: nn.Module) -> bool:
 
 
 def layer_of_module(module: nn.Module) -> LayerOccurrence | None:
-    """Returns the layer type and the parameters of a module; None if its kind is unknown, or it has parameters that its
-    kind does not have.
+    """Returns a module's layer type and parameters; None for an unknown kind or further parameters.
 
     >>> layer_of_module(nn.Conv1d(4, 6, 3, stride=2, groups=2)).type.key, layer_of_module(nn.PReLU())
     ('conv1d-4-6-k3-s2-g2-b1-d1-none', None)
@@ -83,8 +81,7 @@ def layer_of_module(module: nn.Module) -> LayerOccurrence | None:
 
 
 def layer_of_call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayerOccurrence | None:
-    """Returns the type and parameters of the layer that a call of a function (such as `F.linear`) computes; None if it
-    computes no layer.
+    """Returns type and parameters of a function's layer (`F.linear`, say); None if it is none.
 
     Args:
         node: an operation of the traced program.
@@ -156,8 +153,7 @@ def operand_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def torch_operation_name(node: fx.Node) -> str:
-    """Returns torch's name for the operation that a node calls, the same for its function, method, operator and
-    in-place forms.
+    """Returns torch's name of an operation, the same for function, method, operator and in-place.
 
     Returns "" for calls of modules and of functions that are not torch's.
     """

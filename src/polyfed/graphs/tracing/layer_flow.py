@@ -86,8 +86,7 @@ class LayerFlow:
 
 
 def record_layer_flow(program: TracedProgram, model: nn.Module, x: Inputs, kinds: Kinds = "all") -> LayerFlow:
-    """Runs a traced program on the inputs `x`, and returns the layers that ran and from which layer to which the values
-    flow.
+    """Runs a traced program on `x`; returns the layers that ran, and which led to which.
 
     Args:
         program: program that was traced from a copy of the model in `Root`.
@@ -182,8 +181,7 @@ class _FlowRecorder(fx.Interpreter):
     def _record_activation(
         self, n: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: int
     ) -> frozenset[int]:
-        """Adds the activation that the operation computes, if any, to the layers whose output it takes; returns the
-        layers that still have no activation.
+        """Adds an operation's activation to the layers before it; returns those still without one.
 
         Nodes from `before` on were added by the operation.
         """
@@ -272,8 +270,7 @@ class _FlowRecorder(fx.Interpreter):
     def _add_planned_nodes(
         self, n: fx.Node, module: nn.Module | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> frozenset[int] | None:
-        """Adds the nodes of a layer that the paper's kinds do not include; returns the nodes from which its result comes,
-        or None if the operation has no parameters, or is a join.
+        """Adds nodes of a layer beyond the paper's kinds; returns its result's nodes, or None for no layer.
 
         Parameters that belong to no layer are nodes by their shape, one after the other, before the layer's own nodes.
         """

@@ -18,8 +18,7 @@ def call_factory(
     num_classes: int,
     arguments: Mapping[str, Any],
 ) -> nn.Module:
-    """Builds a network by calling `factory` with `arguments`, and `input_shape` and `num_classes` if it has such
-    parameters.
+    """Calls `factory` with `arguments`, and `input_shape` and `num_classes` if it takes them.
 
     Args:
         label: name of the factory in error messages.

@@ -19,8 +19,7 @@ Norm = Literal["batch", "group", "none"]
 
 
 def build_norm_layer(norm: Norm, channels: int) -> nn.Module | None:
-    """Builds a norm layer for images by name: BatchNorm2d, or GroupNorm with 16 channels per group; returns None for
-    "none".
+    """Builds BatchNorm2d, GroupNorm with 16 channels per group, or None for "none".
 
     Wu and He (2018, "Group Normalization", Table 3) find 16 channels per group one of the two best settings. Where 16 does
     not divide `channels`, groups are larger; a layer of less than 32 channels has one group.

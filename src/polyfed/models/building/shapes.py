@@ -22,8 +22,7 @@ def check_sizes(model: str, name: str, sizes: Iterable[int], *, minimum: int = 1
 
 
 def check_input_shape(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, ...]:
-    """Raises a `UserError` unless all sizes of one example's shape and the number of outputs are positive whole
-    numbers; returns the shape as a tuple.
+    """Returns the shape as a tuple; raises a `UserError` unless all sizes are positive whole numbers.
 
     Raises:
         UserError: the shape is empty, a dimension is not a positive int, or there is not even one output.
@@ -38,8 +37,7 @@ def check_input_shape(model: str, input_shape: Sequence[int], num_classes: int) 
 
 
 def check_image_shape(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, int, int]:
-    """Raises a `UserError` unless the shape is that of an image, with positive sizes and number of outputs; returns
-    (channels, height, width).
+    """Returns (channels, height, width); raises a `UserError` unless the shape is an image's.
 
     Raises:
         UserError: as `check_input_shape`, or the shape does not have three dimensions.

@@ -50,8 +50,7 @@ def attack_auc(scores: Floats, members: NDArray[np.bool_], units: NDArray[np.int
 def true_positive_rate(
     scores: Floats, members: NDArray[np.bool_], units: NDArray[np.int64], false_positive_rate: float
 ) -> AttackRate:
-    """Returns the share of members that are found at the lowest threshold that takes at most this share of non-members
-    for members.
+    """Returns the share of members found at the threshold with this share of false positives.
 
     Arguments are as for `attack_auc`. The interval combines Clopper and Pearson's, for at most as many trials as there are
     units, with that of the threshold (order statistics of non-members) by the method of Zou and Donner 2008. Without enough

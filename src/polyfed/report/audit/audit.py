@@ -70,9 +70,9 @@ def audit(
     restarts: int = 2,
     on_run: Callable[[int], object] | None = None,
 ) -> AuditReport:
-    """Attacks a run as its server or another client could: finds out which examples were trained on, guesses columns of
-    tables, and reconstructs images and label counts from messages. Returns rates with intervals, and the quality of the
-    reconstructions.
+    """Attacks a run as its server or another client could, and returns rates and reconstructions.
+
+    It finds out which examples were trained on, guesses columns of tables, and reconstructs images and label counts.
 
     It trains `runs` shadow runs like the run in `folder`, each on a random half of every client's training examples (of its
     patients, with `group=`). Each is attacked with what the others show. So it takes `runs` times as long as training.

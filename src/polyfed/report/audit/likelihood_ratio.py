@@ -29,8 +29,7 @@ def logit_scaled_confidence(outputs: Tensor, labels: Tensor) -> NDArray[np.float
 
 
 def score_members(confidences: NDArray[np.float64], members: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Returns for each run and example the logarithm of a likelihood ratio: that the example was in the run's training
-    set, against that it was not.
+    """Returns by run and example the log likelihood ratio of membership against none.
 
     Each run is attacked in turn, and what is known comes from the other runs alone. Under the two hypotheses an example's
     confidence is normal, with means of its own and one variance for all examples of the client.

@@ -70,8 +70,7 @@ def p_value_of_guesses(canaries: int, guesses: int, correct: int, epsilon: float
 
 
 def count_right_guesses(scores: NDArray[np.float64], included: NDArray[np.bool_], guesses: int) -> int:
-    """Returns the number of right guesses if the canaries with the highest scores are taken for included, and as many
-    with the lowest scores for left out.
+    """Counts right guesses if the highest scores are taken for included, as many lowest for left out.
 
     Args:
         scores: of each canary, shape (m,).

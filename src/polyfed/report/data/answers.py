@@ -13,8 +13,7 @@ ANSWER_LABELS: Mapping[AnswerKind, str] = {"join": "Join", "stay": "Stay alone",
 @final
 @dataclass(frozen=True)
 class SiteAnswer:
-    """Holds a comparison's advice to one site ("join" the federation, "stay" with training on its own data only, or
-    "undecided"), and the numbers that the advice rests on.
+    """Holds the advice to one site, "join", "stay" or "undecided", and the numbers behind it.
 
     Args:
         client: the site; None for the mean over sites.
@@ -62,8 +61,7 @@ class SiteAnswer:
 
 
 def parse_site_answers(comparison_results: Mapping[str, Any]) -> list[SiteAnswer]:
-    """Reads the advice to each site from the content of `comparison.json`, and returns a `SiteAnswer` per site; an
-    empty list if the comparison gives no advice.
+    """Reads the advice to each site from `comparison.json`; empty without advice.
 
     Raises:
         UserError: one of them is damaged.
@@ -72,8 +70,7 @@ def parse_site_answers(comparison_results: Mapping[str, Any]) -> list[SiteAnswer
 
 
 def parse_answer_for_mean_over_sites(comparison_results: Mapping[str, Any]) -> SiteAnswer | None:
-    """Reads the advice for the mean score over all sites from the content of `comparison.json`; None if the comparison
-    gives none.
+    """Reads the advice for the mean over sites from `comparison.json`; None without it.
 
     Raises:
         UserError: the entry is damaged.

@@ -80,8 +80,7 @@ def roc_curve_and_area(predictions: BinaryPredictions) -> RocCurve | None:
 
 
 def count_true_and_false_positives(predictions: BinaryPredictions) -> PositiveCounts:
-    """Counts the true positives and the false positives of binary predictions at each probability threshold in
-    `THRESHOLDS`.
+    """Counts true and false positives at each threshold in `THRESHOLDS`.
 
     An example counts as positive if its probability is at least the threshold.
 
@@ -97,8 +96,7 @@ def count_true_and_false_positives(predictions: BinaryPredictions) -> PositiveCo
 def calibration_points(
     predictions_by_seed: Sequence[BinaryPredictions], level: float, units_per_example: float = 1.0
 ) -> list[CalibrationPoint]:
-    """Sorts binary predictions by probability into up to ten groups of equal size, and returns one point of the
-    calibration curve per group.
+    """Sorts predictions into up to ten equal groups; returns a calibration point for each.
 
     The list is empty for fewer than 20 examples.
 
@@ -124,8 +122,7 @@ def calibration_points(
 
 
 def wilson_interval(hits: float, examples: float, level: float) -> tuple[float, float]:
-    """Computes the confidence interval (low, high) of a share by Wilson's method (1927); both ends are NaN if there are
-    no examples.
+    """Computes a share's interval by Wilson's method (1927); NaN without examples.
 
     >>> [round(end, 3) for end in wilson_interval(8, 10, 0.95)]
     [0.49, 0.943]

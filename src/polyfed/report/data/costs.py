@@ -50,8 +50,7 @@ def cost_of_method(method: MethodRuns) -> MethodCost:
 
 
 def disclosures_of_method(method: MethodRuns, results: Mapping[str, Any]) -> dict[str, str] | None:
-    """Returns what the server learns about a site by a method, as {word: meaning}; None if the method is not one of
-    polyfed's.
+    """Returns `{word: meaning}` of what the server learns; None for a method not of polyfed.
 
     Args:
         method: the runs of the method.

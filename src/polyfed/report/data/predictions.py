@@ -36,8 +36,7 @@ class BinaryClassOutput:
 @final
 @dataclass(frozen=True, eq=False)
 class GroupPredictions:
-    """Holds the predictions that several methods' runs stored for the clients' test examples, by method, seed and
-    client.
+    """Holds stored test predictions by method, seed and client.
 
     Attributes:
         task: of the clients.
@@ -80,8 +79,7 @@ class GroupPredictions:
     def binary_predictions(
         self, method: str, seed: int, clients: Sequence[str], question: BinaryClassOutput
     ) -> BinaryPredictions:
-        """Returns, for all test examples of the given clients, the predicted probability of the answer "yes" and
-        whether "yes" is true, as two arrays.
+        """Returns the clients' predicted probability of "yes", and whether it is true.
 
         Each client's examples are predicted by that client's own network.
 
@@ -130,8 +128,7 @@ class GroupPredictions:
         return sorted({name for table in self.prediction_tables.values() for name in table.columns})
 
     def column_values(self, name: str, clients: Sequence[str], seed: int) -> list[Any]:
-        """Returns the values that the clients' test examples have in one of the columns in `column_names`, such as
-        "sex", in the order of `binary_predictions`.
+        """Returns a column's values ("sex", say) for the examples of `binary_predictions`.
 
         A client that lacks the column has None for each example.
         """
@@ -157,8 +154,7 @@ def _join_groups(tables: Sequence[Predictions]) -> NDArray[np.int64] | None:
 def read_group_predictions(
     run_group: RunGroup, class_names: Sequence[str] | None = None
 ) -> tuple[GroupPredictions | None, str]:
-    """Reads the stored test predictions of a group of comparable runs, at the rounds whose scores the report page
-    shows.
+    """Reads the test predictions of comparable runs at the rounds whose scores are shown.
 
     Returns the predictions and an empty text, or None and a sentence that says why there are no predictions.
 

@@ -27,8 +27,7 @@ _SECONDS = ("seconds_clients", "seconds_server")  # runs of early versions have 
 
 @final
 class LearningCurvePoint(NamedTuple):
-    """Holds one point of a run's learning curve: an evaluated round, its mean score, and the megabytes sent and seconds
-    spent so far.
+    """Holds an evaluated round, its mean score, and the megabytes and seconds so far.
 
     Megabytes are up and down, of 2^20 bytes; a value that is not defined is NaN.
     """
@@ -224,8 +223,7 @@ def _data_warnings(folder: Path) -> tuple[str, ...]:
 
 
 def norms_and_warnings_of_rounds(records: Sequence[Mapping[str, Any]]) -> NormsAndWarnings:
-    """Collects from the records in `metrics.jsonl` the norm of each client's update, as {round: {client: norm}}, and
-    the warnings of all rounds.
+    """Collects {round: {client: norm of update}} and all warnings from records.
 
     Both are empty for runs of early versions.
     """
@@ -244,8 +242,7 @@ def _deciding_metric(config: Mapping[str, Any]) -> str | None:
 
 
 def read_checked_round_records(path: Path, score_names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Reads a `metrics.jsonl` file, and returns one dict per round, none if it is missing; leaves out a partly written
-    last line.
+    """Reads a dict per round of `metrics.jsonl`, without a partly written last line; none if missing.
 
     Args:
         path: the file.

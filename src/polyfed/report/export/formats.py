@@ -27,8 +27,7 @@ _OUTPUT = "outputs"
 
 
 def validate_format(name: str) -> None:
-    """Raises an error if the name is not an export format ("torchscript", "onnx" or "weights"), or the format needs a
-    package that is not installed.
+    """Raises an error unless the name is "torchscript", "onnx" or "weights", and its package installed.
 
     Raises:
         UserError: the name is not a format, or a package is missing; the message says which to install.
@@ -50,8 +49,7 @@ class _OutputsDifferError(Exception):
 
 @final
 class SerializedNetwork(NamedTuple):
-    """Holds an exported network: the bytes of its file, the shape of its outputs, and whether the file's outputs were
-    compared with the network's.
+    """Holds an exported file's bytes, its outputs' shape, and whether these were compared.
 
     Attributes:
         content: the bytes of the file; None for the format "weights".

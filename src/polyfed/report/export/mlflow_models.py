@@ -37,8 +37,7 @@ _PARENT = "mlflow.parentRunId"
 
 
 def log_models_once_to_mlflow(folder: Path) -> int:
-    """Logs the clients' trained networks to the MLflow run that tracks this finished run, unless they are logged
-    already, and returns how many it logged.
+    """Logs a run's networks to MLflow unless they are there; returns how many.
 
     Returns the number of logged networks; one that cannot be exported is left out, with a warning.
 
@@ -115,8 +114,7 @@ def mlflow_signature_of_folder(exported_folder: Path) -> Any:
 
 
 def log_comparison_to_trackers(results: Mapping[str, Any], folder: Path, tracker_names: Sequence[str]) -> None:
-    """Logs a finished comparison of methods to TensorBoard or MLflow: the rounds of each run and, for MLflow, also one
-    run for the whole comparison.
+    """Logs each run's rounds to TensorBoard or MLflow, for MLflow also the whole comparison.
 
     The comparison's run in MLflow has the mean scores and gains of the methods, the results, and the networks of the
     first seed's runs.

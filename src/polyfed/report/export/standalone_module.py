@@ -131,8 +131,7 @@ class _Unit(nn.Module):
 
 
 def draw_random_inputs(trained: TrainedModel, num_examples: int, seed: int) -> tuple[Tensor, ...]:
-    """Returns random input tensors for the network, with the shapes and data types of its signature; uses no client's
-    data.
+    """Draws inputs of the signature's shapes and types, from no client's data.
 
     Floating-point numbers are normal; whole numbers are 0 or 1, which every vocabulary has; rows of a table also have
     missing cells and unknown categories.

@@ -156,8 +156,7 @@ def _refuse_wrapped_network(algorithm: Algorithm[Any, Any]) -> None:
 
 
 def read_trained_model(folder: Path, client: str | None, network: Architecture | None = None) -> TrainedModel:
-    """Loads a client's trained network, with its preprocessing and scores, from a run directory or from a site's folder
-    of a run; does not read the data.
+    """Loads a client's network with preprocessing and scores from a run or a site's folder.
 
     Args:
         folder: of the run, which has ended.

@@ -21,8 +21,7 @@ _KEYS = ("alpha", "rows", "layers", "clients")
 @final
 @dataclass(frozen=True, eq=False)
 class AggregationWeights:
-    """Holds, for every round, the weight that each client gives to each layer of every client's network when its
-    network is averaged.
+    """Holds by round the weight of each client in each layer of every client's network.
 
     Attributes:
         rounds: the rounds' numbers, (R,), ascending; 0 is before training.
@@ -89,8 +88,7 @@ def _read_weights_file(file: Path) -> dict[str, NDArray[Any]]:
 
 
 def split_rounds_into_thirds(aggregation: AggregationWeights) -> list[NDArray[np.int64]]:
-    """Divides the rounds after round 0 into thirds of training, and returns, for each third, the positions of its
-    rounds in `aggregation.rounds`.
+    """Returns the positions in `aggregation.rounds` of each third of training, without round 0.
 
     As in the paper's Fig. 5.
 

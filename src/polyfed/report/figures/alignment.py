@@ -37,8 +37,7 @@ _MOST = 256  # examples that `pairwise_cka` compares
 @final
 @dataclass(frozen=True, eq=False)
 class RepresentationAlignment:
-    """Holds the similarity (linear CKA) of any two clients' representations of the same examples, before and after a
-    run.
+    """Holds the linear CKA of any two clients' representations, before and after a run.
 
     Attributes:
         clients: the N clients' ids, ascending.
@@ -73,8 +72,9 @@ def measure_alignment(
     clients: Sequence[Client] | None = None,
     module: str | Mapping[str, str] | None = None,
 ) -> RepresentationAlignment:
-    """Measures how similarly the clients' networks of a finished run represent the same examples (linear CKA), before
-    and after training; works for any method with one network per client.
+    """Measures the linear CKA of clients' networks on the same examples, before and after training.
+
+    Works for any method with one network per client.
 
     Args:
         run: a run, or its directory, which is only read.

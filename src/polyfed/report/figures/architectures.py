@@ -37,8 +37,7 @@ _INCH = 0.62  # of a unit of a graph
 @final
 @dataclass(frozen=True, eq=False)
 class SearchedCell:
-    """Describes one cell (a small graph of operations) of a client's searched network: its E edges, and the probability
-    of each of the K candidate operations at each edge.
+    """Describes a cell of a searched network: its E edges, and K operations' probabilities at each.
 
     Attributes:
         stack: "base" or "personal".
@@ -73,8 +72,7 @@ class SearchedCell:
 @final
 @dataclass(frozen=True, eq=False)
 class ArchitectureSearchResult:
-    """Holds, for each client, the cells (small graphs of operations) that the architecture search selected for its
-    network.
+    """Holds for each client the cells (graphs of operations) selected for its network.
 
     Attributes:
         clients: the clients' ids, ascending.
@@ -102,8 +100,7 @@ class ArchitectureSearchResult:
 
 
 def read_search_result(run: Run | str | Path) -> ArchitectureSearchResult:
-    """Reads from a run directory the cells that the architecture search of fedpnas, ca_fedpnas, feddsnas or ca_feddsnas
-    selected for each client.
+    """Reads the cells selected for each client from a run of fedpnas, feddsnas or their ca_ variants.
 
     Args:
         run: a run, or its directory, of which only models/ID.json are read.

@@ -26,8 +26,7 @@ _WARM, _SCRATCH = "#0072B2", "#D55E00"
 
 
 def draw_warm_start_curves(curves: Mapping[str, UnseenClientCurves]) -> "Figure":
-    """Draws each unseen client's score by epoch as two lines: trained from generated weights, and trained from scratch
-    (FLHA-GHN's Figs. 3 and 7).
+    """Draws unseen clients' scores by epoch, from generated weights and scratch (FLHA-GHN, Figs. 3, 7).
 
     Each unseen client has a panel. A dotted line marks the last score from scratch, a circle the epoch in which the warm
     start reaches it.

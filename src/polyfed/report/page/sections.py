@@ -46,8 +46,7 @@ _CELLS = 5000  # cells of a table of classes
 @final
 @dataclass(frozen=True, eq=False)
 class PageDetails:
-    """Holds what the page shows of a group of runs besides its scores: class counts, test predictions, and panels that
-    only one method has.
+    """Holds what the page shows of a group besides scores: class counts, predictions, panels.
 
     Attributes:
         class_counts: by seed, the number of training examples per class of each client.
@@ -163,8 +162,7 @@ def _cost_to_target(run_group: RunGroup) -> tuple[str, list[list[str]]]:
 
 
 def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: dict[str, Any]) -> Markup:
-    """Renders three charts of each method's mean score, against rounds, megabytes and seconds, and adds the numbers to
-    `script_curves_by_key`.
+    """Renders mean scores against rounds, megabytes and seconds, and adds them to `script_curves_by_key`.
 
     Args:
         run_group: the group.

@@ -23,8 +23,7 @@ _NAMED = 3  # clients named in a sentence
 
 
 def unit_of_score(score: str) -> NumberUnit:
-    """Returns the unit in which a score with this name is written: "%" for shares such as the accuracy, otherwise an
-    empty text.
+    """Returns "%" for a score that is a share, such as accuracy, else "".
 
     >>> unit_of_score("accuracy"), unit_of_score("brier")
     ('%', '')

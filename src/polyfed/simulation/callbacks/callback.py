@@ -32,8 +32,9 @@ class Callback(ABC):
     """
 
     def on_start(self, earlier_records: Sequence[Mapping[str, Any]]) -> None:
-        """Runs once when a run starts, and again each time it is resumed, before the next round. A callback resets here
-        what it keeps from round to round.
+        """Runs once when a run starts, and again each time it is resumed, before the next round.
+
+        A callback resets here what it keeps from round to round.
 
         Args:
             earlier_records: the records of the rounds before; empty unless the run is resumed.
@@ -45,8 +46,7 @@ class Callback(ABC):
         return
 
     def on_round(self, record: Mapping[str, Any]) -> bool | None:
-        """Runs when a round is complete, after its evaluation if it has one; a callback returns False here to stop the
-        run.
+        """Runs when a round is complete, evaluation included; False stops the run.
 
         Returns:
             False to stop the run after this round; with anything else (None, True) it goes on. (Between real sites the next

@@ -15,8 +15,7 @@ from polyfed.simulation.storage.directory import read_config
 
 @final
 class CheckpointSaver(Callback):
-    """Saves a checkpoint of a run every `checkpoint_every` rounds, after the last round, and after the round whose
-    models the setting `keep` selects.
+    """Saves checkpoints: every `checkpoint_every` rounds, the last, and the one of `keep`.
 
     A run without a directory saves nothing; the state after its best round is kept in memory.
     """

@@ -11,8 +11,7 @@ from polyfed.simulation.rounds.run_state import RunState
 
 @final
 class UserCallbackRunner(Callback):
-    """Calls the user's callbacks at every step of a run, in their order, and stops the run if one of them returns
-    False.
+    """Calls the user's callbacks in their order, and stops the run if one returns False.
 
     Raises:
         UserError: in each hook, if one of the callbacks raises an exception.

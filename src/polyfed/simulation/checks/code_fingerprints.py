@@ -35,8 +35,9 @@ _LATER_ROUNDS = "the rounds from here on are computed otherwise than those befor
 
 
 def code_fingerprint(clients: Iterable[Client], algorithm: Algorithm[Any, Any]) -> dict[str, str]:
-    """Returns a short hash of each class and function of the user that a run computes with, by name, and of the values
-    that they hold, as "values of NAME"; the entry "python" says with which hashes they can be compared.
+    """Hashes the user's classes and functions of a run by name, and their values as "values of NAME".
+
+    The entry "python" says with which hashes they can be compared.
 
     Args:
         clients: the clients, whose networks, losses and transforms count.

@@ -65,8 +65,7 @@ def earlier_version_run_error(run_fingerprint: str, clients: Sequence[Client], p
 def data_fingerprint(
     clients: Sequence[Client], public: Examples | None = None, architecture_by_client: Mapping[str, str] | None = None
 ) -> str:
-    """Returns a short hash of all clients (ids, tasks, architectures and every example with its group and time) and of
-    the public examples; a run can be resumed only with the same.
+    """Hashes all clients (ids, tasks, architectures, examples) and public examples; a run resumes only with these.
 
     Args:
         clients: the clients.

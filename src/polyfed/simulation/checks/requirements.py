@@ -48,8 +48,7 @@ from polyfed.simulation.checks.value_descriptions import describe_values, own_at
 
 
 def check_clients(clients: Sequence[Client]) -> None:
-    """Raises a `UserError` if there are no clients, two have the same id, or their tasks differ; warns of test examples
-    that are also training examples, and of unusable targets (`Task.target_warning`).
+    """Checks that ids differ and there is one task; warns of leaked test examples and unusable targets.
 
     Raises:
         UserError: no clients, something that is not a client, an id that occurs twice, or several tasks.
@@ -228,8 +227,7 @@ def _first_input(client: Client) -> Any:
 
 
 def common_data_spec(clients: Sequence[Client], name: str = "the method") -> DataSpec:
-    """Returns the input shape and the number of classes (the largest label of any client plus one) that suit the data
-    of all clients.
+    """Returns the input shape and number of classes (largest label plus one) that suit all clients.
 
     Raises:
         UserError: input shapes or numbers of outputs differ.
@@ -285,8 +283,7 @@ def architecture_keys_by_client(clients: Sequence[Client]) -> dict[str, str]:
 def check_networks_run(
     clients: Sequence[Client], num_outputs: int | None = None, factory: Architecture | None = None
 ) -> None:
-    """Raises a `UserError` unless each client's network runs on its data; passes two examples through a copy of each
-    network, once per architecture and form of inputs.
+    """Tries each network on two examples, once per architecture and form of inputs.
 
     Args:
         clients: their networks are tried.

@@ -18,8 +18,9 @@ _OF_TORCH = frozenset(nn.Module().__dict__)
 
 
 def describe_values(value: Any) -> Any:
-    """Describes a value, and what it holds, by nested tuples of texts and numbers without addresses; equal values have
-    equal descriptions, and others have others, as far as it looks: at up to 10,000 objects.
+    """Describes a value by nested texts and numbers without addresses, equal for equal values.
+
+    It looks at up to 10,000 objects.
 
     >>> describe_values({"scale": 2.0}) == describe_values({"scale": 2.0}), describe_values([1]) == describe_values([2])
     (True, False)

@@ -22,8 +22,7 @@ Phase = Literal["local", "evaluate", "export"]
 @final
 @dataclass(frozen=True)
 class ClientTask:
-    """Describes one task of a client: to train ("local"), to evaluate its personal model ("evaluate"), or to export its
-    weights ("export").
+    """Describes a client's task: to train ("local"), be evaluated ("evaluate"), or "export" its weights.
 
     Attributes:
         phase: "local", "evaluate" or "export".
@@ -89,8 +88,7 @@ class PartialSum:
 @final
 @dataclass(frozen=True)
 class TaskResult:
-    """Holds the result of a client's task, depending on its phase: reply and private state, or metrics, or weights; if
-    the task failed, the error in `failure`.
+    """Holds a task's result: reply and state, metrics, or weights; or the error in `failure`.
 
     Attributes:
         task: the task.

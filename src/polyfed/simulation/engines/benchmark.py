@@ -38,8 +38,7 @@ _STEPS = 2
 @final
 @dataclass(frozen=True)
 class EngineChoice:
-    """Holds the choice that `engine="auto"` made, to train clients together or one by one, and the measurements that
-    decided it.
+    """Holds what `engine="auto"` chose, together or one by one, and the measurements behind it.
 
     Attributes:
         engine: "cohort" or "one by one".
@@ -88,8 +87,7 @@ def benchmark_engines(
     device: torch.device,
     build_tasks_of_clients: Callable[[Sequence[str]], Sequence[ClientTask]],
 ) -> EngineChoice:
-    """Measures whether the clients of a run train faster together (networks stacked into one computation) or one by
-    one, and returns the choice.
+    """Measures whether clients train faster together (networks stacked) or one by one.
 
     It should if a round has at least `MIN_CLIENTS` of one architecture, the method's training can be stacked, and two
     steps of it are at least `MIN_SPEEDUP` times as fast together.

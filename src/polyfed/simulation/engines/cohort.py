@@ -50,8 +50,7 @@ class _PendingTask:
 
 @final
 class CohortEngine(Engine):
-    """Trains clients of the same architecture together in this process, with their networks stacked into one
-    computation.
+    """Trains clients of one architecture in this process as a stack of networks.
 
     Some clients are computed one by one, as by `InProcessEngine`: those whose architecture or options fewer than three
     share, networks that are not known to allow stacking, and calls of `fit` with functions of the method's own. If a

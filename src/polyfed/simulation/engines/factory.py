@@ -37,8 +37,10 @@ def build_engine(
     choice: EngineChoice | None = None,
     num_parties: int | None = None,
 ) -> Engine:
-    """Builds the engine with this name ("inprocess", "pool", "cohort", "ray" or "auto") for these clients; raises a
-    `UserError` if "pool" cannot send a client to its processes.
+    """Builds the engine "inprocess", "pool", "cohort", "ray" or "auto" for these clients.
+
+    Raises:
+        UserError: "pool" cannot send a client to its processes.
 
     Args:
         name: "inprocess"; "pool"; "cohort", many clients stacked, in this process or in each worker of a pool; "ray"; or

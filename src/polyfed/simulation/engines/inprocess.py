@@ -63,8 +63,7 @@ class InProcessEngine(Engine):
         self._clients = place_clients(clients, device)
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Runs the tasks in the given order, and yields the result of each. If a client fails, no error is raised: its
-        result has the error in `failure`.
+        """Runs the tasks in order, and yields each result, with a client's error in `failure`.
 
         An exception of the method or of a client's network becomes a failure with round, client and phase, and with
         the exception as its cause.

@@ -41,8 +41,7 @@ _ORPHAN_CHECK_SECONDS = 2.0
 
 
 def can_fork(device: torch.device) -> bool:
-    """Returns True if worker processes are started by fork: on Linux, if they compute on the CPU, since CUDA does not
-    survive a fork, and if gradients can be computed after one.
+    """Returns whether workers can be forked: on Linux, on the CPU, with gradients after a fork.
 
     On a machine with a GPU torch starts threads at the first gradient, also at one on the CPU; gradients in a process that
     is forked later fail.

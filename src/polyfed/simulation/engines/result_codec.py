@@ -11,8 +11,7 @@ from polyfed.simulation.engines.base import ClientTask, TaskResult
 
 
 def encode_result_or_failure(result: TaskResult, facts: Mapping[str, Any] | None = None) -> bytes:
-    """Encodes a task result as bytes; a result that cannot be encoded is replaced by a failed one, whose error gives
-    the reason.
+    """Encodes a task result as bytes, or a failed result with the reason why it cannot.
 
     `facts` are what else an engine's worker has to say of it.
     """

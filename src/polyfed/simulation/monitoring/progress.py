@@ -207,8 +207,7 @@ class ProgressBar(Progress):
 
 
 def build_terminal_progress(*, quiet: bool = False, prints_lines: bool = True, warns: bool = False) -> Progress:
-    """Builds the progress display of the command line: a bar if standard error is a terminal, otherwise lines if
-    `prints_lines` is True, or nothing.
+    """Builds the display: a bar on a terminal, else lines if `prints_lines`, or nothing.
 
     Args:
         quiet: shows nothing at all.

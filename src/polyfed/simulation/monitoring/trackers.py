@@ -241,8 +241,9 @@ class TrackingProgress(Progress):
 
 
 def build_tracker(names: str | Sequence[str], out: str | Path, display: Progress | None = None) -> Progress:
-    """Builds a progress display that also logs the run to "tensorboard" or "mlflow", for `federate(..., out=out,
-    progress=build_tracker("tensorboard", out))`.
+    """Builds a display that also logs to "tensorboard" or "mlflow".
+
+    For `federate(..., out=out, progress=build_tracker("tensorboard", out))`.
 
     Args:
         names: "tensorboard" or "mlflow", or several, as a list or separated by commas.
@@ -289,8 +290,7 @@ def list_loggers_of_run(out: str | Path) -> list[str]:
 
 
 def flatten_numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Flattens a record of `metrics.jsonl` to `{path: number}`, with an entry such as "summary/accuracy/mean" for every
-    number in its nested mappings.
+    """Flattens a record to `{path: number}`, with entries such as "summary/accuracy/mean".
 
     >>> flatten_numbers({"round": 3, "train_loss": None, "summary": {"accuracy": {"mean": 0.5}}, "failures": []})
     {'round': 3.0, 'summary/accuracy/mean': 0.5}

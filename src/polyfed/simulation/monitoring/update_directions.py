@@ -87,8 +87,9 @@ def sketch_update(changes: Iterable[Tensor], forms: Sequence[tuple[int, ...]] | 
 
 
 def cosines_to_mean(sketches: Mapping[str, UpdateSketch]) -> dict[str, float]:
-    """Returns each client's cosine to the mean of the updates, each scaled down to the median norm; of clients with
-    networks of the most frequent form.
+    """Returns clients' cosines to the mean update, each update scaled down to the median norm.
+
+    Only clients with networks of the most frequent form count.
 
     Empty for fewer than two clients, and for updates of zero.
 
@@ -113,8 +114,7 @@ def cosines_to_mean(sketches: Mapping[str, UpdateSketch]) -> dict[str, float]:
 
 
 def loss_change(client: str, loss: float, earlier_records: Sequence[Mapping[str, Any]]) -> float | None:
-    """Returns by how much a client's training loss has changed since the last round in which it took part; None if there
-    is none.
+    """Returns how a client's training loss changed since its last round; None without one.
 
     >>> loss_change("a", 0.5, [{"clients": {"a": {"train_loss": 0.75}}}, {"clients": {"b": {}}}])
     -0.25
@@ -252,8 +252,7 @@ def _broken_bound_sentences(report: Mapping[str, Any], number: int) -> list[str]
 
 
 def update_bound_sentences(record: Mapping[str, Any]) -> list[str]:
-    """Returns a sentence about the bound on updates in a round, with the clients whose updates were scaled down to it;
-    none without a bound.
+    """Returns a sentence on the bound on updates and whose were scaled down; none without a bound.
 
     >>> update_bound_sentences({"round": 3, "robust": {"rule": "clip:3.0x", "bound": 2.0, "scaled": {"b": 0.01}}})
     ['the bound on updates was 2; scaled down to it: b (times 0.01)']

@@ -40,8 +40,7 @@ class MeasuredUpdate(NamedTuple):
 
 
 def measure_update(reply: Message, message: Message, differences: Iterable[str] = ()) -> MeasuredUpdate:
-    """Measures a client's update, which is its reply minus the server's message: its Euclidean norm, and a sketch of its
-    direction; both None for a reply without floating-point tensors.
+    """Returns norm and direction sketch of reply minus message; None without floating-point tensors.
 
     Args:
         reply: of a client, decompressed; adapters may be of a lower rank than those in `message`.
@@ -77,8 +76,7 @@ def describe_measures(
     scalars_by_client: Mapping[str, Mapping[str, float]],
     earlier_records: Sequence[Mapping[str, Any]],
 ) -> dict[str, dict[str, float]]:
-    """Returns the fields of the client rows of `metrics.jsonl` that say how each client changed the model: the norm of
-    its update, its cosine to the mean, and the change of its training loss.
+    """Returns the client rows' fields on updates: norm, cosine to the mean, and change of the loss.
 
     Args:
         measures: of the round's replies.
@@ -96,8 +94,7 @@ def describe_measures(
 
 
 def _change_of_tensor(sent: Tensor, received: Tensor | None) -> Tensor:
-    """Returns a sent tensor minus the received one. A client with adapters of a lower rank had received the first
-    components only."""
+    """Returns a sent tensor minus the received one, of which a lower rank has the first components."""
     sent = sent.to(torch.promote_types(sent.dtype, torch.float32))  # a difference in half precision may overflow
     if received is None or received.dim() != sent.dim():
         return sent
@@ -106,8 +103,7 @@ def _change_of_tensor(sent: Tensor, received: Tensor | None) -> Tensor:
 
 
 def outlier_norm_ratios(norm_by_client: Mapping[str, float]) -> dict[str, float]:
-    """Returns `{client id: ratio}` for clients with unusually large updates; the ratio of a client's norm to the median
-    norm of the others is at least `OUTLIER_FACTOR`.
+    """Returns `{client: norm / others' median}` for ratios of at least `OUTLIER_FACTOR`.
 
     >>> (outlier_norm_ratios({"a": 2.0, "b": 1.0, "c": 300.0}), outlier_norm_ratios({"a": 2.0}),
     ...  outlier_norm_ratios({"a": 0.0, "b": 1.0}))
@@ -123,8 +119,7 @@ def outlier_norm_ratios(norm_by_client: Mapping[str, float]) -> dict[str, float]
 
 
 def norms_by_client(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns `{client id: norm of the client's update}` from a round's record in `metrics.jsonl`; empty for records of
-    early versions and of secure sums, which have no norms.
+    """Returns `{client: norm of its update}` of a record; empty for early versions and secure sums.
 
     >>> norms_by_client({"clients": {"a": {"update_norm": 1.5}, "b": {"loss": 1.0}}})
     {'a': 1.5}
@@ -133,8 +128,7 @@ def norms_by_client(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def describe_round_warnings(record: Mapping[str, Any], earlier_records: Sequence[Mapping[str, Any]] = ()) -> list[str]:
-    """Returns a list of sentences, one for each problem of a round: losses that are not finite, updates with an unusually
-    large norm, and clients that otherwise depart from the others.
+    """Returns a sentence for each problem of a round: losses, update norms, clients unlike others.
 
     >>> rows = {"a": {"loss": None, "update_norm": 1.0}, "b": {"loss": 0.5, "update_norm": 40.0}}
     >>> describe_round_warnings({"round": 2, "clients": rows})
@@ -147,8 +141,7 @@ def describe_round_warnings(record: Mapping[str, Any], earlier_records: Sequence
 
 
 def describe_diverged_losses(records: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a sentence about each loss in the last record that is NaN or infinite for all clients; an empty text if
-    there is none.
+    """Returns a sentence on losses of the last record that no client has finite; "" without any.
 
     >>> describe_diverged_losses([{"round": 2, "clients": {"a": {"loss": None}, "b": {"loss": None}}}])
     'round 2: no client has a finite test loss; the training has diverged, or an update has ruined the model'

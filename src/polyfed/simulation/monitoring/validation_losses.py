@@ -28,8 +28,7 @@ def validation_losses_by_client(history: Sequence[Mapping[str, Any]]) -> dict[st
 def pool_losses(
     losses_by_client: Mapping[str, Mapping[int, float]], num_validation: Mapping[str, int]
 ) -> list[tuple[int, float]]:
-    """Returns (round, loss) pairs with the mean loss over the validation examples of all clients together, for the
-    rounds in which every client has a loss.
+    """Returns (round, mean loss over all validation examples) for rounds in which all clients have one.
 
     Args:
         losses_by_client: client id -> round -> loss.
@@ -47,8 +46,7 @@ def pool_losses(
 
 
 def round_of_lowest_loss(curve: LossCurve) -> int | None:
-    """Returns the round with the lowest loss in a list of (round, loss) pairs, the first of several equally low; None
-    for an empty list.
+    """Returns the first round of the lowest loss in (round, loss) pairs; None for none.
 
     >>> round_of_lowest_loss([(1, 0.5), (2, 0.25), (3, 0.25)])
     2
@@ -57,8 +55,7 @@ def round_of_lowest_loss(curve: LossCurve) -> int | None:
 
 
 def round_of_lowest_pooled_loss(history: Sequence[Mapping[str, Any]], num_validation: Mapping[str, int]) -> int | None:
-    """Returns the round with the lowest mean loss over all clients' validation examples, the first of several equally
-    low; None if no client has a loss.
+    """Returns the first round of the lowest pooled validation loss; None without a loss.
 
     A round in which a client lacks the loss that it had before is never better.
 

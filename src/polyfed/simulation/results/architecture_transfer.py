@@ -49,8 +49,7 @@ def transfer_network(
     parts: Parts = "all",
     seed: int = 0,
 ) -> TransferResult:
-    """Retrains on a new task the network that FedPNAS or FedDSNAS searched for a client, with the architecture samplers
-    frozen.
+    """Retrains a client's searched network on a new task, with the samplers frozen.
 
     Args:
         run: of `fedpnas`, `ca_fedpnas`, `feddsnas` or `ca_feddsnas`.
@@ -102,8 +101,7 @@ def transfer_network(
 
 @exclusive_single_torch_thread_with_grad()
 def score_after_adaptation(run: Run, client_id: str, *, epochs: int = 1) -> MetricValues:
-    """Returns the scores of a client's network after training its personal layers on the client's data for a number of
-    epochs.
+    """Returns a client's scores after some epochs of training its personal layers.
 
     `epochs` replaces the run's `finetune_epochs`: it shows what FedDSNAS, which has no such phase, would score with
     that of FedPNAS. The run is not changed and need not be repeated: nothing that the clients sent depends on the

@@ -32,8 +32,7 @@ class ClientStepWeights(NamedTuple):
 
 @exclusive_single_torch_thread_with_grad()
 def measure_gradient_conflicts(run: Run, *, rows: int = _ROWS, draws: int = 1, seed: int = 0) -> ClientStepWeights:
-    """Measures, for each client of a FedPNAS run, how much the gradient averaged over all clients agrees with the
-    client's gradient.
+    """Measures how far the mean gradient agrees with each client's in a FedPNAS run.
 
     g_i is the gradient on the client's own training examples at the server's θ, g̃_i that after one inner step of the
     method (`eta`, `inner`). All clients draw the same operations, in both passes; BatchNorm uses batch statistics.

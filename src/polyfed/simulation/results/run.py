@@ -142,8 +142,7 @@ class Run:
         return self.federation.best_round(self.history)
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
-        """Returns the metrics after the "last" or "best" round as a list of dicts: one per client, sorted by id, then
-        one with the means.
+        """Returns the "last" or "best" round's metrics as dicts, by client id, then the means.
 
         Columns: `client`, the metrics (the first decides), `loss`, `num_examples` (for training), `val_...` and
         `global_...` if there are such sets, and other networks that the method evaluates (`trained_...` of pFedLA,
@@ -174,8 +173,7 @@ class Run:
         return build_metrics_table(self.history[number - 1], roster.ids, roster.num_examples, names)
 
     def model(self, client: str) -> nn.Module:
-        """Returns a client's personal network as evaluated after the last round, or after the round that the setting
-        `keep` selects.
+        """Returns a client's network as evaluated after the last round, or that of `keep`.
 
         It is independent of the run, in evaluation mode on the CPU.
 
@@ -248,8 +246,7 @@ class Run:
         )
 
     def predictions(self, client: str, split: Literal["test", "val"] = "test", round: int | None = None) -> Predictions:
-        """Returns the outputs of a client's personal network for its test or validation examples, stored when a round
-        was evaluated.
+        """Returns a client's outputs on test or validation examples, stored at evaluation.
 
         Args:
             client: its id.
@@ -268,8 +265,7 @@ class Run:
         )
 
     def cross_site(self) -> CrossSiteScores:
-        """Returns the scores, with intervals, of every client's personal network (rows) on every client's test examples
-        (columns), computed now or during the run.
+        """Returns the scores of every client's network on every client's test examples, with intervals.
 
         The networks are those of `model`. `print` shows the matrix; `table()` has a row for each cell.
 
@@ -303,8 +299,7 @@ class Run:
             return engine, federation.build_single_task("export", client, self.kept_checkpoint)
 
     def warmstart(self, model: Architecture, data: Any, *, test: Any = None, id: str = "unseen") -> "WarmStart":
-        """Generates weights for the network of a client that took no part in training, with the hypernetwork that a
-        `flha_ghn` run has trained.
+        """Generates a new client's weights with the hypernetwork of a `flha_ghn` run.
 
         The result has its scores before and after one epoch of training the head, and the parameters that could not be
         generated (see `polyfed.simulation.results.unseen_clients`).

@@ -66,8 +66,7 @@ class SavedModel:
 
 
 def convert_outputs_to_columns(outputs: Tensor, prepared: TablePreprocessor) -> dict[str, list[Any]]:
-    """Converts a network's outputs to the columns of a table of predictions, as `{column name: one value for each
-    row}`.
+    """Converts outputs to a table of predictions, `{column: a value for each row}`.
 
     The task decides which; regression outputs are in the unit of the table already.
 

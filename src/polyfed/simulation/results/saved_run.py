@@ -41,8 +41,7 @@ from polyfed.simulation.storage.run_files import RunFiles
 @final
 @dataclass(frozen=True, repr=False)
 class SavedRun:
-    """Holds a finished or unfinished run as read from its directory by `polyfed.load`: configuration, metrics and
-    stored networks.
+    """Holds a run as `polyfed.load` reads it: configuration, metrics and stored networks.
 
     Attributes:
         out: the run directory.
@@ -88,8 +87,7 @@ class SavedRun:
         return self.files.history
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
-        """Returns the metrics after the last evaluated or the best round as a list of dicts, one per client and one
-        with the means.
+        """Returns the last or best round's metrics as dicts, one per client and one with means.
 
         Raises:
             UserError: no round has been evaluated, or "best" without validation examples.
@@ -97,8 +95,7 @@ class SavedRun:
         return self.files.table(at)
 
     def report(self, out: str | Path | None = None, *, images_of: Sequence[Client] | None = None) -> Path:
-        """Writes the run's HTML page, as the command `polyfed report` does, and returns its path (by default
-        `report.html` in the run directory).
+        """Writes the run's HTML page (by default `report.html` in its directory); returns its path.
 
         Args:
             out: the page; None for the default.
@@ -137,8 +134,7 @@ class SavedRun:
             raise UserError(f"the network of {client!r} in {self.out} cannot be built: {error}") from error
 
     def predict(self, client: str, x: Any, build: Callable[[], nn.Module] | None = None) -> Tensor:
-        """Returns the outputs of a client's stored network for new inputs, which are prepared in the same way as the
-        client's training inputs.
+        """Returns a stored network's outputs for new inputs, prepared as the client's own were.
 
         Args:
             client: its id.

@@ -73,8 +73,7 @@ class TrainedServer:
 @final
 @dataclass(frozen=True, eq=False)
 class WarmStart:
-    """Holds the network of a client that took no part in training, with weights that a trained hypernetwork generated,
-    and its test scores.
+    """Holds a new client's network with generated weights, and its test scores.
 
     Attributes:
         model: after the method's epoch on the linear head; independent of the run, in evaluation mode on the CPU.
@@ -102,8 +101,7 @@ class WarmStart:
 @final
 @dataclass(frozen=True)
 class UnseenClientCurves:
-    """Holds the test scores of a client that took no part in training after 0, 1, ... epochs, once from generated
-    weights ("warm") and once from scratch.
+    """Holds a new client's test scores by epoch, from generated weights ("warm") and from scratch.
 
     A score that is not defined, of a training that diverged, is None.
 
@@ -181,8 +179,7 @@ def build_unseen_client(
     task: Task | TaskSpec = DEFAULT_TASK,
     seed: int = 0,
 ) -> tuple[Client, int]:
-    """Builds a client that took no part in training; returns it and the number of examples of `data` that were held out
-    for testing.
+    """Builds a client that took no part; also returns how many of `data` were held out for testing.
 
     Args:
         model: builds its network, as `Client.model`.
@@ -217,8 +214,7 @@ def build_unseen_client(
 
 
 def compute_warm_start(server: TrainedServer, client: Client, *, held_out: int = 0) -> WarmStart:
-    """Generates the weights of a new client's network with a trained hypernetwork, from the graph of its layers, and
-    scores the network.
+    """Generates a new client's weights from its network's graph, and scores the network.
 
     Nothing is trained but the unseen client's linear head, for one epoch ("Inference and local refinement"). The
     method itself generates and refines, as for its own clients: an unseen client with the id, network and data of a
@@ -301,8 +297,7 @@ def training_curve(
     seed: int = 0,
     device: str = "auto",
 ) -> list[MetricValues]:
-    """Trains a client's whole network, and returns a list of its scores on the test examples after 0, 1, ..., `epochs`
-    epochs.
+    """Trains a client's whole network; returns its test scores after 0, 1, ..., `epochs` epochs.
 
     Each epoch is a call of `fit` at a constant learning rate, so that momentum starts at zero in each, as in each
     round of a run; BatchNorm's statistics are updated, as in training.
@@ -346,8 +341,7 @@ def training_curve(
 def compare_with_scratch(
     server: TrainedServer, start: WarmStart, epochs: int, lr: float | None = None, scratch_lr: float | None = None
 ) -> UnseenClientCurves:
-    """Trains the network of a client that took no part in training, once from its generated weights and once from
-    scratch, and returns both curves of scores.
+    """Trains a new client's network from generated weights and from scratch; returns both curves.
 
     Both use the same minibatches and the options of the run.
 

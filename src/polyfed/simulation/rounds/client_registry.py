@@ -15,8 +15,7 @@ from polyfed.simulation.checks import requirements
 @final
 @dataclass(frozen=True)
 class ClientRegistry:
-    """Holds what the server knows about the clients: no examples, and no more about their networks than the method
-    requires.
+    """Holds what the server knows of clients: no examples, of networks only what the method requires.
 
     Attributes:
         ids: sorted.

@@ -90,8 +90,7 @@ class Federation:
         return self.remote_clients or ClientRegistry.from_clients(list(self.clients.values()), self.algorithm.requires)
 
     def client_info(self, client: str, round_number: int, phase: Phase = "local") -> ClientInfo:
-        """Returns what the server knows about one client, as an argument for the method's `dispatch`; includes the
-        client's architecture only if the method requires it.
+        """Returns what the server knows of a client for `dispatch`, with its architecture if required.
 
         The personal network after a round is made from the message that the client would receive in the next round, so
         that in the phases other than "local" the number of the round is one higher. (That download is not counted: a
@@ -104,8 +103,9 @@ class Federation:
         return ClientInfo(client, round_number + 1, self.settings.rounds, architecture, "personal")
 
     def best_round(self, history: Sequence[Mapping[str, Any]]) -> int | None:
-        """Returns the number of the best round by validation score (or loss, with `keep="loss"`), the first of several
-        equally good; None if there are no validation scores, or each round evaluates other clients.
+        """Returns the first round of the best validation score or loss; None if rounds cannot be compared.
+
+        They cannot without validation scores, or where each round evaluates other clients.
 
         The mean validation score decides, or with `keep="loss"` the loss on all validation examples together.
         """
@@ -209,8 +209,7 @@ class Federation:
         checkpoint: Checkpoint,
         compressor: BroadcastCompressor | None = None,
     ) -> ClientTask:
-        """Builds one client's task, with a random seed that depends on the run's seed, the round, the client and the
-        phase ("local", "evaluate" or "export").
+        """Builds a client's task, with a seed of run, round, client and phase.
 
         Args:
             phase, client, round_number, checkpoint: of the task.
@@ -245,8 +244,7 @@ class Federation:
         checkpoint: Checkpoint,
         max_bytes: int = Engine.max_block_bytes,
     ) -> Iterator[list[ClientTask]]:
-        """Creates the messages to these clients, and yields the clients' tasks in blocks whose messages take at most
-        `max_bytes`.
+        """Yields clients' tasks in blocks whose messages take at most `max_bytes`.
 
         Args:
             phase, clients, round_number: of the tasks.
@@ -298,8 +296,7 @@ class Federation:
         return self.build_task(phase, client, checkpoint.round, client_message, checkpoint)
 
     def decode_reply_for_server(self, reply: Any, message: Message) -> Any:
-        """Returns a client's reply in the form that the server half of the method takes: decompressed, with full
-        adapters.
+        """Returns a reply as the server half takes it: decompressed, with full adapters.
 
         An object that is not a valid message is returned unchanged, for `reply_error` to refuse.
 
@@ -323,8 +320,7 @@ class Federation:
     def reply_error(
         self, reply: Message | None, server_state: Any, message: Message, client: str | None = None
     ) -> str | None:
-        """Returns, as half a sentence, the reason why the server must refuse a client's reply; None if the reply is
-        valid.
+        """Returns half a sentence on why the server must refuse a reply; None if it is valid.
 
         Args:
             reply: the decoded reply.

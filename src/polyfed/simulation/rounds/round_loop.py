@@ -43,8 +43,7 @@ def run_remaining_rounds(
     engine: Engine | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """Runs the rounds of a run that are still to do, and returns the finished run; whatever ends the run early, the
-    newest complete state is saved first.
+    """Runs the remaining rounds; whatever ends the run early, the newest state is saved first.
 
     Args:
         federation: clients, method and settings.
@@ -118,8 +117,7 @@ def _build_engine(
 def resolve_auto_engine(
     federation: Federation, checkpoint: Checkpoint, directory: RunDirectory | None, progress: Progress
 ) -> EngineChoice:
-    """Chooses, for `engine="auto"`, whether clients are trained together or one by one: a resumed run keeps its earlier
-    choice, a new run measures both.
+    """Chooses for `engine="auto"`; a resumed run keeps its choice, a new one measures.
 
     Args:
         federation: of the run.

@@ -18,8 +18,7 @@ def mean_train_loss(scalars_by_client: Mapping[str, Mapping[str, float]]) -> flo
 
 
 def round_of_best_score(history: Sequence[Mapping[str, Any]], metric: Metric | None = None) -> int | None:
-    """Returns the round with the best mean validation score over clients, the first of several equally good; None if
-    there are no validation scores.
+    """Returns the first round of the best mean validation score; None without any.
 
     A round in which a client has lost the score that it had before, since its network's outputs are NaN, is never better:
     the mean is then over the other clients alone.

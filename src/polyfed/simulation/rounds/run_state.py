@@ -104,8 +104,7 @@ class RunState:
     def write_plot_arrays_and_return_numbers(
         self, checkpoint: Checkpoint, client_ids: Sequence[str]
     ) -> dict[str, float]:
-        """Writes the arrays that the method provides for plots after a round, and returns the numbers that it provides
-        for the round's record, as `{name: number}`.
+        """Writes the method's arrays for plots, and returns its numbers for the record by name.
 
         Args:
             checkpoint: the state after the round.

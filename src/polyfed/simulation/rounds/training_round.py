@@ -85,8 +85,7 @@ def run_phase(
     evaluation_results: PhaseResults | None = None,
     plan: RoundPlan | None = None,
 ) -> PhaseResults:
-    """Runs one phase of a round, training or evaluation: sends a message to each client, runs the clients' tasks, and
-    accepts or refuses each result.
+    """Runs a round's training or evaluation: sends messages, runs tasks, accepts or refuses results.
 
     Args:
         federation, engine, progress: of the run.
@@ -206,8 +205,7 @@ def train_and_aggregate_round(
     on_previous_round_evaluated: Callable[[Checkpoint, PhaseResults], object],
     plan: RoundPlan | None = None,
 ) -> Checkpoint:
-    """Runs one training round: clients train, and the server aggregates their replies; all are evaluated during the
-    next round's training.
+    """Runs one round: clients train, and the server aggregates; the next round evaluates it.
 
     Args:
         federation, engine, progress: of the run.
@@ -311,8 +309,7 @@ def complete_record(
     evaluation_results: PhaseResults | None,
     history: Sequence[Mapping[str, Any]],
 ) -> RoundRecordWithOutputs:
-    """Completes the record of a round for `metrics.jsonl` with the results of its evaluation, and returns it with the
-    outputs of the evaluated networks.
+    """Adds a round's evaluation to its record, and returns it with the networks' outputs.
 
     Args:
         federation: of the run.
@@ -349,8 +346,7 @@ def complete_record(
 def write_personal_models(
     federation: Federation, checkpoint: Checkpoint, engine: Engine, directory: RunDirectory, progress: Progress
 ) -> None:
-    """Writes each client's personal model after a round to the file `models/ID.safetensors` in the run directory; of a
-    source, those of the evaluated clients.
+    """Writes personal models to `models/ID.safetensors`; of a source, those of evaluated clients.
 
     With `on_error="skip"` a client whose model cannot be made causes a warning, since the records are complete by now.
     """

@@ -6,8 +6,7 @@ from typing import Any
 
 
 def update_last_losses(state: dict[str, Any], history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Reads the records that a sampler has not seen yet, and returns each client's latest training loss, which it also
-    stores in the sampler's state.
+    """Reads new records; returns clients' latest training losses, and stores them in `state`.
 
     >>> state = {}
     >>> update_last_losses(state, [{"clients": {"north": {"train_loss": 0.5}, "south": {}}}])

@@ -47,8 +47,7 @@ def build_federation_of_source(
     resumed: str | Path | None = None,
     sampler: Sampler | None = None,
 ) -> Federation:
-    """Builds the `Federation` of a run over a source; makes its first client, and checks method, settings and that client
-    as those of a list are checked.
+    """Builds a run's `Federation` over a source, and checks it by its first client.
 
     Args:
         source: makes the clients.

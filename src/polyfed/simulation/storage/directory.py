@@ -173,8 +173,7 @@ class RunDirectory:
         return next((n for n, number in enumerate(numbers) if number != n + 1), len(numbers))
 
     def truncate_metrics_after(self, last_round: int) -> list[dict[str, Any]]:
-        """Removes the rounds after `last_round`, and an incomplete line, from `metrics.jsonl`; returns the remaining
-        records.
+        """Removes later rounds and a cut line from `metrics.jsonl`; returns the remaining records.
 
         Raises:
             UserError: a round up to `last_round` is missing or damaged.
@@ -302,8 +301,7 @@ def describe_changed_files_of_run(folder: str | Path, *, include_outputs: bool =
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the records of a run's rounds from `metrics.jsonl`, up to the first damaged line; returns an empty list if
-    the file is missing.
+    """Reads the records of `metrics.jsonl` up to a damaged line; empty if it is missing.
 
     Raises:
         UserError: the file cannot be read.
@@ -337,8 +335,7 @@ def call_to_resume(folder: Path) -> str:
 
 
 def check_can_become_run_directory(folder: Path) -> None:
-    """Raises a `UserError` unless a folder can become a new run directory, that is, it is empty or does not exist;
-    creates nothing.
+    """Raises a `UserError` unless a folder is empty or does not exist; creates nothing.
 
     Raises:
         UserError: the folder exists and is not empty, or is a file, or cannot be read.

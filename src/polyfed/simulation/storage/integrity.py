@@ -27,8 +27,7 @@ RunHashes = Mapping[str, str]  # "config", "data" and, of a checkpoint, "metrics
 
 
 def hash_settings_that_affect_results(config: Mapping[str, Any]) -> str:
-    """Returns a hash of a configuration that covers only the settings that affect results; the number of workers, for
-    example, does not count.
+    """Hashes the settings that affect results, without the number of workers, for example.
 
     >>> digests = [hash_settings_that_affect_results(config) for config in ({"rounds": 3}, {"workers": 8, "rounds": 3})]
     >>> digests[0] == digests[1] != hash_settings_that_affect_results({"rounds": 4})
@@ -109,8 +108,7 @@ def check_config_unchanged(folder: Path, config: Mapping[str, Any], manifest: Ma
 
 
 def check_manifest_unchanged(folder: Path, fingerprint: str) -> None:
-    """Raises a `UserError` if `manifest.json` was changed, when a run is resumed with data other than the manifest
-    names.
+    """Raises a `UserError` if a run is resumed with other data because `manifest.json` was changed.
 
     Raises an error if the checkpoints store the hash of the given data: then the manifest was changed, not the data.
     """
@@ -134,8 +132,7 @@ def _config_change(folder: Path, config: Mapping[str, Any], manifest: Mapping[st
 def describe_changed_files(
     folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any], newest: RunHashes, include_outputs: bool
 ) -> list[str]:
-    """Returns a sentence for each file of a run directory that was changed after the run wrote it; an empty list if
-    none was.
+    """Returns a sentence for each file of a run directory that was changed after the run wrote it.
 
     Args:
         folder: the run directory.

@@ -7,8 +7,9 @@ from typing import Any
 def build_metrics_table(
     record: Mapping[str, Any], client_ids: Iterable[str], num_examples: Mapping[str, int], metric_names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Returns a list of dicts with the metrics of a round: one per client, sorted by id (numeric ids by number), then
-    one with the means. Each has `simulated_seconds`, the time at the end of the round, if the run simulates time.
+    """Returns a round's metrics as dicts by client (numeric ids by number), then their means.
+
+    Each has `simulated_seconds`, the time at the end of the round, if the run simulates time.
 
     Args:
         record: of the round.

@@ -88,8 +88,7 @@ class Signature(TypedDict):
 
 
 def build_model_signature(client: Client) -> Signature:
-    """Builds the description of a client's saved network (inputs, task and architecture) from the client's examples and
-    its model factory.
+    """Describes a saved network (inputs, task, architecture) from examples and model factory.
 
     >>> client = Client("north", None, (torch.zeros(3, 4), torch.tensor([0, 1, 1])), (torch.zeros(1, 4), torch.tensor([1])))
     >>> build_model_signature(client)["inputs"], build_model_signature(client)["examples"]
@@ -187,8 +186,7 @@ def spec_from_signature(network: BuiltInNetwork) -> ModelSpec:
 def write_model_with_signature(
     path: Path, weights: Mapping[str, Tensor], description: Any, client: Client | None
 ) -> None:
-    """Writes a personal network's weights to `path` (`ID.safetensors`), and next to them the files that are needed to
-    use it.
+    """Writes a personal network's weights, and next to them the files needed to use it.
 
     Args:
         path: of the weights.

@@ -10,8 +10,10 @@ if TYPE_CHECKING:
 
 
 def write_page_of(folder: Path | None, out: str | Path | None, images_of: "Sequence[Client] | None" = None) -> Path:
-    """Writes the HTML page of a run or comparison directory, by `polyfed.report.page_file.write_page_of`, and returns its
-    path; raises a `UserError` if `folder` is None.
+    """Writes a directory's page by `polyfed.report.page_file.write_page_of`; returns its path.
+
+    Raises:
+        UserError: `folder` is None.
 
     Args:
         folder: of the run or comparison; None if it was kept in memory.

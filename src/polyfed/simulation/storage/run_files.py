@@ -15,8 +15,7 @@ from polyfed.simulation.storage.metrics_table import build_metrics_table, find_m
 @final
 @dataclass(frozen=True)
 class RunFiles:
-    """Holds a run's configuration, its manifest (facts about data, packages and machine), and its records, one per
-    round.
+    """Holds a run's configuration, its manifest (data, packages, machine), and a record per round.
 
     Attributes:
         config: the content of `config.yaml`.
@@ -90,8 +89,7 @@ class RunFiles:
         return f"{self.method}, {len(self.client_ids)} clients, {rounds}, {scored}"
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
-        """Returns the metrics after the last evaluated round, or the best by validation score, as a list of dicts, one
-        per client and one with the means.
+        """Returns the last or best evaluated round's metrics as dicts, by client and as means.
 
         Raises:
             UserError: no round has been evaluated, or "best" without validation examples.

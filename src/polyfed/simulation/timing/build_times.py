@@ -15,8 +15,7 @@ from polyfed.simulation.timing.rates import parse_rates
 def build_client_times(
     settings: Settings, algorithm: Algorithm[Any, Any], registry: ClientRegistry
 ) -> ClientTimes | None:
-    """Builds the clients' times from the settings `speeds`, `bandwidth` and `availability`; None if the run simulates
-    no time.
+    """Builds times from `speeds`, `bandwidth` and `availability`; None if no time is simulated.
 
     Where time is simulated without `speeds`, each client goes through one example in a second.
 

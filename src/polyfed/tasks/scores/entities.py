@@ -51,8 +51,7 @@ class BioTags:
                 )
 
     def count(self, predicted: Integers, true: Integers, documents: Integers, num_documents: int) -> EntityCounts:
-        """Returns the numbers of correct, predicted and true entities of each document; an entity is correct if its
-        kind and both ends are.
+        """Counts documents' correct (kind and both ends), predicted and true entities.
 
         Args:
             predicted, true: classes of all tokens, one document after the other, shape (tokens,).
@@ -104,8 +103,7 @@ class EntityF1:
         return 2 * int(counts.correct.sum()) / total if total else float("nan")
 
     def count(self, outputs: Tensor, targets: Tensor) -> EntityCounts:
-        """Returns the numbers of correct, predicted and true entities of each document, without tokens whose target is
-        negative (ignored).
+        """Counts documents' correct, predicted and true entities, without ignored tokens.
 
         Raises:
             UserError: the task names no BIO tags.

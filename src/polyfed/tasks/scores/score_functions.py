@@ -43,8 +43,7 @@ def label_probabilities(logits: Tensor) -> NDArray[np.float64]:
 
 
 def split_into_binary_problems(outputs: Tensor, targets: Tensor) -> list[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
-    """Splits a multi-class or multi-label task into two-class problems: returns (scores, whether positive) for each,
-    both of shape (n,).
+    """Splits a task into two-class problems of (scores, whether positive), both (n,).
 
     Two classes are one problem (class 1 is positive); more classes give one problem each, against the rest; labels give one
     each. Problems that lack examples of either class are left out.

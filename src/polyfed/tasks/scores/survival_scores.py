@@ -22,8 +22,7 @@ def read_times_and_events(targets: Tensor) -> tuple[Floats, NDArray[np.bool_]]:
 
 
 def survival_of_logits(logits: Tensor) -> Floats:
-    """Returns the probability that no event happens until the end of each interval, from the logits of hazards; shape
-    (n, intervals).
+    """Returns survival until each interval's end from hazards' logits, (n, intervals).
 
     It falls from left to right: the product of 1 - hazard.
     """
@@ -32,8 +31,7 @@ def survival_of_logits(logits: Tensor) -> Floats:
 
 
 def risk_of_outputs(outputs: Tensor) -> Floats:
-    """Returns one number per patient from a network's outputs, higher for patients expected to have the event earlier;
-    shape (n,).
+    """Returns a number per patient, higher for earlier events, shape (n,).
 
     A single output is the risk itself. Hazards in intervals give minus the expected number of intervals without the event.
     """
@@ -43,8 +41,9 @@ def risk_of_outputs(outputs: Tensor) -> Floats:
 
 
 def c_index(outputs: Tensor, targets: Tensor) -> float:
-    """Returns Harrell's C-index: among pairs of patients of whom one is known to have had the event first, the share in
-    which this patient has the higher predicted risk.
+    """Returns Harrell's C-index, the share of comparable pairs that are ranked correctly.
+
+    Of a comparable pair one patient is known to have had the event first.
 
     Equal risks count half. Pairs with the event at the same time are not compared; a patient who was censored at the time
     of the other's event counts as later. NaN without such a pair. Source: Harrell et al. 1982.
@@ -58,8 +57,9 @@ def c_index(outputs: Tensor, targets: Tensor) -> float:
 
 
 def uno_c_index(outputs: Tensor, targets: Tensor) -> float:
-    """Returns Uno's C-index, in which each pair has the weight 1/p², where p is the probability of not being censored
-    before the earlier event.
+    """Returns Uno's C-index, with weights 1/p² of pairs.
+
+    p is the probability of not being censored before the earlier event.
 
     This probability is the Kaplan-Meier estimate from the same patients, so that heavy censoring late in a study does not
     favour early events. Source: Uno et al. 2011. NaN as for `c_index`.
@@ -85,8 +85,7 @@ def _weighted_concordance(risk: Floats, time: Floats, event: NDArray[np.bool_], 
 
 
 def kaplan_meier(time: Floats, event: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Returns the times at which events happened, ascending, and the Kaplan-Meier estimate of survival from each of
-    these times on.
+    """Returns event times, ascending, and the Kaplan-Meier survival from each on.
 
     Both have shape (different times,). Source: Kaplan and Meier 1958.
 
@@ -118,8 +117,7 @@ def _uncensored_before(time: Floats, event: NDArray[np.bool_], at: Floats) -> Fl
 
 
 def integrated_brier(logits: Tensor, targets: Tensor, cuts: Sequence[float]) -> float:
-    """Returns the Brier score of survival curves, averaged over time until the end of the last interval that was
-    observed.
+    """Returns the Brier score of survival, averaged until the last observed interval's end.
 
     The score at a time is the mean squared difference between the predicted probability of survival and survival (1 or 0),
     in which patients count by the inverse probability, from the same patients, of not being censored (Graf et al. 1999).

@@ -78,8 +78,7 @@ def _choose_regularisation(table: SimpleModelInputs, y: NDArray[Any], seed: int)
 
 
 def fit_logistic_by_label(table: SimpleModelInputs, outputs: int, seed: int) -> Floats:
-    """Fits one logistic regression for each label to one client's data, and returns logits for the test examples, shape
-    (n, labels).
+    """Fits a logistic regression for each label to a client; returns test logits, (n, labels).
 
     A label that is always or never present gets the logit of its share. With many labels, one C is chosen for all, on
     the label that splits the examples most evenly.

@@ -145,8 +145,7 @@ def choose_penalty(table: SimpleModelInputs, seed: int, *, efron: bool = True) -
 
 
 def fit_cross_validated_cox_coefficients(table: SimpleModelInputs, seed: int, *, efron: bool = True) -> Floats:
-    """Fits a Cox regression with a ridge penalty chosen by cross-validation, and returns the coefficients, shape
-    (features,).
+    """Fits Cox regression with a cross-validated ridge penalty; returns coefficients, (features,).
 
     They are 0, all risks alike, without an event.
     """
@@ -157,8 +156,7 @@ def fit_cross_validated_cox_coefficients(table: SimpleModelInputs, seed: int, *,
 
 
 def hazard_logits_of_cox(table: SimpleModelInputs, beta: Floats, cuts: Floats) -> Floats:
-    """Returns, as logits, the hazards of the test examples in intervals of time, according to a fitted Cox regression
-    with coefficients `beta`.
+    """Returns test examples' hazards by interval as logits, from Cox coefficients `beta`.
 
     The baseline is Breslow's (1974), of the examples for fitting: H(t) = sum over events until t of 1 / sum of risks.
 

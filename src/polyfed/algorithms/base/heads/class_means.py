@@ -28,8 +28,7 @@ _REQUIREMENT = "networks need the same number of outputs, and last layers of one
 def class_means_with_weights(
     values: Tensor, labels: Tensor, num_classes: int, weighted: bool = False
 ) -> dict[str, Tensor]:
-    """Returns the mean of a client's values (one row per example) for each class, and the weight of each mean, as
-    `{"sums": tensor, "weights": tensor}`.
+    """Returns values' mean for each class and its weight, as `{"sums": tensor, "weights": tensor}`.
 
     Returns `sums`, (C, d), each class's mean times its weight, and `weights`, (C,); both are float32 on the CPU.
 

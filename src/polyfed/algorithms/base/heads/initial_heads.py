@@ -20,8 +20,7 @@ InitialHead = Literal["form", "architecture"]
 
 
 def draw_common_head(factory: Architecture, modules: Sequence[str], seeds: Sequence[int]) -> dict[str, Tensor]:
-    """Draws the initial weights of a head (the last layers of a network), which are equal in all networks whose last
-    layers have the same types and shapes.
+    """Draws a head's initial weights, equal for last layers of the same types and shapes.
 
     Each layer starts as its class starts it (`reset_parameters`), from a seed that does not depend on the layers before it.
     A layer stays as the network has it, and is left out here, if the network does not draw it (pretrained weights, zeros),
@@ -60,8 +59,7 @@ def find_last_layer_names(client: Client, num_layers: int) -> tuple[str, ...]:
 def initial_weights_with_common_head(
     initial_head: InitialHead, client: Client, num_layers: int, seed_of_layer: Callable[[int], int], seed: int
 ) -> dict[str, Tensor]:
-    """Draws the initial weights of a client's network; if `initial_head` is "form", its head (last layers) equals that
-    of all clients whose last layers have the same form.
+    """Draws a network's initial weights, with a head equal for equal forms if `initial_head` is "form".
 
     Otherwise the head is the one that the client's architecture draws.
 

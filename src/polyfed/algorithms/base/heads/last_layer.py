@@ -19,8 +19,7 @@ from polyfed.models.structure import compute_batch_representation
 
 
 def find_last_layer(client: Client) -> tuple[str, int]:
-    """Returns the name of the module whose input is the representation of an example (usually the last linear layer) in a
-    client's network, and the width of the flattened representation.
+    """Returns the module whose input is the representation (usually the last linear), and its width.
 
     Raises:
         UserError: the network has no such module.
@@ -36,8 +35,7 @@ def find_last_layer(client: Client) -> tuple[str, int]:
 def watch_last_layer(
     network: nn.Module, name: str, transform: Callable[[Tensor], Tensor] | None = None
 ) -> Iterator[list[Tensor]]:
-    """Stores, inside a `with` block, the representation of each batch that a network computes, and transforms it before
-    the named module gets it.
+    """Stores and transforms the inputs of a module inside a `with` block: the representations.
 
     Yields a list, which holds the flattened representation of the last batch, (batch, width), before it is transformed.
 

@@ -48,8 +48,7 @@ class GeneratorInputs(NamedTuple):
 
 
 def draw_generator_inputs(shares: Tensor, noise_dim: int, number: int, random: torch.Generator) -> GeneratorInputs:
-    """Draws classes by their shares, and for each of them an input of the generator: normal noise, and the class as
-    one-hot.
+    """Draws classes by their shares, and inputs of the generator: normal noise, one-hot class.
 
     >>> inputs = draw_generator_inputs(torch.tensor([0.0, 1.0]), 3, 2, torch.Generator())
     >>> inputs.labels, inputs.inputs[:, 3:]
@@ -62,8 +61,7 @@ def draw_generator_inputs(shares: Tensor, noise_dim: int, number: int, random: t
 
 
 def diversity_loss(noise: Tensor, generated: Tensor) -> Tensor:
-    """Returns the diversity loss of a minibatch of generated representations, between 0 and 1: 1 if all are equal,
-    smaller if different noise leads to different ones (FedGen's authors' code).
+    """Returns a loss from 0 to 1 (all generated are equal), as in FedGen's authors' code.
 
     L_div = exp(−mean over pairs i, j of ‖ε_i − ε_j‖²/k · ‖z_i − z_j‖₁/d), with k and d the lengths of ε and z.
 

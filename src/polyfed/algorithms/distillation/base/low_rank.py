@@ -40,8 +40,7 @@ def compress_update(update: StateDict, kept_energy: float) -> dict[str, Tensor]:
 
 
 def expand_update(factors: StateDict, like: StateDict) -> dict[str, Tensor]:
-    """Reconstructs a weight update from the thin matrices of `compress_update`, with the tensor names and shapes of
-    `like`.
+    """Rebuilds a weight update of `compress_update`, with names and shapes of `like`.
 
     >>> w = torch.outer(torch.arange(4.0), torch.ones(5))
     >>> torch.allclose(expand_update(compress_update({"w": w}, 0.95), {"w": w})["w"], w, atol=1e-6)
@@ -56,8 +55,7 @@ def expand_update(factors: StateDict, like: StateDict) -> dict[str, Tensor]:
 
 
 def compressed_update_spec(tree: StateDict, like: StateDict) -> StateDictSpec:
-    """Returns the shapes and dtypes that a compressed update in a reply must have: each tensor whole, or as two
-    factors.
+    """Returns shapes and dtypes of a compressed update: tensors whole, or as two factors.
 
     Raises:
         ValueError: two factors do not fit each other.
@@ -77,8 +75,7 @@ def compressed_update_spec(tree: StateDict, like: StateDict) -> StateDictSpec:
 
 
 def subtract_state(new_state: StateDict, old_state: StateDict) -> dict[str, Tensor]:
-    """Returns the change of each tensor from the old state dict to the new one; for boolean tensors, which entries
-    differ.
+    """Returns each tensor's change from old to new; for booleans, which entries differ.
 
     >>> subtract_state({"seen": torch.tensor([True, False])}, {"seen": torch.tensor([False, False])})
     {'seen': tensor([ True, False])}

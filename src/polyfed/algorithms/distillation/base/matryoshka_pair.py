@@ -12,8 +12,9 @@ from polyfed.core.nn.module_cache import build_module
 
 @final
 class MatryoshkaPair(nn.Module):
-    """Runs a client's network and a shared one on the same inputs, with one common representation h in front of both
-    last layers; returns the output of the client's network and stores that of the shared one in `outputs`.
+    """Runs a client's network and a shared one with one representation h before both last layers.
+
+    Returns the output of the client's network, and stores that of the shared one in `outputs`.
 
     g is the input of the last linear layer of the shared network, of width d₁, and f that of the client's, of width d₂ ≥
     d₁. The projector P, a linear layer, makes h = P([g, f]) of width d₂. The client's last layer takes h, and the shared

@@ -80,8 +80,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
 
     @abstractmethod
     def build_joint_loss(self, pair: "NetworkPair", client: Client) -> Callable[[ForwardPass], Tensor]:
-        """Returns the function that computes the loss of a minibatch for both networks: the loss of the client's
-        network plus that of the shared one.
+        """Returns the function of a minibatch's loss: the client network's plus the shared one's.
 
         In the loss of θ_i the shared s has no gradient, and in that of s θ_i has none.
 
@@ -227,8 +226,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
 
 @final
 class NetworkPair(nn.Module):
-    """Runs a client's network and the shared one on the same inputs, returns the output of the client's, and stores
-    that of the shared one in `outputs`.
+    """Runs a client's network and the shared one; returns the former's output, stores the other.
 
     Args:
         personal, shared: the networks.

@@ -15,8 +15,7 @@ from polyfed.core.training.loop import ForwardPass, fit
 def softened_kl_divergence(
     teacher: Tensor, student: Tensor, temperature: float, task: Task | str = DEFAULT_TASK
 ) -> Tensor:
-    """Returns the Kullback-Leibler divergence of the student's outputs from the teacher's at a temperature, as a mean
-    over the minibatch (and over labels or outputs).
+    """Returns the mean KL(teacher ‖ student) of a minibatch at a temperature.
 
     Args:
         teacher, student: logits (outputs in regression), shape (batch, outputs).

@@ -66,8 +66,7 @@ class ClientWithSharedNetwork(NamedTuple):
 def client_with_shared_network(
     network_options: Mapping[str, Any], client_state: Mapping[str, Any], client: Client
 ) -> ClientWithSharedNetwork:
-    """Returns a copy of the client in which the method's shared network replaces the client's, and the factory that
-    builds the shared network.
+    """Returns the client with the method's shared network for its own, and that one's factory.
 
     `client_state` holds the shared network's `input_shape` and `outputs`.
     """

@@ -77,8 +77,7 @@ class APFL(Averaging):
         self._require(0 <= self.alpha <= 1, "alpha", "from 0 to 1")
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: a local model with the common initial weights, and its
-        mixing weight.
+        """Returns a local model with common initial weights, and its mixing weight.
 
         They are v_i and α_i.
         """
@@ -132,8 +131,7 @@ class APFL(Averaging):
 @final
 @dataclass(frozen=True)
 class _MixtureGradient:
-    """Computes the gradient of the global model's loss, and updates the local model and, if due, the mixing weight by
-    the loss of the mixture.
+    """Computes the global model's gradient, and steps local model and mixing weight by the mixture's loss.
 
     It sets `grad` to ∇L(w); the tensors are α, whether its step is due, and v.
     """

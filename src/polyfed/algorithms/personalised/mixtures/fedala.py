@@ -82,8 +82,7 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: a model with the common initial weights, and mixing
-        weights of 1 for its upper layers.
+        """Returns a model with common initial weights, and mixing weights of 1 for upper layers.
 
         They are Θ_i and W.
         """
@@ -124,8 +123,7 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
     def _learn_mixing_weights(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> StateDict:
-        """Learns the mixing weights by projected gradient descent on a sample of the client's training examples:
-        parameter's name -> weights.
+        """Learns `{parameter: weights}` by projected gradient descent on a sample of examples.
 
         W_i ← clip(W_i − η·∇_W L_i(Θ̂_i), 0, 1).
         """
@@ -156,8 +154,7 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
 
 @final
 class _Mixing(nn.Module):
-    """Runs a network whose upper layers are a mixture of two models; its only trained parameters are the mixing
-    weights.
+    """Runs a network whose upper layers mix two models; only mixing weights are trained.
 
     The mixture is Θ_i + (Θ − Θ_i) ⊙ W. The network stays in evaluation mode: dropout would blur W, and BatchNorm's
     statistics must not change.

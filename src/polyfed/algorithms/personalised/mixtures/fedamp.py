@@ -133,8 +133,7 @@ class FedAMP(KeepsServerStateByClient, PersonalNetworkMethod, LocalTraining, Alg
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's personal model with a penalty on its distance from the mixture that the server sent;
-        returns a reply with the trained model, and the new private state.
+        """Trains the personal model with a penalty on its distance from the mixture; replies with it.
 
         The objective is L_i(w) + λ/(2α)·‖w − u_i‖², starting from the client's own w_i.
         """

@@ -231,8 +231,7 @@ class FedFomo(KeepsServerStateByClient, LocalTraining, Algorithm[ServerState, Cl
         return Message(tensors, scalars), {**models, "preferences": preferences, **buffer_state, **holdout_state}
 
     def _choose(self, preferences: Tensor, position: int, epsilon: float, generator: torch.Generator) -> Tensor:
-        """Chooses the min(M, N−1) other clients whose models to request: each time the most preferred client left, or
-        with probability ε a random one.
+        """Chooses min(M, N−1) models to request: the most preferred left, or with ε a random one.
 
         Ties are broken at random.
         """
@@ -271,8 +270,7 @@ def _model_weights(
     holdout: Examples,
     criterion: Loss,
 ) -> dict[int, float]:
-    """Computes how much each received model improves the client's held-out loss, relative to its distance from the
-    client's model: client's position j -> weight.
+    """Computes by position how much a model improves held-out loss, relative to its distance.
 
     w_ij = (L_i(θ_i') − L_i(θ_j))/‖θ_j − θ_i'‖ (eq. 4). `before` is θ_i', and `criterion` the training loss. The weight
     is 0 for θ_i' itself, and where a loss is not finite.

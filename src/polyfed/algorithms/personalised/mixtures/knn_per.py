@@ -110,8 +110,7 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
 
 @final
 class NearestNeighbourMixture(nn.Module):
-    """Wraps a classifier, and mixes its class probabilities with the labels of the stored examples whose
-    representations are nearest to the input's.
+    """Mixes a classifier's class probabilities with labels of nearest stored examples.
 
     Outputs are the logarithms of λ·h_kNN + (1 − λ)·softmax, bounded below by that of the smallest positive float.
     `features` has the representations, shape (n, width).

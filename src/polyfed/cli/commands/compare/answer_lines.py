@@ -18,8 +18,7 @@ _LOG_WIDTH = 1000
 
 
 def print_answers(results: Mapping[str, Any], out: Path | None, console: Console) -> None:
-    """Prints the warnings of a finished comparison, then the answer for the mean and for each site, then the commands
-    that show more.
+    """Prints a comparison's warnings, the answers for mean and sites, and commands that show more.
 
     Args:
         results: the content of `comparison.json`.

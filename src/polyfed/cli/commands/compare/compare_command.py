@@ -91,8 +91,7 @@ def run_compare_command(config: Mapping[str, Any], options: CompareOptions, titl
 
 
 def resume_comparison(folder: Path, options: CompareOptions, extra_arguments: Sequence[str] = ()) -> None:
-    """Continues the comparison in a directory and prints its results; if it is finished, computes the results again
-    from its runs.
+    """Continues a directory's comparison, or computes a finished one's results again; prints them.
 
     `extra_arguments` are words of the command line that are refused, since the directory decides them.
 
@@ -114,8 +113,7 @@ def resume_comparison(folder: Path, options: CompareOptions, extra_arguments: Se
 
 
 def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPlan:
-    """Builds the plan of a comparison from the description in its directory and the options of the command line, which
-    replace stored values.
+    """Builds a comparison's plan from its directory, with values replaced by the command line's.
 
     Raises:
         UserError: its description is damaged, or the clients were made in Python.

@@ -206,8 +206,7 @@ class ParsedCompareOptions(NamedTuple):
 
 
 def parse_compare_options(argv: Sequence[str]) -> ParsedCompareOptions:
-    """Parses the options of `polyfed compare`, and returns them, the options --out, --scale, --variant and
-    --cross-site, and all other words of the command line.
+    """Parses the options of `polyfed compare`, those on folder and recipe, and all other words.
 
     Raises:
         UserError: a value is missing or is not of its kind.

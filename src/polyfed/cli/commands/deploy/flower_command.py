@@ -101,8 +101,7 @@ def submit_run_and_follow_log(
     changes: Sequence[str] = (),
     connection: str = "fed",
 ) -> None:
-    """Submits a training run to the deployed server, prints the run's log on standard error, and prints a table of
-    results when it ends.
+    """Submits a run to the deployed server, prints its log on standard error, and a table at the end.
 
     Args:
         folder: the project.
@@ -323,8 +322,7 @@ def _read_newest_run(runs_folder: Path) -> tuple[Path, list[dict[str, Any]]] | N
 
 
 def show_newest_run(runs_folder: Path, console: Console) -> None:
-    """Prints the state of the newest run directory in a folder: the last round, its failures and warnings, and each
-    site's metrics; prints nothing if there is no run.
+    """Prints the newest run's last round, failures, warnings and metrics; nothing without a run.
 
     The norm of each update is printed where the server sees single updates.
     """

@@ -77,8 +77,7 @@ class Option:
 
 
 def options_of(choice: Callable[..., Any], section: str) -> list[Option]:
-    """Returns one `Option` per field of a dataclass, or per constructor argument of a network, with help texts from the
-    docstrings.
+    """Returns an `Option` per field or constructor argument, with help texts from docstrings.
 
     >>> [option.key for option in options_of(MODELS["mlp"], "model")]
     ['model.hidden']
@@ -106,8 +105,7 @@ def parse_configuration(
     is_offered: Callable[[str], bool] = lambda key: True,
     command_options: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Parses the command line's options, which replace values of `config`, and returns the complete configuration with
-    all defaults.
+    """Parses options, which replace values of `config`; returns all values, with defaults.
 
     Args:
         arguments: options, e.g. ["--rounds", "5", "--algorithm", "fedprox"].
@@ -302,8 +300,7 @@ def _as_text(value: Any) -> str:
 
 
 def _normalize_options(arguments: Sequence[str]) -> list[str]:
-    """Expands `--algorithm fedprox` to `--algorithm.name fedprox`, for each section, and writes `--ray-address` as
-    `--ray_address`.
+    """Expands `--algorithm fedprox` to `--algorithm.name fedprox`, and `--ray-address` to `--ray_address`.
 
     >>> _normalize_options(["--algorithm=fedavg", "--evaluate-every", "2"])
     ['--algorithm.name=fedavg', '--evaluate_every', '2']
@@ -319,8 +316,7 @@ def _normalize_options(arguments: Sequence[str]) -> list[str]:
 
 
 def _flatten_configuration(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Joins the keys of nested sections with dots; `algorithm: fedprox` is short for its name. Other mappings are
-    values.
+    """Joins keys of sections by dots; a text is short for a section's name, other mappings are values.
 
     >>> _flatten_configuration({"rounds": 3, "algorithm": "fedprox", "data": {"partition": {"alpha": 0.1}}})
     {'rounds': 3, 'algorithm.name': 'fedprox', 'data.partition.alpha': 0.1}

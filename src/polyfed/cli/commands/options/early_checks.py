@@ -25,8 +25,7 @@ _KEY = re.compile(r"(?:unknown key |--)([\w.-]+)")
 
 
 def check_settings(config: Mapping[str, Any], words: Sequence[str] = ()) -> None:
-    """Raises a `UserError` if the fields of `Settings` in a configuration are out of range; names the option if the
-    command line has it.
+    """Raises a `UserError` if a field of `Settings` is out of range; names the option if it was given.
 
     A table without a path, that does not exist, or without a column that is named, is refused, too.
 

@@ -18,8 +18,7 @@ _LISTS: Mapping[Any, str] = {
 
 
 def type_on_command_line(value_type: Any) -> Any:
-    """Returns the type that the command line reads for a field: a mapping of fields where the field holds an object of
-    options, such as `Privacy`; else the field's own type.
+    """Returns a field's type on the command line: a mapping of fields for `Privacy` and the like.
 
     >>> from polyfed.core.privacy.options import Privacy
     >>> type_on_command_line(Privacy | None), type_on_command_line(int | None)
@@ -31,8 +30,7 @@ def type_on_command_line(value_type: Any) -> Any:
 
 
 def describe_type(value_type: Any) -> str:
-    """Returns a description in words of the values that an option of this type accepts, such as "a whole number or
-    null".
+    """Describes the values that an option accepts, such as "a whole number or null".
 
     >>> from typing import Literal
     >>> describe_type(int | None), describe_type(Literal["sgd", "adam"]), describe_type(tuple[int, ...])

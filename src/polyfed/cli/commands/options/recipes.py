@@ -53,8 +53,7 @@ class Recipe:
     scales: Mapping[str, Mapping[str, Any]]
 
     def chosen_or_first_variant(self, name: str | None = None) -> str | None:
-        """Returns the name of the variant to run: `name`, or the first variant by default; None for a recipe without
-        variants.
+        """Returns `name`, or the first variant by default; None for a recipe without variants.
 
         Raises:
             UserError: the recipe has no such variant.
@@ -71,8 +70,7 @@ class Recipe:
         return _resolve_choice(self.name, "scale", name, self.scales, default)
 
     def configuration(self, scale: str | None = None, variant: str | None = None) -> dict[str, Any]:
-        """Returns the configuration to run: the recipe's base, in which values of the variant and then of the scale
-        replace those of the same key.
+        """Returns the base, in which values of the variant and then of the scale replace others.
 
         Raises:
             UserError: there is no such scale or variant.
@@ -106,8 +104,7 @@ class Recipe:
 
 
 def merge_configurations(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of the configuration `base` in which the values of `overrides` replace those of the same key, also
-    within nested mappings.
+    """Returns `base` with values replaced by those of `overrides`, also within nested mappings.
 
     A mapping that names another choice than the one below replaces it, since the fields belong to the choice.
 
@@ -141,8 +138,7 @@ def load_shipped_yaml(file: Path) -> Any:
 
 
 def read_recipe(name_or_path: str) -> Recipe:
-    """Reads a recipe by its name, from a YAML file, or from a run directory's `config.yaml` (then without variants and
-    scales).
+    """Reads a recipe by name, from a YAML file, or from a run's `config.yaml`.
 
     Raises:
         UserError: there is no such recipe or file, or its variants or scales are not what they should be, or it is of a run
@@ -191,8 +187,7 @@ def _require_data_section(path: Path, config: Mapping[str, Any]) -> None:
 def load_recipe_configuration(
     name_or_path: str, scale: str | None = None, variant: str | None = None
 ) -> dict[str, Any]:
-    """Returns the configuration of a recipe at a scale and for a variant, as a dict, with the key "description" if the
-    recipe has one.
+    """Returns a recipe's configuration at a scale and for a variant, with any "description".
 
     Raises:
         UserError: there is no such recipe, file, scale or variant.
@@ -228,8 +223,10 @@ class ChosenRecipe(NamedTuple):
 
 
 def pop_recipe(argv: list[str], scale: str | None, variant: str | None) -> ChosenRecipe:
-    """Removes the recipe's name from the front of the list of command-line words, and returns the recipe's
-    configuration for a scale and a variant; raises an error if a scale or variant is given without a recipe.
+    """Removes the recipe's name from the front of `argv`, and returns its configuration.
+
+    Raises:
+        UserError: a scale or variant is given without a recipe.
 
     A data file or the name of a data set there is replaced by the options that stand for it.
     """

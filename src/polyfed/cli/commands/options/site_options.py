@@ -11,8 +11,7 @@ from polyfed.core.io.validation import parse_yaml
 
 
 def networks_by_site(model_section: Any) -> dict[str, Any] | None:
-    """Returns {site's name: network} from the section `model_section` of a configuration; None if the section names one
-    network for all sites.
+    """Returns {site: network} of the section `model_section`; None if it names one for all.
 
     >>> networks_by_site({"north": "mlp", "south": {"name": "mlp", "hidden": [8]}})
     {'north': 'mlp', 'south': {'name': 'mlp', 'hidden': [8]}}
@@ -32,8 +31,7 @@ def _is_network(entry: Any) -> bool:
 
 
 def parse_networks_by_site(model_option: str) -> dict[str, Any] | None:
-    """Parses the value of `--model` as a mapping {site's name: network}; None if the value is the name of one network,
-    or several names separated by commas.
+    """Parses `--model` as {site: network}; None for one network, or several names with commas.
 
     Raises:
         UserError: the text begins as a mapping, and is not a mapping of networks.

@@ -68,8 +68,7 @@ class RecipeRun:
 
 
 def measure_cell(cell: PaperCell, run: RecipeRun | None) -> float | None:
-    """Computes polyfed's value for a cell of a paper's table from a run, in the cell's unit; None if the run lacks the
-    cell's method or the value is undefined.
+    """Computes a cell's value in its unit from a run; None if it lacks the method or is undefined.
 
     Raises:
         UserError: the run is damaged.

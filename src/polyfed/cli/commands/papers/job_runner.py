@@ -44,8 +44,7 @@ class _MethodRun:
 
 
 def first_variant_with_same_configuration(recipe: Recipe, scale: str, variant: str | None) -> str | None:
-    """Returns the first variant of the recipe whose configuration at this scale equals that of `variant`, so that they
-    can share a run.
+    """Returns the first variant with the configuration of `variant`, to share its run.
 
     At scale smoke many variants are the same.
     """
@@ -71,8 +70,7 @@ def is_complete_job(job: PaperJob) -> bool:
 
 
 def run_paper_jobs_and_list_failures(jobs: Sequence[PaperJob], *, quiet: bool) -> list[str]:
-    """Executes the jobs' missing runs and continues the stopped ones; returns one sentence per method that failed, and
-    lets the others finish.
+    """Executes missing runs and continues stopped ones; returns a sentence per failed method.
 
     A method that cannot finish does not keep the others from running. Returns one sentence for each such method.
 

@@ -156,8 +156,7 @@ def find_paper(name: str) -> Paper:
 
 
 def find_table(paper: str, table: str) -> PaperTable:
-    """Returns the table or figure of a paper by a name such as "table1", "Table 1", "1", "Fig. 3" or "appendix B", or
-    by its recipe's name.
+    """Returns a paper's table or figure by a name such as "table1", "1", "Fig. 3", or its recipe's.
 
     A bare number is the table, or where there is no such table the figure.
 

@@ -69,8 +69,7 @@ class ReproduceOptions:
 
     @property
     def seeds_to_run(self) -> list[int | None]:
-        """Returns the seeds with which to run each experiment; None in the list stands for the seed that the recipe
-        names.
+        """Returns the seeds of each experiment; None stands for the recipe's.
 
         >>> ReproduceOptions(seeds="0, 7").seeds_to_run, ReproduceOptions().seeds_to_run
         ([0, 7], [None])

@@ -27,8 +27,7 @@ def predict_command(argv: list[str]) -> None:
 
 
 def predict_file(folder: Path, client: str | None, file: str, out: Path | None) -> None:
-    """Predicts all rows of the table `file` with the trained network in `folder`, and writes the predictions to the CSV
-    file `out`.
+    """Predicts all rows of the table `file`, and writes them to the CSV file `out`.
 
     Without `out` it prints the predictions for the first rows.
 

@@ -31,8 +31,7 @@ def show_report(
     subgroups: Sequence[str] = (),
     show_images: bool = False,
 ) -> Path:
-    """Prints the scores of runs, of their baselines and of comparisons, writes an HTML page with details, and returns
-    the page's path.
+    """Prints scores of runs, baselines and comparisons, writes a page, and returns its path.
 
     Args:
         folders: run directories, or those of `polyfed compare`.

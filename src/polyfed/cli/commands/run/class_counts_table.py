@@ -27,8 +27,7 @@ class ShownClient(TypedDict, total=False):
 
 
 def show_class_counts(experiment: Experiment, plot: Path | None, *, as_json: bool = False) -> None:
-    """Prints the number of training examples of each client by class or label, as a table or as JSON, and draws
-    it if `plot` names a picture.
+    """Prints clients' training examples by class or label, as table or JSON, and draws them to `plot`.
 
     For regression it prints their number, and the mean and standard deviation of their targets.
 

@@ -30,8 +30,7 @@ def print_and_draw_layer_graph(
     plot: Path | None = None,
     catalogue: Path | None = None,
 ) -> None:
-    """Prints the graph of a network's layers, draws it if asked to, and adds its layer types to the catalogue file, if
-    one is given.
+    """Prints a network's layer graph, draws it and adds its types to a catalogue if asked.
 
     Args:
         spec: the network.

@@ -235,8 +235,7 @@ def _preparation_facts(experiment_data: Participants) -> dict[str, Mapping[str, 
 def print_scores_by_client_and_traffic(
     runs: Mapping[str, Run], experiment_data: Participants, out: Path, console: Console
 ) -> None:
-    """Prints a table of each client's scores in a run and its baselines, with the gain over the first baseline, and of
-    the megabytes sent.
+    """Prints clients' scores in a run and its baselines, the gain over the first, and megabytes.
 
     It has a row per client, or only overall scores where the terminal is too narrow for all methods.
     """

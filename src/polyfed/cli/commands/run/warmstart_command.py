@@ -84,8 +84,7 @@ class WarmStartOptions:
 
 
 def run_warmstart(folder: Path, argv: Sequence[str], warmstart_options: WarmStartOptions) -> None:
-    """Generates weights for the networks of unseen clients, writes the weights to files, and prints the networks'
-    scores.
+    """Generates unseen clients' weights, writes them to files, and prints scores.
 
     Args:
         folder: run directory of a run of flha_ghn.
@@ -373,8 +372,7 @@ def _show_curves(
 
 
 def describe_epochs_to_scratch_score(curves: UnseenClientCurves) -> str:
-    """Returns a sentence that says after how many epochs training from generated weights reaches the final score of
-    training from scratch.
+    """Says after how many epochs generated weights reach the final score of training from scratch.
 
     >>> describe_epochs_to_scratch_score(UnseenClientCurves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7)))
     'the warm start has after 1 epoch what training from scratch has after 2 (0.700)'

@@ -35,8 +35,7 @@ TRAINING_VARIANCE_RATIO = 0.8
 
 
 def training_variance_ratio(num_folds: int, is_bounded: bool) -> float:
-    """Returns the variance due to training examples, by that due to the test examples of one repeat of the folds, for a
-    score between 0 and 1 (`is_bounded`) or without bounds.
+    """Returns the variance due to training examples over that due to test examples of one repeat.
 
     >>> training_variance_ratio(5, is_bounded=False)
     1.25
@@ -47,8 +46,7 @@ def training_variance_ratio(num_folds: int, is_bounded: bool) -> float:
 @final
 @dataclass(frozen=True, eq=False)
 class FoldDifferences:
-    """Holds, for one client, the differences of two methods' scores (or the scores of one method) from a repeated
-    k-fold cross-validation.
+    """Holds a client's differences of two methods (or scores of one) from repeated cross-validation.
 
     Attributes:
         value: mean over repeats.
@@ -130,8 +128,7 @@ def difference_over_folds(ours: FoldScores, theirs: FoldScores | None) -> FoldDi
 
 
 def pooled_network_variance(clients: Sequence[FoldDifferences]) -> float:
-    """Returns one estimate for all clients of the variance between networks of different folds, pooled over the
-    clients' estimates; at least 0.
+    """Returns the clients' pooled estimate of the variance between folds' networks; at least 0.
 
     A few folds give a poor estimate at one client, so that clients pool it, weighed by the precision of their estimates.
     """
@@ -143,8 +140,7 @@ def pooled_network_variance(clients: Sequence[FoldDifferences]) -> float:
 def estimate_clients_from_folds(
     clients: Sequence[FoldDifferences], *, num_tests: int = 1, alpha: float = ALPHA
 ) -> list[Estimate]:
-    """Estimates the difference of two methods at each client, with confidence intervals that hold simultaneously for
-    all clients and `num_tests` methods (Bonferroni).
+    """Estimates each client's difference, with Bonferroni intervals for clients and `num_tests` methods.
 
     Args:
         clients: of the same runs, at least one.
@@ -179,8 +175,7 @@ def estimate_clients_from_folds(
 def estimate_mean_from_folds(
     clients: Sequence[FoldDifferences], *, num_tests: int = 1, alpha: float = ALPHA
 ) -> Estimate:
-    """Estimates the difference of two methods as a mean over clients, with a confidence interval; the clients are taken
-    as fixed, not as a sample of more clients.
+    """Estimates the mean difference over these very clients, with a confidence interval.
 
     Args:
         clients: of the same runs, at least one.

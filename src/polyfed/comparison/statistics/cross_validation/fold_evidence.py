@@ -25,8 +25,7 @@ from polyfed.core.evaluation.metric import Metric
 @final
 @dataclass(frozen=True, eq=False)
 class CrossValidationEvidence:
-    """Holds the predictions of all folds of a cross-validation, and estimates gains with confidence intervals from
-    them.
+    """Holds all folds' predictions, and estimates gains with intervals from them.
 
     Attributes:
         metric: the metric that decides.

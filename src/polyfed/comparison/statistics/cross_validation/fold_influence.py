@@ -70,8 +70,7 @@ def score_folds(
     units: Sequence[NDArray[Any]],
     num_folds: int,
 ) -> FoldScores | None:
-    """Computes the cross-validated scores of one method at one client, from the outputs of each run's network; returns
-    None if the score is not defined.
+    """Computes a method's cross-validated scores at a client; None if undefined.
 
     Args:
         metric: the metric.

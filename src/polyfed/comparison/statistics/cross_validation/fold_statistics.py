@@ -24,8 +24,7 @@ def describe_folds(tests: FoldTestTargets | None, description: Mapping[str, Any]
 
 
 def replace_run_means_by_fold_scores(content: dict[str, Any], folds: CrossValidationEvidence) -> None:
-    """Replaces, in the dict `content`, the means over runs of each method and reference model by the scores over all
-    folds together.
+    """Replaces means over runs in `content` by the scores over all folds together.
 
     A run tests a fifth of the examples, say, and may have no score at a client: its AUC without a positive example, for
     instance. Over all folds there is one.

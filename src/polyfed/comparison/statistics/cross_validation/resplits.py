@@ -16,8 +16,7 @@ _MANY_UNITS = 20  # from which on K − 1 degrees of freedom hold the level
 
 
 def variance_of_mean_over_resplits(differences: Sequence[float], num_train: float, num_test: float) -> float:
-    """Returns the variance of the mean difference over several random splits of one data set, corrected for overlapping
-    training sets.
+    """Returns the variance of the mean over splits, corrected for overlapping training sets.
 
     It is (1/K + test/train)·s², where s² is the sample variance of the differences.
 
@@ -52,8 +51,7 @@ def variance_of_mean_over_resplits(differences: Sequence[float], num_train: floa
 @final
 @dataclass(frozen=True)
 class ResplitDifferences:
-    """Holds the difference of two methods for each of several random splits of the data, at one client or as a mean
-    over clients.
+    """Holds the differences over random splits, at one client or as a mean over clients.
 
     Attributes:
         values: difference of each split, at least two.
@@ -94,8 +92,7 @@ class ResplitDifferences:
 def estimate_client_means_over_resplits(
     differences_by_client: Sequence[ResplitDifferences], *, num_tests: int = 1, alpha: float = ALPHA
 ) -> list[Estimate]:
-    """Estimates each client's mean difference of two methods over repeated random splits of the data, with a confidence
-    interval by the corrected resampled t-test.
+    """Estimates each client's mean over random splits by the corrected resampled t-test.
 
     The variance is that of Nadeau and Bengio (2003), which corrects for the examples that the splits share. As in
     `estimate_client_means`, the clients pool their variance, since a few splits give a poor estimate of it.

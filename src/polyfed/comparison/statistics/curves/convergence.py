@@ -24,8 +24,7 @@ _ROUNDING = 1e-9  # share of the loss below which a change is rounding error
 @final
 @dataclass(frozen=True)
 class ConvergenceResult:
-    """Holds whether a training loss had stopped falling at the end of its runs (None if that cannot be judged), and a
-    sentence about it.
+    """Holds whether a loss had stopped falling (None if not judged), and a sentence about it.
 
     Attributes:
         converged: None where it cannot be judged.
@@ -39,8 +38,7 @@ class ConvergenceResult:
 def judge_convergence(
     curves: Sequence[Sequence[tuple[int, float]]], loss_name: str = "validation loss", advice: str = "give more rounds"
 ) -> ConvergenceResult:
-    """Judges whether the mean loss over several runs had stopped falling at their end, by a least-squares line through
-    its last rounds.
+    """Judges by a line through the last rounds whether runs' mean loss had stopped falling.
 
     The loss is the mean over the runs, at the rounds at which every run has a finite value. It still fell if all of
     these hold:
@@ -87,8 +85,7 @@ def judge_convergence(
 
 
 def advice_if_loss_still_falls(tuning_entry: Mapping[str, Any] | None) -> str:
-    """Returns a sentence of advice for a method whose loss still fell at the end of its runs: train for more rounds, or
-    first search the learning rate.
+    """Returns advice for a loss that still fell: more rounds, or first search the rate.
 
     More rounds help if the search tried a larger learning rate and it did worse. Otherwise the learning rate may be
     too small, and the advice is to search it first.

@@ -18,8 +18,7 @@ class CurvePoint:
 
 
 def build_learning_curve(history: Sequence[Mapping[str, Any]], metric_name: str) -> list[CurvePoint]:
-    """Returns the learning curve of a run from the records of its `metrics.jsonl`: a `CurvePoint`, with mean score and
-    costs so far, for each evaluated round.
+    """Returns a `CurvePoint` with mean score and costs so far for each evaluated round.
 
     Seconds are those of clients and server: evaluation is not counted.
 
@@ -45,8 +44,7 @@ class RecordWithCosts(NamedTuple):
 
 
 def iterate_records_with_costs_so_far(history: Sequence[Mapping[str, Any]]) -> Iterator[RecordWithCosts]:
-    """Yields the record of each round together with the bytes and seconds that the run had spent by the end of that
-    round.
+    """Yields each round's record with the bytes and seconds spent by its end.
 
     Seconds are those of clients and server, without evaluation; NaN for records of early versions, which have none.
     """
@@ -57,8 +55,7 @@ def iterate_records_with_costs_so_far(history: Sequence[Mapping[str, Any]]) -> I
 
 
 def last_point_within_budget(points: Sequence[CurvePoint], cost_name: str, limit: float | None) -> CurvePoint | None:
-    """Returns the last point of a learning curve whose cost is at most `limit` bytes or seconds (the last of all if
-    `limit` is None); None if no point is within the limit.
+    """Returns the last point of at most `limit` bytes or seconds (None: any); None without one.
 
     >>> last_point_within_budget([CurvePoint(1, 0.5, 10, 1.0), CurvePoint(2, 0.6, 20, 2.0)], "bytes", 15).round
     1
@@ -70,8 +67,7 @@ def last_point_within_budget(points: Sequence[CurvePoint], cost_name: str, limit
 def first_point_reaching_target(
     points: Sequence[CurvePoint], target: float | None, *, higher_is_better: bool = True
 ) -> CurvePoint | None:
-    """Returns the first point of a learning curve whose mean score is at least as good as `target`; None if no point
-    is.
+    """Returns the first point whose mean score is as good as `target`; None without one.
 
     >>> first_point_reaching_target([CurvePoint(1, 0.5, 10, 1.0), CurvePoint(2, 0.6, 20, 2.0)], 0.55).bytes
     20

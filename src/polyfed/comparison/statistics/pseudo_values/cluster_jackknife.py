@@ -37,8 +37,7 @@ def assign_group_numbers(groups: NDArray[Any] | None, num_examples: int) -> Grou
 def jackknife_pseudo_values_by_group(
     metric: Metric, outputs: Tensor, targets: Tensor, groups: Groups, max_blocks: int
 ) -> tuple[float, Values]:
-    """Returns the score of a network's outputs, and one jackknife pseudo-value (a contribution to the score) for each
-    group of test examples.
+    """Returns the score of outputs, and a pseudo-value (contribution) of each group of examples.
 
     Args:
         metric: the score.

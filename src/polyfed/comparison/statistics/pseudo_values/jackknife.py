@@ -41,8 +41,7 @@ class ScoreWithPseudoValues(NamedTuple):
 def score_with_pseudo_values(
     metric: Metric, outputs: Tensor, targets: Tensor, groups: Groups | None = None
 ) -> ScoreWithPseudoValues | None:
-    """Returns the score of a network's outputs and the jackknife pseudo-value of each test example; None if the score
-    is not defined, or not without one of the examples.
+    """Returns the score of outputs and each example's pseudo-value; None if undefined without one.
 
     For n examples these have shape (n,), one per example, or (NUM_GROUPS,), one per group of examples. Groups depend
     on the targets alone, so that the values of two networks on the same examples can be compared one by one. With `groups`

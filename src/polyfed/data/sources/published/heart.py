@@ -87,8 +87,7 @@ def heart(
     seed: int = 0,
     **options: Any,
 ) -> ClientTables:
-    """Returns the heart disease patients of four hospitals (`Heart`), divided into training, validation and test rows,
-    with one client per hospital.
+    """Returns the patients of four hospitals (`Heart`) in three sets, a client per hospital.
 
     Args:
         test_fraction, val_fraction, public_fraction: see `polyfed.data.Split`.

@@ -62,8 +62,7 @@ class FashionMosaics(Source):
 def build_mosaics(
     x: Tensor, y: Tensor, num_mosaics: int, *, filled: float, seed: int, classes: int = 10
 ) -> tuple[Tensor, Tensor]:
-    """Builds `num_mosaics` images from up to four images of `x` each, and multi-label targets: 1 for each class that
-    occurs in the mosaic.
+    """Builds images from up to four of `x` each, and multi-label targets of the classes in them.
 
     Args:
         x: images, uint8 (num, 1, h, w) with even h and w.

@@ -95,8 +95,7 @@ def _client_factory(config: Mapping[str, Any]) -> Callable[[], Client]:
 def answer_or_refuse_message(
     node_config: Mapping[str, Any], load_site: Callable[[], Site], unpack_message: Callable[[], PackedEnvelope]
 ) -> Envelope:
-    """Loads the site, passes it a message and returns its reply; the reply is a refusal if the site cannot be loaded or
-    the message cannot be read.
+    """Loads the site and returns its reply; a refusal if site or message cannot be read.
 
     Args:
         node_config: the node configuration of the site.

@@ -37,8 +37,7 @@ _NO_PSNR: _BestAndMean = (None, None)
 def attack_messages(
     federation: Federation, client_ids: Sequence[str], iterations: int, restarts: int
 ) -> tuple[MessageAudit, ...]:
-    """Trains round 1 of a run again, and attacks what the server sees of these clients: images and label counts. Where it
-    does not know weights before round 1, round 2 is attacked.
+    """Trains round 1 (or 2, if weights are unknown before) again, and attacks what the server sees.
 
     Up to 16 images are searched for, and up to 4 local steps imitated; beyond, the whole change is taken for a single
     gradient. The labels of the images count as known.

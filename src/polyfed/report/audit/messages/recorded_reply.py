@@ -69,8 +69,7 @@ class RecordedReply:
 
 @exclusive_single_torch_thread_with_grad()
 def record_first_replies(federation: Federation, client_ids: Sequence[str]) -> dict[str, RecordedReply]:
-    """Trains these clients for round 1, as the run did, and returns what the server sees of each. Where the server does
-    not know weights before round 1, it is round 2.
+    """Trains round 1 (or 2, if weights are unknown before) as the run did; returns what the server sees.
 
     Raises:
         ClientError: the training of a client failed.

@@ -27,8 +27,7 @@ _TOP, _BOTTOM = 6, 44
 def svg_caterpillar_plot(
     marks: Sequence[IntervalMark], *, key: str, title: str, x_label: str, unit: NumberUnit = ""
 ) -> Markup:
-    """Draws the gains of sites with their confidence intervals as SVG, sorted from the largest to the smallest gain;
-    leaves out sites without a value.
+    """Draws sites' gains with intervals, the largest first, without sites that have none.
 
     Args:
         marks: one for each site; the label is shown on hover.

@@ -21,8 +21,7 @@ _ROWS = 64  # training examples of each
 
 
 def html_gradient_agreement(folder: Path, clients: Sequence[Client], public: Any, key: str) -> Markup:
-    """Renders two bar charts, each with one bar per client: how well the client's gradients before and after its
-    adaptation agree, and how well its gradient agrees with the federated one.
+    """Renders how clients' gradients agree: before and after adaptation, and with the federated one.
 
     Agreement is the cosine: the first chart shows α_i of normalised gradients.
 

@@ -120,8 +120,7 @@ def _number_cells(summary: NumberSummary) -> list[str]:
 def svg_site_histograms(
     look: Look, column: LookColumn, sites: Sequence[str], marks: Mapping[tuple[str, str], str], key: str
 ) -> Markup:
-    """Draws the sites' histograms of one column, one below the other on one axis; marked sites have the colour that
-    stands for a loss.
+    """Draws the sites' histograms of a column on one axis, marked sites in the colour of a loss.
 
     The heights are shares of the site's values, so that small sites can be compared with large ones.
     """
@@ -183,8 +182,7 @@ def _describe_column(site: SiteDataStatistics, column: LookColumn) -> str:
 
 
 def write_look_page(look: Look, path: Path) -> None:
-    """Writes an HTML page with the summary statistics of the sites' data only: one file that needs no network
-    connection.
+    """Writes a page of the sites' summary statistics in one file that needs no network.
 
     Raises:
         UserError: the file cannot be written.

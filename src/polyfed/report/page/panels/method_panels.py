@@ -57,8 +57,7 @@ def build_method_panels(inputs: PanelInputs) -> dict[str, Markup]:
 def build_segmentation_panel(
     inputs: PanelInputs, all_clients: Sequence[Client], reason_missing: str
 ) -> dict[str, Markup]:
-    """Builds the panel with test images of segmentations, truth and prediction (heading -> HTML); the panel says why it is
-    empty.
+    """Builds the panel of test images, truth and prediction, or says why it is empty.
 
     Only a run whose data are at hand has images: a real site's never leave it.
 

@@ -45,8 +45,7 @@ MAX_PANELS = 12  # panels of one kind, so that a page stays below 3 MB
 
 
 def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANELS) -> Markup:
-    """Renders the aggregation weights α of a pFedLA run (how much each client takes of every other client's layers) as
-    heat maps and curves.
+    """Renders pFedLA's weights α of clients in others' layers as heat maps and curves.
 
     A heat map for each of the first `max_layers` layers shows the weights after the last round; curves show the weight
     of each client's own layer by round.
@@ -164,8 +163,7 @@ def html_searched_cells(search_result: ArchitectureSearchResult, key: str, max_c
 
 
 def html_generatable_parameter_share(clients: Sequence[Client], key: str, contraction: ContractionOptions) -> Markup:
-    """Renders the share of each client's parameters that a graph hypernetwork can generate, and the reasons why the
-    other parameters stay with the client.
+    """Renders the share of parameters that a hypernetwork can generate, and why others stay.
 
     Args:
         clients: of the run, with their networks.
@@ -221,8 +219,7 @@ class WarmStartCurves(TypedDict):
 
 
 def html_warm_starts(folder: Path, key: str) -> Markup:
-    """Renders the learning curves of unseen clients that `polyfed warmstart` trained, both from generated weights and
-    from scratch.
+    """Renders unseen clients' learning curves from generated weights and from scratch.
 
     Empty if the run directory has no such curves.
 

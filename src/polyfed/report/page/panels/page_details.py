@@ -47,8 +47,7 @@ def collect_page_details(
     images_of: Sequence[Client],
     on_result: Callable[[RunRecord, MethodResult], None],
 ) -> PageDetails:
-    """Collects what the page shows of a group beside its scores: class counts, predictions, and what the methods add, each
-    of a method's first seed.
+    """Collects class counts, predictions and methods' panels of a group, of each one's first seed.
 
     Args:
         run_group: the group.

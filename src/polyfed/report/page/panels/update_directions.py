@@ -20,8 +20,7 @@ _ROUNDS = 8  # in the table
 
 
 def html_update_directions(run: RunRecord, key: str) -> Markup:
-    """Renders the cosines of the clients' updates to the mean by round as a line chart of the clients with the lowest,
-    and sentences about a robust rule; empty if the run recorded neither.
+    """Renders the lowest cosines to the mean update by round, and sentences on a robust rule.
 
     Args:
         run: as read.
@@ -77,8 +76,7 @@ def _html_cosines(cosines: Mapping[int, Mapping[str, float]], key: str) -> Marku
 
 
 def describe_robust_rule(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns sentences about the robust rule of a run: its name, the bound of the last round, and which updates were
-    scaled down; none for a run without a rule.
+    """Says which robust rule a run had, its last bound, and which updates it scaled down.
 
     >>> describe_robust_rule([{"round": 1, "robust": {"rule": "clip:3.0x", "bound": 2.0, "scaled": {"b": 0.01}}}])
     ['Replies are combined by the rule clip:3.0x; its bound on the norm of an update was 2 in round 1.', 'The update of b

@@ -16,8 +16,7 @@ _ROUNDS = 8  # in the table
 
 
 def html_update_norms(run: RunRecord, key: str) -> Markup:
-    """Renders the norms of the clients' updates by round as a line chart of the clients with the largest norms; empty
-    if the run recorded no norms.
+    """Renders the largest update norms by round; empty if none were recorded.
 
     Args:
         run: as read.

@@ -27,8 +27,7 @@ def html_confusion_tables_at_threshold(
     negative_name: str,
     level: float,
 ) -> Markup:
-    """Renders, for each method, a table of true and false positives and negatives at the probability 0.5, and a
-    table of the rates computed from them.
+    """Renders for each method the counts at the probability 0.5, and rates from them.
 
     Args:
         performances: from `polyfed.report.page.predictions.performance.binary_performance`, each with its method's name.

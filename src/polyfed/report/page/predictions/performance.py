@@ -45,8 +45,7 @@ NO_VERDICT = (
 
 
 def performance_numbers_for_script(predictions: GroupPredictions, level: float) -> dict[str, Any]:
-    """Computes, as a dict for the page's script, the numbers of every ROC curve, calibration curve and confusion table
-    that a reader can select.
+    """Computes the page script's numbers of every curve and table that can be selected.
 
     Returns:
         `sites`, `methods`, `classes`: names. `reference`: position of training alone, or -1. `cells`: by site, class and
@@ -81,8 +80,7 @@ def performance_numbers_for_script(predictions: GroupPredictions, level: float) 
 def binary_performance(
     predictions: GroupPredictions, method: str, clients: Sequence[str], question: BinaryClassOutput, level: float
 ) -> dict[str, Any] | None:
-    """Computes the ROC curve, calibration curve and counts of one method for one yes/no question, on the given clients'
-    test examples; None if there are no examples.
+    """Computes a method's ROC and calibration curves and counts for a question; None without examples.
 
     Returns:
         None without test examples; else `n`, `yes`: numbers of examples and of positives, means over seeds. `area`: AUC with

@@ -37,8 +37,7 @@ _NOTHING = (math.nan, math.nan, math.nan)
 @final
 @dataclass(frozen=True, eq=False)
 class Subgroup:
-    """Holds one subgroup of test examples: each method's score as (value, low, high), and the gains over training on
-    the client's own data only.
+    """Holds a subgroup's score by method as (value, low, high), and gains over training alone.
 
     None stands for a score that is not defined.
 
@@ -109,8 +108,7 @@ def _quartile_label(low: float, high: float, is_first: bool, is_last: bool) -> s
 def score_subgroups(
     predictions: GroupPredictions, column: str, clients: Sequence[str], metric: Metric, level: float
 ) -> list[Subgroup]:
-    """Computes the scores of each subgroup formed by a column's values, and the gains over training on the client's own
-    data only; the first entry is all examples together.
+    """Computes scores and gains over training alone by a column's values, first of all examples.
 
     Args:
         predictions: the predictions. Where seeds deal other data, or the same in another order, those of the first seed.
@@ -138,8 +136,7 @@ def score_subgroups(
 
 
 def leader_and_local_labels(predictions: GroupPredictions) -> list[str]:
-    """Returns the labels of the methods for which subgroups are scored: the best method, and training on the client's
-    own data only if it was run.
+    """Returns the labels of the best method and, if it was run, training alone.
 
     Intervals of more methods would take long.
     """
@@ -189,8 +186,7 @@ def _clip_estimate(estimate: ScoreInterval, metric: Metric, lowest: float) -> Sc
 def html_subgroup_scores(
     predictions: GroupPredictions, column: str, score_format: ScoreFormat, level: float, key: str
 ) -> Markup:
-    """Renders the scores of the subgroups formed by a column's values, as a chart and a table, for all sites together
-    and, if there are not too many sites, for each site.
+    """Renders the subgroups' scores as chart and table, for all sites and, if few, each.
 
     Raises:
         UserError: there is no such column.

@@ -23,8 +23,7 @@ Floats = NDArray[np.float64]
 
 
 def html_survival_curves(predictions: GroupPredictions, key: str) -> Markup:
-    """Renders Kaplan-Meier curves by predicted risk for each method: one chart of all clients' test patients together,
-    and one per client.
+    """Renders each method's Kaplan-Meier curves by predicted risk, of all clients and of each.
 
     A client's patients are divided by the risk that the client's own network gives them, into thirds, or halves where there
     are few; in folds, the patients of each fold. Equal groups of all clients are then drawn together, since risks of
@@ -75,8 +74,7 @@ def _divide_folds_by_risk(risk: Floats, fold: NDArray[np.int64], num_groups: int
 
 
 def divide_by_risk(risk: Floats, num_groups: int) -> NDArray[np.int64]:
-    """Divides patients into groups of equal size by predicted risk, and returns each patient's group, from 0 for the
-    lowest risks; patients with equal risks are ordered by row.
+    """Divides patients into equal groups by risk, 0 the lowest, equal risks by row.
 
     >>> divide_by_risk(np.array([0.5, 0.1, 0.9, 0.2]), 2)
     array([1, 0, 1, 0])

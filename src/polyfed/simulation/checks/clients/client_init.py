@@ -15,8 +15,7 @@ from polyfed.core.seeds import temporary_rng_seed
 
 
 def check_client_init(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """Raises a `UserError` unless the method can create the clients' initial private state; it creates one for each
-    architecture and shape of inputs.
+    """Raises a `UserError` unless the method can create private states, one for each architecture and input shape.
 
     Raises:
         UserError: the method refuses this network: its last layer has no bias, say.

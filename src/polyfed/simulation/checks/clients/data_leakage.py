@@ -69,8 +69,7 @@ class _Leak:
 
 
 def warn_of_test_leakage(clients: Sequence[Client]) -> None:
-    """Emits one `UserWarning` if several test or validation examples of a client are also training examples, of the
-    same client or another.
+    """Warns once if several test or validation examples of a client are training examples of any.
 
     It warns if at least two different test or validation examples of a client, and 5 % of them, are among its own
     training examples, or as many test examples among those of other clients. Clients are compared with each other if
@@ -124,8 +123,7 @@ def _warn_or_collect(texts: Sequence[str], warned: list[str] | None) -> None:
 
 @contextmanager
 def limit_leak_warnings() -> Iterator[None]:
-    """Limits the warnings of data leakage to one in total inside a `with` block. A comparison uses this, since it
-    splits the same data several times and holds out parts of them.
+    """Limits warnings of leakage to one inside a `with` block, for a comparison's many splits of one data set.
 
     >>> import torch, warnings
     >>> x, y = torch.randn(40, 2), torch.arange(40) % 2

@@ -89,8 +89,7 @@ def have_same_columns(first: Examples, second: Examples) -> bool:
 
 
 def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """Raises a `UserError` if the clients' tables differ in columns or classes that the method needs to be the same at
-    all clients.
+    """Raises a `UserError` if tables differ in columns or classes that the method needs alike.
 
     Tables that have yet to agree on one preprocessing need the same columns only: categories and classes are merged.
     """
@@ -160,8 +159,7 @@ class DeviatingPair(NamedTuple):
 
 
 def find_deviating_pair(value_by_client: Mapping[str, Hashable]) -> DeviatingPair | None:
-    """Returns the ids of two clients with different values, the first with the most frequent value; None if all values
-    are equal.
+    """Returns two clients of different values, first the more frequent; None if all are equal.
 
     >>> find_deviating_pair({"a": 1, "b": 2, "c": 2}), find_deviating_pair({"a": 1})
     (DeviatingPair(typical='b', deviating='a'), None)
@@ -174,8 +172,7 @@ def find_deviating_pair(value_by_client: Mapping[str, Hashable]) -> DeviatingPai
 
 
 def describe_table_differences(reference: Mapping[str, Any], deviant: Mapping[str, Any]) -> list[str]:
-    """Returns a list of short phrases, each naming one difference between the columns or classes of two tables; an
-    empty list if they are equal.
+    """Returns short phrases on the differences of two tables' columns and classes.
 
     Args:
         reference, deviant: `columns`, name -> (categories or their hash, whether cells may be empty); and `classes`.

@@ -13,8 +13,7 @@ from polyfed.core.seeds import temporary_rng_seed
 
 
 def check_tokens_in_vocabulary(module: nn.Module, data: Examples, name: str) -> None:
-    """Raises a `UserError` if a client's examples contain a token outside the vocabulary, that is, a number for which
-    an embedding of the network has no row.
+    """Raises a `UserError` for a token that has no row in an embedding of the network.
 
     Only the examples with the largest and the least number are run, and only where these are outside an embedding.
 

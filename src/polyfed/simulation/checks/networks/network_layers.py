@@ -89,8 +89,7 @@ def check_batch_norm_gets_no_single_example(
     examples_by_field: Mapping[str, Examples | None],
     factory: Architecture | None = None,
 ) -> None:
-    """Raises a `UserError` if a network that needs larger minibatches (because of BatchNorm, say) would be trained on a
-    minibatch of one example.
+    """Raises a `UserError` if a network that needs more (for BatchNorm, say) would get a minibatch of one example.
 
     Args:
         clients: their networks are tried.

@@ -12,8 +12,7 @@ from polyfed.simulation.checks.networks.network_layers import cached_module_of
 
 
 def check_metrics_work(client: Client, metrics: Sequence[Metric]) -> None:
-    """Computes the user's own metrics on the outputs of a client's untrained network for its test examples: a metric that
-    fails should not end a run after its first round.
+    """Computes the user's metrics on an untrained network's outputs, so that none fails after a round.
 
     Raises:
         UserError: a metric fails, or returns no number.

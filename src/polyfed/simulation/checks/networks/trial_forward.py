@@ -114,8 +114,7 @@ def check_finite_weights(module: nn.Module, client_name: str) -> None:
 def check_trains_on_one_example(
     module: nn.Module, data: Examples, client_name: str, batch_reason: str, cure: str
 ) -> None:
-    """Raises a `UserError` if a network cannot be trained on a minibatch of one example, as networks with BatchNorm
-    cannot.
+    """Raises a `UserError` if a network (with BatchNorm, say) cannot train on one example.
 
     Args:
         module: the network.
@@ -138,8 +137,7 @@ def check_trains_on_one_example(
 
 
 def name_of_buffer_from_examples(module: nn.Module, data: Examples) -> str | None:
-    """Returns the name of a buffer that a network computes from its inputs while it trains, such as a running mean; None if
-    it computes none.
+    """Returns a buffer computed from inputs in training, such as a running mean; None without one.
 
     Args:
         module: the network, which runs on these examples; copies of it are run.
@@ -198,8 +196,7 @@ def _describe_batch(x: Any) -> str:
 
 
 def report_unused_training_code(module: nn.Module, client_name: str) -> None:
-    """Warns that the training code of a `LightningModule` is not used, and logs what is taken of a model of
-    transformers; does nothing for other networks.
+    """Warns that a `LightningModule`'s training code is unused, and logs what is taken of transformers.
 
     Args:
         module: a client's network.

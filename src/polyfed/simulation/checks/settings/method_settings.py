@@ -17,8 +17,7 @@ from polyfed.simulation.settings import Settings
 
 
 def check_settings_suit_method(algorithm: Algorithm[Any, Any], settings: Settings, client_ids: Sequence[str]) -> None:
-    """Raises a `UserError` if secure sums, regions, a robust rule, evaluated clients or the engine do not suit the method
-    or the number of clients.
+    """Raises a `UserError` if settings (secure sums, regions, engine, ...) do not suit the method or clients.
 
     Args:
         algorithm, settings: of the run.
@@ -35,8 +34,7 @@ def check_settings_suit_method(algorithm: Algorithm[Any, Any], settings: Setting
 
 
 def check_robust_rule(algorithm: Algorithm[Any, Any], settings: Settings, num_round_clients: int) -> None:
-    """Raises a `UserError` if a server update has too few replies for the method's robust rule: those of a round's clients,
-    or of a buffer in asynchronous rounds.
+    """Raises a `UserError` if a round or buffer has too few replies for the robust rule.
 
     Raises:
         UserError: the rule cannot combine so few replies, or protects nothing with them.

@@ -15,8 +15,7 @@ from polyfed.simulation.checks.networks.network_layers import cached_module_of
 
 
 def check_training_options(clients: Sequence[Client], options: LocalTraining) -> None:
-    """Raises a `UserError` if a client lacks data or parameters that the options of local training need, such as
-    validation examples for early stopping.
+    """Raises a `UserError` if a client lacks what its options need, such as validation examples.
 
     Raises:
         UserError: no validation examples to stop by, no classes to weight, no column of weights, or no parameter with a

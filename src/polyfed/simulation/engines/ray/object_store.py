@@ -34,8 +34,7 @@ class FlatTensor(NamedTuple):
 
 
 def flatten_tensor(tensor: Tensor) -> FlatTensor:
-    """Converts a tensor to raw bytes, without copying it where possible; of a view of a larger storage, only the view's
-    elements are included.
+    """Converts a tensor to raw bytes, without a copy where possible; a view gives its elements only.
 
     The order of its dimensions in memory stays, since rounding in later computations may depend on it.
 
@@ -112,8 +111,7 @@ class StoredClient(NamedTuple):
 
 
 def store_clients(clients: Sequence[Client], put: Callable[[FlatTensor], Any]) -> list[StoredClient]:
-    """Converts clients for Ray's object store: replaces their tensors by raw bytes, or large ones by the references
-    that `put` returns. A tensor that several clients share is converted once.
+    """Replaces clients' tensors by raw bytes or, for large ones, `put`'s references; shared ones once.
 
     >>> x, y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
     >>> a, b = store_clients([Client(name, None, (x, y), (x, y)) for name in "ab"], put=lambda large: large)
@@ -162,8 +160,7 @@ def store_clients(clients: Sequence[Client], put: Callable[[FlatTensor], Any]) -
 
 @final
 class SharedTensorStore:
-    """Puts tensors that several tasks receive into Ray's object store once, instead of sending them with each task; all
-    tensors with the same receivers become one object.
+    """Puts tensors of several tasks into Ray's object store once, one object per set of receivers.
 
     Attributes:
         names: `id(tensor)` -> its name in the object.

@@ -18,8 +18,10 @@ _RESOURCES = {"CPU": "cores", "GPU": "GPUs"}
 
 
 def connect_to_ray_if_needed(address: str, workers: int | str) -> bool:
-    """Joins or starts a Ray cluster, and returns True; returns False if this process is connected to one already.
-    Raises a `UserError` if no Ray answers at `address`.
+    """Joins or starts a Ray cluster, unless this process is connected; returns whether it did.
+
+    Raises:
+        UserError: no Ray answers at `address`.
     """
     if ray.is_initialized():
         return False

@@ -72,8 +72,7 @@ class _RayWorker:
 
 @final
 class RayEngine(Engine):
-    """Runs tasks on Ray actors (worker processes) with one core each; tasks of clients with the most examples start
-    first.
+    """Runs tasks on Ray actors (worker processes) of one core each, those of most examples first.
 
     Args:
         algorithm, clients: put into the object store when the engine starts.
@@ -135,8 +134,7 @@ class RayEngine(Engine):
         return _RayWorker(actor, actor.start.remote(self._payload))
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Runs the tasks on the workers, and yields each result as soon as it is finished; a task whose worker died
-        twice has an error in `failure`.
+        """Runs the tasks on the workers, and yields each result; `failure` says of a worker that died twice.
 
         Raises:
             UserError: a worker cannot read the clients: a module of theirs is missing on its node.

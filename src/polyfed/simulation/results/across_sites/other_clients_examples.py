@@ -19,8 +19,7 @@ class IncompatibleExamplesError(ValueError):
 
 
 def adapt_test_examples_to_model_of(owner: Client, client: Client) -> tuple[Examples, Callable[[Tensor], Tensor]]:
-    """Returns a client's test examples as the owner's model takes them, and a function that converts the model's
-    outputs to the client's classes or unit.
+    """Returns a client's test examples for the owner's model, and a converter of its outputs.
 
     Raises:
         IncompatibleExamplesError: tables, inputs or classes differ.

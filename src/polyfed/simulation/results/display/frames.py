@@ -27,8 +27,7 @@ def build_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> An
 
 
 def list_scores_by_round(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a dict for each client and round of a run: the round, the client, and its scores and losses; with
-    `simulated_seconds`, the simulated time at the end of the round, if the run simulates time.
+    """Returns a dict for each client and round: round, client, scores, losses, any `simulated_seconds`.
 
     >>> list_scores_by_round([{"round": 1, "clients": {"b": {"loss": 0.5}, "a": {"loss": 0.2}}}])
     [{'round': 1, 'client': 'b', 'loss': 0.5}, {'round': 1, 'client': 'a', 'loss': 0.2}]

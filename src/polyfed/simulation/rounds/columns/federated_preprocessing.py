@@ -48,8 +48,7 @@ _ROUNDS = 2
 @final
 @dataclass(frozen=True, kw_only=True)
 class Moments(Averaging):
-    """Computes means and variances of a table's numeric columns over the training rows of all sites, implemented as a
-    method in two rounds.
+    """Computes means and variances of numeric columns over all sites, as a method of two rounds.
 
     The server half needs the sum over sites alone, so that it suits secure sums. The method's fields for training have no
     use.
@@ -129,8 +128,7 @@ class CommonPreprocessing:
 
 @exclusive_single_torch_thread_with_grad()
 def fit_common_preprocessing(clients: Sequence[Client], *, seed: int = 0, secure: bool = False) -> CommonPreprocessing:
-    """Fits one preprocessing for the tables of all clients, from sums over their rows, and from the categories and
-    classes of all tables.
+    """Fits one preprocessing for all clients' tables from sums, categories and classes.
 
     Args:
         clients: whose examples are of tables of the same columns (`Examples.transform` is a `Prepared`).
@@ -168,8 +166,7 @@ def _has_few_unlike_values(values: Tensor) -> bool:
 
 
 def check_sums_hide_single_values(clients: Sequence[Client], *, secure: bool) -> None:
-    """Raises a `UserError` if real sites would refuse to send their sums: a column has so few values that its sum
-    nearly reveals them, and no secure sum hides it.
+    """Raises a `UserError` if a column's sum nearly reveals values and no secure sum hides it.
 
     Raises:
         UserError: a column of a client has so few values that their sum would nearly reveal them, and is not hidden in a
@@ -218,8 +215,7 @@ def run_moments_rounds(federation: Federation, engine: Engine, template: TablePr
 
 
 def _warn_of_inexact_columns(template: TablePreprocessor, variance: Tensor, count: Tensor) -> None:
-    """Warns of columns whose variance is too small for the fixed-point numbers of secure sums: not distinguishable from 0,
-    or not exact to a hundredth.
+    """Warns of variances too small for fixed-point numbers: like 0, or not exact to a hundredth.
 
     `count` is the mean over sites; each site's sum is rounded to 2^-BITS.
     """

@@ -111,8 +111,7 @@ def describe_evaluation_sample(
 
 
 def mean_interval(values: Sequence[float], population: int, *, are_shares: bool = False) -> list[float] | None:
-    """Returns the ends of a 95 % interval of the mean over `population` clients, from the values of those drawn; None for
-    fewer than two values.
+    """Returns the 95 % interval of the mean over `population` from drawn clients; None for one value.
 
     The variance of the mean of n values, drawn from N without replacement, is (1 - n/N)·s²/n (finite-population
     correction); the quantile is that of Student's t with n - 1 degrees of freedom.

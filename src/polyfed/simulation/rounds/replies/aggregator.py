@@ -133,8 +133,7 @@ class ReplyAggregator:
         self.seconds += time.perf_counter() - started
 
     def aggregate(self, server: ServerContext, *, leave_out_bad_replies: bool) -> AggregatedReplies:
-        """Computes the server's next state from the replies, and returns it with the clients whose replies were left
-        out.
+        """Computes the server's next state, and returns it with the clients left out.
 
         Args:
             server: what the server knows.

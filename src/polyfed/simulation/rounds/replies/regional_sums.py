@@ -26,8 +26,7 @@ from polyfed.simulation.settings import Regions
 
 
 def find_region(client: str, regions: Regions) -> str:
-    """Returns the region of a client: what the mapping says or, if `regions` is a number, one of as many, by a checksum
-    of the client's id.
+    """Returns a client's region by the mapping, or by a checksum of its id for a number of regions.
 
     >>> find_region("north", {"north": "europe"}), find_region("north", 1)
     ('europe', '0')

@@ -50,8 +50,7 @@ def supports_secure_sum(algorithm: Algorithm[Any, Any]) -> bool:
 
 
 def effective_disclosures(algorithm: Algorithm[Any, Any], secure: bool) -> frozenset[str]:
-    """Returns what the server learns about a client, such as "weights": with secure aggregation only a sum, otherwise
-    all that the method discloses.
+    """Returns what the server learns of a client ("weights", say); with secure sums only a sum.
 
     >>> from polyfed.algorithms import FedAvg
     >>> sorted(effective_disclosures(FedAvg(), secure=False)), sorted(effective_disclosures(FedAvg(), secure=True))
@@ -106,8 +105,9 @@ def check_secure_rule(algorithm: Algorithm[Any, Any]) -> None:
 
 
 def counts_norms(algorithm: Algorithm[Any, Any]) -> bool:
-    """Returns whether the parts of a method's secure sums have counts, from which the bound on updates follows the median
-    of their norms (`polyfed.core.robust.counted_median`).
+    """Returns whether secure sums count norms, so that the bound on updates follows their median.
+
+    See `polyfed.core.robust.counted_median`.
 
     >>> from polyfed.algorithms import FedAvg
     >>> counts_norms(FedAvg(robust="clip:3x")), counts_norms(FedAvg(robust="clip:5"))
@@ -153,8 +153,7 @@ def secure_bound(algorithm: Algorithm[Any, Any], message: Message) -> SecureBoun
 def encode_reply_in_fixed_point(
     reply: Message, algorithm: Algorithm[Any, Any], num_round_clients: int, received: Message | None = None
 ) -> Message:
-    """Encodes a client's reply in fixed point, as this client's part of a secure sum; a real site does the same before
-    it masks the numbers.
+    """Encodes a reply in fixed point as its part of a secure sum, as a site does before masking.
 
     Args:
         reply: the method's reply. Only the averaged groups are encoded, weighted by the number of examples if the method
@@ -186,8 +185,7 @@ def encode_reply_in_fixed_point(
 def find_secure_reply_error(
     part: Message | None, algorithm: Algorithm[Any, Any], server_state: Any, message: Message
 ) -> str | None:
-    """Returns, as half a sentence, the reason why a client's encoded reply cannot be added to a secure sum; None if it
-    can.
+    """Returns half a sentence on why an encoded reply cannot be summed; None if it can.
 
     Args:
         part: made by `encode_reply_in_fixed_point`, masked or not.

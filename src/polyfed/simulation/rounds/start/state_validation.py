@@ -50,8 +50,7 @@ class StateValidator:
                 self._initial_server_state = federation.initial_checkpoint().state
 
     def state_error(self, checkpoint: Checkpoint, records: Sequence[Mapping[str, Any]]) -> str | None:
-        """Returns, as half a sentence, how the states in a checkpoint differ in form from those that the method
-        creates; None if they do not.
+        """Returns half a sentence on how states differ in form from the method's; None if they do not.
 
         Args:
             checkpoint: the checkpoint.

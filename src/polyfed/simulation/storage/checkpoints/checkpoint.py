@@ -79,8 +79,7 @@ class UnevaluatedRecord(TypedDict):
 @final
 @dataclass(frozen=True)
 class Checkpoint:
-    """Holds all that is needed to resume a run after a round: the server's state, the clients' private states, and
-    more.
+    """Holds all that resuming a run after a round needs: server state, private states, and more.
 
     Attributes:
         round: the last round.
@@ -119,8 +118,7 @@ def save_checkpoint_and_remove_older(
     binding: RunHashes | None = None,
     store: StateStore | None = None,
 ) -> None:
-    """Writes a checkpoint to `folder`, and removes older ones, except the previous checkpoint and the checkpoints of
-    the rounds in `kept_rounds`.
+    """Writes a checkpoint, and removes all older ones but the previous and those of `kept_rounds`.
 
     Args:
         folder: of the checkpoints.
@@ -188,8 +186,7 @@ def load_newest_checkpoint(
     store: StateStore | None = None,
     server_only: bool = False,
 ) -> NewestCheckpoint:
-    """Loads the newest checkpoint that is intact and belongs to the run; returns it with a sentence for each newer one
-    that says why it was not used.
+    """Loads a run's newest intact checkpoint, and says of each newer one why it was not used.
 
     Args:
         folder: of the checkpoints.

@@ -53,8 +53,7 @@ class SharedInitialState:
 
 @final
 class ClientStates(Mapping[str, PyTree]):
-    """Maps client ids to states; the states of a saved checkpoint are read from the store one by one, when they are
-    asked for.
+    """Maps client ids to states; those of a checkpoint are read from the store when asked for.
 
     It does not change: `states | {client: new state}` is another mapping, which shares all else. It knows which states have
     changed since the last checkpoint, so that the next one writes those alone.
@@ -178,8 +177,10 @@ class ClientStates(Mapping[str, PyTree]):
         return saved is not None and (saved.store.path, saved.part, saved.round) == (store.path, part, round_number)
 
     def with_contiguous_changes(self, name: str) -> "ClientStates":
-        """Returns the states with the changed ones in row-major order; raises a `TypeError` if one of them cannot be
-        saved.
+        """Returns the states with changed ones in row-major order.
+
+        Raises:
+            TypeError: a state cannot be saved.
 
         Args:
             name: what the states are, for the error.
@@ -201,8 +202,7 @@ class ClientStates(Mapping[str, PyTree]):
 
 
 def check_and_wrap_server_state(state: PyTree, algorithm: Algorithm[Any, Any], name: str) -> PyTree:
-    """Returns a server's state with every tensor in row-major order, and with the groups that have an entry for each
-    client as `ClientStates`.
+    """Returns a server state in row-major order, with groups of one entry per client as `ClientStates`.
 
     Args:
         state: what the method returned.
@@ -264,8 +264,7 @@ def write_states(
     previous_round: int,
     needed_rounds: Collection[int],
 ) -> dict[str, str]:
-    """Writes to the store what a checkpoint changes of the clients' states; returns the number of rows and the sum of
-    their hashes, for `complete.json`.
+    """Writes a checkpoint's changed states; returns row count and sum of hashes for `complete.json`.
 
     Args:
         store: of the run.

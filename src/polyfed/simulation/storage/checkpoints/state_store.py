@@ -129,8 +129,7 @@ class StateStore:
             return int(connection.execute(query, {"part": part, "round": round_number}).fetchone()[0])
 
     def check(self, round_number: int, expected: Mapping[str, str]) -> None:
-        """Raises a `UserError` unless all states after a round are there and have the bytes that were written; holds one
-        state in memory at a time.
+        """Raises a `UserError` unless all states of a round have the bytes written, one in memory at a time.
 
         Args:
             round_number: that of the checkpoint.
@@ -163,8 +162,7 @@ class StateStore:
         replaced_parts: Collection[str],
         needed_rounds: Collection[int],
     ) -> dict[str, str]:
-        """Writes the states that a checkpoint changes, all or none, and flushes them to the disk; removes the rows that
-        no checkpoint needs.
+        """Writes and flushes a checkpoint's changed states, all or none, and removes rows of no use.
 
         Args:
             round_number: that of the checkpoint.

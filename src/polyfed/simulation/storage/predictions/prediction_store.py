@@ -156,8 +156,7 @@ class PredictionStore:
     def store_round_or_explain(
         self, round_number: int, outputs_by_client: OutputsByClient, best_round: int | None
     ) -> str | None:
-        """Stores the predictions of an evaluated round, and removes those of other rounds if there is no room. Returns
-        a sentence the first time that a round is too large to store; otherwise None.
+        """Stores a round's predictions, and removes others for room; says once if it is too large.
 
         Args:
             round_number: the round.

@@ -34,8 +34,7 @@ MOST_ROWS = 20_000_000  # a larger file takes minutes to read
 
 
 def write_outputs_of_client(path: Path, client: Client, outputs_by_round: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Writes the outputs of a client's networks, by round, to the client's Parquet file, atomically but without
-    syncing: `flush_files_to_disk` syncs all files together.
+    """Writes a client's outputs by round to Parquet, atomically; `flush_files_to_disk` syncs later.
 
     Args:
         path: of the file.
@@ -105,8 +104,7 @@ class StoredOutputs(NamedTuple):
 
 
 def read_outputs_and_targets(path: Path, split: str, round: int) -> StoredOutputs:
-    """Reads the network's outputs for one split ("test" or "val") after a round, with the targets, further columns and
-    groups of the examples.
+    """Reads the outputs of one split ("test", "val") after a round, with targets, columns and groups.
 
     Raises:
         UserError: the file is damaged, or there is no such split.
@@ -146,8 +144,9 @@ def _read_table(path: Path, split: str, round: int | None, columns: list[str] | 
 
 
 def _check_size(metadata: "pyarrow.parquet.FileMetaData") -> None:
-    """Checks that the file holds no more than a run can have stored, before it is read. Equal values take no space in
-    the file but do in memory.
+    """Checks before reading that a file holds no more than a run can store.
+
+    Equal values take no space in the file, but do in memory.
 
     Raises:
         ValueError: there is more.
