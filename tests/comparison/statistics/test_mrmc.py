@@ -23,7 +23,11 @@ from polyfed.comparison.statistics.mrmc import (
     estimate_variance_components,
 )
 from polyfed.comparison.statistics.pseudo_values import jackknife as influence
-from polyfed.comparison.statistics.pseudo_values.jackknife import NUM_GROUPS, score_with_pseudo_values
+from polyfed.comparison.statistics.pseudo_values.jackknife import (
+    NUM_GROUPS,
+    example_class_of_each_pseudo_value,
+    score_with_pseudo_values,
+)
 from polyfed.comparison.statistics.score_intervals import mean_gain_with_interval, mean_score_with_interval
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import METRICS, resolve_metrics
@@ -294,6 +298,10 @@ def test_a_few_events_decide_a_c_index_however_many_patients_were_censored():
     )
     assert by_patient.degrees_of_freedom > 1.5 * components.degrees_of_freedom
     assert by_patient.example_variance == components.example_variance
+    many = torch.stack([torch.arange(300.0), torch.arange(300) < 6], dim=1)  # in blocks, each event in its own
+    for metric, truth in ((Survival().default_metric, many), (METRICS["f1"], many[:, 1].long())):
+        classes = example_class_of_each_pseudo_value(metric, truth)
+        assert (len(classes), sorted(np.unique(classes, return_counts=True)[1])) == (NUM_GROUPS, [6, NUM_GROUPS - 6])
 
 
 @pytest.mark.thorough

@@ -99,6 +99,8 @@ def test_each_site_has_its_answer_in_words():
         "better than training alone on new examples (best estimate 10.0 points better; 400 test examples)"
     )
     assert answers["east"]["sentence"].startswith("east: stay alone: fed is ")
+    assert answers["west"]["gain"] == 0
+    assert answers["west"]["sentence"].endswith("(best estimate no difference; 400 test examples)")
     low, high = answers["north"]["interval"]
     assert answers["north"]["gain"] == pytest.approx(0.1)
     assert low < 0.1 < high

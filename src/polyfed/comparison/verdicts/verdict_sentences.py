@@ -65,6 +65,8 @@ def _format_rounded(value: float, unit: str) -> str:
 
 
 def _better_or_worse(value: float, unit: str) -> str:
+    if not float(_rounded(value, unit)):
+        return "no difference"
     return f"{format_difference(value, unit)} {'worse' if value < 0 else 'better'}"
 
 

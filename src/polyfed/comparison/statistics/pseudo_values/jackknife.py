@@ -85,13 +85,35 @@ def example_class_of_each_pseudo_value(
             return classes_of_groups(targets, groups)
         n = count if metric.per_example is not None or metric.name == "r2" else min(count, NUM_GROUPS)
         return np.zeros(n, dtype=np.int64)
-    if metric.per_example is None and n <= NUM_GROUPS and targets.dim() == 1 and not targets.is_floating_point():
-        return np.asarray(targets.numpy(), dtype=np.int64)
-    if metric.name == "auc" and targets.dim() == 1:
-        return np.asarray(targets.numpy(), dtype=np.int64)
-    return np.zeros(
-        n if metric.per_example is not None or metric.name in ("auc", "r2") else min(n, NUM_GROUPS), dtype=np.int64
-    )
+    has_classes = targets.dim() == 1 and not targets.is_floating_point()
+    if metric.per_example is not None or metric.name in ("auc", "r2"):
+        return (targets if has_classes and metric.name == "auc" else torch.zeros(n, dtype=torch.int64)).numpy()
+    return _classes_of_blocks(targets) if has_classes else np.zeros(min(n, NUM_GROUPS), dtype=np.int64)
+
+
+def _classes_of_blocks(classes: Tensor) -> NDArray[np.int64]:
+    """Returns the class of each block of examples: the rarest of its examples' classes, if not every block has an example
+    of it; else 0."""
+    block = _blocks_of_examples(classes)
+    number = int(block.max()) + 1
+    _, code, counts = np.unique(classes.numpy(), return_inverse=True, return_counts=True)
+    class_of_block: NDArray[np.int64] = np.zeros(number, dtype=np.int64)
+    for place in np.argsort(-counts, kind="stable"):
+        if counts[place] < number:
+            class_of_block[block[code == place]] = place + 1
+    return class_of_block
+
+
+def _blocks_of_examples(classes: Tensor) -> NDArray[np.int64]:
+    """Returns the number of each example's block: a block each up to `NUM_GROUPS` examples; of more, blocks with their
+    shares of the classes, or of small and large values."""
+    n = len(classes)
+    order = np.arange(n)
+    if classes.dim() == 1 and n > NUM_GROUPS:
+        order = np.argsort(classes.numpy(), kind="stable")
+    block: NDArray[np.int64] = np.empty(n, dtype=np.int64)
+    block[order] = np.arange(n) % min(n, NUM_GROUPS)
+    return block
 
 
 def _classes_of_examples(metric: Metric, targets: Tensor) -> Tensor:
@@ -155,17 +177,10 @@ def _r2_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, FloatArr
 
 def _leave_group_out_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) -> tuple[float, FloatArray]:
     """Returns the score and the pseudo-values from leaving out one group of examples at a time."""
-    n = len(targets)
-    groups = min(n, NUM_GROUPS)
-    order = np.arange(n)
-    # Stratified: each group has its share of the classes, or of small and large values.
-    if targets.dim() == 1 and n > NUM_GROUPS:
-        order = np.argsort(targets.numpy(), kind="stable")
-    group_of = np.empty(n, dtype=np.int64)
-    group_of[order] = np.arange(n) % groups
-    full_score = metric(outputs, targets)
+    block = _blocks_of_examples(_classes_of_examples(metric, targets))
+    number, full_score = int(block.max()) + 1, metric(outputs, targets)
     values = []
-    for group in range(groups):
-        remaining = torch.from_numpy(np.flatnonzero(group_of != group))
-        values.append(groups * full_score - (groups - 1) * metric(outputs[remaining], targets[remaining]))
+    for left_out in range(number):
+        remaining = torch.from_numpy(np.flatnonzero(block != left_out))
+        values.append(number * full_score - (number - 1) * metric(outputs[remaining], targets[remaining]))
     return full_score, np.asarray(values, dtype=np.float64)
