@@ -117,6 +117,24 @@ QUICK = [  # words, exit status, and what is said
     ("run quickstart --out full", 2, "the run directory full is not empty"),
     ("run --logger wandb", 2, "cannot track with 'wandb'"),
     ("run --data table --data.site s --data.target t", 2, "give --data.path with a CSV or Parquet file"),
+    ("run rows.csv.gz", 2, "rows.csv.gz is compressed; unpack it, and give the file that is in it"),
+    ("run nosuch.csv", 2, "'nosuch.csv' does not exist"),
+    ("look ward.csv", 2, "a row belongs to, and --data.target with the column to predict; or, to divide rows among"),
+    ("look ward.csv", 2, "--data.clients 4; the columns: id, day, ward, ill"),
+    ("look ward.csv --data.site ward", 2, "give --data.target with the column to predict; the columns: id, day,"),
+    ("run ward.csv --data.site ward --data.target ill", 2, "'id' has 60 different texts in 60 rows (free text or an"),
+    (
+        "compare ward.txt --data.site ward --data.target ill",
+        2,
+        "leave them out (--data.drop id,day), or make numbers or",
+    ),
+    (
+        "data ward.csv --data.site ward --data.target ill --data.group id",
+        2,
+        "column 'day' holds dates or times: leave it",
+    ),
+    ("look ward.csv --data.site ward --data.target ill --data.encoding x", 2, "cannot be read as text in x (unknown"),
+    ("look latin.csv --data.site ward --data.target ill", 2, "cannot be read as text in utf-8 ('utf-8' codec can't"),
     ("run bad.yaml", 2, "bad.yaml, line 2: rounds must be a whole number, got 'ten'"),
     ("compare --algorithms nosuch", 2, "unknown algorithm 'nosuch'; the nearest are"),
     ("compare --algorithms fedprox,fedprox", 2, "--algorithms has 'fedprox' twice"),
@@ -152,6 +170,10 @@ def answers(tmp_path_factory):
     here = tmp_path_factory.mktemp("quick")
     (here / "full").mkdir()
     (here / "full" / "notes.txt").write_text("kept")
+    rows = "".join(f"p{k},2026-01-{k % 28 + 1:02},{'ab'[k % 2]},{k % 3 % 2}\n" for k in range(60))
+    for name in ("ward.csv", "ward.txt"):
+        (here / name).write_text(f"id,day,ward,ill\n{rows}")
+    (here / "latin.csv").write_bytes("ward,ill\nKöln,1\n".encode("latin-1"))
     (here / "bad.yaml").write_text("seed: 1\nrounds: ten\n")
     where = {"cwd": here, "env": {**os.environ, "COLUMNS": "200"}}
     command = [sys.executable, "-W", "error", "-c", PLAY, lines]

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
+from polyfed.core.examples.text_columns import check_whole_numbers_are_classes
 from polyfed.core.task import Task
 from polyfed.tasks.classification import Classification
 from polyfed.tasks.multilabel import Multilabel
@@ -14,7 +15,6 @@ from polyfed.tasks.regression import Regression
 
 TASK_WITH_EVENTS = "survival"
 """Name of the task of a table that names a column of events."""
-_MOST_CLASSES = 20  # different whole numbers that are taken as classes by default
 
 
 def infer_table_task(names: Sequence[str], numbers: Mapping[str, NDArray[Any]] | None) -> Task:
@@ -43,9 +43,5 @@ def infer_table_task(names: Sequence[str], numbers: Mapping[str, NDArray[Any]] |
     column = numbers[names[0]]
     if not bool((column == np.floor(column)).all()):
         return Regression()
-    if (different := len(np.unique(column))) > _MOST_CLASSES:
-        raise UserError(
-            f"target {names[0]!r} has {different} different whole numbers: give task='regression' (--data.task regression) "
-            "if they are amounts, or 'classification' if they are classes"
-        )
+    check_whole_numbers_are_classes(len(np.unique(column)), names[0])
     return Classification()

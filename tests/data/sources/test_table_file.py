@@ -87,12 +87,15 @@ def _read(data):
     ("change", "fields", "message"),
     [
         ({"note": [f"came by foot {i}" for i in range(80)]}, {}, "'note' has 80 different texts .*--data.drop note"),
-        ({"day": ["2020-01-02"] * 80}, {}, "'day' holds dates or times: .*--data.drop day"),
-        ({"day": ["2.1.2020", "13.12.2021"] * 40}, {}, "'day' holds dates: leave it out"),
+        ({"day": ["2020-01-02"] * 80}, {}, "'day' holds dates or times: leave it out .*--data.drop day"),
+        ({"day": ["2.1.2020", "13.12.2021"] * 40}, {}, "'day' holds dates or times: leave it out"),
         ({"lab": ["1.5"] * 78 + ["?", "?"]}, {}, r"'lab' holds numbers, and '\?' in rows 79 and 80: .*--data.missing \?"),
         ({"lab": ["1,500", "12,700.5"] * 40}, {}, "a comma before three digits in rows 1, .*: if it separates"),
         ({"lab": ["1,5", "2,7"] * 40}, {}, "'lab' has numbers with a comma in rows 1, 2, .*: give decimal=','"),
-        ({"lab": [None] * 80}, {}, "'lab' has no value in any row; leave it out: drop='lab', --data.drop lab"),
+        ({"lab": [None] * 80}, {}, "'lab' has no value in any row: leave it out .drop='lab', --data.drop lab"),
+        ({"note": [f"came by foot {i}" for i in range(80)], "day": ["2020-01-02"] * 80, "lab": ["1.5"] * 79 + ["?"]}, {},
+         "2 columns cannot be features as they are: 'note' has .* and 'day' holds dates or times; leave them out "
+         r".drop='note,day', --data.drop note,day.*; besides, column 'lab' holds numbers, and '\?' in row 80"),
         ({"lab": ["999", "1,000"] * 40}, {}, "before three digits in rows 2, .*: if it separates thousands, take it out"),
         ({"lab": [1.0, np.inf] * 40}, {}, "'lab' has an infinite value, .* in rows 2, 4, 6, 8, 10 and 35 more"),
         ({"lab": [1.0, 1e39] * 40}, {}, r"'lab' has an infinite value, or one beyond 3e\+38, in rows 2, 4"),

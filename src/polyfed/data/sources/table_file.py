@@ -17,7 +17,7 @@ from polyfed.data.pooled_dataset import PooledDataset, Source
 from polyfed.data.tabular.columns import (
     check_task_option,
     has_few_values,
-    infer_feature_column,
+    infer_feature_columns,
     read_targets,
     to_float32_unless_precision_lost,
     warn_of_duplicate_rows,
@@ -216,7 +216,7 @@ class TableFile(Source):
                 "no column is left for features: leave out less (drop=..., --data.drop), or name some (columns=..., "
                 "--data.columns)"
             )
-        return tuple(infer_feature_column(table, name, name in categorical) for name in names)
+        return infer_feature_columns(table, names, categorical)
 
     def _subgroup_columns(self, table: Table, targets: Sequence[str]) -> dict[str, NDArray[Any]]:
         """Returns the columns of sites, groups and few values, by which subgroups can be scored."""

@@ -1,6 +1,5 @@
 """Infers the types of a table's columns (features, categories, targets), and warns of suspicious columns."""
 
-import re
 import warnings
 from collections.abc import Sequence
 from shlex import quote
@@ -12,16 +11,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import UserError, warn_of_data
-from polyfed.core.io.number_format import format_row_numbers
+from polyfed.core.examples.text_columns import (
+    MOST_CATEGORIES,
+    ColumnRefusal,
+    find_text_refusal,
+    refuse_columns,
+    refuse_dates,
+)
 from polyfed.core.task import DEFAULT_TASK, Task, TaskSpec
 from polyfed.core.task_lookup import get_task
 from polyfed.data.formats.files import Table
 from polyfed.data.tabular.positive_class import is_condition_or_value_list, split_by_positive
 from polyfed.data.tabular.preprocessing import Column
 from polyfed.data.tabular.table_reader import (
-    DECIMAL_COMMA,
-    MAX_MISSING_WORDS,
-    THOUSANDS_COMMA,
     check_no_missing_values,
     column_as_arrow_array,
     column_as_numbers,
@@ -29,46 +31,49 @@ from polyfed.data.tabular.table_reader import (
     has_no_letter_or_digit,
     is_empty_non_numeric_column,
     is_numeric_column,
-    is_numeric_text,
     is_numeric_type,
     is_text_type,
 )
 from polyfed.tasks import infer_table_task
 
-_MOST_CATEGORIES = 50
 _MOST_SUBGROUP_VALUES = 10  # different values of a column of numbers that is kept for scores of subgroups
 _PRECISE = 1e-5  # of a column's standard deviation: with a larger rounding error it is kept as float64
 _LARGEST_EXACT = 2.0**53  # up to which a floating-point number tells neighbouring whole numbers apart
 _IDENTIFIERS = frozenset({"id", "nr", "no", "number", "mrn"})
-_DATE = re.compile(r"\d{1,4}([./-])\d{1,2}\1\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
 
 
-def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column:
-    """Describes a feature column: categories for text or if `as_categories`, else numbers.
+def infer_feature_columns(table: Table, names: Sequence[str], categorical: Sequence[str]) -> tuple[Column, ...]:
+    """Describes feature columns: categories if cells are text or the name is in `categorical`.
 
     Raises:
-        UserError: the column holds dates, free text, or no value.
+        UserError: columns hold dates, free text, or no value; it names all of them.
     """
+    refusals = [_find_refusal(table, name, name in categorical) for name in names]
+    refuse_columns([refusal for refusal in refusals if refusal is not None])
+    return tuple(_infer_feature_column(table, name, name in categorical) for name in names)
+
+
+def _find_refusal(table: Table, name: str, as_categories: bool) -> ColumnRefusal | None:
     import pyarrow.types as kinds
 
     kind = column_as_arrow_array(table, name).type
     if is_empty_non_numeric_column(table, name):
-        raise UserError(
-            f"column {name!r} has no value in any row; leave it out: drop={name!r}, --data.drop {quote(name)}"
-        )
+        return find_text_refusal([], name)
     if kinds.is_temporal(kind):
-        raise UserError(
-            f"column {name!r} holds dates or times: make numbers of them before, such as an age or days since admission, or "
-            f"leave it out: drop={name!r}, --data.drop {quote(name)}"
-        )
+        return refuse_dates(name)
     if not (is_numeric_type(kind) or is_text_type(kind)):
-        raise UserError(
-            f"column {name!r} holds values of type {kind}, which is neither number nor text; leave it out: drop={name!r}, "
-            f"--data.drop {quote(name)}"
-        )
+        return ColumnRefusal(name, f"holds values of type {kind}, neither numbers nor texts")
+    is_usable = as_categories or is_numeric_column(table, name)
+    return None if is_usable else find_text_refusal(column_as_texts(table, name).tolist(), name)
+
+
+def _infer_feature_column(table: Table, name: str, as_categories: bool) -> Column:
+    import pyarrow.types as kinds
+
     if not as_categories and is_numeric_column(table, name):
         cells = column_as_numbers(table, name)
-        if not kinds.is_floating(kind) and bool((np.abs(cells) > _LARGEST_EXACT).any()):
+        is_floating = kinds.is_floating(column_as_arrow_array(table, name).type)
+        if not is_floating and bool((np.abs(cells) > _LARGEST_EXACT).any()):
             warn_of_data(
                 f"column {name!r} has numbers of more than 15 digits, the last of which are lost: an id? Leave it out "
                 f"(drop={name!r}, --data.drop {quote(name)}), or, if it is that of a patient, give group={name!r} "
@@ -77,8 +82,6 @@ def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column
         _warn_if_identifier(cells, name)
         return Column(name, None, bool(np.isnan(cells).any()))
     column = column_as_texts(table, name)
-    if not as_categories and (reason := _reason_not_categorical(column, name)):
-        raise UserError(reason)
     present_values = [value for value in column.tolist() if value is not None]
     if signs := sorted(filter(has_no_letter_or_digit, set(present_values))):
         warnings.warn(
@@ -88,49 +91,6 @@ def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column
             stacklevel=2,
         )
     return Column(name, sorted_unique_texts(present_values), len(present_values) < len(column))
-
-
-def _reason_not_categorical(column: NDArray[Any], name: str) -> str:
-    """Returns why a column of strings is not categorical (dates, for example), as a sentence, or "" if it is.
-
-    Args:
-        column: texts, None where there is no value.
-        name: of the column.
-    """
-    rows = [row for row, value in enumerate(column.tolist()) if value is not None]
-    present = [str(column[row]) for row in rows]
-    cure = f"leave it out (drop={name!r}, --data.drop {quote(name)}), or make numbers of it before"
-    if all(_DATE.fullmatch(value) for value in present[:100]):
-        return f"column {name!r} holds dates: {cure}, such as an age or days since admission"
-    odd = [row for row, value in zip(rows, present, strict=True) if not is_numeric_text(value)]
-    if odd and all(THOUSANDS_COMMA.fullmatch(str(column[row])) for row in odd):
-        return (
-            f"column {name!r} has numbers with a comma before three digits in {format_row_numbers(np.array(odd))}: if "
-            "it separates thousands, take it out of the file; if it begins a fraction, give decimal=',' (--data.decimal ,)"
-        )
-    if odd and all(DECIMAL_COMMA.fullmatch(str(column[row])) for row in odd):
-        return (
-            f"column {name!r} has numbers with a comma in {format_row_numbers(np.array(odd))}: give decimal=',' "
-            "(--data.decimal ,)"
-        )
-    different, words = len(set(present)), sorted({str(column[row]) for row in odd})
-    many = different > _MOST_CATEGORIES or (different > 10 and 2 * different > len(present))
-    if odd and (
-        len(odd) <= 0.2 * len(present) or (many and len(words) <= MAX_MISSING_WORDS and different > len(words))
-    ):
-        strange, words = str(column[odd[0]]), words[:MAX_MISSING_WORDS]
-        return (
-            f"column {name!r} holds numbers, and {strange!r} in {format_row_numbers(np.array(odd))}: if that means no "
-            f"value, give missing={words} (--data.missing {','.join(words)}); otherwise correct it, or take all as "
-            f"categories (categorical={name!r}, --data.categorical {quote(name)})"
-        )
-    if many:
-        return (
-            f"column {name!r} has {different} different texts in {len(present)} rows: that is free text or an "
-            f"identifier; {cure}, take it as categories (categorical={name!r}, --data.categorical {quote(name)}), or, "
-            f"if its rows belong together, give group={name!r} (--data.group {quote(name)})"
-        )
-    return ""
 
 
 def sorted_unique_texts(items: Sequence[str]) -> tuple[str, ...]:
@@ -151,7 +111,7 @@ def has_few_values(table: Table, name: str) -> bool:
     import pyarrow.compute
 
     kind = column_as_arrow_array(table, name).type
-    max_values = _MOST_CATEGORIES if is_text_type(kind) else _MOST_SUBGROUP_VALUES if is_numeric_type(kind) else 0
+    max_values = MOST_CATEGORIES if is_text_type(kind) else _MOST_SUBGROUP_VALUES if is_numeric_type(kind) else 0
     return bool(max_values) and pyarrow.compute.count_distinct(column_as_arrow_array(table, name)).as_py() <= max_values
 
 
@@ -285,7 +245,7 @@ def _infer_classes(column: NDArray[Any], name: str, positive: str | None) -> tup
     classes = sorted_unique_texts(column.tolist())
     if len(classes) < 2:
         raise UserError(f"target {name!r} has only one value, {classes[0]!r}, and classes need at least two")
-    if len(classes) > max(_MOST_CATEGORIES, len(column) // 10):
+    if len(classes) > max(MOST_CATEGORIES, len(column) // 10):
         raise UserError(
             f"target {name!r} has {len(classes)} different values in {len(column)} rows: too many to be classes"
         )

@@ -1,6 +1,5 @@
 """Reads CSV files as Arrow tables; error messages name columns and rows, and no cell."""
 
-import codecs
 import io
 import re
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import final
 
 from polyfed.core.errors import UserError
+from polyfed.core.examples.text_columns import advise_encoding, describe_undecodable_file, one_line
 from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, open_file
 from polyfed.data.formats.files import Table
 
@@ -53,9 +53,7 @@ def parse_csv_file(file: Path, form: CSVFormat) -> Table:
         with open_file(file) as stream, io.TextIOWrapper(stream, form.encoding) as text:
             first = text.readline(MAX_TEXT_BYTES)
     except (OSError, UnicodeDecodeError, LookupError) as error:
-        raise UserError(
-            f"{str(file)!r} cannot be read as text in {form.encoding} ({one_line(error)}); {_advise_encoding(file)}"
-        ) from error
+        raise UserError(describe_undecodable_file(file, form.encoding, error)) from error
     if "\0" in first or first.startswith("PK\x03\x04"):
         raise UserError(f"{str(file)!r} is not a CSV file: it holds bytes that are not text; save the sheet as CSV")
     separator = form.delimiter if form.delimiter != "auto" else max(_DELIMITERS, key=first.count)
@@ -76,14 +74,14 @@ def parse_csv_file(file: Path, form: CSVFormat) -> Table:
         )
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         is_encoding = "UTF8" in str(error) or "codec" in str(error)
-        cure = _advise_encoding(file) if is_encoding else f"cells are separated by {separator!r}, rows by line"
+        cure = advise_encoding(file) if is_encoding else f"cells are separated by {separator!r}, rows by line"
         what = re.sub(r"(Expected \d+ columns, got \d+).*", r"\1", one_line(error))  # a row follows, with its cells
         raise UserError(f"{str(file)!r} cannot be read as CSV ({what}); {cure}") from error
     table = _without_unnamed_empty_columns(table, file)
     if unreadable := [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]:
         raise UserError(
             f"column {unreadable[0]!r} of {str(file)!r} has texts that are not in {form.encoding}; "
-            f"{_advise_encoding(file)}"
+            f"{advise_encoding(file)}"
         )
     for name in set(form.text_columns) & set(table.column_names):
         if pyarrow.types.is_string(table.column(name).type):  # not if the file has spaces around the name
@@ -111,17 +109,3 @@ def _without_empty_rows_at_the_end(table: Table) -> Table:
     while rows and all(not column[rows - 1].is_valid for column in table.columns):
         rows -= 1
     return table.slice(0, rows)
-
-
-def _advise_encoding(file: Path) -> str:
-    try:
-        with open_file(file) as stream:
-            is_utf16 = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    except (OSError, UserError):
-        is_utf16 = False
-    return f"give --data.encoding {'utf-16' if is_utf16 else 'latin-1'}, or save the file as UTF-8"
-
-
-def one_line(error: BaseException) -> str:
-    """Returns the text of an error without line breaks, at most 200 characters."""
-    return " ".join(str(error).split())[:200]

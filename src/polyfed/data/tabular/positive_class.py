@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
-from polyfed.data.tabular.table_reader import is_numeric_text
+from polyfed.core.examples.text_columns import is_numeric_text
 
 _CONDITION = re.compile(r"(>=|<=|!=|==|=|>|<)\s*(.+)")
 _COMPARISONS: Mapping[str, tuple[Callable[[Any, Any], Any], str]] = {  # of numbers, and the sign of the opposite

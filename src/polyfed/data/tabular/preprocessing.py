@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
+from polyfed.core.examples.text_columns import is_numeric_text
 from polyfed.core.io.number_format import format_row_numbers
 from polyfed.core.io.validation import validation_error
 from polyfed.core.task import Task, TaskSpec
@@ -29,7 +30,6 @@ from polyfed.data.tabular.table_reader import (
     column_as_texts,
     is_empty_non_numeric_column,
     is_numeric_column,
-    is_numeric_text,
     is_text_type,
     read_table,
 )

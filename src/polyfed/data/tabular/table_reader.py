@@ -2,7 +2,6 @@
 and rows.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from numbers import Number
 from pathlib import Path
@@ -12,16 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.examples.text_columns import (
+    DECIMAL_COMMA,
+    MAX_MISSING_WORDS,
+    check_no_empty_cells,
+    is_numeric_text,
+    one_line,
+)
 from polyfed.core.examples.times import times_as_numbers
 from polyfed.core.io.number_format import format_row_numbers
 from polyfed.data.formats.files import Table, read_parquet_splits, resolve_existing_path
-from polyfed.data.tabular.csv_reader import CSVFormat, one_line, parse_csv_file
+from polyfed.data.tabular.csv_reader import CSVFormat, parse_csv_file
 
 PATH_ADVICE = "give path=... (--data.path) with a CSV or Parquet file that has one row per example"
 _LARGEST = float(np.finfo(np.float32).max)
-MAX_MISSING_WORDS = 3  # different words among numbers that may all stand for no value
-DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
-THOUSANDS_COMMA = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?")
 
 
 def read_table(
@@ -333,29 +336,10 @@ def check_no_missing_values(column: NDArray[Any], name: str, role: str) -> None:
     polyfed.core.errors.UserError: site: column 'hospital' has no value in row 2 (the first row below the names is 1);
     fill it in, or drop the row
     """
-    absent = np.array([value is None or value != value for value in column.tolist()], bool)
-    if absent.any():
-        rows = np.flatnonzero(absent)
-        which = "row" if len(rows) == 1 else "rows"
-        raise UserError(
-            f"{role}: column {name!r} has no value in {format_row_numbers(rows)} (the first row below the names is 1); "
-            f"fill it in, or drop the {which}"
-        )
+    absent = [row for row, value in enumerate(column.tolist()) if value is None or value != value]
+    check_no_empty_cells(absent, name, role)
 
 
 def has_no_letter_or_digit(text: str) -> bool:
     """Returns whether a text, such as "?" or "-", has neither letters nor digits and so denotes a missing value."""
     return not any(map(str.isalnum, text))
-
-
-def is_numeric_text(value: str) -> bool:
-    """Returns whether a text represents a number, which "12_3", a number in Python, does not.
-
-    >>> is_numeric_text("1.5e3"), is_numeric_text("12_3")
-    (True, False)
-    """
-    try:
-        float(value)
-    except ValueError:
-        return False
-    return "_" not in value

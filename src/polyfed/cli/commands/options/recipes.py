@@ -20,8 +20,9 @@ from polyfed.simulation.storage.directory import read_config
 RECIPE_FOLDER = Path(__file__).parents[2] / "recipes"
 _LISTING = "polyfed list recipes"
 SCALES = ("paper", "cpu", "smoke")
-_SOURCES_BY_SUFFIX = dict.fromkeys((".csv", ".tsv", ".parquet", ".pq"), "table") | {".npz": "npz"}
+_SOURCES_BY_SUFFIX = dict.fromkeys((".csv", ".tsv", ".txt", ".parquet", ".pq"), "table") | {".npz": "npz"}
 _SPREADSHEETS = (".xlsx", ".xls", ".xlsm", ".ods", ".numbers")
+_ARCHIVES = (".gz", ".zip", ".bz2", ".xz", ".zst", ".7z")
 _DEFAULT_SCALE = "cpu"
 _SECTIONS_OF_ONE_EXPERIMENT = ("--data", "--model", "--algorithm", "--baselines")  # without one, it is quickstart
 _CHOICES = ("data", "partition", "model", "algorithm")  # sections of which a bare text is the `name`
@@ -260,7 +261,7 @@ def _data_options(word: str) -> list[str]:
     """Returns the options that stand for a data file or for the name of a data set that is not a recipe; else nothing.
 
     Raises:
-        UserError: a spreadsheet.
+        UserError: a spreadsheet, or an archive.
 
     >>> _data_options("heart.csv")
     ['--data', 'table', '--data.path', 'heart.csv']
@@ -270,6 +271,8 @@ def _data_options(word: str) -> list[str]:
         raise UserError(
             f"{word} is a spreadsheet; save its sheet as CSV (in Excel: Save As, CSV UTF-8), and give that file"
         )
+    if suffix in _ARCHIVES:
+        raise UserError(f"{word} is compressed; unpack it, and give the file that is in it")
     if source := _SOURCES_BY_SUFFIX.get(suffix):
         return ["--data", source, "--data.path", word]
     from polyfed.cli import static_registry

@@ -5,6 +5,7 @@ client.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polyfed.cli.commands.options.table_checks import describe_columns_of_table
 from polyfed.cli.static_registry import MODELS
 from polyfed.core.errors import UserError
 from polyfed.core.io.validation import parse_yaml
@@ -90,8 +91,15 @@ def partition_options_of_site_column(
     if site is None and column is None:
         if {"-h", "--help"} & set(argv):
             return {"data.partition.name": "natural"}
+        values = {
+            key: find_last_option_value(f"--data.{key}", argv) or config_values.get(f"data.{key}")
+            for key in ("path", "target", "delimiter", "encoding")
+        }
+        target = "" if values["target"] else ", and --data.target with the column to predict"
+        columns = describe_columns_of_table(values) if "data.target" in fields else ""
         raise UserError(
-            "give --data.site with the column that says which client a row belongs to; or, to divide rows among simulated "
-            "clients, a partition such as --data.partition iid --data.clients 4"
+            f"give --data.site with the column that says which client a row belongs to{target if columns else ''}; or, to "
+            "divide rows among simulated clients, a partition such as --data.partition iid --data.clients 4"
+            f"{f'; {columns}' if columns else ''}"
         )
     return {"data.partition.name": "natural", "data.partition.column": column or site}

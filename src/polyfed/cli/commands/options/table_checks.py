@@ -10,11 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.examples.text_columns import (
+    DECIMAL_COMMA,
+    check_no_empty_cells,
+    check_whole_numbers_are_classes,
+    describe_undecodable_file,
+    find_text_refusal,
+    is_numeric_text,
+    refuse_columns,
+)
 from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, UNLIMITED_BYTES, expand_user_path, open_file, read_file
 from polyfed.core.io.validation import parse_json
 from polyfed.simulation.storage.directory import read_config
 
 _ROLES = ("site", "group", "time", "columns", "drop", "categorical")
+_MOST_BYTES_READ_EARLY = 8 * 2**20
+_ARROW_NULLS = frozenset(
+    ("", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "N/A", "NA", "NULL", "NaN",
+     "n/a", "nan", "null")
+)  # fmt: skip
+_TRUTH_VALUES = frozenset(("true", "false", "0", "1"))
 _ROW_PER_EXAMPLE = "a CSV or Parquet file that has one row per example"
 
 
@@ -27,10 +42,26 @@ def check_table(data: Any) -> None:
     header = _read_header(str(data["path"]), f"give path=... (--data.path) with {_ROW_PER_EXAMPLE}", data)
     if header is None:
         return
+    if not data.get("target"):
+        raise UserError(f"give --data.target with the column to predict; the columns: {', '.join(header)}")
     names_by_role = {"target": [*_split_names(data.get("target"), header), *_split_names(data.get("event"), header)]}
     names_by_role |= {role: _split_names(data.get(role), header) for role in _ROLES}
     for role, names in names_by_role.items():
         _check_columns(header, names, role)
+    cells = _read_cells(expand_user_path(str(data["path"]), "the table"), header, data)
+    if cells:
+        _check_cells(cells, names_by_role, data)
+
+
+def describe_columns_of_table(data: Mapping[str, Any]) -> str:
+    """Returns words for the columns of the CSV file that the section `data` names, or "" if they cannot be told.
+
+    Raises:
+        UserError: the file does not exist.
+    """
+    path = str(data.get("path") or "")
+    header = _read_header(path, f"give path=... (--data.path) with {_ROW_PER_EXAMPLE}", data) if path else None
+    return f"the columns: {', '.join(header)}" if header else ""
 
 
 def check_prediction(folder: Path, client: str | None, file: str) -> None:
@@ -58,14 +89,78 @@ def _read_header(path: str, advice: str, options: Mapping[str, Any]) -> list[str
     if not file.is_file() or file.suffix.lower() in (".parquet", ".pq"):
         return None
     try:
-        with io.TextIOWrapper(open_file(file, UNLIMITED_BYTES), encoding=options.get("encoding") or "utf-8") as stream:
+        encoding = options.get("encoding") or "utf-8"
+        with io.TextIOWrapper(open_file(file, UNLIMITED_BYTES), encoding) as stream:
             first = stream.readline(MAX_TEXT_BYTES).removeprefix("\ufeff")
-        delimiter = options.get("delimiter") or "auto"
-        separator = max((",", ";", "\t", "|"), key=first.count) if delimiter == "auto" else delimiter
-        names = next(csv.reader([first], delimiter=separator), [])
-    except (OSError, UnicodeDecodeError, LookupError, TypeError, csv.Error):
+        names = next(csv.reader([first], delimiter=_find_delimiter(first, options)), [])
+    except (UnicodeDecodeError, LookupError) as error:
+        raise UserError(describe_undecodable_file(file, encoding, error)) from error
+    except (OSError, TypeError, csv.Error):
         return None
     return [name.strip() for name in names] if first.count('"') % 2 == 0 and "\0" not in first else None
+
+
+def _find_delimiter(first_line: str, options: Mapping[str, Any]) -> str:
+    delimiter = str(options.get("delimiter") or "auto")
+    return max((",", ";", "\t", "|"), key=first_line.count) if delimiter == "auto" else delimiter
+
+
+def _read_cells(file: Path, header: Sequence[str], options: Mapping[str, Any]) -> dict[str, list[str | None]]:
+    """Reads the columns of a small CSV file, None where a cell is empty; {} if the library has to judge the file."""
+    if file.stat().st_size > _MOST_BYTES_READ_EARLY or len(set(header)) < len(header):
+        return {}
+    encoding = options.get("encoding") or "utf-8"
+    try:
+        with io.TextIOWrapper(open_file(file, _MOST_BYTES_READ_EARLY), encoding, newline="") as stream:
+            text = stream.read().removeprefix("\ufeff")
+        separator = _find_delimiter(text.partition("\n")[0], options)
+        rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator) if row][1:]
+    except UnicodeDecodeError as error:
+        raise UserError(describe_undecodable_file(file, encoding, error)) from error
+    except (OSError, TypeError, csv.Error):
+        return {}
+    if any(len(row) != len(header) for row in rows):
+        return {}
+    sign_of_column = [entry.rpartition("=") for entry in _split_names(options.get("missing"), ())]
+    empty = {*_ARROW_NULLS, *(sign for name, equals, sign in sign_of_column if not (name and equals))}
+    cells: dict[str, list[str | None]] = {}
+    for place, name in enumerate(header):
+        signs = empty | {sign for column, equals, sign in sign_of_column if equals and column == name}
+        cells[name] = [None if row[place] in signs else row[place].strip() or None for row in rows]
+    while rows and all(column[-1] is None for column in cells.values()):  # empty rows at the end, as spreadsheets write
+        rows.pop()
+        for column in cells.values():
+            column.pop()
+    return cells if rows else {}
+
+
+def _check_cells(
+    cells: Mapping[str, Sequence[str | None]], names_by_role: Mapping[str, Sequence[str]], data: Mapping[str, Any]
+) -> None:
+    """Raises the library's error about columns that cannot be used, if the library would for certain."""
+    used = {role: names_by_role[role] for role in ("site", "group", "time", "target")}
+    for role, names in used.items():
+        for name in names:
+            check_no_empty_cells([row for row, cell in enumerate(cells[name]) if cell is None], name, role)
+    targets = names_by_role["target"]
+    if len(targets) == 1 and data.get("task", "auto") == "auto" and data.get("positive") is None:
+        numbers = {float(cell) for cell in cells[targets[0]] if cell is not None and is_numeric_text(cell)}
+        if all(map(float.is_integer, numbers)) and all(is_numeric_text(cell or "") for cell in cells[targets[0]]):
+            check_whole_numbers_are_classes(len(numbers), targets[0])
+    if data.get("schema") is not None:
+        return
+    left_out = {name for names in used.values() for name in names} | {*names_by_role["drop"]}
+    features = names_by_role["columns"] or [name for name in cells if name not in left_out]
+    refusals, has_commas = [], data.get("decimal") == ","
+    for name in features:
+        present = [cell for cell in cells[name] if cell is not None]
+        has_commas = data.get("decimal") == "," and all(
+            DECIMAL_COMMA.fullmatch(cell) or is_numeric_text(cell) for cell in present
+        )
+        is_usable = has_commas or all(map(is_numeric_text, present)) or {*map(str.lower, present)} <= _TRUTH_VALUES
+        if not present or not (is_usable or name in names_by_role["categorical"]):
+            refusals.append(find_text_refusal(cells[name], name))
+    refuse_columns([refusal for refusal in refusals if refusal is not None])
 
 
 def _check_columns(header: Sequence[str], names: Sequence[str], role: str) -> None:

@@ -1,0 +1,176 @@
+"""Says why a table's text, or columns of it, cannot be used as they are; all columns in one error.
+
+Nothing here needs torch or NumPy, so that the command line refuses a table in an instant.
+"""
+
+import codecs
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import final
+
+from polyfed.core.errors import UserError
+from polyfed.core.io.atomic_files import UNLIMITED_BYTES, open_file
+from polyfed.core.io.number_format import format_row_numbers, join_with_and
+
+DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
+MOST_CATEGORIES = 50
+MAX_MISSING_WORDS = 3  # different words among numbers that may all stand for no value
+_MOST_CLASSES = 20  # different whole numbers that are taken as classes by default
+_THOUSANDS_COMMA = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?")
+_DATE = re.compile(r"\d{1,4}([./-])\d{1,2}\1\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
+
+
+@final
+@dataclass(frozen=True)
+class ColumnRefusal:
+    """Says why one column cannot be a feature.
+
+    Args:
+        name: of the column.
+        what: what it holds, such as "holds dates or times".
+        cure: what to do about it, if leaving it out is not the first choice; "" if it is.
+        otherwise: what else to do than to leave it out.
+    """
+
+    name: str
+    what: str
+    cure: str = ""
+    otherwise: str = ""
+
+    def __str__(self) -> str:
+        cure = self.cure or f"leave it out ({_drop_advice([self.name])}){self.otherwise}"
+        return f"column {self.name!r} {self.what}: {cure}"
+
+
+def _drop_advice(names: Sequence[str]) -> str:
+    joined = ",".join(names)
+    return f"drop={joined!r}, --data.drop {quote(joined)}"
+
+
+def refuse_columns(refusals: Sequence[ColumnRefusal]) -> None:
+    """Raises one `UserError` about all columns that cannot be features; does nothing without any.
+
+    >>> refuse_columns([ColumnRefusal("day", "holds dates or times"), ColumnRefusal("id", "has 9 texts in 9 rows")])
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: 2 columns cannot be features as they are: 'day' holds dates or times and 'id' has 9
+    texts in 9 rows; leave them out (drop='day,id', --data.drop day,id), or make numbers or categories of them
+    (categorical=..., --data.categorical)
+    """
+    unusable = [refusal for refusal in refusals if not refusal.cure]
+    sentences = [str(refusal) for refusal in refusals if refusal.cure][:1]
+    if len(unusable) > 1:
+        reasons = join_with_and([f"{refusal.name!r} {refusal.what}" for refusal in unusable])
+        advice = _drop_advice([refusal.name for refusal in unusable])
+        sentences.insert(0, f"{len(unusable)} columns cannot be features as they are: {reasons}; leave them out ({advice}), "
+                            "or make numbers or categories of them (categorical=..., --data.categorical)")  # fmt: skip
+    elif unusable:
+        sentences.insert(0, str(unusable[0]))
+    if sentences:
+        raise UserError("; besides, ".join(sentences))
+
+
+def find_text_refusal(column: Sequence[str | None], name: str) -> ColumnRefusal | None:
+    """Says why a column of texts, None where a cell is empty, can be neither numbers nor categories; None if it can.
+
+    >>> print(find_text_refusal(["1,5", None, "2,0"], "dose"))
+    column 'dose' has numbers with a comma in rows 1 and 3: give decimal=',' (--data.decimal ,)
+    """
+    rows = [row for row, value in enumerate(column) if value is not None]
+    present = [value for value in column if value is not None]
+    if not present:
+        return ColumnRefusal(name, "has no value in any row")
+    if all(_DATE.fullmatch(value) for value in present[:100]):
+        return refuse_dates(name)
+    odd = [row for row, value in zip(rows, present, strict=True) if not is_numeric_text(value)]
+    odd_texts = [str(column[row]) for row in odd]
+    if odd and all(map(_THOUSANDS_COMMA.fullmatch, odd_texts)):
+        return ColumnRefusal(
+            name, f"has numbers with a comma before three digits in {format_row_numbers(odd)}",
+            "if it separates thousands, take it out of the file; if it begins a fraction, give decimal=',' "
+            "(--data.decimal ,)",
+        )  # fmt: skip
+    if odd and all(map(DECIMAL_COMMA.fullmatch, odd_texts)):
+        return ColumnRefusal(
+            name, f"has numbers with a comma in {format_row_numbers(odd)}", "give decimal=',' (--data.decimal ,)"
+        )
+    different, words = len(set(present)), sorted(set(odd_texts))
+    many = different > MOST_CATEGORIES or (different > 10 and 2 * different > len(present))
+    if odd and (
+        len(odd) <= 0.2 * len(present) or (many and len(words) <= MAX_MISSING_WORDS and different > len(words))
+    ):
+        words = words[:MAX_MISSING_WORDS]
+        return ColumnRefusal(
+            name, f"holds numbers, and {odd_texts[0]!r} in {format_row_numbers(odd)}",
+            f"if that means no value, give missing={words} (--data.missing {','.join(words)}); otherwise correct it, or "
+            f"take all as categories (categorical={name!r}, --data.categorical {quote(name)})",
+        )  # fmt: skip
+    if many:
+        return ColumnRefusal(
+            name, f"has {different} different texts in {len(present)} rows (free text or an identifier)",
+            otherwise=f", or make numbers of it before, take it as categories (categorical={name!r}, --data.categorical "
+            f"{quote(name)}), or, if its rows belong together, give group={name!r} (--data.group {quote(name)})",
+        )  # fmt: skip
+    return None
+
+
+def refuse_dates(name: str) -> ColumnRefusal:
+    """Says that a column holds dates or times."""
+    return ColumnRefusal(
+        name, "holds dates or times",
+        otherwise=", or make numbers of it before, such as an age or days since admission",
+    )  # fmt: skip
+
+
+def check_whole_numbers_are_classes(different: int, name: str) -> None:
+    """Raises a `UserError` if a target has so many different whole numbers that they may be amounts."""
+    if different > _MOST_CLASSES:
+        raise UserError(
+            f"target {name!r} has {different} different whole numbers: give task='regression' (--data.task regression) "
+            "if they are amounts, or 'classification' if they are classes"
+        )
+
+
+def check_no_empty_cells(empty_rows: Sequence[int], name: str, role: str) -> None:
+    """Raises a `UserError` if a column of this role has no value in some rows, the first of which is 0."""
+    if len(empty_rows):
+        which = "row" if len(empty_rows) == 1 else "rows"
+        raise UserError(
+            f"{role}: column {name!r} has no value in {format_row_numbers(empty_rows)} (the first row below the names is "
+            f"1); fill it in, or drop the {which}"
+        )
+
+
+def is_numeric_text(value: str) -> bool:
+    """Returns whether a text represents a number, which "12_3", a number in Python, does not.
+
+    >>> is_numeric_text("1.5e3"), is_numeric_text("12_3")
+    (True, False)
+    """
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return "_" not in value
+
+
+def describe_undecodable_file(file: Path, encoding: str, error: Exception) -> str:
+    """Returns a sentence about a file that is no text in this encoding, with what to do."""
+    return f"{str(file)!r} cannot be read as text in {encoding} ({one_line(error)}); {advise_encoding(file)}"
+
+
+def advise_encoding(file: Path) -> str:
+    """Returns advice on the encoding of a file that could not be read."""
+    try:
+        with open_file(file, UNLIMITED_BYTES) as stream:
+            is_utf16 = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    except (OSError, UserError):
+        is_utf16 = False
+    return f"give --data.encoding {'utf-16' if is_utf16 else 'latin-1'}, or save the file as UTF-8"
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the text of an error without line breaks, at most 200 characters."""
+    return " ".join(str(error).split())[:200]

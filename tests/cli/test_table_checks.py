@@ -1,0 +1,58 @@
+"""What is refused before torch is imported is refused in the library's words, and nothing that the library takes is."""
+
+import csv
+
+import pytest
+
+from polyfed.cli.commands.options.table_checks import check_table
+from polyfed.core.errors import UserError
+from polyfed.data.sources.table_file import TableFile
+
+ROWS = range(60)
+COLUMNS = {
+    "age": [20.5 + k for k in ROWS],
+    "site": ["ab"[k % 2] for k in ROWS],
+    "ill": [k // 2 % 2 for k in ROWS],
+}
+CASES = {
+    "usable": ({}, {}),
+    "amounts with a decimal comma": ({"dose": [f"{k},5" for k in ROWS]}, {"decimal": ","}),
+    "truth values": ({"smokes": ["true", "false"] * 30}, {}),
+    "words for no value": ({"dose": ["NA", "", "n/a", 1.5] * 15}, {}),
+    "own words for no value": ({"dose": ["?", 1.5] * 30}, {"missing": "dose=?"}),
+    "identifier": ({"id": [f"p{k}" for k in ROWS]}, {}),
+    "identifier as categories": ({"id": [f"p{k}" for k in ROWS]}, {"categorical": "id"}),
+    "identifier, left out": ({"id": [f"p{k}" for k in ROWS]}, {"drop": "id"}),
+    "dates and an empty column": ({"day": [f"2026-01-{k % 28 + 1:02}" for k in ROWS], "note": [""] * 60}, {}),
+    "dates by which rows are split": ({"day": [f"2026-01-{k % 28 + 1:02}" for k in ROWS]}, {"time": "day"}),
+    "decimal comma and an identifier": ({"dose": [f"{k},5" for k in ROWS], "id": [f"p{k}" for k in ROWS]}, {}),
+    "thousands": ({"cost": [f"{k + 1},000" for k in ROWS]}, {}),
+    "a few words among numbers": ({"lab": [1.5] * 58 + ["low", "high"]}, {}),
+    "codes with an underscore": ({"lab": [f"{k}_1" for k in ROWS]}, {}),
+    "a row without a site": ({"site": ["a", "b", ""] * 20}, {}),
+    "a row without a target": ({"ill": [0, 1, ""] * 20}, {}),
+    "many whole numbers as the target": ({"ill": list(ROWS)}, {}),
+    "many whole numbers, a condition": ({"ill": list(ROWS)}, {"positive": ">30"}),
+    "amounts as the target": ({"ill": [k + 0.5 for k in ROWS]}, {}),
+    "empty rows at the end": ({name: [*values[:-2], "", ""] for name, values in COLUMNS.items()}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_early_refusals_are_those_of_the_library(case, tmp_path):
+    columns, options = CASES[case]
+    columns = COLUMNS | columns
+    file = tmp_path / "rows.csv"
+    with file.open("w", newline="", encoding="utf-8-sig") as stream:
+        csv.writer(stream, delimiter=";").writerows([columns, *zip(*columns.values(), strict=True)])
+    options = {"path": str(file), "target": "ill", "site": "site", **options}
+    assert refusal_by(lambda: check_table({"name": "table", **options})) == refusal_by(TableFile(**options).load)
+
+
+def refusal_by(read):
+    try:
+        read()
+    except UserError as error:
+        return str(error)
+    return ""
