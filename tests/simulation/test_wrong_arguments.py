@@ -58,7 +58,11 @@ def scored(outputs):
         (pf.federate, {"verbose": False}, r"'verbose'; did you mean progress\?"),
         (pf.compare, {"seed": 1}, r"^compare\(\) has no argument 'seed'; did you mean seeds"),
         (pf.compare, {"algorithm": "fml"}, r"did you mean algorithms\?"),
-        (pf.resume, {"rounds": 5}, r"^resume\(\) has no argument 'rounds'; the nearest are"),
+        (
+            pf.resume,
+            {"rounds": 5},
+            r"^resume\(\) has no argument 'rounds'; a run keeps the settings with which it was started; give",
+        ),
         (pf.load, {"device": "cpu"}, r"^load\(\) has no argument 'device'; choices: folder"),
         (pf.look, {"client": []}, r"did you mean clients\?"),
         (pf.audit, {"run": 3}, r"did you mean runs or on_run\?"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, Floats, SimpleModel
-from polyfed.core.io.number_format import format_batch_shape
+from polyfed.core.io.number_format import count_with_noun, format_batch_shape
 from polyfed.core.task import Loss, Task
 from polyfed.tasks.scores import score_functions as scores
 from polyfed.tasks.simple_models.linear_models import LIBRARY, fit_logistic
@@ -121,10 +121,18 @@ class Classification(Task):
             raise UserError(
                 f"{name}: the network must give logits of shape (batch, classes), got {format_batch_shape(shape)}"
             )
-        if int(targets.max()) >= shape[0]:
+        smallest, largest = int(targets.min()), int(targets.max())
+        if largest >= shape[0]:
+            cure = "change the network's output size or the labels"
+            if shape[0] == 1:
+                cure = (
+                    f"give it an output for each class, {largest + 1} or more: losses and metrics take a logit of each"
+                )
+            elif smallest >= 1 and largest == shape[0]:
+                cure = "labels count from 0: subtract 1 if they begin at 1"
             raise UserError(
-                f"{name} has label {int(targets.max())}, but the network has {shape[0]} outputs (classes 0 to "
-                f"{shape[0] - 1}); change the network's output size or the labels"
+                f"{name} has label {largest}, but the network has {count_with_noun(shape[0], 'output')} (classes 0 to "
+                f"{shape[0] - 1}); {cure}"
             )
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -128,6 +128,13 @@ class TestModels:
         with pytest.raises(UserError, match="client 'a': test has label 7"):
             requirements.check_networks_run([only_in_test])
 
+    def test_usual_reasons_for_a_label_beyond_the_outputs(self):
+        one, from_one = "1 output .*give it an output for each class, 2 or more", "subtract 1 if they begin at 1$"
+        for size, labels, cure in ((1, [0, 1], one), (2, [1, 2], from_one), (2, [1, 3], "size or the labels$")):
+            y = torch.tensor(labels * 3)
+            with pytest.raises(UserError, match=cure):
+                requirements.check_networks_run([Client("a", lambda n=size: nn.Linear(X.shape[1], n), (X, y), (X, y))])
+
     def test_more_outputs_than_classes_seen_are_allowed_unless_the_classes_are_known(self):
         few = client("a", y=torch.zeros(6, dtype=torch.int64))
         requirements.check_networks_run([few])

@@ -1,5 +1,6 @@
 """Progress in a notebook, and every form of the argument `progress`, the same in `federate`, `resume` and `compare`."""
 
+import re
 import sys
 import types
 
@@ -69,8 +70,16 @@ def test_a_comparison_has_one_bar_for_its_runs(cell, capsys, parallel):
     pf.compare(small_clients(2), "fedavg", parallel=parallel, **COMPARED)
     (bar,) = cell.shown
     assert bar.text == "3 of 3 runs"
-    assert any(sentence.endswith("done (3 of 3 runs)") for sentence in bar.sentences)
+    assert not any("done (" in sentence for sentence in bar.sentences)
     assert capsys.readouterr() == ("", "")
+
+
+def test_of_the_runs_of_a_comparison_a_cell_keeps_those_that_failed(cell):
+    progress = resolve_progress()
+    progress.finish_run("local, seed 0: done (1 of 4 runs)", 1, 4)
+    assert re.fullmatch(r"1 of 4 runs, \d+ s left", cell.shown[0].text)
+    progress.finish_run("wild, seed 0: failed (2 of 4 runs)", 2, 4)
+    assert cell.shown[0].sentences == ["wild, seed 0: failed (2 of 4 runs)"]
 
 
 def test_without_a_kernel_or_where_nothing_shall_be_shown_there_is_no_bar(cell, monkeypatch):

@@ -1,5 +1,6 @@
 """Runs and comparisons as a notebook shows them: HTML, frames, plots and printed answers, and nothing of the data."""
 
+import html
 import importlib.util
 
 import pandas as pd
@@ -28,6 +29,15 @@ def comparison(tmp_path_factory):
 def _no_figures_stay():
     yield
     pyplot.close("all")
+
+
+def test_a_look_and_a_matrix_are_shown_as_they_are_printed(run):
+    shown = run.cross_site()
+    assert repr(shown) == "CrossSiteScores(3 clients, accuracy, round 3)"
+    for table in (shown, pf.look([pf.Client(f"<b>{c.id}", c.model, c.train, c.test) for c in small_clients()])):
+        page = table._repr_html_()
+        assert page == f"<pre>{html.escape(str(table))}</pre>"
+        assert "<b>" not in page
 
 
 def test_html_has_a_table_and_escapes_names(run):
@@ -114,9 +124,13 @@ def test_what_was_left_out_and_not_judged_is_said_however_quiet(comparison):
     assert {left_out, *unjudged} <= set(pf.load(comparison.out).answers)
     page = comparison.report().read_text("utf-8")
     assert page.partition("Before you rely on this")[2].partition("</div>")[0].count("Left out fedmd") == 1
-    html = comparison._repr_html_()
-    assert html.count("<li>") == len(str(comparison).splitlines())
-    assert html.count("<tr>") == 1 + len(comparison.table())
+    page = comparison._repr_html_()
+    assert page.count("<li>") == len(str(comparison).splitlines())
+    warnings, answers = page.partition("<p>Answers:</p>")[::2]
+    assert "<p>Before you rely on this:</p>" in warnings
+    assert warnings.count("<li>") == len(comparison.results["warnings"])
+    assert comparison.verdicts[0] in answers
+    assert page.count("<tr>") == 1 + len(comparison.table())
 
 
 def test_a_failed_method_is_among_the_answers():

@@ -80,7 +80,10 @@ class Comparison:
         return "\n".join(self._sentences)
 
     def _repr_html_(self) -> str:
-        return comparison_html(repr(self), self._sentences, self.results, self.table())
+        warnings = list(map(keep_advice_for_python, self.results.get("warnings", ())))
+        answers = [text for text in self._sentences if text not in warnings]
+        sentences = {"Before you rely on this:": list(dict.fromkeys(warnings)), "Answers:": answers}
+        return comparison_html(repr(self), sentences, self.results, self.table())
 
     @property
     def _sentences(self) -> list[str]:

@@ -10,13 +10,13 @@ from polyfed.simulation.results.display.plots import plot_intervals
 
 
 def comparison_html(
-    heading: str, sentences: Sequence[str], results: Mapping[str, Any], table: Sequence[Mapping[str, Any]]
+    heading: str, sentences: Mapping[str, Sequence[str]], results: Mapping[str, Any], table: Sequence[Mapping[str, Any]]
 ) -> str:
     """Returns HTML with the warnings and answers of a comparison, and its methods with their mean scores and gains.
 
     Args:
         heading: one line about the comparison.
-        sentences: the warnings and answers.
+        sentences: the warnings and the answers, each below their title.
         results: the content of `comparison.json`.
         table: a row per method, as `Comparison.table` returns it.
     """

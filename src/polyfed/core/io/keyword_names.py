@@ -27,6 +27,8 @@ _FIELDS_OF_METHODS = frozenset(
     {"lr", "batch_size", "local_epochs", "local_steps", "optimizer", "momentum", "weight_decay"}
 )
 
+_SETTINGS_OF_RUNS = frozenset({"rounds", "seed", "keep", "clients_per_round", "evaluate_every"})
+
 Target = TypeVar("Target", bound=Callable[..., Any])
 
 
@@ -84,6 +86,11 @@ def check_keyword_names(
             other = other_names.get(name, name)
             if other in _FIELDS_OF_METHODS and "rounds" in choices:
                 hint = f"it is a field of the method: polyfed.algorithms.FedAvg({other}=...)"
+            elif other in _SETTINGS_OF_RUNS and complaint.startswith("resume()"):
+                hint = (
+                    "a run keeps the settings with which it was started; give it to federate(), with another out=... (many "
+                    "rounds, and a callback that stops, can be resumed later)"
+                )
             else:
                 hint = f"did you mean {other}?" if other in choices else did_you_mean(name, choices, listing)
             raise TypeError(f"{complaint} {name!r}; {hint}")

@@ -1,5 +1,6 @@
 """Defines `Look`, a description of the data of several sites side by side, and builds it from data in this process."""
 
+import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -46,6 +47,9 @@ class Look:
 
     def __str__(self) -> str:
         return format_look(self.summaries, self.findings)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     @property
     def columns(self) -> tuple[LookColumn, ...]:

@@ -61,7 +61,8 @@ class NotebookProgress(Progress):
     def __init__(self, display: Display) -> None:
         self._display, self._bar = display, NotebookBar()
         self._handle: Any = None
-        self._title, self._summary, self._first_round, self._began, self._shown = "", "", 0, 0.0, 0.0
+        self._title, self._summary, self._first_round, self._shown = "", "", 0, 0.0
+        self._began = time.monotonic()
 
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
         """Shows the bar with `rounds_done` of `rounds` rounds done."""
@@ -83,10 +84,14 @@ class NotebookProgress(Progress):
         self._show_round(record["round"], "")
 
     def finish_run(self, sentence: str, runs_done: int, total: int) -> None:
-        """Shows how many runs of a comparison have finished, and the sentence about the last of them."""
+        """Shows how many runs of a comparison have finished and the remaining time; keeps the sentence of a failed one."""
         self._bar.done, self._bar.total = runs_done, total
-        self._bar.text = f"{runs_done} of {total} runs"
-        self.say(sentence)
+        seconds_left = (time.monotonic() - self._began) / runs_done * (total - runs_done)
+        self._bar.text = f"{runs_done} of {total} runs" + (f", {seconds_left:.0f} s left" if runs_done < total else "")
+        if ": failed (" in sentence:
+            self.say(sentence)
+        else:
+            self._update()
 
     def say(self, sentence: str) -> None:
         """Shows a sentence below the bar."""

@@ -3,6 +3,7 @@ works well for which client.
 """
 
 import csv
+import html
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, TypedDict, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import read_file, write_file_atomically
-from polyfed.core.io.number_format import format_number, join_first_and_count_rest
+from polyfed.core.io.number_format import count_with_noun, format_number, join_first_and_count_rest
 from polyfed.core.io.terminal_text import escape_spreadsheet_formula
 from polyfed.core.io.validation import parse_json, validation_error
 
@@ -85,6 +86,13 @@ class CrossSiteScores:
 
     def __str__(self) -> str:
         return format_cross_site(self)
+
+    def __repr__(self) -> str:
+        metrics = ", ".join(entry["name"] for entry in self.metrics)
+        return f"CrossSiteScores({count_with_noun(len(self.clients), 'client')}, {metrics}, round {self.round})"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def matrix(self, metric: str | None = None) -> list[list[CrossSiteCell]]:
         """Returns a metric's scores (default: the deciding one), a row per model, a column per test client.

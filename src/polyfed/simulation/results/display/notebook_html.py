@@ -11,28 +11,36 @@ _MOST_ROWS = 20  # of a table in a cell
 
 
 def notebook_html(
-    heading: str, sentences: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[str]], more: str = "row"
+    heading: str,
+    sentences: Mapping[str, Sequence[str]],
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    more: str = "row",
 ) -> str:
-    """Returns HTML with a heading, a list of sentences, and a table of at most twenty rows; all text is escaped.
+    """Returns HTML with a heading, lists of sentences, and a table of at most twenty rows; all text is escaped.
 
     Args:
         heading: one line.
-        sentences: shown as a list; empty for none.
+        sentences: shown as a list below each title; titles without any are left out.
         columns: headings of the columns.
         rows: of text, one entry per column.
         more: the noun for rows that are left out.
 
-    >>> notebook_html("Run", [], ["client"], [["<b>"]])
+    >>> notebook_html("Run", {}, ["client"], [["<b>"]])
     '<div><p><b>Run</b></p><table><thead><tr><th>client</th></tr></thead><tbody><tr><td>&lt;b&gt;</td></tr></tbody></table></div>'
     """
-    listed = "".join(f"<li>{_escape_html(sentence)}</li>" for sentence in sentences)
+    listed = "".join(
+        f"<p>{_escape_html(title)}</p><ul>{''.join(f'<li>{_escape_html(sentence)}</li>' for sentence in listed_sentences)}</ul>"
+        for title, listed_sentences in sentences.items()
+        if listed_sentences
+    )
     head = "".join(f"<th>{_escape_html(column)}</th>" for column in columns)
     printed_rows = rows if len(rows) <= _MOST_ROWS else [*rows[: _MOST_ROWS - 1], rows[-1]]
     body = "".join("<tr>" + "".join(f"<td>{_escape_html(cell)}</td>" for cell in row) + "</tr>" for row in printed_rows)
     left_out = len(rows) - len(printed_rows)
     note = f"<p>{count_with_noun(left_out, more)} left out; table() has all.</p>" if left_out else ""
     return (
-        f"<div><p><b>{_escape_html(heading)}</b></p>{f'<ul>{listed}</ul>' if listed else ''}"
+        f"<div><p><b>{_escape_html(heading)}</b></p>{listed}"
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}</div>"
     )
 
@@ -47,7 +55,7 @@ def run_html(heading: str, table: Sequence[Mapping[str, Any]], units: Mapping[st
     """
     columns = list(table[0]) if table else []
     rows = [[_format_cell(column, row[column], units) for column in columns] for row in table]
-    return notebook_html(heading, [], columns, rows, "client")
+    return notebook_html(heading, {}, columns, rows, "client")
 
 
 def _format_cell(column: str, value: Any, units: Mapping[str, NumberUnit]) -> str:
