@@ -1,6 +1,6 @@
 // The search reads each word of a question as the beginning of a word: "a" would find every word with a. So small words are left out.
-const SMALL_WORDS = new Set(("a an and any are as at be by can do does for from have how i if in is it its me my of on or our so that the their " +
-  "there this to we what when where will with you your").split(" "));
+const SMALL_WORDS = new Set(("a an and any are as at be by can do does for from have how i if in is it its me more my not of on or our should so that the their " +
+  "there this to use we what when where who why will with you your").split(" "));
 
 function leaveOutSmallWords(question) {
   const words = question.split(/\s+/).filter(word => word && !SMALL_WORDS.has(word.toLowerCase().replace(/[?.!]+$/, "")));

@@ -17,6 +17,7 @@ WEIGHTS = {  # by the beginning of a page's address, the first that fits; 1 else
     "configuration.md": 1.5,
     "glossary.md": 1.5,
     "index.md": 2.0,
+    "scaling.md": 4.0,
 }
 GUIDE_WEIGHT = 4.0  # tutorial and how-to
 
@@ -25,25 +26,30 @@ WORDS = {
     "asynchronous.md": "straggler stragglers fedbuff fedasync",
     "choose.md": "method best recommend recommended",
     "compare.md": "learning rate tune tuning hyperparameter hyperparameters search",
-    "data.md": "data image images text imagefolder dataset datasets numpy dataloader dirichlet non iid partition skew",
-    "deploy.md": "firewall port ports hospital hospitals two",
+    "data.md": "data image images text texts string strings label labels imagefolder dataset datasets numpy dataloader dirichlet non iid partition skew",
+    "deploy.md": "sees firewall port ports hospital hospitals two",
     "export.md": "export save load model serve serving onnx predict prediction inference production download",
-    "faq.md": "custom decided resume checkpoint crash interrupted windows macos error optimizer optimiser loss "
+    "faq.md": "custom decided undecided converged rounds longer resume checkpoint crash interrupted windows macos error optimizer optimiser loss "
     "reproducible",
     "index.md": "federate federated install pip conda requirements licence license cite citation bibtex personalized",
-    "intervals.md": "cross validation fold folds test confidence significance significant p-value power sample size",
+    "intervals.md": "cross validation fold folds many enough need test confidence significance significant p-value power sample size",
     "metrics.md": "metric metrics auc auroc accuracy f1 sensitivity specificity calibration",
-    "networks.md": "custom own model models network networks different architecture architectures heterogeneous torchvision "
+    "json.md": "json output script",
+    "look.md": "cross matrix",
+    "networks.md": "lstm rnn cnn custom own model models network networks different architecture architectures heterogeneous torchvision "
     "timm pytorch",
     "methods.md": "batch epochs momentum scheduler",
     "notebook.md": "plot plots chart figure results",
     "pretrained.md": "hugging face huggingface transformers bert finetune fine peft",
-    "privacy.md": "differential privacy dp epsilon",
-    "scaling.md": "bytes bandwidth communication traffic cost",
-    "security.md": "leave leaves sent gdpr legal governance hipaa",
-    "tabular.md": "csv excel xlsx spreadsheet parquet pandas dataframe missing own patients imbalance",
+    "privacy.md": "differential privacy dp epsilon patient",
+    "report.md": "report page html print pdf subgroup subgroups",
+    "scaling.md": "many clients bytes bandwidth communication traffic cost",
+    "security.md": "leave leaves sent safe gdpr legal governance hipaa",
+    "tabular.md": "csv excel xlsx spreadsheet parquet pandas dataframe missing own imbalance "
+    "unbalanced imbalanced repeated measurements visits longitudinal",
     "tasks.md": "regression forecast forecasting time series segmentation survival multilabel",
     "tutorial.md": "tutorial start started getting quickstart example beginner",
+    "versions.md": "python version versions 3.11 3.12 3.13",
 }
 
 

@@ -67,6 +67,10 @@ SEARCHED = {  # what people type -> the page that must be first
     "add a method": "add_a_method", "my own data": "tabular", "what leaves my site": "security", "what is sent?": "security",
     "deploy two hospitals": "deploy", "firewall": "deploy", "sample size": "intervals", "reproducible": "faq",
     "how do I install it?": "index", "quickstart": "tutorial", "getting started": "tutorial", "plot": "notebook",
+    "how many patients do I need?": "intervals", "why not decided": "faq", "not converged": "faq", "more rounds": "faq",
+    "string labels": "data", "who sees my data": "deploy", "python version": "versions", "lstm": "networks",
+    "unbalanced classes": "tabular", "repeated measurements": "tabular", "print the report": "report", "subgroups": "report",
+    "cross-site": "look", "is it safe?": "security", "windows": "faq", "how many clients": "scaling", "json output": "json",
 }  # fmt: skip
 
 
