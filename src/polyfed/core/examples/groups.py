@@ -55,10 +55,9 @@ def number_units(examples: Examples) -> NDArray[np.int64]:
 
 
 def draw_rows_of_whole_groups(examples: Examples, size: int, seed: int) -> Tensor:
-    """Draws `size` random examples to hold out, and returns their positions, ascending; with groups, whole groups with at
-    most as many examples together, or the smallest group if all have more.
+    """Draws up to `size` examples to hold out, by whole groups if there are groups; returns rows, ascending.
 
-    Examples that are all of one group are drawn as if they had none.
+    If all groups have more examples, it is the smallest group. Examples of one single group are drawn as if they had none.
 
     >>> people = Examples(torch.zeros(6, 1), torch.zeros(6), group=list("aabbbb"))
     >>> draw_rows_of_whole_groups(people, 3, seed=0).tolist()
@@ -70,8 +69,8 @@ def draw_rows_of_whole_groups(examples: Examples, size: int, seed: int) -> Tenso
         units, sizes = np.arange(len(units)), np.ones_like(units)
     order = torch.randperm(len(sizes), generator=torch_generator(seed)).numpy()
     fitting = order[sizes[order] <= size]
-    drawn = fitting[sizes[fitting].cumsum() <= size] if len(fitting) else sizes.argmin()
-    return torch.from_numpy(np.flatnonzero(np.isin(units, drawn)))
+    held_out = fitting[sizes[fitting].cumsum() <= size] if len(fitting) else sizes.argmin()
+    return torch.from_numpy(np.flatnonzero(np.isin(units, held_out)))
 
 
 def replace_missing_groups(group_column: NDArray[Any]) -> NDArray[Any]:

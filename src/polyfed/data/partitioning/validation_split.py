@@ -40,8 +40,7 @@ def hold_out_missing_validation_sets(clients: Sequence[Client], seed: int) -> tu
 
 
 def _sets_of_groups_that_are_not_split(clients: Sequence[Client]) -> dict[str, str]:
-    """Returns `{group: set}` for the groups of those clients whose examples stay as they are, so that no other client
-    holds out a group that one of these trains on."""
+    """Returns `{group: set}` of clients whose examples stay as they are, so that no other holds one out."""
     sets: dict[str, str] = {}
     for client in clients:
         if client.val is not None:
@@ -73,8 +72,9 @@ def split_off_examples(
     set_of_group: MutableMapping[str, str],
     tested_groups: frozenset[str] = frozenset(),
 ) -> tuple[Examples, Examples]:
-    """Splits examples into those that stay and a fifth that is held out, which may be empty: the last if they have a time,
-    else drawn by stratum; groups stay together.
+    """Splits examples into those that stay and a fifth, perhaps empty, that is held out.
+
+    It is the last if they have a time, else drawn by stratum; groups stay together.
 
     Args:
         examples: at least two.

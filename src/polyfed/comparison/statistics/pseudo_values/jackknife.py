@@ -76,8 +76,7 @@ def score_with_pseudo_values(
 def example_class_of_each_pseudo_value(
     metric: Metric, targets: Tensor, groups: Groups | None = None
 ) -> NDArray[np.int64]:
-    """Returns the class of each pseudo-value's example (of a patient: whether the event happened); 0 for a metric without
-    classes."""
+    """Returns the class of each pseudo-value's example (a patient's event, say); 0 without classes."""
     n, targets = len(targets), _classes_of_examples(metric, targets)
     if groups is not None:
         count = int(groups.max()) + 1
@@ -117,8 +116,10 @@ def _blocks_of_examples(classes: Tensor) -> NDArray[np.int64]:
 
 
 def _classes_of_examples(metric: Metric, targets: Tensor) -> Tensor:
-    """Returns the classes within which examples vary, shape (n,): for survival whether the event happened, since a few
-    events decide a C-index however many patients were censored; the targets where the task has no such classes."""
+    """Returns the classes within which examples vary, shape (n,), or the targets where there are none.
+
+    For survival it is whether the event happened, since a few events decide a C-index however many patients were censored.
+    """
     tasks = [task for task in registered_tasks() if task.name in metric.tasks and task.rarest_limits_score]
     for task in tasks if targets.dim() > 1 else ():
         if (strata := task.strata(targets)).ndim == 1:
