@@ -147,7 +147,7 @@ def test_mean_of_finite_trees_is_finite_and_ignores_order(dtype):
 def test_mean_refuses_weights_that_are_none(weights):
     with pytest.raises(ValueError, match="weights must be finite"):
         weighted_mean({"a": {"w": torch.ones(1)}, "b": {"w": torch.ones(1)}}, weights)
-    with pytest.raises(ValueError, match="no trees"):
+    with pytest.raises(ValueError, match="no state dicts"):
         weighted_mean({})
 
 
@@ -237,7 +237,7 @@ def test_the_running_mean_of_equal_trees_is_that_tree(dtype, told):
 def test_what_a_running_mean_refuses():
     mean = RunningMean({"a": 1.0, "b": 1.0})
     mean.add("b", {"w": torch.zeros(2)})
-    with pytest.raises(ValueError, match="'a' comes after 'b'; add trees in the order of their ids"):
+    with pytest.raises(ValueError, match="'a' comes after 'b'; add state dicts in the order of their ids"):
         mean.add("a", {"w": torch.zeros(2)})
     with pytest.raises(
         IncompatibleTensorsError, match=r"of 'c' are not those of 'b': tensor 'w' has shape \(3,\), expected \(2,\)"
@@ -245,7 +245,7 @@ def test_what_a_running_mean_refuses():
         mean.add("c", {"w": torch.zeros(3)})
     with pytest.raises(ValueError, match="weights must be finite, not negative"):
         mean.add("c", {"w": torch.zeros(2)}, float("nan"))
-    with pytest.raises(ValueError, match="the mean of no trees"):
+    with pytest.raises(ValueError, match="the mean of no state dicts"):
         RunningMean().mean()
 
 

@@ -39,7 +39,7 @@ class Server:
     which: SumId = WHICH
     states: dict = field(default_factory=dict)
     adverts: list = field(default_factory=list)
-    boxes: dict = field(default_factory=dict)
+    encrypted_shares: dict = field(default_factory=dict)
     masked: dict = field(default_factory=dict)
     handed: dict = field(default_factory=dict)
 
@@ -51,13 +51,13 @@ class Server:
 
     def share(self, names):
         for name in names:
-            self.states[name], self.boxes[name] = check_and_share_secrets(
+            self.states[name], self.encrypted_shares[name] = check_and_share_secrets(
                 self.states[name], self.adverts, self.threshold, peers(self.names), owner_threshold=self.threshold
             )
         return self
 
     def boxes_for(self, name):
-        return {other: boxes[name] for other, boxes in self.boxes.items() if other != name}
+        return {other: boxes[name] for other, boxes in self.encrypted_shares.items() if other != name}
 
     def mask(self, words):
         for name, x in words.items():
@@ -74,7 +74,7 @@ class Server:
     def sum(self, survivors=None):
         listed = sorted(self.masked) if survivors is None else survivors
         total = sum((self.masked[name] for name in listed), np.zeros(5, np.uint64))
-        return unmask_sum(self.which, self.adverts, self.threshold, self.boxes, listed, total, self.handed)
+        return unmask_sum(self.which, self.adverts, self.threshold, self.encrypted_shares, listed, total, self.handed)
 
 
 def names(number):

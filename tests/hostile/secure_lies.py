@@ -11,7 +11,7 @@ from secure_loop import SITES, Loop, mean_of
 from polyfed.core.algorithm import Message
 from polyfed.deploy.protocol.wire import Envelope
 from polyfed.deploy.secure_aggregation import crypto as primitives
-from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_key_advertisement
+from polyfed.deploy.secure_aggregation.client import BUNDLE_GROUP, SHARES_GROUP, parse_key_advertisement
 from polyfed.deploy.secure_aggregation.crypto import make_signing_function
 from polyfed.deploy.secure_aggregation.protocol import SumId, create_signed_keys
 from polyfed.deploy.secure_aggregation.shamir import PRIME
@@ -63,7 +63,7 @@ def whole(written, words):
 
 def boxes(change):
     """The sealed shares as `change` makes each."""
-    return tensors(lambda groups: {BOXES_GROUP: {name: change(box) for name, box in groups[BOXES_GROUP].items()}})
+    return tensors(lambda groups: {SHARES_GROUP: {name: change(box) for name, box in groups[SHARES_GROUP].items()}})
 
 
 def bundle(change):
@@ -88,9 +88,9 @@ def noise(tensor):
 
 
 def swapped(groups):
-    first, second, *rest = groups[BOXES_GROUP]
-    found = groups[BOXES_GROUP]
-    return {BOXES_GROUP: {first: found[second], second: found[first], **{name: found[name] for name in rest}}}
+    first, second, *rest = groups[SHARES_GROUP]
+    found = groups[SHARES_GROUP]
+    return {SHARES_GROUP: {first: found[second], second: found[first], **{name: found[name] for name in rest}}}
 
 
 BYTES = torch.zeros(9, dtype=torch.uint8)
@@ -113,9 +113,9 @@ LEFT_OUT = {
     # shares
     "silence when shares are asked for": ("share", silence),
     "no shares": ("share", tensors(lambda groups: {})),
-    "a share is missing": ("share", tensors(lambda g: {BOXES_GROUP: dict(list(g[BOXES_GROUP].items())[1:])})),
-    "a share for a stranger": ("share", tensors(lambda g: {BOXES_GROUP: {**g[BOXES_GROUP], "site-9": BYTES}})),
-    "a share for itself": ("share", tensors(lambda g: {BOXES_GROUP: {**g[BOXES_GROUP], LIAR: BYTES}})),
+    "a share is missing": ("share", tensors(lambda g: {SHARES_GROUP: dict(list(g[SHARES_GROUP].items())[1:])})),
+    "a share for a stranger": ("share", tensors(lambda g: {SHARES_GROUP: {**g[SHARES_GROUP], "site-9": BYTES}})),
+    "a share for itself": ("share", tensors(lambda g: {SHARES_GROUP: {**g[SHARES_GROUP], LIAR: BYTES}})),
     "shares of another type": ("share", boxes(torch.Tensor.float)),
     "shares that are NaN": ("share", boxes(lambda t: torch.full(t.shape, torch.nan))),
     "shares in rows": ("share", boxes(lambda t: t[None])),
@@ -123,10 +123,10 @@ LEFT_OUT = {
     "shares that are empty": ("share", boxes(lambda t: t[:0])),
     "shares that are too long": ("share", boxes(lambda t: torch.cat([t, t]))),
     "huge shares": ("share", boxes(lambda t: torch.zeros(2**20, dtype=torch.uint8))),
-    "another group": ("share", tensors(lambda g: {"x": g[BOXES_GROUP]})),
+    "another group": ("share", tensors(lambda g: {"x": g[SHARES_GROUP]})),
     "a thousand shares more": (
         "share",
-        tensors(lambda g: {BOXES_GROUP: {**g[BOXES_GROUP], **{f"s{k}": BYTES for k in range(1000)}}}),
+        tensors(lambda g: {SHARES_GROUP: {**g[SHARES_GROUP], **{f"s{k}": BYTES for k in range(1000)}}}),
     ),
     # masked numbers
     "silence when numbers are asked for": ("mask", silence),
@@ -225,11 +225,11 @@ PREVENTED = {
 AGAINST_ONE = {
     "shares of noise for one": (
         "share",
-        tensors(lambda g: {BOXES_GROUP: {**g[BOXES_GROUP], "site-1": noise(g[BOXES_GROUP]["site-1"])}}),
+        tensors(lambda g: {SHARES_GROUP: {**g[SHARES_GROUP], "site-1": noise(g[SHARES_GROUP]["site-1"])}}),
     ),
     "shares for another": (
         "share",
-        tensors(lambda g: {BOXES_GROUP: {**g[BOXES_GROUP], "site-1": g[BOXES_GROUP]["site-2"]}}),
+        tensors(lambda g: {SHARES_GROUP: {**g[SHARES_GROUP], "site-1": g[SHARES_GROUP]["site-2"]}}),
     ),
 }
 """What keeps another site out of the sum, which refuses to take part without shares of all."""

@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.messages.fixed_point import mean_from_fixed_point, parse_sum_message
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, pack_tensors
-from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, SecureSumClient
+from polyfed.deploy.secure_aggregation.client import SHARES_GROUP, SecureSumClient
 from polyfed.deploy.secure_aggregation.protocol import SumId
 from polyfed.deploy.server.secure_rounds import SecureRoundServer
 from polyfed.deploy.server.server_config import build_or_restore_server
@@ -102,7 +102,7 @@ class Loop:
             body, more = Message(), {}
             if head["part"]:
                 place = member.decrypt_shares_and_join_sum(
-                    SumId(head["run"], head["round"]), letter.body.tensors.get(BOXES_GROUP, {})
+                    SumId(head["run"], head["round"]), letter.body.tensors.get(SHARES_GROUP, {})
                 )
                 place.mark_used()
                 reply = self.reply(name, letter.body.tensors)

@@ -10,7 +10,7 @@ from secure_loop import SITES, write_keys
 import polyfed as pf
 from polyfed.core.algorithm import Message
 from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
-from polyfed.deploy.secure_aggregation.client import BOXES_GROUP
+from polyfed.deploy.secure_aggregation.client import SHARES_GROUP
 from polyfed.deploy.site.site import Site
 from polyfed.testing import SmallNet, small_clients
 from tests.few_cases import few
@@ -62,14 +62,14 @@ class Server:
             **words,
         }
 
-    def boxes(self, listed=SITES):
+    def encrypted_shares(self, listed=SITES):
         """New keys of the round, and sealed shares of a sum of these sites, for the victim."""
         adverts = [
             self.sites[n].answer_envelope(Envelope(self.head("sum", n, advertise=1))).head["advert"] for n in listed
         ]
         asked = {"round": 1, "threshold": 3 if len(listed) > 2 else 2, "adverts": adverts}
         dealt = {
-            n: self.sites[n].answer_envelope(Envelope(self.head("sum", n, share=asked))).body.tensors[BOXES_GROUP]
+            n: self.sites[n].answer_envelope(Envelope(self.head("sum", n, share=asked))).body.tensors[SHARES_GROUP]
             for n in listed
         }
         return {n: box[VICTIM] for n, box in dealt.items() if n != VICTIM}
@@ -80,8 +80,8 @@ class Server:
         model = {**self.model, "head.bias": self.model["head.bias"].clone()}
         model["head.bias"][0] = value
         if phase == "local" and listed not in self.ready:
-            self.ready = {listed: self.boxes(listed)}
-        tensors = {"model": model, **({BOXES_GROUP: self.ready[listed]} if phase == "local" else {})}
+            self.ready = {listed: self.encrypted_shares(listed)}
+        tensors = {"model": model, **({SHARES_GROUP: self.ready[listed]} if phase == "local" else {})}
         asked = {
             "phase": phase,
             "round": 1,

@@ -15,7 +15,7 @@ from polyfed.core.algorithm import Message
 from polyfed.core.errors import RoundError
 from polyfed.core.messages.fixed_point import parse_sum_message
 from polyfed.deploy.protocol.errors import RefusalError
-from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_key_advertisement
+from polyfed.deploy.secure_aggregation.client import BUNDLE_GROUP, SHARES_GROUP, parse_key_advertisement
 from polyfed.deploy.secure_aggregation.protocol import SumId, UnmaskingShares
 from polyfed.deploy.secure_aggregation.unmask import unmask_sum
 from polyfed.simulation.rounds.replies.secure_aggregation import encode_reply_in_fixed_point
@@ -150,7 +150,7 @@ BOXES_OF_LIES = {
 def test_a_site_masks_nothing_for_shares_that_lie(at):
     loop, letter = at("mask")
     for lie, (change, sentence) in BOXES_OF_LIES.items():
-        body = Message({**letter.body.tensors, BOXES_GROUP: change(dict(letter.body.tensors[BOXES_GROUP]))})
+        body = Message({**letter.body.tensors, SHARES_GROUP: change(dict(letter.body.tensors[SHARES_GROUP]))})
         answer = loop.answer(LIAR, dataclasses.replace(letter, body=body))
         assert sentence in answer.head["refused"], lie
         assert not answer.body.tensors, lie
@@ -211,7 +211,7 @@ def learnt(folder, keys, seed):
                 threshold = rng.choice((3, 3, 3, 2, 4))
                 told = {"round": number, "threshold": threshold, "adverts": [keys_of[n] for n in listing]}
                 _, body = ask(name, share=told)
-                if found := body.tensors.get(BOXES_GROUP):
+                if found := body.tensors.get(SHARES_GROUP):
                     boxes_of[name], told_of[name] = found, (tuple(sorted(listing)), threshold)
             second = {}
             for name in boxes_of:

@@ -30,7 +30,7 @@ from secure_loop import SITES, STEPS, Loop, packed, step_of, write_keys
 
 from polyfed.core.errors import UserError
 from polyfed.deploy.protocol.wire import PackedEnvelope
-from polyfed.deploy.secure_aggregation.client import BOXES_GROUP
+from polyfed.deploy.secure_aggregation.client import SHARES_GROUP
 from polyfed.deploy.secure_aggregation.protocol import SumId
 
 
@@ -67,7 +67,7 @@ def test_shares_without_keys_do_not_end_the_run(tmp_path, keys):
         if step == "mask":
             return head(lambda found, letter: {n: v for n, v in found.items() if n != "advert"})(letter, answer)
         if step == "hand out":
-            shares = {BOXES_GROUP: dict.fromkeys(OTHERS, torch.zeros(247, dtype=torch.uint8))}
+            shares = {SHARES_GROUP: dict.fromkeys(OTHERS, torch.zeros(247, dtype=torch.uint8))}
             return tensors(lambda groups: {**groups, **shares})(letter, answer)
         return answer
 

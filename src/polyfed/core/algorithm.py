@@ -80,7 +80,7 @@ class Message:
     def nbytes(self) -> int:
         """Returns the bytes of the message's tensors as one safetensors file; scalars are not counted."""
         return safetensors_num_bytes(
-            {f"{group}/{name}": t for group, tree in self.tensors.items() for name, t in tree.items()}
+            {f"{group}/{name}": t for group, tensors in self.tensors.items() for name, t in tensors.items()}
         )
 
 
@@ -326,7 +326,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         Raises:
             ValueError: the reply cannot be accepted for another reason than its form; the message is half a sentence.
         """
-        return {group: state_dict_spec(tree) for group, tree in message.tensors.items()}
+        return {group: state_dict_spec(tensors) for group, tensors in message.tensors.items()}
 
     @abstractmethod
     def aggregate(

@@ -24,7 +24,7 @@ class RunningMean:
 
     They are added in the order of the clients' ids.
 
-    Floating tensors are summed in float64; the mean of equal trees is that tree bit for bit. Whole numbers (BatchNorm's
+    Floating tensors are summed in float64; the mean of equal tensors is that tensor bit for bit. Whole numbers (BatchNorm's
     counters) are rounded to the nearest, up from the middle, and a boolean is whether any was true, as in a secure sum.
 
     Args:
@@ -58,10 +58,10 @@ class RunningMean:
 
         Raises:
             ValueError: an id that is not above the last, or a weight that is negative or not finite.
-            IncompatibleTensorsError: names, shapes or types that are not those of the first tree.
+            IncompatibleTensorsError: names, shapes or types that are not those of the first client.
         """
         if self._weight_by_client and client <= (last := next(reversed(self._weight_by_client))):
-            raise ValueError(f"{client!r} comes after {last!r}; add trees in the order of their ids")
+            raise ValueError(f"{client!r} comes after {last!r}; add state dicts in the order of their ids")
         _check_weights({client: weight}, need_positive=False)
         share = weight / self._expected_total
         if not self._weight_by_client:
@@ -82,7 +82,7 @@ class RunningMean:
             self._sums[name] = tensor.to(torch.float64) * (0.0 if is_integer else share)
             if double:
                 # Shares sum to 1 only up to rounding. In float32 that does not show: float64 has 29 bits to spare. In
-                # float64 the mean difference from the first tree is taken, which is exactly 0 where trees are equal.
+                # float64 the mean difference from the first client is taken, which is exactly 0 where tensors are equal.
                 self._exact[name] = tensor.clone()
 
     def _accumulate(self, tensors: StateDict, share: float, weight: float) -> None:
@@ -98,10 +98,10 @@ class RunningMean:
         """Returns the weighted mean of all state dicts added so far.
 
         Raises:
-            ValueError: no tree was added, or all weights are 0.
+            ValueError: no state dict was added, or all weights are 0.
         """
         if not self._weight_by_client:
-            raise ValueError("cannot take the mean of no trees")
+            raise ValueError("cannot take the mean of no state dicts")
         total = float(_check_weights(self._weight_by_client).sum())
         scale = 1.0 if self._weight_by_client == self._expected else self._expected_total / total
         return {name: self._mean(name, value, scale, total) for name, value in self._sums.items()}
@@ -143,18 +143,18 @@ def weighted_mean(
     The result does not depend on the order of `tensors_by_client`; see `RunningMean` for what is exact.
 
     Args:
-        tensors_by_client: client id -> tree.
+        tensors_by_client: client id -> state dict.
         weights: client id -> weight ≥ 0, not all zero; scaled to sum to 1.
 
     Raises:
-        ValueError: no trees, or weights that are negative, not finite or all zero.
+        ValueError: no state dicts, or weights that are negative, not finite or all zero.
 
     >>> mean = weighted_mean({"a": {"w": torch.tensor([0.0])}, "b": {"w": torch.tensor([4.0])}}, {"a": 3, "b": 1})
     >>> mean["w"]
     tensor([1.])
     """
     if not tensors_by_client:
-        raise ValueError("cannot take the mean of no trees")
+        raise ValueError("cannot take the mean of no state dicts")
     shares = {i: 1.0 if weights is None else float(weights[i]) for i in sorted(tensors_by_client)}
     mean = RunningMean(shares)
     for i, weight in shares.items():
@@ -248,11 +248,11 @@ def name_of_first_exceeding(tensors: StateDict, limit: float) -> str | None:
 
 def find_value_error(tensors_by_group: Mapping[str, StateDict], limit: float) -> str | None:
     """Returns, as half a sentence, which tensor of a reply has NaN or an absolute value above `limit`; None if none has."""
-    for group, tree in tensors_by_group.items():
-        if tensor_name := name_of_first_exceeding(tree, limit):
+    for group, tensors in tensors_by_group.items():
+        if tensor_name := name_of_first_exceeding(tensors, limit):
             problem = (
                 "NaN or infinite values"
-                if name_of_first_nonfinite({tensor_name: tree[tensor_name]})
+                if name_of_first_nonfinite({tensor_name: tensors[tensor_name]})
                 else f"values beyond {limit:g}"
             )
             return (

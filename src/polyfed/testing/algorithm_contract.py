@@ -238,8 +238,8 @@ class AlgorithmContract(ABC):
                     single_message = algorithm.dispatch(server_state, client_info)
                     assert single_message.scalars == message.scalars
                     assert single_message.tensors.keys() == message.tensors.keys()
-                    for group, tree in single_message.tensors.items():
-                        torch.testing.assert_close(dict(tree), dict(message.tensors[group]))
+                    for group, tensors in single_message.tensors.items():
+                        torch.testing.assert_close(dict(tensors), dict(message.tensors[group]))
 
     def test_order_of_clients_is_irrelevant(self, algorithm: Algorithm[Any, Any]) -> None:
         """The result must not depend on the order of clients and replies, nor on unlisted reply scalars."""

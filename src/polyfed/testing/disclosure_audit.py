@@ -202,8 +202,8 @@ def _sends_class_counts(
 def _proportional_rows(reply: Message, counts: Tensor) -> set[tuple[str, str, int, int]]:
     """Returns the rows and columns proportional to `counts`, as (group, tensor, dimension, number)."""
     places = set()
-    for group, tree in reply.tensors.items():
-        for name, tensor in tree.items():
+    for group, tensors in reply.tensors.items():
+        for name, tensor in tensors.items():
             for dim in range(tensor.dim()):
                 rows = tensor.to(torch.float64).movedim(dim, -1).reshape(-1, tensor.shape[dim])
                 if rows.shape[1] == len(counts):
@@ -292,8 +292,8 @@ def _with_suitable_network(client: Client, algorithm: Algorithm[Any, Any]) -> Cl
 
 def _perturb_reply(reply: Message) -> Message:
     tensors = {
-        g: {n: t * 1.01 + 0.01 if t.is_floating_point() else t for n, t in tree.items()}
-        for g, tree in reply.tensors.items()
+        g: {n: t * 1.01 + 0.01 if t.is_floating_point() else t for n, t in state_dict.items()}
+        for g, state_dict in reply.tensors.items()
     }
     return Message(tensors, reply.scalars)
 
@@ -301,8 +301,8 @@ def _perturb_reply(reply: Message) -> Message:
 def _tensor_bytes(message: Message) -> dict[str, bytes]:
     return {
         f"{g}/{n}": view_as_bytes(t).numpy().tobytes()
-        for g, tree in message.tensors.items()
-        for n, t in tree.items()
+        for g, tensors in message.tensors.items()
+        for n, t in tensors.items()
         if t.numel()
     }
 
@@ -356,7 +356,7 @@ def _first_rounds(
 
 def _reply_signature(algorithm: Algorithm[Any, Any], message: Message, reply: Message, marks_unchanged: bool) -> Any:
     sent_tensors = (
-        {(g, n): t for g, tree in message.tensors.items() for n, t in tree.items()} if marks_unchanged else {}
+        {(g, n): t for g, tensors in message.tensors.items() for n, t in tensors.items()} if marks_unchanged else {}
     )
 
     def is_returned(group: str, name: str, tensor: Tensor) -> bool:
@@ -365,8 +365,8 @@ def _reply_signature(algorithm: Algorithm[Any, Any], message: Message, reply: Me
 
     forms = {
         (g, n): (tuple(t.shape), str(t.dtype), is_returned(g, n, t), () if t.is_floating_point() else t.tolist())
-        for g, tree in reply.tensors.items()
-        for n, t in tree.items()
+        for g, tensors in reply.tensors.items()
+        for n, t in tensors.items()
     }
     return forms, {n: reply.scalars.get(n) for n in sorted(algorithm.scalars_needed)}
 

@@ -97,7 +97,7 @@ def test_the_masked_numbers_of_one_site_fit_every_input():
     server, words = play(4, 3)
     y, x = server.masked["site-0"], words["site-0"]
     seen = [advert.mask_public for advert in server.adverts] + [advert.cipher_public for advert in server.adverts]
-    seen += [box[:32] for boxes in server.boxes.values() for box in boxes.values()]
+    seen += [box[:32] for boxes in server.encrypted_shares.values() for box in boxes.values()]
     digest = server.states["site-0"].shared.participants_digest
     for key in seen:
         pads = [
@@ -234,9 +234,9 @@ def test_a_site_refuses_boxes_that_are_not_for_it_in_this_sum():
     other = Server(names(4), 3, SumId("run-a", 2)).advertise(names(4)).share(names(4))
     lies = {
         "cannot be read": [
-            {**boxes, "site-1": server.boxes["site-1"]["site-2"]},  # for another
+            {**boxes, "site-1": server.encrypted_shares["site-1"]["site-2"]},  # for another
             {**boxes, "site-1": boxes["site-2"]},  # of another
-            {**boxes, "site-1": other.boxes["site-1"]["site-0"]},  # of another round
+            {**boxes, "site-1": other.encrypted_shares["site-1"]["site-0"]},  # of another round
             {**boxes, "site-1": boxes["site-1"][:-1] + bytes([boxes["site-1"][-1] ^ 1])},
             {**boxes, "site-1": b""},
         ],

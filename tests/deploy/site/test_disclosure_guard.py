@@ -11,7 +11,7 @@ from polyfed.core.algorithm import Message
 from polyfed.deploy.privacy.gaussian_mechanism import GaussianNoise, ReplyProtection
 from polyfed.deploy.protocol.piggyback import EVALUATION_KEY
 from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
-from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, SumParticipation
+from polyfed.deploy.secure_aggregation.client import SHARES_GROUP, SumParticipation
 from polyfed.deploy.site import disclosure_guard, private_state
 from polyfed.deploy.site import site as site_module
 from polyfed.deploy.site.site import Site
@@ -58,7 +58,9 @@ def boxes_of(sites, number):
     ]
     asked = {"round": number, "threshold": 3, "adverts": adverts}
     dealt = {
-        n: sites[n].answer_envelope(Envelope(head("sum", secure=True, client=n, share=asked))).body.tensors[BOXES_GROUP]
+        n: sites[n]
+        .answer_envelope(Envelope(head("sum", secure=True, client=n, share=asked)))
+        .body.tensors[SHARES_GROUP]
         for n in sites
     }
     return {n: box[NAMES[0]] for n, box in dealt.items() if n != NAMES[0]}
@@ -67,7 +69,7 @@ def boxes_of(sites, number):
 def letter(phase, number=1, *, secure=False, boxes=None, algorithm=ALGORITHM, lr=0.05, state=None, **words):
     torch.manual_seed(1)
     asked = {"phase": phase, "round": number, "seed": 1, "run_seed": 1, "state": state, "keep": 0, "metrics": []}
-    tensors = {"model": SmallNet().state_dict()} | ({} if boxes is None else {BOXES_GROUP: boxes})
+    tensors = {"model": SmallNet().state_dict()} | ({} if boxes is None else {SHARES_GROUP: boxes})
     more = {"part": True} if secure and phase == "local" else {}
     asked = {**head("task", secure=secure), **asked, **more, **words, "algorithm": algorithm}
     return Envelope(asked, Message(tensors, {"lr": lr}))

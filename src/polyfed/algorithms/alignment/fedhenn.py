@@ -132,7 +132,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         networks = (server.architectures or {}) if self.share == "weights" else {}
         initial_models = {key: initial_state(factory, server.seed) for key, factory in networks.items()}
         forms = {
-            k: {n: [list(t.shape), str(t.dtype)] for n, t in tree.items()} for k, tree in sorted(initial_models.items())
+            k: {n: [list(t.shape), str(t.dtype)] for n, t in tensors.items()}
+            for k, tensors in sorted(initial_models.items())
         }
         if self.sketch:
             assert self.rank is not None

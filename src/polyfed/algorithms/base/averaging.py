@@ -196,14 +196,16 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         except IncompatibleTensorsError as error:
             raise self.make_incompatible_replies_error(error) from error
 
-    def _average_by_client(self, trees: Mapping[str, StateDict], replies: Mapping[str, Message]) -> dict[str, Tensor]:
+    def _average_by_client(
+        self, state_dicts: Mapping[str, StateDict], replies: Mapping[str, Message]
+    ) -> dict[str, Tensor]:
         """Averages the tensors of several clients, weighted by the numbers of examples in their replies.
 
         Returns Σ_i (n_i/n) θ_i, or (1/m) Σ_i θ_i unweighted.
         """
-        num_examples = {i: replies[i].scalars["num_examples"] for i in trees} if self.weighted else None
+        num_examples = {i: replies[i].scalars["num_examples"] for i in state_dicts} if self.weighted else None
         try:
-            return weighted_mean(trees, num_examples)
+            return weighted_mean(state_dicts, num_examples)
         except IncompatibleTensorsError as error:
             raise self.make_incompatible_replies_error(error) from error
 

@@ -113,8 +113,8 @@ def flatten_groups(reply: Message, groups: Sequence[str]) -> dict[str, Tensor]:
 
 def split_into_groups(tensors: StateDict, groups: Sequence[str]) -> dict[str, dict[str, Tensor]]:
     """Returns the tensors of a state dict from `flatten_groups` by group and name."""
-    tree: dict[str, dict[str, Tensor]] = {group: {} for group in groups}
+    state_dict: dict[str, dict[str, Tensor]] = {group: {} for group in groups}
     for key, tensor in tensors.items():
         group, _, name = key.partition("/")
-        tree[group][name] = tensor
-    return tree
+        state_dict[group][name] = tensor
+    return state_dict

@@ -57,12 +57,12 @@ class FedDF(EnsembleDistillationMethod):
     )
 
     def distil(
-        self, architecture: str, tree: StateDict, outputs: Mapping[str, Tensor], server: ServerContext, seed: int
+        self, architecture: str, weights: StateDict, outputs: Mapping[str, Tensor], server: ServerContext, seed: int
     ) -> StateDict:
         """Trains the average θ^p of one architecture on the round's mean outputs over all architectures."""
         assert server.architectures is not None
         assert server.public is not None
-        student = fill_module(cached_module(server.architectures[architecture]).module, tree)
+        student = fill_module(cached_module(server.architectures[architecture]).module, weights)
         targets = torch.stack(list(outputs.values())).mean(0)
         fit_to_targets(
             student,

@@ -76,17 +76,17 @@ class TAKFL(EnsembleDistillationMethod):
         self._at_least(0, "gamma")
 
     def distil(
-        self, architecture: str, tree: StateDict, outputs: Mapping[str, Tensor], server: ServerContext, seed: int
+        self, architecture: str, weights: StateDict, outputs: Mapping[str, Tensor], server: ServerContext, seed: int
     ) -> StateDict:
         """Returns θ^p + Σ_q λ_q·τ^q, with a task vector τ^q of each architecture that a client of the round has."""
         assert server.architectures is not None
         assert server.public is not None
         architecture_by_client = {client_info.id: client_info.architecture or "" for client_info in server.clients}
-        own_outputs = predict_public(server.architectures[architecture], tree, server.public)
+        own_outputs = predict_public(server.architectures[architecture], weights, server.public)
         students, sizes = [], []
         for teacher in sorted({architecture_by_client[i] for i in outputs}):
             mean_outputs = torch.stack([z for i, z in outputs.items() if architecture_by_client[i] == teacher]).mean(0)
-            student = fill_module(cached_module(server.architectures[architecture]).module, tree)
+            student = fill_module(cached_module(server.architectures[architecture]).module, weights)
             fit_to_targets(
                 student,
                 server.public,
@@ -100,7 +100,7 @@ class TAKFL(EnsembleDistillationMethod):
             teacher_module = cached_module(server.architectures[teacher]).module
             sizes.append(float(sum(p.numel() for p in teacher_module.parameters() if p.requires_grad)))
         shares = [size / sum(sizes) if self.merge == "size" else 1 / len(sizes) for size in sizes]
-        return {name: add_task_vectors(tensor, [s[name] for s in students], shares) for name, tensor in tree.items()}
+        return {name: add_task_vectors(tensor, [s[name] for s in students], shares) for name, tensor in weights.items()}
 
     def distance_from_teachers(self, teachers: Tensor, student: Tensor) -> Tensor:
         """Returns the loss T²·KL(t ‖ z) + γ·T_self²·KL(z₀ ‖ z) of a minibatch.

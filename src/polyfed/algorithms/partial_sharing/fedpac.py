@@ -127,7 +127,9 @@ class FedPAC(BodyAndHeadMethod):
         )
         if client_info.purpose != "personal":
             groups["prototypes"] = server_state["prototypes"]
-        return Message({**common.tensors, **{group: tree for group, tree in groups.items() if tree}}, common.scalars)
+        return Message(
+            {**common.tensors, **{group: tensors for group, tensors in groups.items() if tensors}}, common.scalars
+        )
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """Returns the shapes and dtypes of body and class means; with mixed heads also head, h and V."""

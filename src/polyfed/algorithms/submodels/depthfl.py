@@ -120,7 +120,7 @@ class DepthFL(Averaging):
         sent = {i: {forms[i][n]: t for n, t in reply.tensors["model"].items()} for i, reply in replies.items()}
         model = {}
         for key, before in server_state["model"].items():
-            holders = {i: {key: tree[key]} for i, tree in sent.items() if key in tree}
+            holders = {i: {key: tensors[key]} for i, tensors in sent.items() if key in tensors}
             model[key] = self._average_by_client(holders, replies)[key] if holders else before
         return {**server_state, "model": model}
 

@@ -96,7 +96,8 @@ class WidthSubmodelMethod(Averaging, ABC):
             for name, tensor in initial_models[key].items():
                 leading_slice(theta[name], tuple(tensor.shape)).copy_(tensor)
         forms = {
-            key: {name: list(tensor.shape) for name, tensor in tree.items()} for key, tree in initial_models.items()
+            key: {name: list(tensor.shape) for name, tensor in weights.items()}
+            for key, weights in initial_models.items()
         }
         return {
             "model": theta,
@@ -173,8 +174,8 @@ class WidthSubmodelMethod(Averaging, ABC):
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """Returns the submodel as a plain network, with the scales of its layers' outputs in the weights."""
-        tree = fold_scaling_into_weights(message.tensors["model"], _width_ratios_of(message))
-        return load_model_for_eval(client, tree, client_state, self.buffers)
+        weights = fold_scaling_into_weights(message.tensors["model"], _width_ratios_of(message))
+        return load_model_for_eval(client, weights, client_state, self.buffers)
 
 
 def _width_ratios_of(message: Message) -> dict[str, float]:

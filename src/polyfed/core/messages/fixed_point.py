@@ -1,7 +1,7 @@
 """Adds clients' tensors as 64-bit integers (fixed point), so that sums are exact whatever the order of the clients.
 
-A tree with the weight n becomes words: n itself, and round(n·x·2^32) for each number x of a floating tensor, n·x for
-each of a whole one. Words are added mod 2^64. From the sum comes the weighted mean Σ n_i x_i / Σ n_i, without a single tree
+A reply with the weight n becomes words: n itself, and round(n·x·2^32) for each number x of a floating tensor, n·x for
+each of a whole one. Words are added mod 2^64. From the sum comes the weighted mean Σ n_i x_i / Σ n_i, without a single reply
 ever being known: this is what a secure sum adds up (`polyfed.deploy.secure_aggregation`), and what a simulation
 computes in its place.
 """
@@ -231,11 +231,11 @@ def parse_sum_message(message: Message) -> tuple[FixedPointWords, SumLayout]:
     Raises:
         UserError: the message is not such a sum.
     """
-    names_by_group = {group: sorted(tree) for group, tree in message.tensors.items()}
+    names_by_group = {group: sorted(tensors) for group, tensors in message.tensors.items()}
     if names_by_group != {"sum": ["layout", "words"]}:
         raise UserError(f"a part of a secure sum is expected, and the reply holds {str(names_by_group)[:200]}")
-    tree = message.tensors["sum"]
-    layout, words = tree["layout"], tree["words"]
+    tensors = message.tensors["sum"]
+    layout, words = tensors["layout"], tensors["words"]
     if layout.dtype != torch.uint8 or words.dtype != torch.int64 or layout.dim() != 1 or words.dim() != 1:
         raise UserError("the words of a secure sum, or their layout, are of another type or shape")
     parsed_layout = SumLayout.from_byte_tensor(layout)

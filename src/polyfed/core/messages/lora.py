@@ -165,16 +165,16 @@ def cut_message_to_client_rank_within_block(
         return
     net = cached_module(client.model, client.train.device)
     state, groups, added = net.module.state_dict(), dict[str, StateDict](), dict[str, Tensor]()
-    for group, tree in message.tensors.items():
-        tensors = dict(tree)
-        for pair in find_adapters(tree):
+    for group, state_dict in message.tensors.items():
+        tensors = dict(state_dict)
+        for pair in find_adapters(state_dict):
             rank, scale = state[pair.a].shape[0], _adapter_scale(net.module, pair)
-            if rank > tree[pair.a].shape[0]:
+            if rank > state_dict[pair.a].shape[0]:
                 raise UserError(
                     f"client {client.id!r}: the adapter {pair.a!r} has rank {rank}, more than the server's "
-                    f"{tree[pair.a].shape[0]}; give the server's network the largest rank"
+                    f"{state_dict[pair.a].shape[0]}; give the server's network the largest rank"
                 )
-            tensors[pair.a], tensors[pair.b] = tree[pair.a][:rank], tree[pair.b][:, :rank] / scale
+            tensors[pair.a], tensors[pair.b] = state_dict[pair.a][:rank], state_dict[pair.b][:, :rank] / scale
             if (product := tensors.pop(pair.product, None)) is not None:
                 added[pair.product] = product
         groups[group] = tensors
@@ -197,10 +197,10 @@ def fold_adapter_scales_into_reply(algorithm: Algorithm[Any, Any], client: Clien
     if adapter_averaging_mode(algorithm) is None or client.model is None or message_error(reply):
         return reply
     module, groups = cached_module(client.model, client.train.device).module, dict[str, StateDict]()
-    for group, tree in reply.tensors.items():
+    for group, tensors in reply.tensors.items():
         groups[group] = {
-            **tree,
-            **{pair.b: tree[pair.b] * _adapter_scale(module, pair) for pair in find_adapters(tree)},
+            **tensors,
+            **{pair.b: tensors[pair.b] * _adapter_scale(module, pair) for pair in find_adapters(tensors)},
         }
     return Message(groups, reply.scalars)
 
@@ -246,13 +246,13 @@ def scale_initial_server_adapters(algorithm: Algorithm[Any, Any], server_state: 
         return server_state
     module = cached_module(model).module
 
-    def init_group(tree: StateDict) -> dict[str, Tensor]:
-        tensors = dict(tree)
-        for pair in find_adapters(tree):
-            tensors[pair.b] = tree[pair.b] * _adapter_scale(module, pair)
+    def init_group(state_dict: StateDict) -> dict[str, Tensor]:
+        tensors = dict(state_dict)
+        for pair in find_adapters(state_dict):
+            tensors[pair.b] = state_dict[pair.b] * _adapter_scale(module, pair)
             if mode == "stack":
-                tensors[pair.b] = torch.zeros_like(tree[pair.b])
-                tensors[pair.product] = _product_of_factors(tree[pair.a], tensors[pair.b])
+                tensors[pair.b] = torch.zeros_like(state_dict[pair.b])
+                tensors[pair.product] = _product_of_factors(state_dict[pair.a], tensors[pair.b])
         return tensors
 
     return {group: init_group(part) if isinstance(part, Mapping) else part for group, part in server_state.items()}
@@ -269,14 +269,19 @@ def reply_at_server_rank(algorithm: Algorithm[Any, Any], reply: Message, message
     mode = adapter_averaging_mode(algorithm)
     if mode is None:
         return reply
-    sent_tensors = {name: tensor for tree in message.tensors.values() for name, tensor in tree.items()}
+    sent_tensors = {name: tensor for state_dict in message.tensors.values() for name, tensor in state_dict.items()}
     groups: dict[str, StateDict] = {}
-    for group, tree in reply.tensors.items():
-        tensors = dict(tree)
-        for pair in find_adapters(tree):
+    for group, state_dict in reply.tensors.items():
+        tensors = dict(state_dict)
+        for pair in find_adapters(state_dict):
             if pair.a not in sent_tensors or pair.b not in sent_tensors:
                 continue  # refused with the names of what is unexpected
-            a, b, server_a, server_b = tree[pair.a], tree[pair.b], sent_tensors[pair.a], sent_tensors[pair.b]
+            a, b, server_a, server_b = (
+                state_dict[pair.a],
+                state_dict[pair.b],
+                sent_tensors[pair.a],
+                sent_tensors[pair.b],
+            )
             rank, server_rank = a.shape[0] if a.dim() else 0, server_a.shape[0]
             fits = a.shape[1:] == server_a.shape[1:] and b.shape == (server_b.shape[0], rank, *server_b.shape[2:])
             if not fits or not 1 <= rank <= server_rank or {a.dtype, b.dtype} != {server_a.dtype}:
@@ -316,11 +321,11 @@ def factorise_mean_adapters(algorithm: Algorithm[Any, Any], mean: Mapping[str, S
     if adapter_averaging_mode(algorithm) != "svd":
         return mean
     groups: dict[str, StateDict] = {}
-    for group, tree in mean.items():
-        tensors = dict(tree)
-        for pair in find_adapters(tree):
+    for group, state_dict in mean.items():
+        tensors = dict(state_dict)
+        for pair in find_adapters(state_dict):
             if pair.product in tensors:
-                tensors[pair.a], tensors[pair.b] = factorise_into_a_and_b(tensors.pop(pair.product), tree[pair.a])
+                tensors[pair.a], tensors[pair.b] = factorise_into_a_and_b(tensors.pop(pair.product), state_dict[pair.a])
         groups[group] = tensors
     return groups
 

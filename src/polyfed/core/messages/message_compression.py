@@ -52,17 +52,18 @@ def compress_message(message: Message, reference: Message, compressor: Compresso
     tensor(197.)
     """
     tensors = {
-        group: _compress_group(group, tree, reference, compressor, seed) for group, tree in message.tensors.items()
+        group: _compress_group(group, state_dict, reference, compressor, seed)
+        for group, state_dict in message.tensors.items()
     }
     return Message(tensors, message.scalars)
 
 
 def _compress_group(
-    group: str, tree: StateDict, reference: Message, compressor: Compressor, seed: int
+    group: str, tensors: StateDict, reference: Message, compressor: Compressor, seed: int
 ) -> dict[str, Tensor]:
     entries: dict[str, Tensor] = {}
     shared_parts: list[Tensor] = []
-    for name, tensor in tree.items():
+    for name, tensor in tensors.items():
         before = _reference_tensor(reference, group, name)
         matches = before is not None and before.shape == tensor.shape and before.dtype == tensor.dtype
         packed = compressor.compress_tensor_if_worthwhile(
@@ -181,19 +182,20 @@ def decompress_message(message: Message, reference: Message, compressor: Compres
     """
     tensors: dict[str, dict[str, Tensor]] = {}
     entries_by_group = {
-        g: _parse_entries(g, state_dict_spec(tree), reference, compressor) for g, tree in message.tensors.items()
+        g: _parse_entries(g, state_dict_spec(state_dict), reference, compressor)
+        for g, state_dict in message.tensors.items()
     }  # all forms before any number
     for group, entries in entries_by_group.items():
-        tree, group_tensors = message.tensors[group], dict[str, Tensor]()
+        state_dict, group_tensors = message.tensors[group], dict[str, Tensor]()
         for e in entries:
-            body, before = tree[f"{e.name}:{e.kind}"], _reference_tensor(reference, group, e.name)
+            body, before = state_dict[f"{e.name}:{e.kind}"], _reference_tensor(reference, group, e.name)
             if e.kind == _UNCOMPRESSED:
                 group_tensors[e.name] = body
                 continue
             matches = before is not None and (tuple(before.shape), before.dtype) == e.spec
             try:
                 group_tensors[e.name] = compressor.decompress_tensor(
-                    e.kind, body, tree[compressor.shared_entry][e.begin : e.end], before if matches else None
+                    e.kind, body, state_dict[compressor.shared_entry][e.begin : e.end], before if matches else None
                 )
             except ValueError as error:
                 raise ValueError(f"group {group[:80]!r}: tensor {e.name[:80]!r} {error}") from error
@@ -215,7 +217,7 @@ class BroadcastCompressor:
 
     def __init__(self, compressor: Compressor | None, seed: int) -> None:
         self._compressor, self._seed = compressor, seed
-        # The trees themselves are kept too: an id is only its own as long as they live.
+        # The tensors themselves are kept too: an id is only its own as long as they live.
         self._groups: dict[Any, tuple[StateDict, StateDict, StateDict]] = {}
 
     def __call__(self, message: Message) -> tuple[Message, Message]:
@@ -223,14 +225,14 @@ class BroadcastCompressor:
         if self._compressor is None:
             return message, message
         sent, arrived = {}, {}
-        for group, tree in message.tensors.items():
-            key = group, tuple((name, id(tensor)) for name, tensor in tree.items())
+        for group, tensors in message.tensors.items():
+            key = group, tuple((name, id(tensor)) for name, tensor in tensors.items())
             if key not in self._groups:
-                packed = {f"{name}:{_UNCOMPRESSED}": tensor for name, tensor in tree.items()}
+                packed = {f"{name}:{_UNCOMPRESSED}": tensor for name, tensor in tensors.items()}
                 if group not in UNCOMPRESSED_GROUPS:
-                    packed = _compress_group(group, tree, _EMPTY_MESSAGE, self._compressor, self._seed)
+                    packed = _compress_group(group, tensors, _EMPTY_MESSAGE, self._compressor, self._seed)
                 plain = decompress_message(Message({group: packed}), _EMPTY_MESSAGE, self._compressor).tensors[group]
-                self._groups[key] = tree, packed, plain
+                self._groups[key] = tensors, packed, plain
             _, sent[group], arrived[group] = self._groups[key]
         return Message(sent, message.scalars), Message(arrived, message.scalars)
 

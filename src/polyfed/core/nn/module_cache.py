@@ -373,7 +373,7 @@ def fill_module(module: nn.Module, *state_dicts: StateDict) -> nn.Module:
         ValueError: a name is missing, unknown or of another shape, or names of one tensor have different values.
     """
     module_tensors, frozen = unique_tensors(module), frozen_parameters(module)
-    values = {name: tensor for tree in state_dicts for name, tensor in tree.items()}
+    values = {name: tensor for tensors in state_dicts for name, tensor in tensors.items()}
     if not values.keys() <= module_tensors.keys():
         values = rename_to_first_names(module, values)
     expected = {name: tensor for name, tensor in module_tensors.items() if name not in frozen}

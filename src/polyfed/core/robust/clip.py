@@ -116,8 +116,8 @@ def _tensor_before(received: Message, group: str, name: str, tensor: Tensor) -> 
 
     A tensor of another group may have the same name and mean something else.
     """
-    for tree in (received.tensors.get(group, {}), received.tensors.get(COMMON_DRAW, {})):
-        before = tree.get(name)
+    for tensors in (received.tensors.get(group, {}), received.tensors.get(COMMON_DRAW, {})):
+        before = tensors.get(name)
         if before is not None and before.shape == tensor.shape:
             return before
     return None
@@ -153,7 +153,7 @@ def clip_update(
     if bound is None or norm <= bound:
         return ClippedUpdate(norm, 1.0, reply)
     factor = bound / norm
-    tensors = {group: dict(tree) for group, tree in reply.tensors.items()}
+    tensors = {group: dict(state_dict) for group, state_dict in reply.tensors.items()}
     for (group, name), change in changes.items():
         tensor = reply.tensors[group][name]
         before = None if group in differences else _tensor_before(received, group, name, tensor)

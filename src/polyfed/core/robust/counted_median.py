@@ -53,7 +53,9 @@ class CountedMedian:
     @classmethod
     def from_first_message(cls, message: Message) -> "CountedMedian":
         """Starts at a fifth of the norm that the server sends, or 30: no client's data have changed it."""
-        changes = {(g, n): t for g, tree in message.tensors.items() for n, t in tree.items() if t.is_floating_point()}
+        changes = {
+            (g, n): t for g, tensors in message.tensors.items() for n, t in tensors.items() if t.is_floating_point()
+        }
         norm = euclidean_norm(changes)
         return cls(_SHARE_OF_START * norm if _SMALLEST < norm < _LARGEST else _UNKNOWN_NORM)
 

@@ -61,9 +61,9 @@ def clip_fixed_point_words(
     start = {
         group: {
             name: tensor.double() - changes[group, name] if (group, name) in changes else tensor
-            for name, tensor in tree.items()
+            for name, tensor in tensors.items()
         }
-        for group, tree in groups.items()
+        for group, tensors in groups.items()
     }
     words = to_fixed_point(start, weight, num_parties).view(np.int64)
     scale = max_norm / norm * _SHRINK * float(weight) * 2.0**FRACTION_BITS
@@ -102,9 +102,11 @@ def limit_mean_update(
         differences: groups that hold changes already.
     """
     clipped = clip_update(Message(mean), received, mean, max_norm, differences)
-    count = sum(tensor.numel() for tree in mean.values() for tensor in tree.values())
-    largest = max((float(t.abs().max()) for tree in mean.values() for t in tree.values() if t.numel()), default=0.0)
+    count = sum(tensor.numel() for state_dict in mean.values() for tensor in state_dict.values())
+    largest = max(
+        (float(t.abs().max()) for state_dict in mean.values() for t in state_dict.values() if t.numel()), default=0.0
+    )
     # What fixed point and float32 round, in the mean and in what the sites received.
     rounding = math.sqrt(count) * (2.0**-32 + largest * 2.0**-23)
     tensors = mean if clipped.norm <= max_norm + rounding else clipped.reply.tensors
-    return LimitedMean({group: dict(tree) for group, tree in tensors.items()}, clipped.norm)
+    return LimitedMean({group: dict(state_dict) for group, state_dict in tensors.items()}, clipped.norm)

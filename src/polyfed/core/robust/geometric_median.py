@@ -82,7 +82,7 @@ def _distances_to_center(tensors_by_client: Mapping[str, StateDict], ids: list[s
     """Returns ‖v − w_i‖ of each client, (clients,)."""
     names = names_of_distances(tensors_by_client[ids[0]])
     squares = [
-        math.fsum(float((center[n] - tree[n].detach().to(torch.float64)).square().sum()) for n in names)
-        for tree in (tensors_by_client[i] for i in ids)
+        math.fsum(float((center[n] - tensors[n].detach().to(torch.float64)).square().sum()) for n in names)
+        for tensors in (tensors_by_client[i] for i in ids)
     ]
     return torch.tensor(squares, dtype=torch.float64).sqrt()

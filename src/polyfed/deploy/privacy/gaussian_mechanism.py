@@ -172,10 +172,10 @@ def clip_and_add_noise(
     """
     if protection.clip_norm is None:
         return reply
-    received = {(g, n): t for g, tree in received_message.tensors.items() for n, t in tree.items()}
+    received = {(g, n): t for g, tensors in received_message.tensors.items() for n, t in tensors.items()}
     changes: dict[tuple[str, str], Tensor] = {}
-    for group, tree in reply.tensors.items():
-        for name, tensor in tree.items():
+    for group, tensors in reply.tensors.items():
+        for name, tensor in tensors.items():
             if tensor.is_complex() and protection.noise_multiplier:
                 raise UserError(f"group {group!r}: tensor {name!r} is complex, which noise does not cover here")
             if tensor.is_floating_point():
@@ -195,9 +195,9 @@ def clip_and_add_noise(
     deviation = protection.noise_multiplier * protection.clip_norm / math.sqrt(num_noisy_sites)
     generator = GaussianNoise() if deviation else None
     arrays: dict[str, dict[str, Tensor]] = {}
-    for group, tree in reply.tensors.items():
-        arrays[group] = sent_tensors = dict(tree)
-        for name, tensor in tree.items():
+    for group, tensors in reply.tensors.items():
+        arrays[group] = sent_tensors = dict(tensors)
+        for name, tensor in tensors.items():
             key = (group, name)
             if (
                 key not in changes

@@ -89,8 +89,12 @@ def split_training_and_evaluation(envelope: Envelope) -> SplitEnvelope | None:
     """
     if (evaluation := envelope.head.get(EVALUATION_KEY)) is None:
         return None
-    extra_tensors = {group: tree for group, tree in envelope.body.tensors.items() if group.startswith(_BESIDE)}
-    training_tensors = {group: tree for group, tree in envelope.body.tensors.items() if group not in extra_tensors}
+    extra_tensors = {
+        group: state_dict for group, state_dict in envelope.body.tensors.items() if group.startswith(_BESIDE)
+    }
+    training_tensors = {
+        group: state_dict for group, state_dict in envelope.body.tensors.items() if group not in extra_tensors
+    }
     try:
         tensors = {
             group: _pick_tensors(
@@ -117,14 +121,17 @@ def _attach_evaluation(
     """Joins a training and an evaluation message into one that has common tensors only once."""
     sources: dict[str, tuple[str, _Positions]] = {}
     extra_tensors: dict[str, StateDict] = {}
-    for group, tree in evaluation_envelope.body.tensors.items():
-        source, shared = _best_source_group(group, tree, training_envelope.body.tensors, are_equal)
-        if len(shared) == len(tree) and list(tree) == list(training_envelope.body.tensors.get(source, ())):
+    for group, tensors in evaluation_envelope.body.tensors.items():
+        source, shared = _best_source_group(group, tensors, training_envelope.body.tensors, are_equal)
+        if len(shared) == len(tensors) and list(tensors) == list(training_envelope.body.tensors.get(source, ())):
             sources[group] = source, None
             continue
         position_by_name = {name: k for k, name in enumerate(training_envelope.body.tensors.get(source, ()))}
-        sources[group] = source, [position_by_name[name] if name in shared else -1 for name in tree] if shared else None
-        extra_tensors[f"{_BESIDE}{group}"] = {name: tensor for name, tensor in tree.items() if name not in shared}
+        sources[group] = (
+            source,
+            [position_by_name[name] if name in shared else -1 for name in tensors] if shared else None,
+        )
+        extra_tensors[f"{_BESIDE}{group}"] = {name: tensor for name, tensor in tensors.items() if name not in shared}
     evaluation = {
         "round": evaluation_envelope.head["round"],
         "seed": evaluation_envelope.head["seed"],
@@ -136,7 +143,7 @@ def _attach_evaluation(
 
 
 def _best_source_group(
-    group: str, tree: StateDict, groups: Mapping[str, StateDict], are_equal: "_TensorEquality"
+    group: str, tensors: StateDict, groups: Mapping[str, StateDict], are_equal: "_TensorEquality"
 ) -> tuple[str, set[str]]:
     """Returns the training group that has most of an evaluation group's tensors, and their names.
 
@@ -147,7 +154,9 @@ def _best_source_group(
     best_source, best_names = "", set[str]()
     for source in sorted(groups, key=lambda candidate: candidate != group):
         shared = {
-            name for name, tensor in tree.items() if name in groups[source] and are_equal(tensor, groups[source][name])
+            name
+            for name, tensor in tensors.items()
+            if name in groups[source] and are_equal(tensor, groups[source][name])
         }
         if len(shared) > len(best_names):
             best_source, best_names = source, shared

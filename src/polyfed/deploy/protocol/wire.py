@@ -74,14 +74,14 @@ FailureReason = str
 """A sentence that says why a site gave no reply."""
 
 
-def pack_tensors(tree: StateDict) -> bytes:
+def pack_tensors(tensors: StateDict) -> bytes:
     """Serialises named tensors to safetensors bytes with the order of their names.
 
     >>> list(unpack_tensors(pack_tensors({"w": torch.ones(2, dtype=torch.bfloat16), "b": torch.zeros(())})))
     ['w', 'b']
     """
     # Copies, since safetensors refuses tensors that share memory.
-    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tree.items()}
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     names = sorted(copies)
     position_by_name = {name: position for position, name in enumerate(names)}
     order = [position_by_name[name] for name in copies]
@@ -90,7 +90,7 @@ def pack_tensors(tree: StateDict) -> bytes:
 
 def pack_envelope(envelope: Envelope) -> SerializedEnvelope:
     """Serialises a message, and returns its header as JSON, its scalars, and the bytes of each group of tensors."""
-    groups = {group: pack_tensors(tree) for group, tree in envelope.body.tensors.items()}
+    groups = {group: pack_tensors(tensors) for group, tensors in envelope.body.tensors.items()}
     return SerializedEnvelope(json.dumps(dict(envelope.head)), envelope.body.scalars, groups)
 
 
@@ -261,7 +261,8 @@ def first_non_finite_tensor(message: Message) -> str | None:
     'model/b'
     """
     return next(
-        (f"{group}/{name}" for group, tree in message.tensors.items() if (name := name_of_first_nonfinite(tree))), None
+        (f"{group}/{name}" for group, tensors in message.tensors.items() if (name := name_of_first_nonfinite(tensors))),
+        None,
     )
 
 

@@ -39,8 +39,8 @@ from polyfed.deploy.secure_aggregation.protocol import (
     release_unmasking_shares,
 )
 
-BOXES_GROUP = "boxes of the secure sum"
-"""The group in which encrypted shares travel, as bytes: site -> box."""
+SHARES_GROUP = "boxes of the secure sum"
+"""The group in which encrypted shares travel, as bytes: site -> share."""
 BUNDLE_GROUP = "bundle of the secure sum"
 _NO_KEYS = (
     "this site has no keys for secure sums; give its registered key and those of the others in its node-config: "
@@ -111,7 +111,7 @@ class SecureSumClient:
         if not isinstance(state, KeysAdvertisedState):
             raise RefusalError("this site has dealt its shares for this sum already")
         adverts = [parse_key_advertisement(advert) for advert in request["adverts"]]
-        shared_state, boxes = check_and_share_secrets(
+        shared_state, encrypted_shares = check_and_share_secrets(
             state,
             adverts,
             int(request["threshold"]),
@@ -119,7 +119,7 @@ class SecureSumClient:
             self.owner_threshold,
         )
         self._write_state(sum_id, shared_state)
-        body[BOXES_GROUP] = {receiver: bytes_to_tensor(box) for receiver, box in boxes.items()}
+        body[SHARES_GROUP] = {receiver: bytes_to_tensor(share) for receiver, share in encrypted_shares.items()}
 
     def _release_shares(
         self, run: str, request: Any, head_fields: dict[str, Any], body: dict[str, dict[str, Tensor]]
@@ -166,7 +166,7 @@ class SecureSumClient:
             raise RefusalError(_NO_KEYS)
         masking_state = decrypt_received_shares(
             self._read_shared_state(sum_id),
-            {sender: box.numpy().tobytes() for sender, box in encrypted_shares.items()},
+            {sender: share.numpy().tobytes() for sender, share in encrypted_shares.items()},
         )
         return SumParticipation(
             masking_state,

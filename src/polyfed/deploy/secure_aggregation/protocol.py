@@ -237,14 +237,14 @@ def check_and_share_secrets(
     shared_state = SecretsSharedState(
         state, adverts, threshold, seed, agreement, tuple(shares_by_site[names.index(state.name)])
     )
-    boxes = {}
+    encrypted_shares = {}
     for advert, shares in zip(adverts, shares_by_site, strict=True):
         if advert.name != state.name:
-            key = _derive_box_key(shared_state, advert, state.name, advert.name)
-            boxes[advert.name] = crypto.encrypt(
+            key = _derive_share_key(shared_state, advert, state.name, advert.name)
+            encrypted_shares[advert.name] = crypto.encrypt(
                 key, b"".join(map(field_element_to_bytes, shares)), shared_state.participants_digest
             )
-    return shared_state, boxes
+    return shared_state, encrypted_shares
 
 
 def decrypt_received_shares(state: SecretsSharedState, encrypted_shares: Mapping[str, bytes]) -> MaskingState:
@@ -266,11 +266,11 @@ def decrypt_received_shares(state: SecretsSharedState, encrypted_shares: Mapping
     if len(encrypted_shares) + 1 < state.threshold:
         raise RefusalError(f"{len(encrypted_shares) + 1} sites have shared their secrets, fewer than {state.threshold}")
     held_shares = {name: state.own_shares}
-    for sender, box in sorted(encrypted_shares.items()):
+    for sender, share in sorted(encrypted_shares.items()):
         try:
             shares = field_elements_from_bytes(
                 crypto.decrypt(
-                    _derive_box_key(state, advert_by_site[sender], sender, name), box, state.participants_digest
+                    _derive_share_key(state, advert_by_site[sender], sender, name), share, state.participants_digest
                 )
             )
             if len(shares) != _FIRST_LIST_NUMBER + len(advert_by_site):
@@ -374,7 +374,7 @@ def derive_released_shares_key(agreement_secret: int, digest: bytes, name: str, 
     return crypto.derive_key(field_element_to_bytes(agreement_secret), digest, "bundle", name, *survivors)
 
 
-def _derive_box_key(state: SecretsSharedState, advert: KeyAdvertisement, source: str, target: str) -> bytes:
+def _derive_share_key(state: SecretsSharedState, advert: KeyAdvertisement, source: str, target: str) -> bytes:
     return crypto.derive_key(
         crypto.compute_shared_secret(state.advertised.cipher_private, advert.cipher_public),
         state.participants_digest,

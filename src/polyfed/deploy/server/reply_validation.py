@@ -195,9 +195,9 @@ def reply_spec_error(
             small = (
                 small
                 if reply_compression is None
-                else {group: select_uncompressed_tensors(tree) for group, tree in small.items()}
+                else {group: select_uncompressed_tensors(tensors) for group, tensors in small.items()}
             )
-            meta = {group: {**tree, **small[group]} for group, tree in meta.items()}
+            meta = {group: {**tensors, **small[group]} for group, tensors in meta.items()}
             reply_spec = server.algorithm.reply_spec(server_state, message, Message(meta, scalars))
     except UserError:
         raise

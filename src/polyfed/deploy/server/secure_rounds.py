@@ -25,7 +25,7 @@ from polyfed.core.io.number_checks import is_number
 from polyfed.core.messages.fixed_point import FixedPointWords, SumLayout, build_sum_message, parse_sum_message
 from polyfed.deploy.protocol.piggyback import add_evaluations_to_envelopes
 from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, parse_head
-from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_key_advertisement
+from polyfed.deploy.secure_aggregation.client import BUNDLE_GROUP, SHARES_GROUP, parse_key_advertisement
 from polyfed.deploy.secure_aggregation.protocol import (
     KeyAdvertisement,
     SumId,
@@ -63,7 +63,8 @@ class SecureRoundServer:
     def __init__(self, server: DeploymentServer, federation: Federation, exchange: Exchange) -> None:
         self._server, self._federation, self._exchange = server, federation, exchange
         self._adverts: dict[int, dict[str, KeyAdvertisement]] = {}  # round -> site -> its keys
-        self._boxes: dict[int, dict[str, dict[str, Tensor]]] = {}  # round -> site -> other site -> encrypted shares
+        # round -> site -> other site -> encrypted shares
+        self._encrypted_shares: dict[int, dict[str, dict[str, Tensor]]] = {}
 
     def run_secure_round(self, tasks: Sequence[ClientTask], server_state: Any) -> Iterator[TaskResult]:
         """Executes a secure round, and yields a result per task; together they are the sum.
@@ -78,7 +79,7 @@ class SecureRoundServer:
         evaluations = {task.client: task for task in tasks if task.phase != "local"}
         round_number = next(iter(by_client.values())).round
         round_clients = self._federation.sample_round_clients(round_number)
-        if len(self._boxes.get(round_number, {})) < self._server.secure_sum_threshold:
+        if len(self._encrypted_shares.get(round_number, {})) < self._server.secure_sum_threshold:
             self._exchange_keys(round_number, round_clients)
         results: dict[str, TaskResult] = {}
         sum_by_layout: dict[SumLayout, tuple[FixedPointWords, list[str]]] = {}  # sum so far, and the sites in it
@@ -121,12 +122,12 @@ class SecureRoundServer:
 
     def _exchange_keys(self, round_number: int, round_clients: Sequence[str]) -> None:
         """Collects from the sites a round's public keys, then their encrypted secret shares."""
-        self._adverts[round_number], self._boxes[round_number] = {}, {}
+        self._adverts[round_number], self._encrypted_shares[round_number] = {}, {}
         envelopes = {client: self._sum_envelope(client, advertise=round_number) for client in round_clients}
         for client, answer in self._exchange(envelopes, round_number):
             self._store_advert(client, _head_or_empty(answer), round_number)
         for client, answer in self._exchange(self._share_requests(round_number), round_number):
-            self._store_boxes(client, answer, round_number)
+            self._store_encrypted_shares(client, answer, round_number)
 
     def _share_requests(self, round_number: int) -> dict[str, Envelope]:
         """Asks the sites for a round's encrypted secret shares; empty if too few have sent keys."""
@@ -159,7 +160,7 @@ class SecureRoundServer:
         if advert.name == client and round_number <= self._server.settings.rounds:
             self._adverts.setdefault(round_number, {})[client] = advert
 
-    def _store_boxes(self, client: str, answer: PackedEnvelope | str, round_number: int) -> None:
+    def _store_encrypted_shares(self, client: str, answer: PackedEnvelope | str, round_number: int) -> None:
         """Stores a site's encrypted secret shares if there is one of the right length for each other site."""
         head, adverts = _head_or_empty(answer), self._adverts[round_number]
         self._log_refusals(client, head)
@@ -167,12 +168,12 @@ class SecureRoundServer:
             return
         receivers, size = set(adverts) - {client}, bytes_of_shares_from_one_site_to_another(len(adverts))
         try:
-            boxes = answer.unpack_body().tensors.get(BOXES_GROUP, {}) if isinstance(answer, PackedEnvelope) else {}
+            shares = answer.unpack_body().tensors.get(SHARES_GROUP, {}) if isinstance(answer, PackedEnvelope) else {}
         except UserError:
             return
-        is_well_formed = all(box.dtype == torch.uint8 and box.shape == (size,) for box in boxes.values())
-        if set(boxes) == receivers and receivers and is_well_formed:
-            self._boxes.setdefault(round_number, {})[client] = dict(boxes)
+        is_well_formed = all(share.dtype == torch.uint8 and share.shape == (size,) for share in shares.values())
+        if set(shares) == receivers and receivers and is_well_formed:
+            self._encrypted_shares.setdefault(round_number, {})[client] = dict(shares)
 
     def _log_refusals(self, client: str, head: Mapping[str, Any]) -> None:
         refusals = head.get("refusals")
@@ -190,10 +191,10 @@ class SecureRoundServer:
         round_clients: Sequence[str],
     ) -> dict[str, Envelope]:
         """Returns a round's tasks, and requests for keys to sites that take part only in the next."""
-        boxes_by_sender = self._boxes.get(round_number, {})
+        shares_by_sender = self._encrypted_shares.get(round_number, {})
         is_last_round = round_number >= self._server.settings.rounds
         next_round_clients = set() if is_last_round else set(self._federation.sample_round_clients(round_number + 1))
-        self._adverts.pop(round_number - 1, None), self._boxes.pop(round_number - 1, None)
+        self._adverts.pop(round_number - 1, None), self._encrypted_shares.pop(round_number - 1, None)
 
         def advertise_field(client: str) -> dict[str, int]:
             return {"advertise": round_number + 1} if client in next_round_clients else {}
@@ -203,13 +204,13 @@ class SecureRoundServer:
 
         envelopes = {}
         for client, task in tasks.items():
-            if client in round_clients and client not in boxes_by_sender:
+            if client in round_clients and client not in shares_by_sender:
                 continue
             head = {**build_head(task), "part": client in round_clients}
             tensors = dict(task.transmitted_message.tensors)
             if client in round_clients:
-                tensors[BOXES_GROUP] = {
-                    sender: boxes[client] for sender, boxes in sorted(boxes_by_sender.items()) if sender != client
+                tensors[SHARES_GROUP] = {
+                    sender: shares[client] for sender, shares in sorted(shares_by_sender.items()) if sender != client
                 }
             envelopes[client] = Envelope(head, Message(tensors, task.transmitted_message.scalars))
         envelopes = add_evaluations_to_envelopes(envelopes, list(evaluations.values()), build_head)
@@ -254,7 +255,7 @@ class SecureRoundServer:
         shares_by_site: dict[str, UnmaskingShares] = {}
         for client, answer in self._exchange(envelopes, round_number):
             if round_number + 1 in self._adverts:
-                self._store_boxes(client, answer, round_number + 1)
+                self._store_encrypted_shares(client, answer, round_number + 1)
             if (shares := _read_unmasking_shares(answer)) is not None and client in survivors:
                 shares_by_site[client] = shares
         sum_words: FixedPointWords | None = None
@@ -265,7 +266,7 @@ class SecureRoundServer:
         if has_enough:
             try:
                 sum_id = SumId(self._server.run, round_number)
-                shared, adverts = self._boxes[round_number], list(self._adverts[round_number].values())
+                shared, adverts = self._encrypted_shares[round_number], list(self._adverts[round_number].values())
                 sum_words = unmask_sum(
                     sum_id, adverts, self._server.secure_sum_threshold, shared, survivors, total[0], shares_by_site
                 )

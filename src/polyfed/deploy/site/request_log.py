@@ -174,8 +174,8 @@ def hash_task_inputs(head: Mapping[str, Any], body: Message) -> str:
     digest = hashlib.sha256()
     fields = [{word: head.get(word) for word in _INPUTS}, dict(body.scalars)]
     digest.update(json.dumps(fields, sort_keys=True).encode())
-    for group, tree in body.tensors.items():
-        for name, tensor in tree.items():
+    for group, tensors in body.tensors.items():
+        for name, tensor in tensors.items():
             digest.update(json.dumps([group, name, str(tensor.dtype), list(tensor.shape)]).encode())
             digest.update(view_as_bytes(tensor).numpy().data)
     return digest.hexdigest()

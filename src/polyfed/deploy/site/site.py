@@ -285,7 +285,8 @@ class Site:
         participation = None
         if site_task.is_in_sum:
             sum_id = self._sum_id(head, site_task.task.round)
-            participation = self._secure_sum_client(head).decrypt_shares_and_join_sum(sum_id, site_task.boxes)
+            sum_client = self._secure_sum_client(head)
+            participation = sum_client.decrypt_shares_and_join_sum(sum_id, site_task.encrypted_shares)
         max_refusals = 1 if hides_reply else MAX_REFUSALS
         request = TaskRequest(f"{site_task.task.phase} {site_task.task.round}", inputs_hash, max_refusals)
         requests = RequestLog(folder)

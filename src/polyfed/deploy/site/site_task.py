@@ -37,7 +37,7 @@ class SiteTask:
         nbytes: bytes of the tensors received for the task.
         rollback_round: the round to which the server may still go back.
         compression: compressor of the reply.
-        boxes: encrypted shares for a secure sum, by sender.
+        encrypted_shares: encrypted shares for a secure sum, by sender.
     """
 
     head: Mapping[str, Any]
@@ -45,7 +45,7 @@ class SiteTask:
     nbytes: int
     rollback_round: int
     compression: Compressor | None
-    boxes: StateDict = field(default_factory=dict)
+    encrypted_shares: StateDict = field(default_factory=dict)
 
     @property
     def is_in_sum(self) -> bool:
@@ -117,7 +117,7 @@ def parse_site_task(
     if head.get("secure") and head.get("advertise") is not None:
         _read_whole_number(head, "advertise")
     reply_compression, message_compression = parse_compressors(head)
-    compressed, boxes = _split_off_boxes(envelope.body) if head.get("secure") else (envelope.body, {})
+    compressed, encrypted_shares = _split_off_shares(envelope.body) if head.get("secure") else (envelope.body, {})
     message = (
         compressed if message_compression is None else decompress_message(compressed, Message(), message_compression)
     )
@@ -128,7 +128,7 @@ def parse_site_task(
     state = read_private_state(folder, site, head["state"], head["algorithm"])
     task = ClientTask(head["phase"], round_number, site, message, state, seed, run_seed)
     nbytes = compressed.nbytes if nbytes is None else nbytes
-    site_task = SiteTask(head, task, nbytes, rollback_round, reply_compression, boxes)
+    site_task = SiteTask(head, task, nbytes, rollback_round, reply_compression, encrypted_shares)
     if site_task.is_in_sum:
         try:
             secure_bound(algorithm, message)
@@ -168,9 +168,9 @@ def _read_whole_number(head: Mapping[str, Any], word: str) -> int:
     return number
 
 
-def _split_off_boxes(body: Message) -> tuple[Message, StateDict]:
+def _split_off_shares(body: Message) -> tuple[Message, StateDict]:
     """Splits a payload into the method's message and the encrypted secret shares that were sent with it."""
-    from polyfed.deploy.secure_aggregation.client import BOXES_GROUP
+    from polyfed.deploy.secure_aggregation.client import SHARES_GROUP
 
-    tensors = {group: tree for group, tree in body.tensors.items() if group != BOXES_GROUP}
-    return Message(tensors, body.scalars), body.tensors.get(BOXES_GROUP, {})
+    tensors = {group: state_dict for group, state_dict in body.tensors.items() if group != SHARES_GROUP}
+    return Message(tensors, body.scalars), body.tensors.get(SHARES_GROUP, {})

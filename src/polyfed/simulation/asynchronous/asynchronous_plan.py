@@ -186,7 +186,7 @@ def _count_bytes_of_updates(
     for tasks in federation.build_task_blocks("local", client_ids, previous.round + 1, previous):
         size_by_message: dict[tuple[int, ...], int] = {}
         for task in tasks:
-            key = tuple(id(tensor) for tree in task.message.tensors.values() for tensor in tree.values())
+            key = tuple(id(tensor) for tensors in task.message.tensors.values() for tensor in tensors.values())
             if key not in size_by_message:
                 sent = {group: task.message.tensors[group] for group in groups if group in task.message.tensors}
                 reply = Message(sent or task.message.tensors)

@@ -34,9 +34,9 @@ def rebase_update(
     tensor([11.])
     """
     tensors: dict[str, dict[str, Tensor]] = {}
-    for group, tree in reply.tensors.items():
+    for group, state_dict in reply.tensors.items():
         tensors[group] = {}
-        for name, tensor in tree.items():
+        for name, tensor in state_dict.items():
             before, base = (_find_tensor(message, group, name, tensor) for message in (start, newest))
             if before is None or base is None:
                 raise ValueError(
@@ -63,9 +63,9 @@ def mix_model(reply: Message, newest: Message, share: float) -> Message:
     tensor([1.5000])
     """
     tensors: dict[str, dict[str, Tensor]] = {}
-    for group, tree in reply.tensors.items():
+    for group, state_dict in reply.tensors.items():
         tensors[group] = {}
-        for name, tensor in tree.items():
+        for name, tensor in state_dict.items():
             base = _find_tensor(newest, group, name, tensor)
             if base is None:
                 raise ValueError(f"tensor {name!r} of group {group!r} is not in the server's message")
@@ -86,5 +86,5 @@ def _find_tensor(message: Message, group: str, name: str, like: Tensor) -> Tenso
     It has the same name, in the same group or another: FedRep first sends the whole network, and gets the body.
     """
     groups = [message.tensors.get(group, {}), *message.tensors.values()]
-    candidates = (tree[name] for tree in groups if name in tree)
+    candidates = (tensors[name] for tensors in groups if name in tensors)
     return next((tensor for tensor in candidates if tensor.shape == like.shape and tensor.dtype == like.dtype), None)

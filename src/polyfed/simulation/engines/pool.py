@@ -289,7 +289,9 @@ def _encode_tasks(
             "fresh": {names[key]: tensor for key, tensor in new_tensors.items()},
             "tasks": {
                 f"{number:06}": {
-                    "down": {g: {n: names[id(t)] for n, t in tree.items()} for g, tree in task.message.tensors.items()},
+                    "down": {
+                        g: {n: names[id(t)] for n, t in tensors.items()} for g, tensors in task.message.tensors.items()
+                    },
                     "task": [task.phase, task.round, task.client, task.seed, task.run_seed],
                     "scalars": dict(task.message.scalars),
                     "own": task.client_state,
@@ -301,7 +303,9 @@ def _encode_tasks(
 
 
 def _decode_task(part: Any, tensor_by_name: Mapping[str, torch.Tensor]) -> ClientTask:
-    arrays = {group: {name: tensor_by_name[key] for name, key in tree.items()} for group, tree in part["down"].items()}
+    arrays = {
+        group: {name: tensor_by_name[key] for name, key in tensors.items()} for group, tensors in part["down"].items()
+    }
     phase, number, client, seed, run_seed = part["task"]
     return ClientTask(phase, number, client, Message(arrays, part["scalars"]), part["own"], seed, run_seed)
 

@@ -54,9 +54,9 @@ def measure_update(reply: Message, message: Message, differences: Iterable[str] 
     (3.0, None)
     """
     difference_groups, tensors = frozenset(differences), list[tuple[Tensor, Tensor | None]]()
-    for group, tree in reply.tensors.items():
+    for group, state_dict in reply.tensors.items():
         received = {} if group in difference_groups else message.tensors.get(group, {})
-        tensors += [(t.detach(), received.get(name)) for name, t in tree.items() if t.is_floating_point()]
+        tensors += [(t.detach(), received.get(name)) for name, t in state_dict.items() if t.is_floating_point()]
     squares: list[float] = []
 
     def iterate_changes() -> Iterator[Tensor]:

@@ -82,8 +82,8 @@ def class_means_spec(reply: Message, expected: Mapping[str, StateDictSpec] | Non
     Raises:
         ValueError: the reply has a weight outside 0 to 1, or sums and weights of different numbers of classes.
     """
-    tree = reply.tensors.get("classes", {})
-    weights, sums = tree.get("weights"), tree.get("sums")
+    tensors = reply.tensors.get("classes", {})
+    weights, sums = tensors.get("weights"), tensors.get("sums")
     if weights is not None and sums is not None and sums.dim() == 2 and len(sums) != len(weights.reshape(-1)):
         raise ValueError(f"it has sums of {len(sums)} classes and weights of {len(weights.reshape(-1))}")
     if weights is not None and not weights.is_meta and not bool(((weights >= 0) & (weights <= 1)).all()):
@@ -101,12 +101,12 @@ def class_means_as_examples(replies: Mapping[str, Message]) -> Examples:
     >>> class_means_as_examples({"a": reply}).y
     tensor([1])
     """
-    trees = {i: replies[i].tensors["classes"] for i in sorted(replies)}
-    first = next(iter(trees))
-    for i, tree in trees.items():
-        if difference := spec_mismatch(tree, state_dict_spec(trees[first])):
+    state_dicts = {i: replies[i].tensors["classes"] for i in sorted(replies)}
+    first = next(iter(state_dicts))
+    for i, tensors in state_dicts.items():
+        if difference := spec_mismatch(tensors, state_dict_spec(state_dicts[first])):
             raise UserError(f"the class means of {first!r} and {i!r} differ ({difference}); {_REQUIREMENT}")
-    means_by_client = [class_means_from_sums(tree) for tree in trees.values()]
+    means_by_client = [class_means_from_sums(tensors) for tensors in state_dicts.values()]
     x = torch.cat([means[present] for means, present in means_by_client])
     return Examples(x, torch.cat([present.nonzero().flatten() for _, present in means_by_client]))
 

@@ -72,8 +72,8 @@ class EnsembleDistillationMethod(Averaging, ABC):
         }
         example = server.public.head()
         num_outputs = {
-            key: predict_public(server.architectures[key], tree, example).shape[1]
-            for key, tree in initial_models.items()
+            key: predict_public(server.architectures[key], weights, example).shape[1]
+            for key, weights in initial_models.items()
         }
         if len(set(num_outputs.values())) > 1:
             outputs_by_client = {
@@ -118,19 +118,19 @@ class EnsembleDistillationMethod(Averaging, ABC):
             for i in sorted(replies)
         }
         seed = derive_seed(server_state["seed"], round_number, "server")
-        for key, tree in models.items():
-            models[key] = self.distil(key, tree, outputs, server, seed)
+        for key, weights in models.items():
+            models[key] = self.distil(key, weights, outputs, server, seed)
         return {**server_state, "model": models, "round": round_number}
 
     @abstractmethod
     def distil(
-        self, architecture: str, tree: StateDict, outputs: Mapping[str, Tensor], server: ServerContext, seed: int
+        self, architecture: str, weights: StateDict, outputs: Mapping[str, Tensor], server: ServerContext, seed: int
     ) -> StateDict:
         """Returns the model of an architecture after distillation.
 
         Args:
             architecture: its key in `server.architectures`.
-            tree: the average of its clients' models, or the last model if the round had none.
+            weights: the average of its clients' models, or the last model if the round had none.
             outputs: for each client of the round, in the order of ids, the outputs of its model on all public examples.
             server: the architectures, the clients and the public examples.
             seed: of the round.
@@ -142,6 +142,6 @@ class EnsembleDistillationMethod(Averaging, ABC):
         return LocalTraining(local_steps=self.server_steps, batch_size=self.server_batch_size, optimizer="adam")
 
 
-def predict_public(factory: Architecture, tree: StateDict, examples: Examples) -> Tensor:
+def predict_public(factory: Architecture, weights: StateDict, examples: Examples) -> Tensor:
     """Returns the logits of a client's model on public examples."""
-    return predict(restore_all_but_weights_and_set_eval(fill_module(cached_module(factory).module, tree)), examples)
+    return predict(restore_all_but_weights_and_set_eval(fill_module(cached_module(factory).module, weights)), examples)

@@ -54,7 +54,7 @@ def expand_update(factors: StateDict, like: StateDict) -> dict[str, Tensor]:
     }
 
 
-def compressed_update_spec(tree: StateDict, like: StateDict) -> StateDictSpec:
+def compressed_update_spec(tensors: StateDict, like: StateDict) -> StateDictSpec:
     """Returns shapes and dtypes of a compressed update: tensors whole, or as two factors.
 
     Raises:
@@ -62,7 +62,7 @@ def compressed_update_spec(tree: StateDict, like: StateDict) -> StateDictSpec:
     """
     specs: dict[str, tuple[tuple[int | None, ...], torch.dtype]] = {}
     for name, (shape, dtype) in state_dict_spec(like).items():
-        left_factor, right_factor = tree.get(name + _LEFT), tree.get(name + _RIGHT)
+        left_factor, right_factor = tensors.get(name + _LEFT), tensors.get(name + _RIGHT)
         if left_factor is None or len(shape) < 2:
             specs[name] = (shape, dtype)
             continue

@@ -195,8 +195,8 @@ class FedFomo(KeepsServerStateByClient, LocalTraining, Algorithm[ServerState, Cl
         num_clients, position = int(message.scalars["clients"]), int(message.scalars["position"])
         training, holdout = _split_holdout(client, client_state)
         models_by_position = {
-            int(g.removeprefix(_MODEL_PREFIX)): tree
-            for g, tree in message.tensors.items()
+            int(g.removeprefix(_MODEL_PREFIX)): state_dict
+            for g, state_dict in message.tensors.items()
             if g.startswith(_MODEL_PREFIX)
         }
         theta: StateDict = client_state["model"]

@@ -43,8 +43,8 @@ def find_counts_in_message(reply: Message, counts: Tensor) -> InferredLabels | N
     """Returns the counts if rows of the reply are in proportion to them, or zero for absent classes; else None."""
     shares, occurs, classes_only = counts.double() / counts.sum(), counts > 0, None
     is_even = int(counts.min()) == int(counts.max())  # every row of equal numbers would fit
-    for tree in reply.tensors.values():
-        for tensor in tree.values():
+    for tensors in reply.tensors.values():
+        for tensor in tensors.values():
             for dim in range(tensor.dim()):
                 if tensor.shape[dim] != len(counts):
                     continue

@@ -139,27 +139,27 @@ def _find_network_change(
     for network in _networks_known_before_training(algorithm, client, task):
         weights = dict(network.state_dict())
         parameters = {name for name, parameter in network.named_parameters() if parameter.is_floating_point()}
-        for group, tree in reply.tensors.items():
-            if not tree or any(n not in weights or weights[n].shape != t.shape for n, t in tree.items()):
+        for group, tensors in reply.tensors.items():
+            if not tensors or any(n not in weights or weights[n].shape != t.shape for n, t in tensors.items()):
                 continue
-            names = [name for name in tree if name in parameters]
+            names = [name for name in tensors if name in parameters]
             if not names or (best is not None and len(names) <= len(best.change)):
                 continue
             loaded = copy.deepcopy(network)
             loaded.load_state_dict(_find_sent_tensors(task.message, group, weights), strict=False)
             before, is_difference = loaded.state_dict(), group in algorithm._differences
-            change = {n: (tree[n] if is_difference else before[n] - tree[n]).detach().clone() for n in names}
-            best = WeightChange(loaded, change, {} if is_difference else {n: t.detach() for n, t in tree.items()})
+            change = {n: (tensors[n] if is_difference else before[n] - tensors[n]).detach().clone() for n in names}
+            best = WeightChange(loaded, change, {} if is_difference else {n: t.detach() for n, t in tensors.items()})
     return best
 
 
 def _find_change_of_same_names(algorithm: Algorithm[Any, Any], task: ClientTask, reply: Message) -> WeightChange | None:
     """Returns the change of the weights that came with the message under the same names, of no network that is known."""
-    for group, tree in reply.tensors.items():
+    for group, tensors in reply.tensors.items():
         before = task.message.tensors.get(group, {})
-        names = [n for n, t in tree.items() if n in before and before[n].shape == t.shape and t.is_floating_point()]
+        names = [n for n, t in tensors.items() if n in before and before[n].shape == t.shape and t.is_floating_point()]
         if names and group not in algorithm._differences:
-            return WeightChange(None, {n: before[n] - tree[n] for n in names}, {n: tree[n] for n in names})
+            return WeightChange(None, {n: before[n] - tensors[n] for n in names}, {n: tensors[n] for n in names})
     return None
 
 
@@ -190,8 +190,8 @@ def _networks_known_before_training(
 def _find_sent_tensors(message: Message, group: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors of the message that have name and form of a network's: of the reply's group first."""
     sent = dict[str, Tensor]()
-    for tree in (message.tensors.get(group, {}), *message.tensors.values()):
-        for name, tensor in tree.items():
+    for tensors in (message.tensors.get(group, {}), *message.tensors.values()):
+        for name, tensor in tensors.items():
             if name in weights and weights[name].shape == tensor.shape:
                 sent.setdefault(name, tensor)
     return sent

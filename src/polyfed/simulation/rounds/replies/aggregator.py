@@ -205,7 +205,7 @@ def _find_incompatible_replies(replies: Mapping[str, Message]) -> dict[str, str]
     ids_by_spec: dict[str, list[str]] = {}
     for i in sorted(replies):
         ids_by_spec.setdefault(
-            repr({group: state_dict_spec(tree) for group, tree in sorted(replies[i].tensors.items())}), []
+            repr({group: state_dict_spec(tensors) for group, tensors in sorted(replies[i].tensors.items())}), []
         ).append(i)
     majority = max(ids_by_spec.values(), key=len)
     reason = f"its tensors have another form than those of {len(majority)} of {len(replies)} clients"

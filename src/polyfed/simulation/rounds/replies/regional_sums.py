@@ -79,8 +79,8 @@ def summed_reply_form(reply: Message | None) -> Message:
     groups = SumLayout.from_byte_tensor(reply.tensors["sum"]["layout"]).meta_tensors()
     return Message(
         {
-            group: {name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in tree.items()}
-            for group, tree in groups.items()
+            group: {name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in tensors.items()}
+            for group, tensors in groups.items()
         },
         reply.scalars,
     )

@@ -78,12 +78,12 @@ class StateValidator:
             )
         if not self._is_registered:
             return None
-        known_trees = [*_state_dicts(self._initial_server_state)]
+        known_states = [*_state_dicts(self._initial_server_state)]
         if isinstance(algorithm := self._federation.algorithm, AddsServerTensors):
-            known_trees.append(algorithm.later_server_tensors(self._initial_server_state))
+            known_states.append(algorithm.later_server_tensors(self._initial_server_state))
         for state in (checkpoint.state, *versions):
             initial, part = _without_repeated_entries(self._initial_server_state, state)
-            if error_text := _state_difference(initial, part, known_trees, ids) or nonfinite_state_error(part):
+            if error_text := _state_difference(initial, part, known_states, ids) or nonfinite_state_error(part):
                 return f"the server's state: {error_text}"
         wrongs = (
             (i, self._client_state_error(self._federation.clients[i], client_state))
@@ -109,17 +109,17 @@ class StateValidator:
 
     def _client_state_error(self, client: Client, client_state: PyTree) -> str:
         """Returns how a client's private state differs from the initial one; "" if it does not."""
-        known_trees = [_network_state(client), *_parameters_and_buffers(client)] if client.model is not None else []
+        known_states = [_network_state(client), *_parameters_and_buffers(client)] if client.model is not None else []
         key = "" if client.model is None else cached_module(client.model).architecture
         ids = set(self._federation.client_registry.ids)
         if key not in self._initial_client_states:
             self._initial_client_states[key] = self._init_client_state(client)
         initial_state = self._initial_client_states[key]
         if _state_difference(
-            initial_state, client_state, [*known_trees, *_state_dicts(initial_state)], ids
+            initial_state, client_state, [*known_states, *_state_dicts(initial_state)], ids
         ):  # shapes may depend on the client's data
             initial_state = self._init_client_state(client)
-        difference = _state_difference(initial_state, client_state, [*known_trees, *_state_dicts(initial_state)], ids)
+        difference = _state_difference(initial_state, client_state, [*known_states, *_state_dicts(initial_state)], ids)
         return difference or nonfinite_state_error(client_state) or ""
 
     def _init_client_state(self, client: Client) -> PyTree:
@@ -161,7 +161,7 @@ def _without_repeated_entries(initial: PyTree, state: PyTree) -> tuple[PyTree, P
 
 
 def _state_difference(
-    initial: PyTree, state: PyTree, known_trees: Sequence[StateDict], ids: set[str], place: str = ""
+    initial: PyTree, state: PyTree, known_states: Sequence[StateDict], ids: set[str], place: str = ""
 ) -> str:
     """Returns in half a sentence how a state differs from the initial one; "" if the method can have made it."""
     label = place or "it"
@@ -173,9 +173,9 @@ def _state_difference(
         if not isinstance(state, Mapping):
             return f"{label!r} is a {type(state).__name__}, not a mapping"
         return (
-            _mapping_difference(initial, state, known_trees, ids, place)
+            _mapping_difference(initial, state, known_states, ids, place)
             if initial
-            else _later_state_error(state, known_trees, ids, place)
+            else _later_state_error(state, known_states, ids, place)
         )
     if isinstance(initial, list):
         if not isinstance(state, list):
@@ -186,15 +186,19 @@ def _state_difference(
             )
         pairs = zip(initial, state, strict=True)
         return _first_error(
-            _state_difference(a, b, known_trees, ids, _join_path(place, k)) for k, (a, b) in enumerate(pairs)
+            _state_difference(a, b, known_states, ids, _join_path(place, k)) for k, (a, b) in enumerate(pairs)
         )
     if initial is None:
-        return _later_state_error(state, known_trees, ids, place)
+        return _later_state_error(state, known_states, ids, place)
     return "" if type(initial) is type(state) else f"{label!r} is {str(state)[:60]}, not a {type(initial).__name__}"
 
 
 def _mapping_difference(
-    initial: Mapping[str, Any], state: Mapping[str, Any], known_trees: Sequence[StateDict], ids: set[str], place: str
+    initial: Mapping[str, Any],
+    state: Mapping[str, Any],
+    known_states: Sequence[StateDict],
+    ids: set[str],
+    place: str,
 ) -> str:
     """Returns how a mapping in a state differs from the initial one; "" if the method can have made it."""
     if _is_tree(initial):
@@ -215,47 +219,49 @@ def _mapping_difference(
         if heir is None:
             return f"{_join_path(place, name)!r} is missing"
         part = {n: tensor for n, tensor in initial[name].items() if n in new[heir]}
-        if wrong := _state_difference(part, new.pop(heir), known_trees, ids, _join_path(place, heir)):
+        if wrong := _state_difference(part, new.pop(heir), known_states, ids, _join_path(place, heir)):
             return wrong
     difference = _first_error(
-        _state_difference(initial[name], state[name], known_trees, ids, _join_path(place, name))
+        _state_difference(initial[name], state[name], known_states, ids, _join_path(place, name))
         for name in initial
         if name in state
     )
     if not difference and new and place:
         return f"{_join_path(place, next(iter(new)))!r} is unexpected"
     return difference or _first_error(
-        _later_state_error(value, known_trees, ids, _join_path(place, name)) for name, value in new.items()
+        _later_state_error(value, known_states, ids, _join_path(place, name)) for name, value in new.items()
     )
 
 
-def _later_state_error(state: PyTree, known_trees: Sequence[StateDict], ids: set[str], place: str) -> str:
+def _later_state_error(state: PyTree, known_states: Sequence[StateDict], ids: set[str], place: str) -> str:
     """Returns what is wrong with a part of a state that did not exist initially; "" if nothing is."""
     if isinstance(state, list):
         return _first_error(
-            _later_state_error(value, known_trees, ids, _join_path(place, k)) for k, value in enumerate(state)
+            _later_state_error(value, known_states, ids, _join_path(place, k)) for k, value in enumerate(state)
         )
     if not isinstance(state, Mapping) or place.rpartition("/")[2] in _ALIEN:
         return ""
-    related_trees = [tree for tree in known_trees if _shares_names(state, tree)]
-    if not related_trees or state.keys() <= ids:
+    related_states = [tensors for tensors in known_states if _shares_names(state, tensors)]
+    if not related_states or state.keys() <= ids:
         return _first_error(
-            _later_state_error(value, known_trees, ids, _join_path(place, name)) for name, value in state.items()
+            _later_state_error(value, known_states, ids, _join_path(place, name)) for name, value in state.items()
         )
     if wrong := _non_tensor_error(state, place):
         return wrong
     if place.startswith(f"{_PARTS}/"):
-        related_trees = [{name: tree[name] for name in tree if name in state} for tree in related_trees]
+        related_states = [{name: tensors[name] for name in tensors if name in state} for tensors in related_states]
     tensor_by_path = {_join_path(place, name): tensor for name, tensor in state.items()}
     reasons = [
-        spec_mismatch(tensor_by_path, {_join_path(place, name): form for name, form in state_dict_spec(tree).items()})
-        for tree in related_trees
+        spec_mismatch(
+            tensor_by_path, {_join_path(place, name): form for name, form in state_dict_spec(tensors).items()}
+        )
+        for tensors in related_states
     ]
     if None in reasons:
         return ""
     closest = max(
-        range(len(related_trees)),
-        key=lambda k: len(related_trees[k].keys() & state.keys()) - len(related_trees[k].keys() ^ state.keys()),
+        range(len(related_states)),
+        key=lambda k: len(related_states[k].keys() & state.keys()) - len(related_states[k].keys() ^ state.keys()),
     )
     return reasons[closest] or ""
 
@@ -297,8 +303,8 @@ def _is_empty(value: PyTree) -> bool:
     return isinstance(value, Mapping) and not value
 
 
-def _shares_names(value: PyTree, tree: StateDict) -> bool:
-    return isinstance(value, Mapping) and bool(value.keys() & tree.keys())
+def _shares_names(value: PyTree, tensors: StateDict) -> bool:
+    return isinstance(value, Mapping) and bool(value.keys() & tensors.keys())
 
 
 def _join_path(place: str, name: object) -> str:
