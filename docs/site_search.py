@@ -26,17 +26,21 @@ WORDS = {
     "asynchronous.md": "straggler stragglers fedbuff fedasync",
     "choose.md": "method best recommend recommended",
     "compare.md": "learning rate tune tuning hyperparameter hyperparameters search",
-    "data.md": "data image images text texts string strings label labels imagefolder dataset datasets numpy dataloader dirichlet non iid partition skew",
+    "data.md": "data image images text texts string strings label labels imagefolder dataset datasets numpy dataloader "
+    "dirichlet non iid partition skew",
     "deploy.md": "sees firewall port ports hospital hospitals two",
     "export.md": "export save load model serve serving onnx predict prediction inference production download",
-    "faq.md": "custom decided undecided converged rounds longer resume checkpoint crash interrupted windows macos error optimizer optimiser loss "
+    "faq.md": "custom decided undecided converged rounds longer resume checkpoint crash interrupted windows macos error "
+    "optimizer optimiser loss "
     "reproducible",
     "index.md": "federate federated install pip conda requirements licence license cite citation bibtex personalized",
-    "intervals.md": "cross validation fold folds many enough need test confidence significance significant p-value power sample size",
+    "intervals.md": "cross validation fold folds many enough need test confidence significance significant p-value "
+    "power sample size",
     "metrics.md": "metric metrics auc auroc accuracy f1 sensitivity specificity calibration",
     "json.md": "json output script",
     "look.md": "cross matrix",
-    "networks.md": "lstm rnn cnn custom own model models network networks different architecture architectures heterogeneous torchvision "
+    "networks.md": "lstm rnn cnn custom own model models network networks different architecture architectures "
+    "heterogeneous torchvision "
     "timm pytorch",
     "methods.md": "batch epochs momentum scheduler",
     "notebook.md": "plot plots chart figure results",

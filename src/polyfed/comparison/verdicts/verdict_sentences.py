@@ -65,7 +65,7 @@ def _format_rounded(value: float, unit: str) -> str:
 
 
 def _better_or_worse(value: float, unit: str) -> str:
-    if not float(_rounded(value, unit)):
+    if not float(_format_rounded(value, unit)):
         return "no difference"
     return f"{format_difference(value, unit)} {'worse' if value < 0 else 'better'}"
 

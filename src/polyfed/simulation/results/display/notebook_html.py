@@ -30,9 +30,9 @@ def notebook_html(
     '<div><p><b>Run</b></p><table><thead><tr><th>client</th></tr></thead><tbody><tr><td>&lt;b&gt;</td></tr></tbody></table></div>'
     """
     listed = "".join(
-        f"<p>{_escape_html(title)}</p><ul>{''.join(f'<li>{_escape_html(sentence)}</li>' for sentence in listed_sentences)}</ul>"
-        for title, listed_sentences in sentences.items()
-        if listed_sentences
+        f"<p>{_escape_html(title)}</p><ul>{''.join(f'<li>{_escape_html(sentence)}</li>' for sentence in group)}</ul>"
+        for title, group in sentences.items()
+        if group
     )
     head = "".join(f"<th>{_escape_html(column)}</th>" for column in columns)
     printed_rows = rows if len(rows) <= _MOST_ROWS else [*rows[: _MOST_ROWS - 1], rows[-1]]
