@@ -2,6 +2,7 @@
 
     python benchmarks/verdicts_folds.py false [--repeats 400]      nothing differs: 4 to 160 sites, 12 to 200 examples
     python benchmarks/verdicts_folds.py trained [--repeats 400]    networks that are trained in each fold
+    python benchmarks/verdicts_folds.py agree [--repeats 400]      methods that give nearly all examples the same answer
     python benchmarks/verdicts_folds.py numbers [--repeats 400]    the same with R², mean absolute error and C-index
     python benchmarks/verdicts_folds.py ratios [--repeats 400]     the same with other parts for training examples
     python benchmarks/verdicts_folds.py sites [--repeats 400]      sites that differ: the model over sites
@@ -13,8 +14,9 @@ Results are in benchmarks/results/verdicts_folds.json, a cell as soon as it is d
 Predictions are drawn as in `verdicts.py`: each example has a difficulty that both methods share, one of its own for each
 method, and one for each network; each network has luck of its own at each site, and at all sites together. A network is
 that of one fold. `trained` draws features instead, and both methods are ridge regressions, trained in each fold on one half
-of the features each: nothing differs in expectation over training examples, but for given ones something does. `numbers`
-predicts a number so, or the logarithm of a time that is cut off for about a third of the examples.
+of the features each: nothing differs in expectation over training examples, but for given ones something does. `agree`
+has methods that differ on 1 to 10 % of the examples, on which either is as often right as the other. `numbers` predicts a
+number as `trained` does, or the logarithm of a time that is cut off for about a third of the examples.
 """
 
 import argparse
@@ -286,6 +288,32 @@ def trained(repeats):
                     count(f"{score}, {name}, {how}, {times} x 5 folds", "trained", some, one)
 
 
+def agree(repeats):
+    cases = ((4, 12, 0.1), *((s, n, p) for s in (4, 20) for n in (40, 200) for p in (0.01, 0.03, 0.1)))
+    for sites, examples, share_unlike in cases:
+        some = max(100, repeats * 4 // sites)
+
+        def one(rng, sites=sites, examples=examples, share_unlike=share_unlike):
+            differences = [site_of_methods_that_agree(examples, share_unlike, rng) for _ in range(sites)]
+            return {
+                **said_falsely(differences),
+                "width": np.mean([e.high - e.low for e in estimate_clients_from_folds(differences)]),
+            }
+
+        count(
+            f"accuracy, {sites} sites, {examples} examples, {share_unlike:.0%} unlike, 1 x 5 folds", "agree", some, one
+        )
+
+
+def site_of_methods_that_agree(examples, share_unlike, rng):
+    targets, is_right = np.zeros(examples, np.int64), np.tile(rng.random(examples) < 0.8, (2, 1))
+    is_unlike = rng.random(examples) < share_unlike
+    first_is_right = rng.random(examples) < 0.5
+    is_right[:, is_unlike] = np.stack([first_is_right, ~first_is_right])[:, is_unlike]
+    folds = rng.permutation(np.arange(examples) % FOLDS)[None]
+    return difference("accuracy", targets, np.where(is_right, -1.0, 1.0)[None], folds)
+
+
 def ratios(repeats):
     """The same with other parts for training examples: none, and that of Nadeau and Bengio."""
     for size in (40, 200):
@@ -416,6 +444,12 @@ def table():
     ):
         lines += [f"## {title}", *header("case", "repeats", "about the mean", "about a site or more")]
         lines += [*rows_of(kind, [shares("mean"), shares("sites")]), ""]
+    lines += [
+        "## Methods that give nearly all examples the same answer",
+        *header("case", "repeats", "about the mean", "about a site or more", "mean width of a site's interval"),
+        *rows_of("agree", [shares("mean"), shares("sites"), lambda cell: f"{cell['width'] / cell['repeats']:.3f}"]),
+        "",
+    ]
     parts = (0.0, TRAINING_VARIANCE_RATIO, 1.25)
     lines += [
         "## The same by the part for training examples (0, polyfed's, and Nadeau and Bengio's)",
@@ -445,12 +479,14 @@ def table():
 
 def main():
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("part", choices=("false", "trained", "numbers", "ratios", "sites", "power", "table"))
+    arguments.add_argument(
+        "part", choices=("false", "trained", "agree", "numbers", "ratios", "sites", "power", "table")
+    )
     arguments.add_argument("--repeats", type=int, default=400)
     asked = arguments.parse_args()
     torch.set_num_threads(1)
     np.seterr(divide="ignore", invalid="ignore")
-    parts = {"false": false, "trained": trained, "numbers": numbers, "ratios": ratios, "sites": sites, "power": power}
+    parts = {one.__name__: one for one in (false, trained, agree, numbers, ratios, sites, power)}
     table() if asked.part == "table" else parts[asked.part](asked.repeats)
 
 

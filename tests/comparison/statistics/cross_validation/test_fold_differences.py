@@ -155,6 +155,21 @@ def test_methods_that_never_differ_decide_nothing():
     assert (site.low, site.high, site.p) == (-np.inf, np.inf, 1.0)
 
 
+def test_methods_that_differ_on_two_examples_of_200_have_an_interval_of_a_few_points():
+    """Two examples are few, but the other 198 count, too: they say that the methods mostly agree."""
+    rng = np.random.default_rng(6)
+    targets, values, fold = drawn(rng, 200)
+    others = values.copy()
+    wrong, right = (np.flatnonzero(((values > 0) == (targets == 1)) == kind)[0] for kind in (False, True))
+    others[[wrong, right]] *= -1
+    difference = difference_over_folds(
+        in_folds(ACCURACY, values, targets, fold), in_folds(ACCURACY, others, targets, fold)
+    )
+    sites = estimate_clients_from_folds([difference] * 4)
+    assert sites[0].value == 0
+    assert 0.01 < sites[0].high < 0.06
+
+
 # -- calibration ------------------------------------------------------------------------------------------------------
 
 

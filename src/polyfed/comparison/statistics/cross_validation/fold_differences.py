@@ -55,6 +55,7 @@ class FoldDifferences:
         classes: class of each unit, shape (G,).
         min_example_variance: lower bound of the variance due to test examples.
         is_bounded: True for differences of a score that lies between 0 and 1.
+        is_share_of_examples: True for differences of a share of examples, where every unit is one example.
     """
 
     value: float
@@ -63,6 +64,7 @@ class FoldDifferences:
     classes: NDArray[np.int64]
     min_example_variance: float
     is_bounded: bool = True
+    is_share_of_examples: bool = False
 
     @property
     def num_folds(self) -> int:
@@ -102,7 +104,13 @@ class FoldDifferences:
 
     @property
     def freedom(self) -> float:
-        """Returns the degrees of freedom of the variance estimate `example_variance`."""
+        """Returns the degrees of freedom of the variance estimate `example_variance`.
+
+        All examples of a share count, however few the methods differ on, since `min_example_variance` has two more on which
+        they differ (Bonett and Price 2012).
+        """
+        if self.is_share_of_examples:
+            return float(len(self.classes) - 1)
         return degrees_of_freedom(self.influence.mean(axis=0), self.classes)
 
 
@@ -124,6 +132,7 @@ def difference_over_folds(ours: FoldScores, theirs: FoldScores | None) -> FoldDi
         ours.classes,
         ours.min_example_variance,
         ours.metric.is_from_zero_to_one,
+        ours.is_share_of_examples,
     )
 
 

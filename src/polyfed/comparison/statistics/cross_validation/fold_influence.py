@@ -38,6 +38,7 @@ class FoldScores:
             estimates the variance of the score due to test examples.
         classes: class of each unit, shape (G,).
         min_example_variance: lower bound of the variance due to test examples.
+        is_share_of_examples: True if the score is a share of examples that are right, and every unit is one example.
     """
 
     metric: Metric
@@ -46,6 +47,7 @@ class FoldScores:
     influence: FloatArray
     classes: NDArray[np.int64]
     min_example_variance: float
+    is_share_of_examples: bool = False
 
 
 @final
@@ -110,6 +112,7 @@ def score_folds(
         np.array(influences),
         _classes_of_units(metric, rows, len(names)),
         _min_example_variance(metric, rows, len(names)),
+        _is_share(metric) and len(names) == len(rows.unit),
     )
 
 
@@ -260,4 +263,8 @@ def _min_example_variance(metric: Metric, rows: _JoinedFolds, num_units: int) ->
         problems = split_into_binary_problems(rows.outputs, rows.targets)
         counts = [(int(positive.sum()), int((~positive).sum())) for _, positive in problems]
         return float(np.mean([1 / (4 * m * q) for m, q in counts])) / len(counts)
-    return 2 / (num_units + 2) ** 2 if metric.per_example is not None and metric.unit == "%" else 0.0
+    return 2 / (num_units + 2) ** 2 if _is_share(metric) else 0.0
+
+
+def _is_share(metric: Metric) -> bool:
+    return metric.per_example is not None and metric.unit == "%"
