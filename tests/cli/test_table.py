@@ -171,8 +171,10 @@ assert "torch" not in sys.modules
 def test_files_columns_and_clients_that_are_not_there_are_refused_without_torch(tmp_path):
     (tmp_path / "patients.csv").write_text("\ufeffage,ill,hospital\n61,1,north\n", encoding="utf-8")
     (tmp_path / "exported").mkdir()
-    (tmp_path / "exported/signature.json").write_text('{"reading": {"delimiter": ","}}')
-    (tmp_path / "exported/preprocessing.json").write_text('{"columns": [{"name": "age"}, {"name": "chol"}]}')
+    (tmp_path / "exported/signature.json").write_text("{}")
+    (tmp_path / "exported/preprocessing.json").write_text(
+        '{"columns": [{"name": "age"}, {"name": "chol"}], "reading": {"delimiter": ","}}'
+    )
     (tmp_path / "run/models").mkdir(parents=True)
     (tmp_path / "run/config.yaml").write_text("data: {name: table}")
     for name in ("north", "south"):

@@ -76,6 +76,6 @@ def _convert_part_like(store: Tensor, transform: Any, x: Any, name: str) -> Tens
     is_table = hasattr(transform, "encode")  # whose stored rows have NaN where there is no value
     if not is_table and not bool(torch.isfinite(inputs).all()):
         raise UserError(f"{name} have values that are NaN or infinite; leave these examples out, or fill them in")
-    if (warn := getattr(transform, "warn_of_changed_constants", None)) is not None:
+    if (warn := getattr(transform, "warn_of_unlike_rows", None)) is not None:
         warn(inputs, name)
     return inputs.to("cpu", store.dtype)

@@ -3,7 +3,7 @@ each row's site.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, final
 
 import numpy as np
@@ -22,6 +22,7 @@ from polyfed.data.tabular.columns import (
     to_float32_unless_precision_lost,
     warn_of_duplicate_rows,
 )
+from polyfed.data.tabular.csv_reader import CSVFormat
 from polyfed.data.tabular.positive_class import is_condition_or_value_list
 from polyfed.data.tabular.preprocessing import Column, Scope, TablePreprocessor, encode_table
 from polyfed.data.tabular.schema import read_schema, recode_targets_to_schema
@@ -98,10 +99,7 @@ class TableFile(Source):
     def __post_init__(self) -> None:
         check_field_types(self, "preprocess")
         check_task_option(self.task)
-        if self.decimal not in (".", ","):
-            raise UserError(f"decimal must be '.' or ',', got {self.decimal!r}")
-        if self.delimiter != "auto" and len(self.delimiter) != 1:
-            raise UserError(f"delimiter must be one character or auto, got {self.delimiter!r}")
+        self._form()
         conflicting = [name for name in ("columns", "drop", "categorical", "positive") if getattr(self, name)]
         if is_condition_or_value_list(self.positive):  # a schema has the classes that it makes, and not how
             conflicting = [name for name in conflicting if name != "positive"]
@@ -125,14 +123,11 @@ class TableFile(Source):
         Raises:
             UserError: the table is unreadable or empty.
         """
-        return read_table(
-            rows,
-            missing=parse_column_names(self.missing),
-            delimiter=self.delimiter,
-            decimal=self.decimal,
-            encoding=self.encoding,
-            text_columns=[name for name in (self.site, self.group) if name is not None],
-        )
+        form = self._form(tuple(name for name in (self.site, self.group) if name is not None))
+        return read_table(rows, **asdict(form))
+
+    def _form(self, text_columns: tuple[str, ...] = ()) -> CSVFormat:
+        return CSVFormat(parse_column_names(self.missing), self.delimiter, self.decimal, self.encoding, text_columns)
 
     def build_dataset(self, table: Table, *, warn: bool = True) -> PooledDataset:
         """Builds the data set from a table that has already been read.
@@ -175,7 +170,7 @@ class TableFile(Source):
             y, classes, features = recode_targets_to_schema(y, classes, schema, task), schema.classes, schema.columns
         num_numeric = sum(column.categories is None for column in features)
         preprocessor = TablePreprocessor(
-            features, (0.0,) * num_numeric, (1.0,) * num_numeric, (), self.preprocess, classes, task
+            features, (0.0,) * num_numeric, (1.0,) * num_numeric, (), self.preprocess, classes, task, self._form()
         )
         x = encode_table(table, features)
         if self.preprocess == "site":  # otherwise the type would depend on the rows at this site

@@ -26,6 +26,9 @@ class CSVFormat:
         decimal: "." or ",".
         encoding: of the file.
         text_columns: columns whose cells stay texts, so that "010" and "10" differ.
+
+    Raises:
+        UserError: another decimal, or a delimiter that is not one character.
     """
 
     missing: tuple[str, ...] = ()
@@ -33,6 +36,12 @@ class CSVFormat:
     decimal: str = "."
     encoding: str = "utf-8"
     text_columns: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.decimal not in (".", ","):
+            raise UserError(f"decimal must be '.' or ',', got {self.decimal!r}")
+        if self.delimiter != "auto" and len(self.delimiter) != 1:
+            raise UserError(f"delimiter must be one character or auto, got {self.delimiter!r}")
 
 
 def parse_csv_file(file: Path, form: CSVFormat) -> Table:

@@ -9,9 +9,9 @@ given raw rows later. The arithmetic is that of scikit-learn's `StandardScaler`,
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal, TypedDict, final
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict, final
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from polyfed.core.io.number_format import format_row_numbers
 from polyfed.core.io.validation import validation_error
 from polyfed.core.task import Task, TaskSpec
 from polyfed.core.task_lookup import get_task
+from polyfed.data.formats.files import Table
+from polyfed.data.tabular.csv_reader import CSVFormat
 from polyfed.data.tabular.table_reader import (
     check_columns_exist,
     column_as_arrow_array,
@@ -39,6 +41,7 @@ MISSING_CATEGORY = "(missing)"
 RELATIVE_ROUNDING = 1e-9
 """Numbers with a smaller standard deviation, relative to their mean, do not vary."""
 _SHOWN = 5  # names shown in a sentence
+_FAR = 10  # standard deviations
 Scope = Literal["site", "federated"]
 
 
@@ -58,6 +61,15 @@ class Column:
     missing: bool = False
 
 
+class _ReadingJSON(TypedDict, total=False):
+    """Describes how the table's files are written, where that is not as usual: fields of `CSVFormat`."""
+
+    missing: list[str]
+    delimiter: str
+    decimal: str
+    encoding: str
+
+
 class _PreprocessorJSON(TypedDict):
     """Describes the JSON form of a `TablePreprocessor`."""
 
@@ -68,6 +80,7 @@ class _PreprocessorJSON(TypedDict):
     scope: Scope
     classes: list[str]
     task: TaskSpec
+    reading: NotRequired[_ReadingJSON]
 
 
 @final
@@ -88,6 +101,7 @@ class TablePreprocessor:
         scope: "site" if fitted on one site's rows, "federated" if on sums over all sites.
         classes: names of the classes, labels or targets, to label predictions.
         task: of the targets, to interpret predictions.
+        reading: how the table was read, its texts for no value among it; new rows are read alike.
 
     Raises:
         UserError: another number of means or spreads than of columns of numbers, a spread that is negative, or one of a
@@ -106,6 +120,7 @@ class TablePreprocessor:
     scope: Scope = "site"
     classes: tuple[str, ...] = ()
     task: Task = field(default_factory=Classification)
+    reading: CSVFormat = field(default=CSVFormat(), repr=False, compare=False)
     is_rowwise: ClassVar[bool] = True  # each row is prepared by itself, so that `Examples` may keep prepared rows
 
     def __post_init__(self) -> None:
@@ -186,7 +201,15 @@ class TablePreprocessor:
         Raises:
             UserError: a column is missing, or holds texts where the run had numbers.
         """
-        return encode_table(read_table(rows), self.columns).to(torch.float64)
+        return encode_table(self.read(rows), self.columns).to(torch.float64)
+
+    def read(self, rows: Any) -> Table:
+        """Reads rows of a user's table, as `encode` takes them, in the way in which the run's table was read.
+
+        Raises:
+            UserError: the table is unreadable or empty.
+        """
+        return read_table(rows, **asdict(self.reading))
 
     def changed_constant_columns(self, x: Tensor) -> tuple[str, ...]:
         """Returns columns constant or empty in training that have other values in `x`.
@@ -207,6 +230,23 @@ class TablePreprocessor:
         if changed := self.changed_constant_columns(x):
             warn_of_changed_constants({name: changed})
 
+    def warn_of_unlike_rows(self, x: Tensor, name: str) -> None:
+        """Issues a warning if the encoded rows `x`, which the warning calls `name`, are not like the training rows: if
+        columns that were constant have other values, or numbers are so far away that they may be in another unit.
+        """
+        self.warn_of_changed_constants(x, name)
+        numeric = [i for i, column in enumerate(self.columns) if column.categories is None]
+        mean, divisors = torch.tensor([self.mean, self.divisors], dtype=torch.float64)
+        distances = ((x[:, numeric].double() - mean) / divisors).abs()
+        far = [self.columns[i].name for i, z in zip(numeric, distances.T, strict=True) if z.nanmedian() > _FAR]
+        if far:
+            warnings.warn(
+                f"{name}: {_join_first(list(map(repr, far)))} is typically more than {_FAR} standard deviations away from "
+                "the training rows; check that it is in the same unit",
+                UserWarning,
+                stacklevel=3,
+            )
+
     def unscale_outputs(self, outputs: Tensor) -> Tensor:
         """Converts regression outputs to the table's unit; those of other tasks are unchanged."""
         if not self.target:
@@ -221,10 +261,12 @@ class TablePreprocessor:
             {"name": c.name, "categories": None if c.categories is None else list(c.categories), "missing": c.missing}
             for c in self.columns
         ]
+        usual = asdict(CSVFormat())
+        reading = {name: value for name, value in asdict(self.reading).items() if value != usual[name]}
         return {
             "columns": columns, "mean": list(self.mean), "spread": list(self.spread),
             "target": [list(pair) for pair in self.target], "scope": self.scope, "classes": list(self.classes),
-            "task": self.task.spec,
+            "task": self.task.spec, **({"reading": reading} if reading else {}),
         }  # fmt: skip
 
 
@@ -251,8 +293,12 @@ def preprocessor_from_json(content: Any) -> TablePreprocessor:
         for c in content["columns"]
     )
     target = tuple((pair[0], pair[1]) for pair in content["target"])
+    reading = {
+        name: value for name, value in content.get("reading", {}).items() if name in _ReadingJSON.__annotations__
+    }
+    form = CSVFormat(**{**reading, "missing": tuple(reading.get("missing", ()))})
     return TablePreprocessor(columns, tuple(content["mean"]), tuple(content["spread"]), target, content["scope"],
-                    tuple(content["classes"]), get_task(content["task"]))  # fmt: skip
+                    tuple(content["classes"]), get_task(content["task"]), form)  # fmt: skip
 
 
 def _category_names(column: Column) -> tuple[str, ...]:

@@ -162,7 +162,8 @@ def _blank_missing_values(table: Table, missing: Sequence[str], decimal: str) ->
     import pyarrow
     import pyarrow.compute as compute
 
-    if not missing and decimal == ".":
+    is_changed = bool(missing) or decimal != "."
+    if not is_changed or len(set(table.column_names)) < table.num_columns:  # `read_table` refuses a name twice
         return table
     amounts = [float(text) for text in missing if is_numeric_text(text)]
     for place, name in enumerate(table.column_names):
@@ -194,7 +195,8 @@ def _read_table_file(path: str, form: CSVFormat) -> Table:
         if "train" not in tables:
             raise UserError(f"{path!r} holds no Parquet file; {PATH_ADVICE}")
         return _blank_missing_values(tables["train"], form.missing, form.decimal)
-    return parse_csv_file(file, form)
+    # Words are gone by now, and of a number "-9" its other spellings are not, such as "-9.0".
+    return _blank_missing_values(parse_csv_file(file, form), form.missing, ".")
 
 
 def check_columns_exist(table: Table, names: Sequence[str], role: str) -> None:

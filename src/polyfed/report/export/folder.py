@@ -61,7 +61,6 @@ class ExportedSignature(TypedDict):
     network: BuiltInNetwork | None
     algorithm: dict[str, Any] | None
     file: str | None
-    reading: dict[str, Any]
 
 
 @suggest_keywords
@@ -139,7 +138,6 @@ def _folder_contents(trained: TrainedModel, format: Format) -> dict[str, bytes]:
         "outputs": outputs,
         "classes": list(trained.class_names),
         "file": file,
-        "reading": dict(trained.table_options),
         "algorithm": algorithm,
         "versions": version_by_package,
     }
@@ -194,6 +192,9 @@ class ExportedModel:
     Args:
         folder: that `export_model` wrote.
 
+    Attributes:
+        prepared: converts rows to inputs, and knows how files of rows are read.
+
     Raises:
         UserError: the file is damaged, its inputs are not a table, or its network is code that nobody allowed.
     """
@@ -205,14 +206,13 @@ class ExportedModel:
             raise UserError(f"{folder / SIGNATURE} cannot be read ({error}); export again") from error
         if error_text := validation_error(content, ExportedSignature):
             raise UserError(f"{folder / SIGNATURE} is damaged: {error_text}; export again")
-        self.reading: dict[str, Any] = content["reading"]
         preprocessor = read_preprocessor(folder / PREPROCESSING)
         if preprocessor is None:
             kinds = ", ".join(input_spec["name"] for input_spec in content["inputs"])
             raise UserError(
                 f"{folder} takes {kinds}, and polyfed predict reads tables; {folder / CARD} shows how to use it"
             )
-        self._prepared: TablePreprocessor = preprocessor
+        self.prepared: TablePreprocessor = preprocessor
         self._client: str = content["client"]
         self._script: Any = None
         self._network: nn.Module | None = None
@@ -243,12 +243,12 @@ class ExportedModel:
     def predict(self, table: Any) -> dict[str, list[Any]]:
         """Predicts every row of a table, as `polyfed.simulation.results.saved_model.SavedModel.predict` does."""
         if self._network is not None:
-            return SavedModel(self._network, self._prepared, self._client).predict(table)
-        stored = encode_table(table, self._prepared.columns)
-        self._prepared.warn_of_changed_constants(stored, f"the rows for client {self._client!r}")
+            return SavedModel(self._network, self.prepared, self._client).predict(table)
+        stored = encode_table(table, self.prepared.columns)
+        self.prepared.warn_of_unlike_rows(stored, f"the rows for client {self._client!r}")
         with exclusive_single_torch_thread_with_grad(), torch.inference_mode():
             outputs: Tensor = self._script(stored)
-        return convert_outputs_to_columns(outputs, self._prepared)
+        return convert_outputs_to_columns(outputs, self.prepared)
 
 
 def _load_script(script: Path) -> Any:

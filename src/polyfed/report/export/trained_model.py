@@ -12,7 +12,6 @@ from torch import nn
 
 from polyfed.algorithms import registry_name
 from polyfed.comparison.statistics.score_intervals import mean_score_with_interval
-from polyfed.comparison.storage.comparison_directory import DESCRIPTION, read_description
 from polyfed.core.algorithm import Algorithm, Architecture
 from polyfed.core.capabilities import BringsNetwork, TrainsAuxiliaryNetwork, WrapsNetwork
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
@@ -42,13 +41,6 @@ from polyfed.simulation.storage.paths import safe_file_name
 from polyfed.simulation.storage.predictions import prediction_store as kept_predictions
 from polyfed.simulation.storage.predictions.prediction_store import Predictions
 
-TABLE_OPTIONS = (
-    "missing",
-    "delimiter",
-    "decimal",
-    "encoding",
-)  # fields of the source `table` that say how a file is read
-
 
 @final
 @dataclass(frozen=True)
@@ -67,7 +59,7 @@ class TrainedModel:
 
     Attributes: `network`, in evaluation mode on the CPU; `signature`; `preprocessor`, of a table;
     `architecture_description`, with which the method builds its own kind of network, or None; `class_names`, empty if
-    nobody knows them; `table_options`, how files of a table are read; `algorithm`, None at a site; `kept_round` of
+    nobody knows them; `algorithm`, None at a site; `kept_round` of
     `planned_rounds`, 0 if unknown; `seed`; `scores`; `disclosures`, words of `DISCLOSURES`; `never_trained`,
     whether the client took part in no round up to that one (False where nobody knows).
     """
@@ -77,7 +69,6 @@ class TrainedModel:
     preprocessor: TablePreprocessor | None
     architecture_description: Mapping[str, Any] | None
     class_names: tuple[str, ...]
-    table_options: Mapping[str, Any]
     algorithm: Algorithm[Any, Any] | None
     kept_round: int
     planned_rounds: int
@@ -124,7 +115,6 @@ def trained_model_of_run(run: Run, client: str) -> TrainedModel:
         preprocessor,
         description,
         owner.train.classes or _class_names(preprocessor, manifest),
-        _table_options(run.out),
         algorithm,
         run.kept_checkpoint.round,
         federation.settings.rounds,
@@ -200,7 +190,6 @@ def read_trained_model(folder: Path, client: str | None, network: Architecture |
         preprocessor,
         description,
         _class_names(preprocessor, read_manifest(folder)),
-        _table_options(folder),
         algorithm,
         0 if predictions is None else predictions.round,
         0 if settings is None else settings.rounds,
@@ -305,18 +294,6 @@ def build_trained_network(
 
 def _class_names(preprocessor: TablePreprocessor | None, manifest: Mapping[str, Any]) -> tuple[str, ...]:
     return preprocessor.classes if preprocessor is not None else tuple(manifest.get("class_names") or ())
-
-
-def _table_options(folder: Path | None) -> dict[str, Any]:
-    if folder is None or not (folder / "config.yaml").exists():
-        return {}
-    config, above = read_config(folder), folder.resolve().parents[1:2]
-    if "data" not in config and above and (above[0] / DESCRIPTION).exists():  # a comparison keeps it for all its runs
-        config = (read_description(above[0]).get("experiment") or {}).get("config") or {}
-    data = config.get("data")
-    if not isinstance(data, dict) or data.get("name") != "table":
-        return {}
-    return {name: data[name] for name in TABLE_OPTIONS if name in data}
 
 
 def _test_scores(predictions: Predictions | None, metrics: tuple[Metric, ...]) -> tuple[ClientScore, ...]:

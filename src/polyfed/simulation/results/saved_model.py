@@ -18,7 +18,7 @@ from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import expand_user_path, read_file
 from polyfed.core.io.number_format import format_row_numbers
-from polyfed.core.io.validation import parse_json
+from polyfed.core.io.validation import DAMAGED_FILE_ERRORS, parse_json
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.core.state_dict import StateDict
@@ -59,7 +59,7 @@ class SavedModel:
             UserError: a column is missing, or has another type than in the run.
         """
         stored = encode_table(table, self.prepared.columns)
-        self.prepared.warn_of_changed_constants(stored, f"the rows for client {self.client!r}")
+        self.prepared.warn_of_unlike_rows(stored, f"the rows for client {self.client!r}")
         with exclusive_single_torch_thread_with_grad(), torch.inference_mode():
             outputs = torch.cat([self.network(self.prepared(part)).float() for part in torch.split(stored, _BATCH)])
         return convert_outputs_to_columns(self.prepared.unscale_outputs(outputs), self.prepared)
@@ -117,8 +117,14 @@ def load_saved_model(folder: str | Path, client: str | None = None) -> SavedMode
         ) from error
     method, owner = build_method(read_section(config, "algorithm")), client or name
     if isinstance(method, BringsNetwork) and not method.requires & MODEL_REQUIREMENTS:
-        described = parse_json(read_file(models / f"{name}.json"))
-        return SavedModel(fill_module(method.build_from_description(described), weights).eval(), prepared, owner)
+        try:
+            network = method.build_from_description(parse_json(read_file(models / f"{name}.json")))
+        except (OSError, *DAMAGED_FILE_ERRORS) as error:
+            raise UserError(
+                f"the description of the network in {models / name}.json cannot be read ({error}); run again, or put back a "
+                "copy"
+            ) from error
+        return SavedModel(_fill_for_evaluation(network, weights, folder), prepared, owner)
     signature_path = models / f"{name}{SIGNATURE}"
     spec = read_signature(signature_path)["network"] if signature_path.is_file() else None
     if spec is not None:

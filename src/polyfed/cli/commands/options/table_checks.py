@@ -21,7 +21,6 @@ from polyfed.core.examples.text_columns import (
 )
 from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, UNLIMITED_BYTES, expand_user_path, open_file, read_file
 from polyfed.core.io.validation import parse_json
-from polyfed.simulation.storage.directory import read_config
 
 _ROLES = ("site", "group", "time", "columns", "drop", "categorical")
 _MOST_BYTES_READ_EARLY = 8 * 2**20
@@ -74,9 +73,9 @@ def check_prediction(folder: Path, client: str | None, file: str) -> None:
         raise UserError(f"{folder} has models of several clients; give --client with one of {', '.join(clients)}")
     if all(clients) and client is not None and client not in clients:
         raise UserError(f"{folder} has no model of client {client!r}; {did_you_mean(client, clients)}")
-    reading = _read_json(folder / "signature.json").get("reading") or _read_run_options(folder)
+    preprocessing = _read_json(prepared[0])
+    reading, columns = preprocessing.get("reading"), preprocessing.get("columns")
     header = _read_header(file, f"give {_ROW_PER_EXAMPLE}", reading if isinstance(reading, dict) else {})
-    columns = _read_json(prepared[0]).get("columns")
     if header is not None and isinstance(columns, list):
         _check_columns(header, [str(column.get("name")) for column in columns if isinstance(column, dict)], "features")
 
@@ -173,10 +172,6 @@ def _split_names(names: Any, header: Sequence[str]) -> list[str]:
     if isinstance(names, str):
         return [names] if names in header else [part.strip() for part in names.split(",") if part.strip()]
     return [str(name) for name in names or ()]
-
-
-def _read_run_options(folder: Path) -> Any:
-    return read_config(folder).get("data") if (folder / "config.yaml").is_file() else None
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Implements `polyfed predict`, which predicts the rows of a table file with a client's trained network."""
 
 from pathlib import Path
-from typing import Any
 
 from polyfed.cli.commands.argv import CommandParser, expand_optional_path
 from polyfed.cli.commands.options.table_checks import check_prediction
@@ -52,19 +51,15 @@ def predict_file(folder: Path, client: str | None, file: str, out: Path | None) 
     from polyfed.core.io.terminal_text import escape_spreadsheet_formula
     from polyfed.report.export.folder import ExportedModel, is_exported_folder
     from polyfed.simulation.results.saved_model import SavedModel, load_saved_model
-    from polyfed.simulation.storage.directory import read_config
 
     model: ExportedModel | SavedModel
     if is_exported_folder(folder):
         if client is not None:
             raise UserError(f"{folder} is the exported network of one client; leave --client {client} out")
-        exported_model = model = ExportedModel(folder)
-        table_options = exported_model.reading
+        model = ExportedModel(folder)
     else:
         model = load_saved_model(folder, client)
-        data = read_config(folder).get("data")
-        table_options = data if isinstance(data, dict) and data.get("name") == "table" else {}
-    table = _read_rows(file, table_options)
+    table = model.prepared.read(file)
     columns = {"row": list(range(1, table.num_rows + 1)), **model.predict(table)}
     console = Console()
     if out is not None:
@@ -87,15 +82,3 @@ def predict_file(folder: Path, client: str | None, file: str, out: Path | None) 
     console.print(output)
     if is_shortened:
         print_line(console, "--out FILE.csv writes all")
-
-
-def _read_rows(file: str, table_options: dict[str, Any]) -> Any:
-    """Reads a file with the options of the run's own table."""
-    from polyfed.core.io.validation import build_dataclass
-    from polyfed.data.sources.table_file import TableFile
-
-    option_names = {"missing", "delimiter", "decimal", "encoding"}
-    source = build_dataclass(
-        TableFile, {name: value for name, value in table_options.items() if name in option_names}, "data"
-    )
-    return source.read(file)
