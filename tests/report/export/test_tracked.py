@@ -165,6 +165,7 @@ def test_each_clients_network_is_a_model_with_a_signature(here, mlflow):
     assert log_models_once_to_mlflow(here) == 0  # they are there
 
 
+@pytest.mark.filterwarnings("ignore:column .sex. has categories")
 def test_the_model_answers_as_polyfed_does(here, mlflow, tmp_path):
     follow(here)
     kept = shutil.copytree(export_model(here, "south", tmp_path / "again"), tmp_path / "moved")
