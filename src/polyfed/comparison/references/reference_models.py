@@ -5,7 +5,7 @@ For simulations only: they need all clients' examples.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
@@ -147,7 +147,7 @@ def train_pooled_reference(
     requirements.check_networks_run(clients)
     task, architecture_of = clients[0].task, requirements.architecture_keys_by_client(clients)
     client_of_architecture = {architecture_of[c.id]: c for c in reversed(clients)}  # the first client of each
-    placeholder_test = train.select(torch.zeros(1, dtype=torch.int64, device=train.device))
+    placeholder_test = replace(train.select(torch.zeros(1, dtype=torch.int64, device=train.device)), group=None)
     if task.outputs_are_classes:
         networks = (
             build_module(c.model, seed=0).to(train.device)
