@@ -48,6 +48,9 @@ def test_no_interval_goes_beyond_what_there_is(outcomes):
             cut += high == 1.0 != value
         assert min(low for _, low, _ in group.scores.values()) >= 0.0
     assert cut, "the interval of an AUC of few examples reaches beyond 1 unless it is cut"
+    for group in score_subgroups(outcomes, "sex", ["north"], METRICS["f1"], 0.95):
+        ends = [end for ends in (*group.scores.values(), *group.gains.values()) if ends for end in ends]
+        assert -1.0 <= min(ends) <= max(ends) <= 1.0
 
 
 def test_an_interval_has_its_unit_once(outcomes):

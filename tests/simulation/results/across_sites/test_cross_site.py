@@ -8,6 +8,8 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, Local
+from polyfed.core.evaluation.metrics import METRICS
+from polyfed.simulation.results.across_sites import cross_site
 from polyfed.simulation.results.across_sites.cross_site_scores import (
     CSV_FILE,
     FILE,
@@ -19,6 +21,7 @@ from polyfed.simulation.results.across_sites.other_clients_examples import (
     IncompatibleExamplesError,
     adapt_test_examples_to_model_of,
 )
+from polyfed.tasks.survival import Survival
 from polyfed.testing import small_clients
 
 
@@ -84,6 +87,40 @@ def test_sentences_say_what_is_decided(run):
     text = str(scores)
     assert text.splitlines()[1].split() == ["model", "of", "north", "odd", "south"]
     assert text.count("[") >= 3
+
+
+def test_equally_good_models_are_seldom_told_apart():
+    """Forty federations of six sites with guesses for outputs: one at a time, the intervals would decide in most of them."""
+    draw, told = np.random.default_rng(0), 0
+    targets = torch.arange(60) % 2
+    clients = [
+        pf.Client(f"c{k}", None, (torch.zeros(2, 1), targets[:2]), (torch.zeros(60, 1), targets)) for k in range(6)
+    ]
+    for _ in range(40):
+        parts = {
+            (METRICS["auc"].name, owner.id, client.id): cross_site._score(
+                METRICS["auc"], client.task, torch.from_numpy(draw.normal(size=(60, 2))), targets, np.arange(60), 50
+            )
+            for owner in clients
+            for client in clients
+        }
+        cells = [
+            cross_site._build_cell(METRICS["auc"], owner, client, parts, 30) for owner in clients for client in clients
+        ]
+        told += any(
+            cell.difference_low is not None and cell.difference_low * cell.difference_high > 0 for cell in cells
+        )
+        alone = [cross_site._build_cell(METRICS["auc"], clients[0], client, parts, 1) for client in clients[1:]]
+        assert all(one.difference_low > cell.difference_low for one, cell in zip(alone, cells[1:6], strict=True))
+    assert told <= 5
+
+
+def test_a_c_index_of_four_events_has_no_interval():
+    task, times = Survival(), torch.arange(30.0)
+    for events, has_interval in ((4, False), (5, True)):
+        targets = torch.stack([times, (times < events).float()], dim=1)
+        score = cross_site._score(task.default_metric, task, -times[:, None], targets, np.arange(30), 50)
+        assert (score.pseudo_values is not None) is has_interval
 
 
 def test_the_files_hold_the_matrix(run, tmp_path):

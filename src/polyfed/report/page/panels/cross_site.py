@@ -38,7 +38,7 @@ def _html_matrix(scores: CrossSiteScores) -> Markup:
     ]
     description = (
         f"{entry['label']}; row: model of, column: patients of; 95 % intervals over test examples (patients where they are "
-        "known), one at a time; framed: the site's own model"
+        "known), one at a time (those of differences, in the sentences below, hold together); framed: the site's own model"
     )
     table = render_template("cross_site", description=description, names=names, rows=rows)
     notes = list(scores.sentences())

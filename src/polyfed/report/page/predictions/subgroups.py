@@ -177,7 +177,7 @@ def _clip_estimate(estimate: ScoreInterval, metric: Metric, lowest: float) -> Sc
     """Clips a score and its interval to the range that the metric can have."""
     if estimate is None or not math.isfinite(estimate[0]):
         return None
-    if metric.unit != "%" and metric.name != "auc":
+    if not metric.is_from_zero_to_one:
         return estimate
     value, low, high = estimate
     return value, max(low, lowest), min(high, 1.0)

@@ -21,6 +21,7 @@ from polyfed.core.errors import ClientError, UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.examples.groups import number_units
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
+from polyfed.core.task import Task
 from polyfed.simulation.checks.clients.undefined_scores import explain_undefined_score
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.devices import choose_device
@@ -64,9 +65,10 @@ def compute_cross_site(federation: Federation, checkpoint: Checkpoint) -> CrossS
                 if isinstance(outcome, str):
                     pseudo_values[key] = outcome
                 else:
-                    pseudo_values[key] = _score_with_pseudo_values(metric, *outcome, number_units(client.test), groups)
+                    pseudo_values[key] = _score_with_pseudo_values(metric, client.task, *outcome, number_units(client.test), groups)
+    num_differences = max(len(clients) * (len(clients) - 1), 1)
     cells = tuple(
-        _build_cell(metric, owner, client, pseudo_values)
+        _build_cell(metric, owner, client, pseudo_values, num_differences)
         for metric in metrics
         for owner in clients.values()
         for client in clients.values()
@@ -109,20 +111,20 @@ class _ScoreWithPseudoValues:
 
 
 def _score_with_pseudo_values(
-    metric: Metric, outputs: Tensor, targets: Tensor, units: NDArray[np.int64], max_groups: int
+    metric: Metric, task: Task, outputs: Tensor, targets: Tensor, units: NDArray[np.int64], max_groups: int
 ) -> _ScoreWithPseudoValues:
     """Returns the score, and its pseudo-values from leaving out one group of units at a time."""
     value = float(metric(outputs, targets))
     num_units = int(units.max()) + 1
     size = min(num_units, max_groups)
-    group_of_unit = np.arange(num_units) % size
-    if num_units == len(targets) > size and targets.dim() == 1:  # each group has its share of the classes
-        order = np.argsort(targets.numpy(), kind="stable")
+    group_of_unit, strata = np.arange(num_units) % size, task.strata(targets)
+    if num_units == len(targets) > size and strata.ndim == 1:  # each group has its share of the classes
+        order = np.argsort(strata, kind="stable")
         group_of_unit = np.empty(num_units, dtype=np.int64)
         group_of_unit[order] = np.arange(num_units) % size
     group = group_of_unit[units]
     pseudo_values = None
-    if size > 1 and math.isfinite(value) and not _has_rare_class(metric, targets):
+    if size > 1 and math.isfinite(value) and not _has_rare_class(metric, task, targets):
         left_out = []
         for k in range(size):
             remaining = torch.from_numpy(np.flatnonzero(group != k))
@@ -131,12 +133,13 @@ def _score_with_pseudo_values(
     return _ScoreWithPseudoValues(value, pseudo_values, len(targets))
 
 
-def _has_rare_class(metric: Metric, targets: Tensor) -> bool:
-    """Returns whether a score that ranks or compares classes rests on so few examples of one that it has no interval."""
-    if metric.per_example is not None or targets.dim() != 1 or targets.is_floating_point():
+def _has_rare_class(metric: Metric, task: Task, targets: Tensor) -> bool:
+    """Returns whether a score that ranks or compares classes (or patients, by an event) rests on so few examples of one
+    that it has no interval."""
+    if metric.per_example is not None or not task.rarest_limits_score:
         return False
-    counts = torch.bincount(targets)
-    return int(counts[counts > 0].min()) < _MIN_OF_CLASS
+    rarest = task.rarest_class(targets)
+    return rarest is not None and 0 < rarest[0] < _MIN_OF_CLASS
 
 
 def _build_cell(
@@ -144,6 +147,7 @@ def _build_cell(
     owner: Client,
     client: Client,
     scores: Mapping[tuple[str, str, str], _ScoreWithPseudoValues | str],
+    num_differences: int,
 ) -> CrossSiteCell:
     cell = CrossSiteCell(owner.id, client.id, metric.name, examples=len(client.test))
     score, own_score = scores[metric.name, owner.id, client.id], scores[metric.name, client.id, client.id]
@@ -162,12 +166,15 @@ def _build_cell(
     pairs = None
     if score.pseudo_values is not None and own_score.pseudo_values is not None:
         pairs = score.pseudo_values - own_score.pseudo_values
-    low, high = _confidence_interval(difference, pairs)
+    low, high = _confidence_interval(difference, pairs, num_differences)
     return replace(cell, difference=difference, difference_low=low, difference_high=high)
 
 
-def _confidence_interval(value: float, pseudo_values: NDArray[np.float64] | None) -> tuple[float | None, float | None]:
-    """Returns the ends of the interval value ± t·s/√g of g pseudo-values; None if they do not vary, which says nothing."""
+def _confidence_interval(
+    value: float, pseudo_values: NDArray[np.float64] | None, num_claims: int = 1
+) -> tuple[float | None, float | None]:
+    """Returns the ends of the interval value ± t·s/√g of g pseudo-values, which holds simultaneously for `num_claims` such
+    (Bonferroni); None if they do not vary, which says nothing."""
     if pseudo_values is None:
         return None, None
     from scipy.stats import t  # takes half a second to import
@@ -175,5 +182,5 @@ def _confidence_interval(value: float, pseudo_values: NDArray[np.float64] | None
     error = float(pseudo_values.std(ddof=1)) / math.sqrt(len(pseudo_values))
     if error <= 1e-12:
         return None, None
-    half = float(t.ppf(0.5 + LEVEL / 2, len(pseudo_values) - 1)) * error
+    half = float(t.ppf(1 - (1 - LEVEL) / (2 * num_claims), len(pseudo_values) - 1)) * error
     return value - half, value + half

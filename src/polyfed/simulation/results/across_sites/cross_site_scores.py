@@ -38,7 +38,8 @@ class CrossSiteCell:
         low, high: ends of its 95 % interval over test examples, or over groups (patients) if the examples have them; None
             where too few say anything, as for an AUC with fewer than five examples of a class.
         difference: the score minus that of the model of `patients_of` on the same examples.
-        difference_low, difference_high: ends of its interval, by pairs of predictions for the same examples.
+        difference_low, difference_high: ends of its interval, by pairs of predictions for the same examples; the intervals
+            of all differences of a metric hold simultaneously in 95 of 100 cases.
         examples: number of test examples.
         reason: why there is no score; empty if there is one.
     """
@@ -113,7 +114,7 @@ class CrossSiteScores:
         return [asdict(cell) for cell in self.cells]
 
     def sentences(self) -> list[str]:
-        """Says which model serves which client, as far as intervals of the deciding metric decide it."""
+        """Says which model serves which client, as far as simultaneous intervals of the deciding metric decide it."""
         return list(_describe_scores(self))
 
     def to_json_dict(self) -> dict[str, Any]:
@@ -218,7 +219,9 @@ def format_cross_site(scores: CrossSiteScores) -> str:
     ]
     if hidden := len(scores.clients) - len(names):
         lines.append(f"and {hidden} more; {FILE} and {CSV_FILE} have all")
-    return "\n".join([*lines, "[ ] is the site's own model. Intervals hold one at a time.", *scores.sentences()])
+    return "\n".join(
+        [*lines, "[ ] is the site's own model. Intervals of scores hold one at a time.", *scores.sentences()]
+    )
 
 
 def _format_cell(cell: CrossSiteCell, unit: Any, *, is_own: bool) -> str:
