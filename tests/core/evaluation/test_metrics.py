@@ -204,6 +204,32 @@ def test_a_metric_is_checked(fields, sentence):
         Metric(**{"name": "mine", "function": own, **fields})
 
 
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"function": lambda outputs, targets: 81.0, "unit": "%"},
+            "has the value 81, and unit='%' is for shares from 0 to 1",
+        ),
+        ({"function": lambda outputs, targets: -0.1, "unit": "%"}, "has the value -0.1"),
+        ({"per_example": lambda outputs, targets: outputs.numpy()}, r"returned shape \(3, 2\) for 3 examples"),
+        (
+            {"per_example": lambda outputs, targets: 1 / 0},
+            "metric 'mine' failed on outputs of shape .* ZeroDivisionError",
+        ),
+    ],
+)
+def test_what_a_metric_returns_is_checked(fields, sentence):
+    """Intervals of shares are cut to -1 and 1: percentages would get intervals that do not hold them."""
+    with pytest.raises(pf.UserError, match=sentence):
+        Metric(**{"name": "mine", "function": own, **fields})(torch.zeros(3, 2), torch.zeros(3))
+
+
+def test_a_share_that_is_undefined_or_rounded_is_no_error():
+    for value in (float("nan"), 1.0 + 1e-9, 0.0):
+        assert repr(Metric("mine", lambda o, t, v=value: v, unit="%")(torch.zeros(1, 2), torch.zeros(1))) == repr(value)
+
+
 @pytest.mark.parametrize("name", [n for n, metric in METRICS.items() if "classification" in metric.tasks])
 def test_outputs_that_are_nan_have_no_score(name):
     outputs, targets = torch.tensor([[0.0, 1.0], [2.0, 0.0], [float("nan")] * 2]), torch.tensor([1, 0, 0])

@@ -1,9 +1,10 @@
 """Defines `Metric`: a name, a function of outputs and targets, and how values are shown."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ Unit = Literal["%", ""]
 _FROM_ZERO_TO_ONE = frozenset(
     {"auc", "average_precision", "f1", "c_index", "uno_c_index", "dice", "iou", "entity_f1"}
 )  # scores that are not shown in per cent
+_ROUNDING = 1e-6  # by which a share may be outside 0 to 1
 _RESERVED_PREFIXES = ("val_", "global_", "loss")  # the names of other columns begin with these
 _RESERVED_NAMES = frozenset(
     {
@@ -76,13 +78,19 @@ class Metric:
             object.__setattr__(self, "label", self.name)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:
-        """Returns the metric's value for outputs and targets; NaN if it is undefined for them."""
+        """Returns the metric's value for outputs and targets; NaN if it is undefined for them.
+
+        Raises:
+            UserError: the function fails, a share is not between 0 and 1, or there is not one value for each example.
+        """
         if not len(targets):
             return float("nan")
-        if self.per_example is not None:
-            return float(self.per_example(outputs, targets).mean())
         try:
-            return float(self.function(outputs, targets))
+            value = (
+                float(self.function(outputs, targets))
+                if self.per_example is None
+                else self._mean_over_examples(self.per_example(outputs, targets), len(targets))
+            )
         except UserError:
             raise
         except Exception as error:
@@ -92,3 +100,17 @@ class Metric:
                 "classes) first, and then the targets; a function of scikit-learn: lambda outputs, targets: "
                 "accuracy_score(targets, outputs.argmax(1))"
             ) from error
+        if self.unit == "%" and not (-_ROUNDING <= value <= 1 + _ROUNDING or math.isnan(value)):
+            raise UserError(
+                f"metric {self.name!r} has the value {value:g}, and unit='%' is for shares from 0 to 1, which are shown in "
+                "per cent; divide it by 100, or leave the unit out"
+            )
+        return value
+
+    def _mean_over_examples(self, values: Any, number: int) -> float:
+        if np.shape(values) != (number,):
+            raise UserError(
+                f"metric {self.name!r}: per_example returned shape {np.shape(values)} for {number} examples; it returns one "
+                f"value for each, shape ({number},)"
+            )
+        return float(values.mean())
