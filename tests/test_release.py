@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -85,8 +86,35 @@ def test_one_repository_is_named_everywhere():
 def test_one_version_is_named_everywhere():
     version = PROJECT["version"]
     assert read_yaml(ROOT / "CITATION.cff")["version"] == version
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", read_yaml(ROOT / "CITATION.cff")["date-released"])
-    assert f"[{version}]" in (ROOT / "CHANGELOG.md").read_text()
+    (head,) = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith(f"## [{version}]")]
+    date = re.search(r"\d{4}-\d\d-\d\d", head)  # none before the release
+    assert read_yaml(ROOT / "CITATION.cff").get("date-released") == (date and date[0])
+    assert ("unreleased" in head) == (date is None)
+
+
+def test_the_notes_of_a_release_are_its_section_of_the_changelog(tmp_path):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "notes", tmp_path / ".ci")
+    sections = (
+        "# Changelog\n\n## [1.1.0] (unreleased)\n- new\n\n## [1.0.0] 2026-12-01: the first\n- old [a](docs/a.md#b)\n"
+    )
+    (tmp_path / "CHANGELOG.md").write_text(sections)
+
+    def notes_of(tag):
+        return subprocess.run([tmp_path / ".ci" / "notes", tag], capture_output=True, text=True, check=False)
+
+    assert notes_of("v1.0.0").stdout == f"- old [a]({REPOSITORY}/blob/v1.0.0/docs/a.md#b)\n"
+    assert "1.1.0 is unreleased: give its date" in notes_of("v1.1.0").stderr
+    assert "no section of 2.0.0" in notes_of("v2.0.0").stderr
+    assert [notes_of(tag).returncode for tag in ("v1.0.0", "v1.1.0", "v2.0.0")] == [0, 1, 1]
+
+
+def test_nothing_is_published_before_it_is_tested():
+    jobs = read_yaml(ROOT / ".github/workflows/release.yml")["jobs"]
+    assert (jobs["publish"]["needs"], jobs["announce"]["needs"]) == ("build", "publish")
+    runs = [step.get("run", "") for step in jobs["build"]["steps"]]
+    (check,) = [k for k, run in enumerate(runs) if "twine check --strict" in run]
+    assert runs.index("make test lint types") < runs.index(".ci/wheel") < check
 
 
 def test_the_formats_of_the_page_are_those_of_the_code():
@@ -161,6 +189,6 @@ def test_forms_ask_for_no_data_and_can_be_filled_in(file):
     assert len(names) == len({*names}) > 0
 
 
-@pytest.mark.parametrize("script", ["run", "wheel", "smoke", "lowest"])
+@pytest.mark.parametrize("script", ["run", "wheel", "smoke", "lowest", "notes"])
 def test_scripts_are_shell(script):
     subprocess.run(["bash", "-n", ROOT / ".ci" / script], check=True)

@@ -1,7 +1,9 @@
 """`polyfed completion`, `help` and `version`: made from the table of commands, which has all options that commands have."""
 
+import platform
 import shutil
 import subprocess
+from importlib.metadata import version
 
 import pytest
 
@@ -36,8 +38,13 @@ def test_help_of_a_command_and_version(capsys):
     assert overview.index("real sites") < overview.index("flower init|up") < overview.index("papers and hypernetworks")
     assert main(["help", "resume"]) == 0
     assert "usage: polyfed resume DIR" in capsys.readouterr().out
-    assert main(["version"]) == 0
+    assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"polyfed {polyfed.__version__}\n"
+    assert main(["version"]) == 0
+    first, packages, system = capsys.readouterr().out.splitlines()
+    assert first == f"polyfed {polyfed.__version__}"
+    assert f"Python {platform.python_version()}, torch {version('torch')}, numpy " in packages
+    assert platform.machine() in system
 
 
 COMPLETED = [

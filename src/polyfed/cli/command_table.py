@@ -83,7 +83,7 @@ COMMANDS = (
     Subcommand("completion", "completion bash|zsh|fish", "print a script that completes commands in your shell",
         (), "shells"),
     Subcommand("help", "help [COMMAND]", "print this, or the help of a command", (), "commands"),
-    Subcommand("version", "version", "print the version"),
+    Subcommand("version", "version", "print the versions of polyfed and what it stands on"),
 )  # fmt: skip
 
 

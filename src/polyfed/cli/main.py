@@ -7,9 +7,11 @@ Exit status: 0; 2 with one sentence for what the user can mend; 1 for a failure 
 
 import io
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 import polyfed
 from polyfed.cli import subcommands
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         print(format_overview(), end="")
         return 0
     if arguments[0] in ("--version", "version"):
-        print(f"polyfed {polyfed.__version__}")
+        print(f"polyfed {polyfed.__version__}{_describe_environment() if arguments[0] == 'version' else ''}")
         return 0
     try:
         if arguments[0] not in commands:
@@ -96,3 +98,14 @@ def main(arguments: Sequence[str]) -> int:
             return 0  # as `rich` ends the process where the reader has seen enough
         return exit_request.code if isinstance(exit_request.code, int) else 0
     return 0
+
+
+def _describe_environment() -> str:
+    """Returns lines with the versions that a report of an error needs, without importing the packages."""
+    versions = [f"Python {platform.python_version()}"]
+    for name in ("torch", "numpy", "pyarrow", "scikit-learn", "flwr", "ray"):
+        try:
+            versions.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            versions.append(f"no {name}")
+    return f"\n{', '.join(versions)}\n{platform.platform()}"

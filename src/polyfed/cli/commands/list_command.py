@@ -220,8 +220,7 @@ def _registry_table(title: str, registry: Mapping[str, Any]) -> PlainTable:
 
 
 def _recipe_tables() -> list[PlainTable]:
-    """Returns a table of the recipes, each with its description and below it its scales and variants; and one of what the
-    scales reduce."""
+    """Returns a table of the recipes, with scales and variants, and one of what the scales reduce."""
     all_recipes = [read_recipe(name) for name in shipped_recipe_files()]
     table = _build_table("recipes", ("name", ""), [])
     for recipe in all_recipes:
