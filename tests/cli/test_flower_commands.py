@@ -106,3 +106,13 @@ def test_a_run_without_a_trial_or_a_connection_says_what_to_do(content, project,
     assert "has no connection [superlink.fed]" in text
     assert f"type `polyfed flower up {project}`" in text
     assert (tmp_path / "flower" / "config.toml").exists() is (content is not None)
+
+
+def test_the_command_without_words_prints_its_help_and_an_error_an_example(capsys):
+    assert main(["flower"]) == 0
+    assert "usage: polyfed flower init|up|run" in capsys.readouterr().out
+    assert main(["flower", "init"]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("takes one folder, got none; example: polyfed flower init fed --sites north,south\n")
+    assert main(["resume"]) == 2
+    assert "got none; usage: polyfed resume DIR [--quiet]" in capsys.readouterr().err

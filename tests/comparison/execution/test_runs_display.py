@@ -14,9 +14,9 @@ from polyfed.comparison.execution.runs_display import (
     RunLines,
     RunsBar,
     SilentRunsDisplay,
-    format_time_left,
     open_runs_display,
 )
+from polyfed.core.io.number_format import format_time_left
 from polyfed.testing import small_clients
 
 

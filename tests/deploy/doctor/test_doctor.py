@@ -262,7 +262,7 @@ def test_a_server_without_a_unit_has_files_under_their_usual_names(server, docto
     """As in a container, whose environment says where states are."""
     monkeypatch.setenv("FLWR_HOME", str(server / "state" / "superlink"))
     status, lines = doctor(server)
-    assert any(f"disk: {server}/state has" in line for line in lines)
+    assert any("disk: state has" in line for line in lines)
     assert any("superlink.service is not there" in line for line in lines)
     assert any("server.key belongs to" in line for line in lines)
     assert status in (0, 1)  # port 8000 may be taken

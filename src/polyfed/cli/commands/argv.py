@@ -104,7 +104,9 @@ class CommandParser(argparse.ArgumentParser):
             raise UserError(f"unknown option {unknown[0]}; {did_you_mean(name, self.option_names)}")
         if len(words) != word_count:
             command = " ".join(itertools.takewhile(str.islower, (self.usage or "").split()))
-            raise UserError(f"{command} takes {expected_text}, got {' and '.join(words) or 'none'}")
+            epilog = self.epilog or ""
+            hint = epilog if epilog.startswith("example: ") else f"usage: {self.usage}"
+            raise UserError(f"{command} takes {expected_text}, got {' and '.join(words) or 'none'}; {hint}")
         return options, words
 
     def print_help_and_exit_if_asked(self, argv: Sequence[str]) -> None:

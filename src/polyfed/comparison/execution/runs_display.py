@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from multiprocessing.sharedctypes import RawArray
 from typing import TYPE_CHECKING, Any, final
 
+from polyfed.core.io.number_format import format_time_left
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.simulation.monitoring.progress import Progress
 
@@ -274,19 +275,6 @@ class RunsBar(RunsDisplay):
     def close(self) -> None:
         """Removes the bar from the terminal."""
         self._live.stop()
-
-
-def format_time_left(seconds: float | None) -> str:
-    """Formats an estimated time for display; returns "" for None.
-
-    >>> format_time_left(42.0), format_time_left(170.0), format_time_left(8000.0), format_time_left(None)
-    ('42 s left', '3 min left', '2.2 h left', '')
-    """
-    if seconds is None:
-        return ""
-    if seconds < 90:
-        return f"{seconds:.0f} s left"
-    return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
 
 
 @contextmanager

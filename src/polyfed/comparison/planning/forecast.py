@@ -15,7 +15,6 @@ import numpy as np
 
 from polyfed.algorithms import Local
 from polyfed.comparison.execution.process_pool import default_parallel_runs
-from polyfed.comparison.execution.runs_display import format_time_left
 from polyfed.comparison.execution.training_runs import RunSpec, execute_or_load_runs
 from polyfed.comparison.plan import ComparisonPlan, Method
 from polyfed.comparison.references.reference_models import fit_client_references
@@ -32,6 +31,7 @@ from polyfed.comparison.storage.comparison_directory import Comparison
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.verdicts.verdict_sentences import format_difference, name_score_of_difference
 from polyfed.core.evaluation.metric import Metric
+from polyfed.core.io.number_format import format_time_left
 from polyfed.data.partitioning.folds import unit_names
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 

@@ -101,6 +101,19 @@ def join_first_and_count_rest(values: Sequence[object], limit: int = 8) -> str:
     return f"{', '.join(map(str, values[:limit]))}{more}"
 
 
+def format_time_left(seconds: float | None) -> str:
+    """Formats an estimated time for display; returns "" for None.
+
+    >>> format_time_left(42.0), format_time_left(170.0), format_time_left(8000.0), format_time_left(None)
+    ('42 s left', '3 min left', '2.2 h left', '')
+    """
+    if seconds is None:
+        return ""
+    if seconds < 90:
+        return f"{seconds:.0f} s left"
+    return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
+
+
 def format_row_numbers(rows: Any) -> str:
     """Returns row positions, which count from 0, as words that count from 1: "rows 2 and 5".
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
+from polyfed.core.io.number_format import format_time_left
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.simulation.monitoring.progress import Progress, describe_score_and_traffic
 
@@ -80,14 +81,15 @@ class NotebookProgress(Progress):
         """Advances the bar by one round, and shows the round's mean score and traffic and the remaining time."""
         num_rounds = record["round"] - self._first_round
         seconds_left = (time.monotonic() - self._began) / max(num_rounds, 1) * (self._bar.total - record["round"])
-        self._summary = f"{describe_score_and_traffic(record)}, {seconds_left:.0f} s left"
+        self._summary = f"{describe_score_and_traffic(record)}, {format_time_left(seconds_left)}"
         self._show_round(record["round"], "")
 
     def finish_run(self, sentence: str, runs_done: int, total: int) -> None:
         """Shows how many runs of a comparison have finished and the remaining time; keeps the sentence of a failed one."""
         self._bar.done, self._bar.total = runs_done, total
         seconds_left = (time.monotonic() - self._began) / runs_done * (total - runs_done)
-        self._bar.text = f"{runs_done} of {total} runs" + (f", {seconds_left:.0f} s left" if runs_done < total else "")
+        time_left = f", {format_time_left(seconds_left)}" if runs_done < total else ""
+        self._bar.text = f"{runs_done} of {total} runs{time_left}"
         if ": failed (" in sentence:
             self.say(sentence)
         else:

@@ -1,5 +1,6 @@
 """Shows the progress of a run: a bar on a terminal, plain lines elsewhere, a function's answer to it, or nothing."""
 
+import math
 import sys
 import time
 import warnings
@@ -9,10 +10,12 @@ from typing import Any, TextIO, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import default_metric_names, metric_by_name
-from polyfed.core.io.number_format import format_number
+from polyfed.core.io.number_format import format_number, format_time_left
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.simulation.monitoring.update_directions import update_bound_sentences
 from polyfed.simulation.monitoring.update_norms import norms_by_client
+
+_MOST_LINES = 100  # of a log about one run
 
 
 class Progress(ABC):
@@ -126,11 +129,12 @@ class FunctionProgress(Progress):
 
 @final
 class LineProgress(Progress):
-    """Prints one line for each round, suitable for a log file.
+    """Prints one line for each round, or a hundred for all of more rounds, suitable for a log file.
 
     Args:
         stream: where to print; None is standard error.
-        norms: whether to print the norm of each client's update in a further line, where it is known.
+        norms: whether to print the norm of each client's update in a further line, where it is known; then each round
+            has its line.
     """
 
     def __init__(self, stream: TextIO | None = None, *, norms: bool = False) -> None:
@@ -142,7 +146,12 @@ class LineProgress(Progress):
         self._title, self._rounds, self._done, self._start = title, rounds, rounds_done, time.monotonic()
 
     def finish_round(self, record: Mapping[str, Any]) -> None:
-        """Prints a line with the round, mean score, traffic and remaining time."""
+        """Prints a line with the round, mean score, traffic and remaining time; a hundred lines of more rounds."""
+        is_printed = (
+            record["round"] in (1, self._rounds) or record["round"] % math.ceil(self._rounds / _MOST_LINES) == 0
+        )
+        if not (is_printed or self._norms):
+            return
         rounds_played = record["round"] - self._done
         seconds_left = (time.monotonic() - self._start) / rounds_played * (self._rounds - record["round"])
         parts = [f"{self._title}: round {record['round']}/{self._rounds}"]
@@ -152,7 +161,7 @@ class LineProgress(Progress):
             _mean_score(record),
             _format_megabytes(record),
             f"{record['seconds']:.2f} s",
-            f"{seconds_left:.0f} s left",
+            format_time_left(seconds_left),
         ]
         print(sanitise_for_terminal(", ".join(part for part in parts if part)), file=self._stream, flush=True)
         if self._norms and (norm_by_client := norms_by_client(record)):

@@ -3,6 +3,7 @@ what it detects.
 """
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
@@ -51,7 +52,7 @@ def check_folder_and_print_findings(
     check_extra_installed("cryptography", "flower", "polyfed flower doctor")
     from polyfed.deploy.doctor.examine import run_folder_checks
 
-    findings = []
+    findings, inside = [], f"{folder.resolve()}{os.sep}"
     for finding in run_folder_checks(
         folder,
         read_value_or_outline_without_import("polyfed.deploy.protocol.wire", "PROTOCOL"),
@@ -61,7 +62,8 @@ def check_folder_and_print_findings(
     ):
         findings.append(finding)
         if not as_json:
-            print(sanitise_for_terminal(finding), flush=True)
+            line = str(finding)  # paths of what is wrong stay whole: commands to type have them
+            print(sanitise_for_terminal(line.replace(inside, "") if finding.level == "ok" else line), flush=True)
     count = sum(finding.level == "wrong" for finding in findings)
     if as_json:
         report: DoctorReport = {

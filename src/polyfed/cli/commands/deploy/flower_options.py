@@ -14,12 +14,10 @@ def parse_and_run_flower_command(argv: list[str]) -> None:
     """Implements `polyfed flower`: deploys a federation to real sites with the framework Flower."""
     action, words = (argv[0], argv[1:]) if argv else ("", [])
     if action not in _PARSERS:
-        if has_help_flag(argv):
+        if not action or has_help_flag(argv):
             _print_overview()
             return
-        raise UserError(
-            f"polyfed flower takes a command, got {action or 'nothing'!r}; {did_you_mean(action, _PARSERS)}"
-        )
+        raise UserError(f"polyfed flower takes a command, got {action!r}; {did_you_mean(action, _PARSERS)}")
     parser = _PARSERS[action]()
     options, (directory,) = parser.parse_options_and_words(words, "one folder")
     folder = expand_user_path(directory, "the project")
