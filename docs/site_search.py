@@ -31,17 +31,15 @@ WORDS = {
     "deploy.md": "sees firewall port ports hospital hospitals two",
     "export.md": "export save load model serve serving onnx predict prediction inference production download",
     "faq.md": "custom decided undecided converged rounds longer resume checkpoint crash interrupted windows macos error "
-    "optimizer optimiser loss "
-    "reproducible",
+    "optimizer optimiser loss reproducible",
     "index.md": "federate federated install pip conda requirements licence license cite citation bibtex personalized",
     "intervals.md": "cross validation fold folds many enough need test confidence significance significant p-value "
     "power sample size",
-    "metrics.md": "metric metrics auc auroc accuracy f1 sensitivity specificity calibration",
     "json.md": "json output script",
     "look.md": "cross matrix",
+    "metrics.md": "metric metrics auc auroc accuracy f1 sensitivity specificity calibration",
     "networks.md": "lstm rnn cnn custom own model models network networks different architecture architectures "
-    "heterogeneous torchvision "
-    "timm pytorch",
+    "heterogeneous torchvision timm pytorch",
     "methods.md": "batch epochs momentum scheduler",
     "notebook.md": "plot plots chart figure results",
     "pretrained.md": "hugging face huggingface transformers bert finetune fine peft",
