@@ -34,7 +34,7 @@ def answers(*kinds, method="fedavg"):
 
 
 def test_the_card_says_decision_gain_cost_disclosure_and_why_this_round(group):
-    card = html_header_card(group(), "site")
+    card = html_header_card(group())
     texts = re.findall(r">([^<>\n]+)<", card)
     assert texts[0] == "1 of 3 sites should join with fedavg; 1 should stay alone; 1 is not decided."
     told = dict(re.findall(r"<dt>([^<]+)</dt><dd>([^<]+)", card))
@@ -52,7 +52,7 @@ def test_an_error_is_named_once_and_stands_below_the_number_if_its_name_is_long(
     found = group(
         score="mae", score_label="mean absolute error (SD of the target)", score_unit="", higher_is_better=False
     )
-    card = html_header_card(found, "site")
+    card = html_header_card(found)
     assert "<dd>+0.030<small>mean absolute error (SD of the target); 95 % interval +0.010 to +0.050; over" in card
     section = html_advice_section(found, None, "k")
     assert "mean mean" not in section.lower()
@@ -69,7 +69,7 @@ def test_an_error_is_named_once_and_stands_below_the_number_if_its_name_is_long(
     ([], "On average, sites should join with fedavg.", "join"),
 ])  # fmt: skip
 def test_the_decision_is_one_sentence(group, kinds, sentence, kind):
-    card = html_header_card(group(answers=answers(*kinds)), "site")
+    card = html_header_card(group(answers=answers(*kinds)))
     assert f'<p class="verdict">{sentence}</p>' in card
     meanings = re.findall('<p class="meaning">(?:<b>([^<]*):</b> )?', card)
     labels = [label for key, label in ANSWER_LABELS.items() if key in kinds]
@@ -81,9 +81,9 @@ def test_runs_have_a_card_without_a_decision(write_run, tmp_path):
     write_run(tmp_path / "a", "fedproto", {"x": [0.5, 0.7], "y": [0.4, 0.5]}, wanted=4, megabytes=3)
     write_run(tmp_path / "a/baselines/local", "local", {"x": [0.5, 0.5], "y": [0.4, 0.6]}, megabytes=0)
     ((found,), _) = read_run_groups([tmp_path / "a"])
-    card = html_header_card(found, "client")
+    card = html_header_card(found)
     assert "fedproto: mean accuracy 60.0\xa0%; training alone: 55.0\xa0%." in card
-    assert "over training alone, without an interval; 1 of 2 clients gain" in card
+    assert "over training alone, without an interval; 1 of 2 sites gain" in card
     assert "Scores of fedproto are those after round 2 of 4, the last that was evaluated." in card
     assert "class means" in card
     assert (cost_of_method(found.methods[0]).megabytes, cost_of_method(found.methods[0]).scored_rounds) == (6, (2, 2))
@@ -93,11 +93,11 @@ def test_runs_have_a_card_without_a_decision(write_run, tmp_path):
 def test_a_run_without_a_score_has_no_card_and_code_of_the_user_is_not_run(write_run, tmp_path):
     write_run(tmp_path / "a", "fedavg", {"x": [None]})
     ((found,), _) = read_run_groups([tmp_path / "a"])
-    assert html_header_card(found, "client") == ""
+    assert html_header_card(found) == ""
     write_run(tmp_path / "b", "nowhere:Method", {"x": [0.5]})
     ((found,), _) = read_run_groups([tmp_path / "b"])
     assert disclosures_of_method(found.methods[0], {}) is None
-    assert "the method is not one of polyfed&#39;s" in html_header_card(found, "client")
+    assert "the method is not one of polyfed&#39;s" in html_header_card(found)
 
 
 def test_intervals_of_all_sites_are_drawn_on_one_axis(group):
@@ -158,5 +158,5 @@ def test_the_card_says_why_it_is_of_a_method_that_does_not_lead_the_table(group)
             methods=(rival, *run_group.methods),
             comparison_results={**run_group.comparison_results, **results},
         )
-        card = html_header_card(changed, "site")
+        card = html_header_card(changed)
         assert f"Gain and costs are those of fedavg, the best by validation examples{reason}. Scores of" in card

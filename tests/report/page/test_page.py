@@ -155,7 +155,7 @@ def test_the_first_sentence_names_the_highest_mean_and_one_seed_carries_no_verdi
     write_run(tmp_path / "a/baselines/local", "local", {"x": [0.5], "y": [0.55]})
     texts = " ".join(page(tmp_path / "a")[1].texts)
     assert "fedavg has the highest mean, 62.5 %; training alone has 52.5 %." in texts
-    assert "+10.0 points on average; 2 clients: 1 gain, 1 lose (most: y −5.0 points)" in texts
+    assert "+10.0 points on average; 2 sites: 1 gain, 1 lose (most: y −5.0 points)" in texts
     assert "One seed: differences of a few points can be chance" in texts
     assert f"fedavg has 1 of 3 rounds and can go on: polyfed resume {tmp_path / 'a'}" in texts
 
@@ -201,8 +201,8 @@ def test_trainings_that_diverged(write_run, page, tmp_path):
     write_run(tmp_path / "a/baselines/local", "local", {"x": [0.5, 0.6], "y": [0.5, None]}, score="auc")
     text, found = page(tmp_path / "a")
     assert "nan" not in "".join(re.findall(r"<svg.*?</svg>", text)).lower()
-    assert "fedavg has no score for 2 clients (x, y), left out of its mean." in found.texts
-    assert "No client of fedavg has a score both ways." in found.texts
+    assert "fedavg has no score for 2 sites (x, y), left out of its mean." in found.texts
+    assert "No site of fedavg has a score both ways." in found.texts
     assert json.loads(found.scripts["data"])["p0"]["lines"][0]["mean"] == [0.5, None]
     write_run(tmp_path / "b", "fedavg", {"x": [None]}, score="r2")
     assert "No method has a mean score: all trainings diverged" in page(tmp_path / "b")[0]
@@ -226,7 +226,7 @@ def test_a_comparison(comparison_of, page, tmp_path):
     assert "60.5 % to 64.5 %" in texts  # the interval
     assert "0.043" in texts
     assert "cat" in texts
-    assert "Training examples by client and class; a client has 10." in " ".join(texts)
+    assert "Training examples by site and class; a site has 10." in " ".join(texts)
     for damage in ('{"format": 1, "methods": {}}', '{"methods": {}}', "{", "[1]"):
         (tmp_path / "comparison.json").write_text(damage)
         with pytest.raises(UserError, match="make it again: polyfed compare"):
@@ -264,7 +264,7 @@ def test_weights_and_warm_starts_from_files(tmp_path):
             tmp_path / f"analysis/round-00000{number}.npz", alpha=alpha, rows=clients, layers=["conv"], clients=clients
         )
     html = method_views.html_aggregation_weights(tmp_path, "w")
-    assert "a client&#39;s own has the weight 1.00" in html
+    assert "a site&#39;s own has the weight 1.00" in html
     assert 'data-t="a, a: 1.000"' in html
     assert 'data-t="a, b: 0.000"' in html
     assert "<td>0.500</td><td>1.000</td>" in html  # its course, in the table

@@ -97,8 +97,7 @@ def warn_of_suspicious_columns(
 
 
 def _values_as_codes(table: Table, name: str) -> Codes | None:
-    """Returns a column of texts or numbers as numbers from 0, one for each value, and one for missing values; None for
-    other columns."""
+    """Returns a number from 0 for each value of a column of texts or numbers, missing ones too; None for others."""
     column: NDArray[Any]
     if is_numeric_column(table, name):
         column = column_as_numbers(table, name)

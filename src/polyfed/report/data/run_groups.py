@@ -65,8 +65,7 @@ class MethodRuns:
         """
         tables = [{point[0]: point for point in run.learning_curve} for run in self.runs]
         rounds = sorted(set.intersection(*(set(table) for table in tables)))
-        names = ("rounds", "megabytes", "seconds", "mean", "low", "high")
-        columns: dict[str, list[float]] = {name: [] for name in names}
+        columns: dict[str, list[float]] = {n: [] for n in ("rounds", "megabytes", "seconds", "mean", "low", "high")}
         for number in rounds:
             points = np.array([table[number] for table in tables])
             scores = points[~np.isnan(points[:, 1]), 1].tolist()
@@ -300,10 +299,8 @@ def _method_label(group: Sequence[RunRecord], groups: Sequence[Sequence[RunRecor
         return name
     if sum(candidate == settings for candidate in alike) > 1:
         return f"{name} ({group[0].folder})"
-    return (
-        f"{name} "
-        f"({', '.join(f'{key} {settings[key]}' for key in settings if any(o.get(key) != settings[key] for o in alike))})"
-    )
+    differing = [f"{key} {settings[key]}" for key in settings if any(o.get(key) != settings[key] for o in alike)]
+    return f"{name} ({', '.join(differing)})"
 
 
 def _data_title(config: Mapping[str, Any]) -> str:
@@ -336,9 +333,9 @@ def _unfinished_comparison_group(folder: Path, runs: Sequence[RunRecord], notes:
         )
         for label, label_runs in runs_by_label.items()
     ]
-    methods.sort(key=lambda line: line.label == description.get("reference"))
-    title, same_clients = str(description.get("title", folder.name)), bool(description.get("same_clients"))
     reference = description.get("reference")
+    methods.sort(key=lambda line: line.label == reference)
+    title, same_clients = str(description.get("title", folder.name)), bool(description.get("same_clients"))
     return RunGroup(title, runs[0].score_format, same_clients, tuple(methods), {}, reference, is_unfinished=True)
 
 

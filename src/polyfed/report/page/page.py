@@ -112,15 +112,14 @@ def _html_group(
     results, notes = sentences.result_summary_sentences(run_group), sentences.omission_and_tuning_notes(run_group)
     quarters = {
         "Learning curves": html_learning_curves(run_group, key, curves),
-        "Gain of each client over training alone": html_gains_over_local(run_group, key),
-        "Scores of each client": html_client_scores(run_group),
+        "Gain of each site over training alone": html_gains_over_local(run_group, key),
+        "Scores of each site": html_client_scores(run_group),
         _CLASSES_HEADING: html_class_counts(page_details, key),
     }
-    noun = "site" if is_decided and is_single_group else "client"
     context = {
         "title": capitalize_first(run_group.title),
-        "description": sentences.describe_comparison(run_group, noun),
-        "card": html_header_card(run_group, noun),
+        "description": sentences.describe_comparison(run_group),
+        "card": html_header_card(run_group),
         "is_single_group": is_single_group,
     }
     if not is_decided:

@@ -34,8 +34,8 @@ from polyfed.report.page.elements import html_dropdown_panels, html_figure, html
 
 _AXES = {
     "rounds": ("rounds", "rounds"),
-    "megabytes": ("MB", "MB up and down, all clients (1 MB = 2²⁰ bytes)"),
-    "seconds": ("seconds", "seconds of clients and server"),
+    "megabytes": ("MB", "MB up and down, all sites (1 MB = 2²⁰ bytes)"),
+    "seconds": ("seconds", "seconds of sites and server"),
 }
 _OPEN = 12  # up to this number of clients their table is open at first
 _SEEDS = 6  # seeds whose classes are shown
@@ -80,11 +80,11 @@ def html_methods_table(run_group: RunGroup) -> Markup:
     compared_ends = is_comparison and any(method.statistics.get("interval") for method in run_group.methods)
     level = f"{100 * float(run_group.comparison_results.get('level', 0.95)):g} % interval"
     columns += [level if is_comparison else "lowest to highest seed"] if several_seeds or compared_ends else []
-    columns += ["worst client", "10th percentile", "90th"]
+    columns += ["worst site", "10th percentile", "90th"]
     columns += [f"gain{', points' if unit else ''}", "gain / lose"] if run_group.local_method else []
     columns += [f"p ({run_group.local_method.label})", "p (best)"] if is_comparison and run_group.local_method else []
     columns += ["MB", "seconds", "rounds"]
-    caption = "Methods, best mean first; MB are those of all clients, up and down"
+    caption = "Methods, best mean first; MB are those of all sites, up and down"
     if run_group.local_method:
         caption += f"; gain over {run_group.local_method.label}"
         caption += "; p, corrected for the number of methods, against it and against the best" if is_comparison else ""
@@ -178,7 +178,7 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
             curve = method.learning_curve_columns
             x, mean, low, high = (curve[column] for column in (axis, "mean", "low", "high"))
             chart_lines.append(ChartLine(method.label, x, mean, low, high, _line_style(run_group, method)))
-        title = f"{capitalize_first(name)} over clients against {short}"
+        title = f"{capitalize_first(name)} over sites against {short}"
         chart = svg_line_chart(
             chart_lines,
             key=f"{key}-{axis}",
@@ -218,7 +218,7 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
         name,
         *(["lowest to highest seed"] if len(run_group.seeds) > 1 else []),
     ]
-    caption = f"{capitalize_first(name)} over clients, after each round that was evaluated."
+    caption = f"{capitalize_first(name)} over sites, after each round that was evaluated."
     if len(run_group.seeds) > 1:
         seed_counts = {len(method.runs) for method in methods}
         seeds = f"{max(seed_counts)} seeds" if len(seed_counts) == 1 else "the seeds that a method has"
@@ -241,12 +241,12 @@ def html_gains_over_local(run_group: RunGroup, key: str) -> Markup:
     for k, method in enumerate(method for method in run_group.methods if method is not local_method):
         gains = run_group.gains_over_local(method)
         if not gains:
-            panels[method.label] = html_paragraph(f"No client of {method.label} has a score both ways.")
+            panels[method.label] = html_paragraph(f"No site of {method.label} has a score both ways.")
             continue
         drawn_gains = [gains[k] for k in _evenly_spaced(len(gains), _BARS)]
         bars = [ChartBar(gain.client, gain.mean, gain.low, gain.high) for gain in drawn_gains]
         axis_unit = f"{'points of' if unit == '%' else 'gain in'} {run_group.score_format.label}"
-        chart = svg_bar_chart(bars, key=f"{key}-g{k}", title=f"Gain of {method.label} over training alone, by client",
+        chart = svg_bar_chart(bars, key=f"{key}-g{k}", title=f"Gain of {method.label} over training alone, by site",
                           x_label=axis_unit, unit=unit, signed=True)  # fmt: skip
         gain_count, loss_count = sum(g.mean > 0 for g in gains), sum(g.mean < 0 for g in gains)
         caption = (
@@ -262,7 +262,7 @@ def html_gains_over_local(run_group: RunGroup, key: str) -> Markup:
             for g in drawn_gains
         ]
         numbers_html = html_table(
-            f"Gain of {method.label}, {axis_unit}", ["client", "mean", "lowest seed", "highest seed"], rows
+            f"Gain of {method.label}, {axis_unit}", ["site", "mean", "lowest seed", "highest seed"], rows
         )
         panels[method.label] = html_figure(chart, caption, numbers_html)
     if not panels:
@@ -302,11 +302,11 @@ def html_client_scores(run_group: RunGroup) -> Markup:
     return render_template(
         "client_scores",
         opened=len(names) <= _OPEN,
-        clients=count_with_noun(len(names), "client"),
-        caption=f"{capitalize_first(run_group.score_format.label)} of each client; "
+        clients=count_with_noun(len(names), "site"),
+        caption=f"{capitalize_first(run_group.score_format.label)} of each site; "
         f"{'of the methods, ' if references else ''}the {run_group.score_format.highest_or_lowest} of a row is bold",
         columns=[
-            "client",
+            "site",
             *(x.label for x in order),
             *(_reference_label(name, entry) for name, entry in references.items()),
         ],
@@ -328,19 +328,19 @@ def html_class_counts(details: PageDetails, key: str) -> Markup:
         counts = details.class_counts[seed]
         clients = sorted(counts)
         values = np.array([counts[client] for client in clients], np.float64)
-        chart = svg_heat_map(values, clients, details.class_names, key=f"{key}-c{seed}", x_label="class", y_label="client",
-                         title="Training examples of each class that each client has", as_counts=True)  # fmt: skip
+        chart = svg_heat_map(values, clients, details.class_names, key=f"{key}-c{seed}", x_label="class", y_label="site",
+                         title="Training examples of each class that each site has", as_counts=True)  # fmt: skip
         sizes = values.sum(axis=1)
         caption = (
-            f"Training examples by client and class{f', seed {seed}' if len(details.class_counts) > 1 else ''}; a client "
+            f"Training examples by site and class{f', seed {seed}' if len(details.class_counts) > 1 else ''}; a site "
             f"has {sizes.min():.0f}{f' to {sizes.max():.0f}' if sizes.min() < sizes.max() else ''}. {details.class_note}"
         )
         client_positions = [k for k in range(len(clients)) if (k + 1) * values.shape[1] <= _CELLS]
         rows = [[clients[k], *(f"{n:.0f}" for n in values[k]), f"{values[k].sum():.0f}"] for k in client_positions]
         table_caption = "Training examples" + (
-            f" of the first {len(client_positions)} clients" if len(client_positions) < len(clients) else ""
+            f" of the first {len(client_positions)} sites" if len(client_positions) < len(clients) else ""
         )
-        numbers_html = html_table(table_caption, ["client", *details.class_names, "all"], rows)
+        numbers_html = html_table(table_caption, ["site", *details.class_names, "all"], rows)
         panels[f"seed {seed}"] = html_figure(chart, caption.strip(), numbers_html)
     return html_dropdown_panels(f"{key}-class", "Seed", panels)
 

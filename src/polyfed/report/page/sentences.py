@@ -3,6 +3,7 @@ support.
 """
 
 import math
+import re
 from collections.abc import Sequence
 
 from polyfed.comparison.tuning.ranking import format_chosen_fields
@@ -19,7 +20,7 @@ from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import score_format_of
 from polyfed.simulation.storage.directory import call_to_resume
 
-_NAMED = 3  # clients named in a sentence
+_NAMED = 3  # sites named in a sentence
 
 
 def unit_of_score(score: str) -> NumberUnit:
@@ -31,9 +32,18 @@ def unit_of_score(score: str) -> NumberUnit:
     return score_format_of(score).unit
 
 
-def describe_comparison(run_group: RunGroup, noun: str = "client") -> str:
-    """Says in one sentence how many clients ("client" or "site"), methods, seeds and rounds there are."""
-    clients = count_with_noun(len(run_group.clients), noun)
+def say_sites(text: str) -> str:
+    """Writes "site" where a text of a run or comparison says "client", as the page does everywhere.
+
+    >>> say_sites("each client at its own round; client-0 and all clients")
+    'each site at its own round; client-0 and all sites'
+    """
+    return re.sub(r"\bclient(s?)\b(?![-\w])", r"site\1", text)
+
+
+def describe_comparison(run_group: RunGroup) -> str:
+    """Says in one sentence how many sites, methods, seeds and rounds there are."""
+    sites = count_with_noun(len(run_group.clients), "site")
     rounds = sorted({run.scored_round for method in run_group.methods for run in method.runs})
     rounds_text = f"after round {rounds[0]}" if len(rounds) == 1 else f"after rounds {rounds[0]} to {rounds[-1]}"
     seeds = "one seed" if len(run_group.seeds) == 1 else f"{len(run_group.seeds)} seeds"
@@ -42,7 +52,7 @@ def describe_comparison(run_group: RunGroup, noun: str = "client") -> str:
         seeds = f"{folds} folds" + (f", drawn {repeats} times" if repeats > 1 else "")
     score = run_group.score_format.label
     return (
-        f"{clients}, {count_with_noun(len(run_group.methods), 'method')}, {seeds}; {score} on each {noun}'s own test "
+        f"{sites}, {count_with_noun(len(run_group.methods), 'method')}, {seeds}; {score} on each site's own test "
         f"examples, {rounds_text}."
     )
 
@@ -58,7 +68,8 @@ def result_summary_sentences(run_group: RunGroup) -> list[str]:
         ]
     sentences = [*_failure_sentences(run_group), _best_method_sentence(run_group, scored_methods)]
     if run_group.comparison_results:
-        sentences += [end_with_period(text) for text in run_group.comparison_results.get("verdicts", ())]
+        verdicts = run_group.comparison_results.get("verdicts", ())
+        sentences += [end_with_period(text.replace("mean over clients: ", "mean over sites: ")) for text in verdicts]
     elif local_method is None:
         is_from_python = "data" not in run_group.methods[0].runs[0].config
         cure = "compare with polyfed.compare(clients, ...)" if is_from_python else "add --baselines [local]"
@@ -86,7 +97,7 @@ def _best_method_sentence(run_group: RunGroup, scored_methods: Sequence[MethodRu
     best = max(scored_methods, key=run_group.ranking_key)
     best_mean = format_number(run_group.mean_score(best), unit)
     if len(run_group.methods) == 1:
-        return f"{best.label} has a mean of {best_mean} over clients."
+        return f"{best.label} has a mean of {best_mean} over sites."
     if not run_group.common_seeds and len(scored_methods) > 1 and not run_group.comparison_results:
         return (
             "No seed has a score of every method, so that none can be called the "
@@ -121,13 +132,13 @@ def omission_and_tuning_notes(run_group: RunGroup) -> list[str]:
         )
     sentences += [f"Left out: {end_with_period(text)}" for text in results["skipped"].values()]
     if results["tuning"]:
-        sentences.append(f"Searched {end_with_period(results['tuning']['sentence'])}")
+        sentences.append(f"Searched {end_with_period(say_sites(results['tuning']['sentence']))}")
         sentences += [
             f"{label} got {fields} of {count_with_noun(tuning['runs'], 'run')}."
             for label, tuning in results["tuning"]["methods"].items()
             if (fields := format_chosen_fields(tuning))
         ]
-    return [*sentences, f"Rounds: {end_with_period(results['budget']['sentence'])}"]
+    return [*sentences, f"Rounds: {end_with_period(say_sites(results['budget']['sentence']))}"]
 
 
 def _gain_sentence(run_group: RunGroup, method: MethodRuns) -> str:
@@ -135,12 +146,12 @@ def _gain_sentence(run_group: RunGroup, method: MethodRuns) -> str:
     if not gains:
         return ""
     gain_count, loss_count = sum(g.mean > 0 for g in gains), sum(g.mean < 0 for g in gains)
-    clients_text = count_with_noun(len(gains), "client") + (
+    sites_text = count_with_noun(len(gains), "site") + (
         "" if run_group.same_clients or len(run_group.seeds) == 1 else " of all seeds"
     )
     text = (
         f"{method.label} against training alone: "
-        f"{score_format.format_signed(mean_of_defined([g.mean for g in gains]))} on average; {clients_text}: "
+        f"{score_format.format_signed(mean_of_defined([g.mean for g in gains]))} on average; {sites_text}: "
         f"{gain_count} gain, {loss_count} lose"
     )
     losers = [f"{g.client} {score_format.format_signed(g.mean)}" for g in gains[::-1] if g.mean < 0][:_NAMED]
@@ -161,12 +172,12 @@ def _unfinished_sentences(run_group: RunGroup) -> list[str]:
             if missing := sorted(client for client, value in run.score_by_client.items() if value is None):
                 client_names = ", ".join(missing[:_NAMED]) + (" and more" if len(missing) > _NAMED else "")
                 sentences.append(
-                    f"{method.label}{seed} has no score for {count_with_noun(len(missing), 'client')} "
+                    f"{method.label}{seed} has no score for {count_with_noun(len(missing), 'site')} "
                     f"({client_names}), left out of its mean."
                 )
             if run.failure_count:
                 sentences.append(
-                    f"{method.label}{seed}: {count_with_noun(run.failure_count, 'failure')} of clients in its rounds."
+                    f"{method.label}{seed}: {count_with_noun(run.failure_count, 'failure')} of sites in its rounds."
                 )
             if run.warnings:
                 first = end_with_period(run.warnings[0])

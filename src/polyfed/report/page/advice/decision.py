@@ -40,6 +40,7 @@ from polyfed.report.page.predictions.performance import (
     svg_roc_curve,
     svg_unit_square,
 )
+from polyfed.report.page.sentences import say_sites
 
 _COUNTED: Mapping[AnswerKind, str] = {"join": "should join", "stay": "should stay alone", "undecided": "not decided"}
 _LISTED = 30  # sites up to which one table has all; more are grouped by their answer
@@ -156,7 +157,7 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
         columns=["method", score_format.mean_label, percent, "gain over training alone", percent, "worst site"],
         rows=[row for _, row in sorted(ranked, key=lambda row: row[0], reverse=True)],
         notes=[
-            f"{name.replace('_', ' ')}: {reference['sentence']}"
+            f"{name.replace('_', ' ')}: {say_sites(reference['sentence'])}"
             for name, reference in references.items()
             if reference.get("sentence")
         ],

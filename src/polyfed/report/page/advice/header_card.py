@@ -26,6 +26,7 @@ from polyfed.report.data.costs import MethodCost, cost_of_method, disclosures_of
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.page.elements import render_template
+from polyfed.report.page.sentences import say_sites
 
 _MEANINGS: Mapping[AnswerKind, str] = {
     "join": "Together with the others, the site can expect better predictions for its new examples than with the best "
@@ -46,13 +47,8 @@ class KeyFact(NamedTuple):
     note: str = ""
 
 
-def html_header_card(run_group: RunGroup, noun: str) -> Markup:
-    """Renders the card of a comparison or of runs; empty if no method has a score.
-
-    Args:
-        run_group: the group.
-        noun: "site" or "client".
-    """
+def html_header_card(run_group: RunGroup) -> Markup:
+    """Renders the card of a comparison or of runs; empty if no method has a score."""
     method = run_group.best_method_besides_local or run_group.local_method
     if method is None or math.isnan(run_group.mean_score(method)):
         return Markup()
@@ -67,8 +63,8 @@ def html_header_card(run_group: RunGroup, noun: str) -> Markup:
     else:
         kind, decision = "undecided", _summary_of_runs(run_group, method)
         facts = [KeyFact("Mean score", format_number(run_group.mean_score(method), run_group.score_format.unit),
-                         f"{run_group.score_format.label}, over {_describe_evaluated(run_group, method, cost, noun)}"),
-                 _mean_gain_of_runs(run_group, method, noun)]  # fmt: skip
+                         f"{run_group.score_format.label}, over {_describe_evaluated(run_group, method, cost)}"),
+                 _mean_gain_of_runs(run_group, method)]  # fmt: skip
     return render_template(
         "header_card",
         kind=kind,
@@ -76,7 +72,7 @@ def html_header_card(run_group: RunGroup, noun: str) -> Markup:
         meanings=[
             (ANSWER_LABELS[k] if len(kinds) > 1 else "", meaning) for k, meaning in _MEANINGS.items() if k in kinds
         ],
-        facts=[fact for fact in (*facts, *_cost_facts(cost, noun), _disclosure_fact(run_group, method)) if fact.value],
+        facts=[fact for fact in (*facts, *_cost_facts(cost), _disclosure_fact(run_group, method)) if fact.value],
         method=method.label,
         why_method=_why_this_method(run_group, method),
         why_round=why_this_round(run_group, method, cost),
@@ -96,12 +92,12 @@ def _why_this_method(run_group: RunGroup, method: MethodRuns) -> str:
     return f", the best by {results['best_by']} examples{' of the methods that had converged' if is_readiest else ''}"
 
 
-def _describe_evaluated(run_group: RunGroup, method: MethodRuns, cost: MethodCost, noun: str) -> str:
-    """Names the clients of a mean; where a run evaluated some of many, with the interval of the mean over all."""
+def _describe_evaluated(run_group: RunGroup, method: MethodRuns, cost: MethodCost) -> str:
+    """Names the sites of a mean; where a run evaluated some of many, with the interval of the mean over all."""
     sample = method.runs[0].evaluated
     if not sample:
-        return count_with_noun(cost.clients, noun)
-    text, form = f"{sample['clients']} of {count_with_noun(sample['of'], noun)}", run_group.score_format
+        return count_with_noun(cost.clients, "site")
+    text, form = f"{sample['clients']} of {count_with_noun(sample['of'], 'site')}", run_group.score_format
     ends = sample["mean_interval"].get(form.name) if len(method.runs) == 1 else None
     if ends is None:
         return text
@@ -170,28 +166,28 @@ def _summary_of_runs(run_group: RunGroup, method: MethodRuns) -> str:
     return f"{text}."
 
 
-def _mean_gain_of_runs(run_group: RunGroup, method: MethodRuns, noun: str) -> KeyFact:
+def _mean_gain_of_runs(run_group: RunGroup, method: MethodRuns) -> KeyFact:
     gains = [gain.mean for gain in run_group.gains_over_local(method)]
     if not gains:
         return KeyFact("Mean gain", "")
     ups = sum(gain > 0 for gain in gains)
-    note = f"over training alone, without an interval; {ups} of {count_with_noun(len(gains), noun)} gain"
+    note = f"over training alone, without an interval; {ups} of {count_with_noun(len(gains), 'site')} gain"
     return KeyFact("Mean gain", run_group.score_format.format_signed(mean_of_defined(gains)), note)
 
 
-def _cost_facts(cost: MethodCost, noun: str) -> list[KeyFact]:
+def _cost_facts(cost: MethodCost) -> list[KeyFact]:
     traffic = f"{format_three_significant_digits(cost.megabytes)} MB" if cost.megabytes else "nothing"
-    note = f"all {noun}s, up and down"
+    note = "all sites, up and down"
     if cost.megabytes and cost.clients > 1:
         note += f"; {format_three_significant_digits(cost.megabytes / cost.clients)} MB for each"
     low, high = cost.scored_rounds
     rounds = KeyFact(
         "Rounds", f"{low}" if low == high else f"{low} to {high}", f"of {cost.planned_rounds} that were run"
     )
-    seconds = KeyFact("Computing time", format_duration(cost.seconds), f"{noun}s and server added up, one run")
+    seconds = KeyFact("Computing time", format_duration(cost.seconds), "sites and server added up, one run")
     facts = [KeyFact("Sent", traffic, note), rounds, seconds]
     if cost.simulated_seconds is not None:
-        meaning = "until the last of these rounds, at the clients' stated speeds; one run"
+        meaning = "until the last of these rounds, at the sites' stated speeds; one run"
         facts.append(KeyFact("Simulated time", format_duration(cost.simulated_seconds), meaning))
     return facts
 
@@ -214,7 +210,7 @@ def _disclosure_fact(run_group: RunGroup, method: MethodRuns) -> KeyFact:
         return KeyFact("The server learns", "not known", "the method is not one of polyfed's")
     if not words:
         return KeyFact("The server learns", "nothing")
-    meanings = "; ".join(words.values())
+    meanings = say_sites("; ".join(words.values()))
     return KeyFact("The server learns", join_with_and([word.replace("_", " ") for word in words]), meanings)
 
 
@@ -225,5 +221,5 @@ def why_this_round(run_group: RunGroup, method: MethodRuns, cost: MethodCost) ->
     after = f"after round {low}" if low == high else f"after rounds {low} to {high}, one for each {unit},"
     scores = f"Scores of {method.label} are those {after} of {cost.planned_rounds}"
     if budget := (run_group.comparison_results.get("budget") or {}).get("sentence"):
-        return f"{scores.rstrip(',')}: {end_with_period(budget)}"
+        return f"{scores.rstrip(',')}: {end_with_period(say_sites(budget))}"
     return f"{scores.rstrip(',')}, the last that was evaluated."

@@ -185,7 +185,7 @@ def svg_bar_chart(
             )
         parts.append("</g>")
     if not labelled:
-        parts.append(svg_text(-(top + height - bottom) / 2, 11, f"{len(finite_bars)} clients", "middle", rotated=True))
+        parts.append(svg_text(-(top + height - bottom) / 2, 11, f"{len(finite_bars)} sites", "middle", rotated=True))
     parts.append(f'<path class="axis" d="M{px(0):.1f} {top}V{height - bottom}"/>')
     description = (
         f"{len(finite_bars)} bars, from {format_number(finite_bars[0].value, unit, signed)} to "

@@ -19,22 +19,22 @@ def html_audits(audit_by_method: Mapping[str, AuditReport], key: str) -> Markup:
 
 def _html_audit(audit: AuditReport) -> Markup:
     rows = [_rates_row(entry) for entry in (*audit.clients[:_MAX_CLIENTS], audit.overall)]
-    columns = ["client", "examples", "AUC", "TPR at 1 % FPR", "TPR at 10 % FPR", "ε"]
+    columns = ["site", "examples", "AUC", "TPR at 1 % FPR", "TPR at 10 % FPR", "ε"]
     with_epsilon = any(row[-1] for row in rows)
     if not with_epsilon:
         columns, rows = columns[:-1], [row[:-1] for row in rows]
-    caption = "Training examples found from each client's network; 95 % intervals; guessing: 0.5, 0.01 and 0.1"
+    caption = "Training examples found from each site's network; 95 % intervals; guessing: 0.5, 0.01 and 0.1"
     parts = [html_table(caption, columns, rows)]
     if audit.attributes:
         caption = "Share of table rows whose column is guessed from network, other columns and label; 95 % intervals"
         parts.append(html_table(caption, ATTRIBUTE_COLUMNS, [entry.describe() for entry in audit.attributes]))
     if audit.messages:
-        caption = "Reconstructed from one message of each client"
+        caption = "Reconstructed from one message of each site"
         texts = [[entry.client, entry.describe_images(), entry.describe_labels()] for entry in audit.messages]
-        parts.append(html_table(caption, ["client", "PSNR of images in dB", "labels"], texts))
+        parts.append(html_table(caption, ["site", "PSNR of images in dB", "labels"], texts))
     notes = list(audit.sentences)
     if (hidden := len(audit.clients) - _MAX_CLIENTS) > 0:
-        notes.append(f"{hidden} more clients are in audit.json of the run directory.")
+        notes.append(f"{hidden} more sites are in audit.json of the run directory.")
     return html_div(Markup("{}{}").format(Markup("").join(parts), html_bullet_list(notes)))
 
 

@@ -36,14 +36,14 @@ def html_gradient_agreement(folder: Path, clients: Sequence[Client], public: Any
     """
     if len(clients) > _CLIENTS:
         raise UserError(
-            f"the federated gradient of {len(clients)} clients takes long to compute; "
+            f"the federated gradient of {len(clients)} sites takes long to compute; "
             "polyfed.simulation.results.gradient_conflicts does it in Python"
         )
     run = federate.resume(folder, clients=clients, public=public, progress=SilentProgress())
     names, step_weights = measure_gradient_conflicts(run, rows=_ROWS)
     parts = []
     for name, title, values in (
-        ("alpha", "α: cosine of a client's gradient with that after its own step", step_weights.cosine),
+        ("alpha", "α: cosine of a site's gradient with that after its own step", step_weights.cosine),
         ("federated", "Own gradient along the federated one", step_weights.federated_cosine),
     ):
         bars = [ChartBar(client, value, value, value) for client, value in zip(names, values.tolist(), strict=True)]
@@ -60,12 +60,12 @@ def html_gradient_agreement(folder: Path, clients: Sequence[Client], public: Any
             strict=True,
         )
     ]
-    columns = ["client", "α = gᵀg̃", "α, normalised", "along the federated gradient", "gap"]
+    columns = ["site", "α = gᵀg̃", "α, normalised", "along the federated gradient", "gap"]
     numbers_html = html_table("Weights of the third step (eq. 5), and Proposition 1's gap", columns, rows)
     contradicted = int((step_weights.federated_cosine < 0).sum())
     summary = (
-        f"{contradicted} of {len(names)} clients have a gradient that contradicts the federated one. Their α is meant to "
+        f"{contradicted} of {len(names)} sites have a gradient that contradicts the federated one. Their α is meant to "
         "protect them: Proposition 1 expects both values to be close. The mean gap is "
-        f"{float(step_weights.cosine_gap.mean()):.2f}. Up to {_ROWS} training images of each client."
+        f"{float(step_weights.cosine_gap.mean()):.2f}. Up to {_ROWS} training images of each site."
     )
     return html_paragraph(summary) + html_side_by_side(parts) + numbers_html

@@ -100,7 +100,7 @@ def load_participants_offline(run: RunRecord) -> ParticipantsOrReasonMissing:
     data = run.config.get("data")
     if not isinstance(data, Mapping):
         return ParticipantsOrReasonMissing(
-            None, "The clients were made in Python, so that the run directory does not know their classes."
+            None, "The sites were made in Python, so that the run directory does not know their classes."
         )
     if _needs_download(run):
         return ParticipantsOrReasonMissing(
@@ -115,7 +115,7 @@ def load_participants_offline(run: RunRecord) -> ParticipantsOrReasonMissing:
     before = read_manifest(run.folder or "").get("partition_fingerprint")
     if before not in (None, participants.partition_fingerprint):
         return ParticipantsOrReasonMissing(
-            None, "The data are no longer divided as in the run, so that the classes of its clients are not known."
+            None, "The data are no longer divided as in the run, so that the classes of its sites are not known."
         )
     return ParticipantsOrReasonMissing(participants, "")
 
@@ -143,7 +143,7 @@ def _alignment_panel(inputs: PanelInputs) -> Markup:
         clients, _ = rebuild_clients(inputs.run.config, _folder_of_run(inputs))
     else:
         raise UserError(
-            "the clients and their test examples are not at hand; polyfed.report.figures.alignment takes them in Python"
+            "the sites and their test examples are not at hand; polyfed.report.figures.alignment takes them in Python"
         )
     alignment = measure_alignment(_folder_of_run(inputs), clients=clients)
     inputs.on_result(inputs.run, alignment)
@@ -163,7 +163,7 @@ def _gradient_agreement(inputs: PanelInputs) -> Markup:
 
     if inputs.participants is None:
         raise UserError(
-            "the clients' training examples are not at hand; polyfed.simulation.results.gradient_conflicts takes a run "
+            "the sites' training examples are not at hand; polyfed.simulation.results.gradient_conflicts takes a run "
             "in Python"
         )
     clients, public = inputs.participants.clients, inputs.participants.public
@@ -176,7 +176,7 @@ def _coverage_panel(inputs: PanelInputs) -> Markup:
     from polyfed.simulation.storage.configuration import build_method, read_section
 
     if inputs.participants is None:
-        raise UserError("the clients' networks are not at hand; `polyfed graph MODEL --input SHAPE` shows one of them")
+        raise UserError("the sites' networks are not at hand; `polyfed graph MODEL --input SHAPE` shows one of them")
     method = build_method(read_section(inputs.run.config, "algorithm"))
     contraction = method.contraction if isinstance(method, FLHAGHN) else NO_CONTRACTION
     return method_views.html_generatable_parameter_share(inputs.participants.clients, inputs.key, contraction)
@@ -206,6 +206,6 @@ _PANELS: Mapping[str, Mapping[str, Callable[[PanelInputs], Markup]]] = {
     "ca_fedpnas": _CELLS_AND_GRADIENTS,
     "flha_ghn": {
         "Parameters that the hypernetwork generates": _coverage_panel,
-        "Warm start of unseen clients": _warm_starts,
+        "Warm start of unseen sites": _warm_starts,
     },
 }

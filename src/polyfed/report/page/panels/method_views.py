@@ -60,13 +60,13 @@ def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANEL
         alpha = aggregation_weights.alpha[-1, :, k, :].astype(np.float64)
         chart = svg_heat_map(
             alpha, aggregation_weights.clients, aggregation_weights.clients, key=f"{key}-w{k}", sqrt_colours=True,
-            title=f"Weights of layer {layer} after round {last}, client by client",
-            x_label="client whose layer is weighed", y_label="client that gets the mixture",
+            title=f"Weights of layer {layer} after round {last}, site by site",
+            x_label="site whose layer is weighed", y_label="site that gets the mixture",
         )  # fmt: skip
         own_mean = float(np.diag(alpha).mean())
         caption = (
-            f"Layer {layer} after round {last}: row i is what client i mixes its layer of; colours follow the square root. "
-            f"On average a client's own has the weight {own_mean:.2f}."
+            f"Layer {layer} after round {last}: row i is what site i mixes its layer of; colours follow the square root. "
+            f"On average a site's own has the weight {own_mean:.2f}."
         )
         panels[layer] = html_figure(chart, caption)
     own_weights = aggregation_weights.alpha[
@@ -77,7 +77,7 @@ def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANEL
         ChartLine(layer, rounds, own_weights[:, k].tolist(), own_weights[:, k].tolist(), own_weights[:, k].tolist(), k)
         for k, layer in enumerate(aggregation_weights.layers[:MAX_PANELS])
     ]
-    title = "Weight of a client's own layer, mean over clients, by round"
+    title = "Weight of a site's own layer, mean over sites, by round"
     chart = svg_line_chart(
         curves, key=f"{key}-own", title=title, x_label="rounds", y_label="own weight α", integer_x=True
     )
@@ -105,9 +105,9 @@ def html_alignment(alignment: RepresentationAlignment, key: str) -> Markup:
         ("before", alignment.cka_before, alignment.mean_cka_of_initial_networks),
         ("after", alignment.cka_after, alignment.mean_cka_of_trained_networks),
     ):
-        title = f"CKA of two clients' representations {when} training"
+        title = f"CKA of two sites' representations {when} training"
         chart = svg_heat_map(values, alignment.clients, alignment.clients, key=f"{key}-{when}", title=title, high=1.0,
-                         x_label="client", y_label="client")  # fmt: skip
+                         x_label="site", y_label="site")  # fmt: skip
         parts.append(html_figure(chart, f"{title}; mean over pairs {mean:.2f} (1: alike up to rotation and scale)."))
     return html_side_by_side(parts)
 
@@ -155,11 +155,11 @@ def html_searched_cells(search_result: ArchitectureSearchResult, key: str, max_c
         picture = html_figure(image, f"{client}: its cells.", numbers_html)
         panels[client] = html_side_by_side([html_div(picture), html_div(Markup().join(maps))])
     more = (
-        html_paragraph(f"The first {max_clients} of {len(search_result.clients)} clients.")
+        html_paragraph(f"The first {max_clients} of {len(search_result.clients)} sites.")
         if len(search_result.clients) > max_clients
         else Markup()
     )
-    return html_dropdown_panels(f"{key}-cells", "Client", panels) + more
+    return html_dropdown_panels(f"{key}-cells", "Site", panels) + more
 
 
 def html_generatable_parameter_share(clients: Sequence[Client], key: str, contraction: ContractionOptions) -> Markup:
@@ -190,7 +190,7 @@ def html_generatable_parameter_share(clients: Sequence[Client], key: str, contra
     for owners in list(networks.values())[:MAX_PANELS]:
         spec = owners[0].model
         if spec is None:
-            raise UserError(f"client {owners[0].id!r} has no network of its own")
+            raise UserError(f"site {owners[0].id!r} has no network of its own")
         name = spec.name if isinstance(spec, ModelSpec) else type(spec).__name__
         name = f"{name} ({len(bars) + 1})" if any(bar.label == name for bar in bars) else name
         rows_of = torch.arange(min(2, len(owners[0].train)), device=owners[0].train.device)
@@ -205,7 +205,7 @@ def html_generatable_parameter_share(clients: Sequence[Client], key: str, contra
                      format_number(graph.coverage, "%"), reasons_text])  # fmt: skip
     chart = svg_bar_chart(bars, key=f"{key}-coverage", title="Share of a network's parameters that can be generated",
                       x_label="per cent of the parameters", unit="%")  # fmt: skip
-    columns = ["network", "clients", "parameters", "layers generated", "share", "stays local"]
+    columns = ["network", "sites", "parameters", "layers generated", "share", "stays local"]
     caption = "Coverage of the graph: the share of each network's parameters that the hypernetwork can generate."
     return html_figure(chart, caption, html_table("Coverage of each network", columns, rows))
 
@@ -267,4 +267,4 @@ def html_warm_starts(folder: Path, key: str) -> Markup:
         rows = [[f"{x:.0f}", *(format_number(curve.y[k], unit) for curve in chart_lines)] for k, x in enumerate(epochs)]
         numbers_html = html_table(title, ["epoch", "generated weights", "from scratch"], rows)
         panels[name] = html_figure(chart + html_legend([c.label for c in chart_lines]), f"{title}.", numbers_html)
-    return html_dropdown_panels(f"{key}-warm", "Unseen client", panels)
+    return html_dropdown_panels(f"{key}-warm", "Unseen site", panels)

@@ -102,7 +102,7 @@ def _class_counts_and_panels(
         names = tuple(str(name) for name in manifest.get("class_names") or ())
         return PageDetails(class_names=names, class_note=reason, method_views=method_views, panels=site_panels)
     if not participants.classes:
-        note = "The examples of these clients have no classes to count."
+        note = "The examples of these sites have no classes to count."
         return PageDetails(class_note=note, method_views=method_views, panels=site_panels)
     class_counts = {client.id: participants.classes[client.id] for client in participants.clients}
     more = "" if len(run_group.seeds) == 1 else f"Seed {runs[0].seed}; the others deal the same data in their own draw."
@@ -176,7 +176,7 @@ def _comparison_class_counts(run_group: RunGroup, method_views: Mapping[str, Map
         if counts := {client: entry["classes"] for client, entry in clients.items() if entry["classes"]}:
             counts_by_seed[int(seed)] = counts
     if not counts_by_seed:
-        note = "The examples of these clients have no classes to count."
+        note = "The examples of these sites have no classes to count."
         return PageDetails(class_note=note, method_views=method_views)
     names = _count_names(results)
     class_count = max(len(counts) for by_client in counts_by_seed.values() for counts in by_client.values())

@@ -14,7 +14,7 @@ from polyfed.report.page.charts.svg_charts import COLOUR_COUNT, ChartLine, svg_l
 from polyfed.report.page.elements import html_bullet_list, html_figure, html_legend, html_table
 from polyfed.simulation.monitoring.update_directions import COSINE
 
-DIRECTIONS_HEADING = "In which direction each client changes"
+DIRECTIONS_HEADING = "In which direction each site changes"
 _DRAWN = 12  # clients
 _ROUNDS = 8  # in the table
 
@@ -55,7 +55,7 @@ def _html_cosines(cosines: Mapping[int, Mapping[str, float]], key: str) -> Marku
         values = [cosines[number].get(client, math.nan) for number in rounds]
         numbers = [float(number) for number in rounds]
         curves.append(ChartLine(client, numbers, values, values, values, style % (3 * COLOUR_COUNT)))
-    title = "Cosine of each client's update to the mean by round"
+    title = "Cosine of each site's update to the mean by round"
     chart = svg_line_chart(
         curves, key=f"{key}-cosines", title=title, x_label="rounds", y_label="cosine", integer_x=True
     )
@@ -65,13 +65,13 @@ def _html_cosines(cosines: Mapping[int, Mapping[str, float]], key: str) -> Marku
         for client in drawn_clients
     ]
     table_title = f"{title}, the last {count_with_noun(len(last_rounds), 'round')}"
-    table = html_table(table_title, ["client", *map(str, last_rounds)], rows)
+    table = html_table(table_title, ["site", *map(str, last_rounds)], rows)
     caption = (
-        f"{title}: 1 where clients agree, negative where one pulls against the rest. In the mean each update counts with "
+        f"{title}: 1 where sites agree, negative where one pulls against the rest. In the mean each update counts with "
         "at most the median norm."
     )
     if len(order) > len(drawn_clients):
-        caption += f" The {len(drawn_clients)} clients with the lowest of {len(order)}."
+        caption += f" The {len(drawn_clients)} sites with the lowest of {len(order)}."
     return html_figure(chart + html_legend(drawn_clients), caption, table)
 
 

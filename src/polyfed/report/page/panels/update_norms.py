@@ -10,7 +10,7 @@ from polyfed.report.page.charts.svg_charts import COLOUR_COUNT, ChartLine, svg_l
 from polyfed.report.page.elements import html_bullet_list, html_figure, html_legend, html_paragraph, html_table
 from polyfed.simulation.monitoring.update_norms import outlier_norm_ratios
 
-NORMS_HEADING = "Update norm of each client"
+NORMS_HEADING = "Update norm of each site"
 _DRAWN = 12  # clients
 _ROUNDS = 8  # in the table
 
@@ -37,7 +37,7 @@ def html_update_norms(run: RunRecord, key: str) -> Markup:
         curves.append(
             ChartLine(client, [float(number) for number in rounds], values, values, values, style % (3 * COLOUR_COUNT))
         )
-    title = "Norm of each client's update by round"
+    title = "Norm of each site's update by round"
     chart = svg_line_chart(curves, key=f"{key}-norms", title=title, x_label="rounds", y_label="norm", integer_x=True)
     last_rounds = rounds[-_ROUNDS:]
     rows = [
@@ -51,11 +51,11 @@ def html_update_norms(run: RunRecord, key: str) -> Markup:
         for client in drawn_clients
     ]
     numbers_html = html_table(
-        f"{title}, the last {count_with_noun(len(last_rounds), 'round')}", ["client", *map(str, last_rounds)], rows
+        f"{title}, the last {count_with_noun(len(last_rounds), 'round')}", ["site", *map(str, last_rounds)], rows
     )
     caption = f"{title}: of what came down, or of the reply where it changes nothing that came down."
     if len(order) > len(drawn_clients):
-        caption += f" The {len(drawn_clients)} clients with the largest of {len(order)}."
+        caption += f" The {len(drawn_clients)} sites with the largest of {len(order)}."
     return html_bullet_list(_outlier_sentences(run)) + html_figure(
         chart + html_legend(drawn_clients), caption, numbers_html
     )

@@ -22,7 +22,7 @@ from polyfed.tasks.scores.segmentation_scores import dice_per_image, predicted_a
 
 SECTION = "segmentation_images"  # in `Task.page_sections`
 IMAGES_HEADING = "Images, truth and prediction"
-WARNING = "This page holds images of the clients' test examples: treat it as their data."
+WARNING = "This page holds images of the sites' test examples: treat it as their data."
 _COLOURS = np.array(
     [(0, 158, 115), (230, 159, 0), (204, 121, 167), (86, 180, 233), (213, 94, 0)]
 )  # of classes, in turn

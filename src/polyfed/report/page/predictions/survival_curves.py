@@ -46,7 +46,7 @@ def html_survival_curves(predictions: GroupPredictions, key: str) -> Markup:
         if not by_client:
             continue
         num_groups = 3 if sum(len(risk) for risk, *_ in by_client.values()) >= _PATIENTS_FOR_THIRDS else 2
-        choices = {"all clients": list(by_client)} | {
+        choices = {"all sites": list(by_client)} | {
             client: [client] for client in list(by_client)[:_MOST_CLIENTS] if len(by_client) > 1
         }
         for k, (name, clients) in enumerate(choices.items()):
@@ -60,10 +60,10 @@ def html_survival_curves(predictions: GroupPredictions, key: str) -> Markup:
         "" if len(predictions.seeds) == 1 else f" They are of the first (seed {seed}) of {predictions.counted_seeds}."
     )
     note = (
-        "Test patients, divided by predicted risk within each client: a network that orders patients well has curves that "
+        "Test patients, divided by predicted risk within each site: a network that orders patients well has curves that "
         f"lie apart, high risk lowest. These curves do not test a difference; the scores above have intervals.{seeds}"
     )
-    return html_paragraph(note) + html_dropdown_panels(f"{key}-km", "Method and client", panels)
+    return html_paragraph(note) + html_dropdown_panels(f"{key}-km", "Method and site", panels)
 
 
 def _divide_folds_by_risk(risk: Floats, fold: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
