@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "polyfed"
 FILES = sorted(SOURCE.rglob("*.py"))
 SAY_NOTHING = {
     "found", "told", "given", "wanted", "asked", "known", "made", "one", "own", "down", "kept", "shown", "seen", "chosen",
-    "drawn", "taken", "doing", "played",
+    "drawn", "taken", "doing", "played", "of", "what", "wrong", "flaw",
 }  # fmt: skip
 PARTICIPLE = re.compile(
     r"^[a-z]+(ed|ing)$|^(built|found|given|held|kept|known|made|opened|put|seen|sent|taken|told|written)$"

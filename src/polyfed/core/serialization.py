@@ -114,8 +114,8 @@ def deserialize_state(data: bytes, shared_tensors: Mapping[str, Tensor] | None =
         tensors = safetensors.torch.load(data)
     except (*_UNREADABLE, safetensors.SafetensorError) as error:
         raise UserError(f"{complaint} ({error})") from error
-    if wrong := explain_exceeded_size_limit(structure):
-        raise UserError(f"{complaint} ({wrong})")
+    if error_text := explain_exceeded_size_limit(structure):
+        raise UserError(f"{complaint} ({error_text})")
     sources = {"tensor": tensors, "shared": shared_tensors or {}}
 
     def walk(value: Any) -> PyTree:

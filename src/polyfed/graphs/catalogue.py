@@ -135,10 +135,10 @@ def _parse_layer_type(row: Any, where: str) -> LayerType:
     for name in ("kernel", "stride", "dilation", "start"):
         if not isinstance(values.get(name, ()), tuple):
             raise UserError(f"{where}: {name} must be a list, got {values[name]!r}")
-    if wrong := next(
+    if error_text := next(
         filter(None, (validation_error(row[name], kind, name) for name, kind in _FORM.items() if name in row)), ""
     ):
-        raise UserError(f"{where}: {wrong}")
+        raise UserError(f"{where}: {error_text}")
     try:
         return LayerType(**values)
     except UserError as error:

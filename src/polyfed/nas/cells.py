@@ -146,8 +146,8 @@ def apply_chosen_operations(candidates: Sequence[nn.Module], value: Tensor, inde
     if max(sizes) == len(index):
         return cast(Tensor, candidates[sizes.index(len(index))](value))
     rows = torch.split(order, sizes)
-    operations = [(operation, of) for operation, of in zip(candidates, rows, strict=True) if len(of)]
-    rows = tuple(of for _, of in operations)
+    operations = [(operation, row) for operation, row in zip(candidates, rows, strict=True) if len(row)]
+    rows = tuple(row for _, row in operations)
     groups = _SplitRows.apply(value, rows)  # type: ignore[no-untyped-call]
     outs = [operation(group) for (operation, _), group in zip(operations, groups, strict=True)]
     return cast(Tensor, _MergeRows.apply(rows, *outs))  # type: ignore[no-untyped-call]
@@ -191,9 +191,9 @@ def _split_rows(value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
     `index_select` is several times as fast as indexing, but loses channels-last.
     """
     if not value.is_contiguous(memory_format=torch.channels_last):
-        return tuple(value.index_select(0, of) for of in rows)
+        return tuple(value.index_select(0, group_rows) for group_rows in rows)
     last = value.permute(0, 2, 3, 1)
-    return tuple(last.index_select(0, of).permute(0, 3, 1, 2) for of in rows)
+    return tuple(last.index_select(0, group_rows).permute(0, 3, 1, 2) for group_rows in rows)
 
 
 def _merge_rows(groups: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
@@ -207,8 +207,8 @@ def _merge_rows(groups: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
     size = (sum(map(len, rows)), *first.shape[1:])
     out = torch.empty(size, dtype=dtype, device=first.device, memory_format=form)
     filled = out.permute(0, 2, 3, 1) if last else out
-    for of, group in zip(rows, groups, strict=True):
-        filled.index_copy_(0, of, (group.permute(0, 2, 3, 1) if last else group).to(dtype))
+    for group_rows, group in zip(rows, groups, strict=True):
+        filled.index_copy_(0, group_rows, (group.permute(0, 2, 3, 1) if last else group).to(dtype))
     return out
 
 

@@ -64,8 +64,8 @@ def check_cell_descriptions(description: Any) -> None:
     Raises:
         ValueError: the message says in half a sentence what is wrong.
     """
-    if wrong := validation_error(description, _CellDescriptions):
-        raise ValueError(wrong)
+    if error_text := validation_error(description, _CellDescriptions):
+        raise ValueError(error_text)
     if any(not edge["operations"] for cell in description["cells"] for edge in cell["edges"]):
         raise ValueError("an edge without operations")
 
@@ -216,10 +216,10 @@ def rebuild_network(description: Mapping[str, Any]) -> nn.Module:
         )
     try:
         check_cell_descriptions(description)
-        if wrong := validation_error(description, _Description) or validation_error(
+        if error_text := validation_error(description, _Description) or validation_error(
             description["plan"], _PlanFields, "plan"
         ):
-            raise ValueError(wrong)
+            raise ValueError(error_text)
         fields: dict[str, Any] = dict(description["plan"])
         for stack in ("base", "personal"):
             fields[stack] = tuple(_cell_plan(cell) for cell in fields[stack])
@@ -240,8 +240,10 @@ def rebuild_network(description: Mapping[str, Any]) -> nn.Module:
 
 def _noise_buffers(shapes: Mapping[str, Sequence[int]]) -> dict[int, Tensor]:
     """Returns a zero tensor, of the given shape, for the noise of each sampled cell: cell's number -> tensor."""
-    if wrong := next((s for s in shapes.values() if len(s) > 8 or not 0 < math.prod(s) <= _MOST or min(s) < 1), None):
-        raise ValueError(f"noise of the shape {wrong}")
+    if wrong_shape := next(
+        (s for s in shapes.values() if len(s) > 8 or not 0 < math.prod(s) <= _MOST or min(s) < 1), None
+    ):
+        raise ValueError(f"noise of the shape {wrong_shape}")
     return {int(k): torch.zeros(tuple(shape)) for k, shape in shapes.items()}
 
 
@@ -266,8 +268,8 @@ def _supernet_plan(plan: SupernetPlan, cells: Sequence[_CellDescription]) -> Sup
 
 
 def _cell_plan(fields: Mapping[str, Any]) -> CellPlan:
-    if wrong := validation_error(fields, _CellFields, "a cell of plan"):
-        raise ValueError(wrong)
+    if error_text := validation_error(fields, _CellFields, "a cell of plan"):
+        raise ValueError(error_text)
     return build_dataclass(
         CellPlan, {**fields, "candidates": tuple(tuple(names) for names in fields["candidates"])}, "a cell of plan"
     )

@@ -178,8 +178,8 @@ def _build_baselines(entries: Sequence[Any], method: Algorithm[Any, Any]) -> dic
     A baseline that equals `method` in every field would repeat its run, and is left out.
     """
     baselines: dict[str, Algorithm[Any, Any]] = {}
-    if wrong := validation_error(entries, list[str | dict[str, Any]], "baselines"):
-        raise UserError(f"the configuration is damaged: {wrong}")
+    if error_text := validation_error(entries, list[str | dict[str, Any]], "baselines"):
+        raise UserError(f"the configuration is damaged: {error_text}")
     for entry in entries:
         fields = {"name": entry} if isinstance(entry, str) else dict(entry)
         name = str(fields.pop("name", ""))

@@ -113,7 +113,7 @@ class Segmentation(Task):
                 "pixel (probabilities become masks by (y > 0.5).astype('uint8'))"
             )
         if self.masks:
-            wrong, most = ~((targets == 0) | (targets == 1)), 1
+            is_wrong, most = ~((targets == 0) | (targets == 1)), 1
             if num_outputs is not None and targets.shape[1] != num_outputs:
                 raise UserError(
                     f"{name} targets have {targets.shape[1]} masks an image, the data {num_outputs} classes"
@@ -121,16 +121,16 @@ class Segmentation(Task):
         else:
             most = _MOST_CLASSES - 1 if num_outputs is None else num_outputs - 1
             # torch would convert a number that the integer type does not hold, and compare with another.
-            wrong = (targets < 0) | (targets > min(most, torch.iinfo(targets.dtype).max))
+            is_wrong = (targets < 0) | (targets > min(most, torch.iinfo(targets.dtype).max))
         ignored = ignored_pixels(targets)
         if bool((is_empty := ignored.flatten(1).all(1)).any()):
             raise UserError(
                 f"{name} targets: all pixels of row {int(is_empty.nonzero()[0, 0])} are ignored ({IGNORED}); leave the row "
                 "out, or give a pixel of it a class"
             )
-        wrong &= ~ignored
-        if bool(wrong.any()):
-            row, value = _first_row(wrong, targets)
+        is_wrong &= ~ignored
+        if bool(is_wrong.any()):
+            row, value = _first_row(is_wrong, targets)
             hint = " (masks of 0 and 255: y // 255)" if value == 255 else ""
             raise UserError(
                 f"{name} targets: row {row} has the value {value:g}; {'masks' if self.masks else 'classes of pixels'} are "
@@ -279,9 +279,9 @@ def _soft_dice(probabilities: Tensor, truth: Tensor, *, over_batch: bool) -> Ten
     return ((2 * both + _SMOOTH) / (probabilities.sum(sums) + truth.sum(sums) + _SMOOTH)).mean()
 
 
-def _first_row(wrong: Tensor, targets: Tensor) -> tuple[int, float]:
+def _first_row(is_wrong: Tensor, targets: Tensor) -> tuple[int, float]:
     """Returns the first row with a wrong value, and this value."""
-    place = tuple(wrong.nonzero()[0].tolist()) if bool(wrong.any()) else (0,) * wrong.dim()
+    place = tuple(is_wrong.nonzero()[0].tolist()) if bool(is_wrong.any()) else (0,) * is_wrong.dim()
     return place[0], float(targets[place])
 
 

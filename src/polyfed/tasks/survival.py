@@ -125,9 +125,11 @@ class Survival(Task):
         """Raises a `UserError` unless the network has one output (Cox's model), or one for each interval (hazards)."""
         needed = self.num_outputs(targets)
         if shape != (needed,):
-            what = f"{count_with_noun(needed, 'interval')} of hazards" if self.cuts else "the risk of Cox's model"
+            needed_text = (
+                f"{count_with_noun(needed, 'interval')} of hazards" if self.cuts else "the risk of Cox's model"
+            )
             raise UserError(
-                f"{name}: the network's output is {format_batch_shape(shape)}, and {what} needs "
+                f"{name}: the network's output is {format_batch_shape(shape)}, and {needed_text} needs "
                 f"{format_batch_shape((needed,))}, whatever the two columns of the targets"
             )
 

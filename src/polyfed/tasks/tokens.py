@@ -110,9 +110,9 @@ class Tokens(Task):
         is_wrong = is_counted & ((targets < 0) | (targets >= (limit or torch.iinfo(torch.int64).max)))
         if bool(is_wrong.any()):
             row, place = is_wrong.nonzero()[0].tolist()
-            what = f"with {limit} classes they run from 0 to {limit - 1}" if limit else "classes count from 0"
+            range_text = f"with {limit} classes they run from 0 to {limit - 1}" if limit else "classes count from 0"
             raise UserError(
-                f"{name} targets: row {row}, position {place} is {int(targets[row, place])}; {what}, and "
+                f"{name} targets: row {row}, position {place} is {int(targets[row, place])}; {range_text}, and "
                 f"{self.ignore_index} is ignored"
             )
         if not bool((has_counted := is_counted.any(1)).all()):

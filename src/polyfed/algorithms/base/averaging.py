@@ -85,8 +85,8 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
             rule = parse_robust_rule(self.robust)
             object.__setattr__(self, "robust", None if rule is None else str(rule))
             replaces_mean = type(self).aggregate is Averaging.aggregate
-            if rule is not None and (flaw := robust_error(rule, self, replaces_mean=replaces_mean)):
-                raise UserError(f"{type(self).__name__}: robust={self.robust!r} is not possible: {flaw}")
+            if rule is not None and (error_text := robust_error(rule, self, replaces_mean=replaces_mean)):
+                raise UserError(f"{type(self).__name__}: robust={self.robust!r} is not possible: {error_text}")
         if self.adapters is not None:
             self._require(self.adapters in get_args(AdapterMode), "adapters", "'zero_pad', 'svd', 'stack', or none")
             averages_one_model = "one_architecture" in self.requires and self.aggregates_by_sum

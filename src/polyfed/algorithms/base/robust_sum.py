@@ -193,9 +193,9 @@ class CombinedReplies(ReplySum):
             RoundError: fewer replies have come than the rule needs.
             IncompatibleTensorsError: the tensors of two replies differ in name or shape.
         """
-        if flaw := self._rule.client_count_error(len(self._tensors)):
+        if error_text := self._rule.client_count_error(len(self._tensors)):
             raise RoundError(
-                f"robust='{self._rule}' cannot combine the {len(self._tensors)} replies that have come: {flaw}; set "
+                f"robust='{self._rule}' cannot combine the {len(self._tensors)} replies that have come: {error_text}; set "
                 "min_replies so that a round waits for enough"
             )
         return split_into_groups(self._rule.combine(self._tensors, self._weights), self._groups)

@@ -226,7 +226,7 @@ def _describe_forecast(forecast: Mapping[str, Any], metric: Metric, num_methods:
         return [*sentences, f"which gains can be decided is not known from the pilot: {why}; more rounds may tell"]
     scored = name_score_of_difference(metric.unit, metric.label)
     for name, entry in forecast["designs"].items():
-        mean, client = (format_difference(entry[what], metric.unit) for what in ("mean", "client"))
+        mean, client = (format_difference(entry[scope], metric.unit) for scope in ("mean", "client"))
         sentences.append(
             f"{name} ({entry['runs']} runs of each method): decides a mean gain of {mean}{scored}, or a gain of {client} "
             f"at one client, with a probability of {100 * forecast['power']:.0f} %"

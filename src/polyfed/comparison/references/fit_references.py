@@ -88,8 +88,13 @@ def fit_references(
                 if fingerprint_by_seed[str(same_data_seed)] == fingerprint_by_seed[str(seed)]
             }
     references = {
-        name: {"sentence": fitted[distinct_seeds[0]]["sentences"][name], "alone": True, "runs": of, **_mean_scores(of)}
-        for name, of in runs.items()
+        name: {
+            "sentence": fitted[distinct_seeds[0]]["sentences"][name],
+            "alone": True,
+            "runs": by_seed,
+            **_mean_scores(by_seed),
+        }
+        for name, by_seed in runs.items()
     }
     left_out = tuple(dict.fromkeys(sentence for seed_fit in fitted.values() for sentence in seed_fit["left_out"]))
     clients = plan.build_client_set(first).clients
@@ -170,6 +175,8 @@ def _mean_scores(runs: Mapping[str, Scores]) -> dict[str, Any]:
             by_client.setdefault(client, []).append(score)
     means = [fmean(defined) for scores in runs.values() if (defined := [s for s in scores.values() if s is not None])]
     mean_by_client = {
-        c: fmean(defined) for c, of in by_client.items() if len(defined := [s for s in of if s is not None]) == len(of)
+        c: fmean(defined)
+        for c, seed_scores in by_client.items()
+        if len(defined := [s for s in seed_scores if s is not None]) == len(seed_scores)
     }
     return {"scores": {c: mean_by_client.get(c) for c in by_client}, "mean": fmean(means) if means else None}

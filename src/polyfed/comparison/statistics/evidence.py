@@ -172,7 +172,7 @@ class Evidence:
             for client, single_estimate in single.items():
                 clients.setdefault(client, {})[rival] = single_estimate, joint[client]
         return GainsOverBestRival(
-            _gain_over_rivals(mean), {client: _gain_over_rivals(of) for client, of in clients.items()}
+            _gain_over_rivals(mean), {client: _gain_over_rivals(gains) for client, gains in clients.items()}
         )
 
     def clients_scored_with_every_seed(self, label: str, rival: str | None) -> list[str]:
@@ -245,10 +245,14 @@ class Evidence:
         if self.folds is not None:
             return self.folds.site_gains(label, rival)
         if self.has_same_data:
-            components = {c: of for c in clients if (of := self._variance_components(label, rival, c)) is not None}
-            means = np.mean([of.centres for of in components.values()], axis=0) if components else np.zeros(1)
+            components = {
+                c: component for c in clients if (component := self._variance_components(label, rival, c)) is not None
+            }
+            means = (
+                np.mean([component.centres for component in components.values()], axis=0) if components else np.zeros(1)
+            )
             common = float(means.var(ddof=1)) / len(means) if len(means) > 1 else 0.0
-            gains = {c: SiteGain(of.mean, of.variance) for c, of in components.items()}
+            gains = {c: SiteGain(component.mean, component.variance) for c, component in components.items()}
             return gains, SharedError(common, max(len(means) - 1, 1))
         if len(self.seeds) < 2 or not clients:
             return {}, SharedError()

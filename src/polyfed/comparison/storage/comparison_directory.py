@@ -217,8 +217,8 @@ def load_comparison(folder: str | Path) -> Comparison:
         content = parse_json(read_file(path))
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}")
-        if content.get("format") == RESULTS_FORMAT and (wrong := results_error(content)):
-            raise ValueError(wrong)
+        if content.get("format") == RESULTS_FORMAT and (error_text := results_error(content)):
+            raise ValueError(error_text)
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); make it again: polyfed compare {folder}") from error
     if content.get("format") != RESULTS_FORMAT:
@@ -244,8 +244,8 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{folder} is not the directory of a comparison: it has no {DESCRIPTION}")
     content = read_config(path)
-    if wrong := validation_error(content, ComparisonDescription):
-        raise UserError(f"{path} is damaged: {wrong}; give the whole command again with another out=... (--out)")
+    if error_text := validation_error(content, ComparisonDescription):
+        raise UserError(f"{path} is damaged: {error_text}; give the whole command again with another out=... (--out)")
     return content
 
 

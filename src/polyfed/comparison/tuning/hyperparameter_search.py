@@ -162,9 +162,9 @@ def run_search(plan: ComparisonPlan, methods: Mapping[str, Method], *, has_same_
             candidates = [(label, fields) for label in methods for fields in _extended_candidates(result, label)]
     else:
         studies = {
-            label: OptunaSearch(of, plan.seeds[0])
+            label: OptunaSearch(searched_values, plan.seeds[0])
             for label, method in methods.items()
-            if (of := _search_values(plan, method))
+            if (searched_values := _search_values(plan, method))
         }
         # One run of each method at a time, since Optuna's next suggestion depends on its score.
         for _ in range(plan.num_trials):

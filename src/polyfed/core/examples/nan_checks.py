@@ -69,10 +69,10 @@ def raise_if_nonfinite(
     """
     first, count = "", 0
     for start, block in first_rows_and_blocks:
-        wrong = ~torch.isfinite(block)
-        num_wrong = int(wrong.sum())
+        is_wrong = ~torch.isfinite(block)
+        num_wrong = int(is_wrong.sum())
         if num_wrong and not first:
-            row, *other_axes = wrong.nonzero()[0].tolist()
+            row, *other_axes = is_wrong.nonzero()[0].tolist()
             value = float(block[(row, *other_axes)])
             where = (
                 ""

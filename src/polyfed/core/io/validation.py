@@ -50,8 +50,8 @@ def parse_json(text: str | bytes) -> Any:
         value = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if wrong := explain_exceeded_size_limit(value):
-        raise ValueError(wrong)
+    if error_text := explain_exceeded_size_limit(value):
+        raise ValueError(error_text)
     return value
 
 
@@ -74,8 +74,8 @@ def parse_yaml(text: str | bytes) -> Any:
     quick = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         source = text.decode() if isinstance(text, bytes) else text
-        if wrong := _yaml_size_error(yaml.parse(source, Loader=quick)):
-            raise ValueError(wrong)
+        if error_text := _yaml_size_error(yaml.parse(source, Loader=quick)):
+            raise ValueError(error_text)
         loader = quick(source)
         node = loader.get_single_node()
         _mend_numbers_and_check_keys(node)
@@ -85,8 +85,8 @@ def parse_yaml(text: str | bytes) -> Any:
         where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"{where}{problem or first}") from error
-    if wrong := explain_exceeded_size_limit(value):
-        raise ValueError(wrong)
+    if error_text := explain_exceeded_size_limit(value):
+        raise ValueError(error_text)
     return value
 
 
@@ -247,10 +247,10 @@ def _mapping_error(value: Any, inner: tuple[Any, ...], place: str) -> str | None
         return _describe_wrong_type(place, "a mapping", value)
     keys, values = inner or (Any, Any)
     for key, item in value.items():
-        if wrong := validation_error(key, keys, f"a key of {place or 'it'}") or validation_error(
+        if error_text := validation_error(key, keys, f"a key of {place or 'it'}") or validation_error(
             item, values, _path_of(place, key)
         ):
-            return wrong
+            return error_text
     return None
 
 
@@ -322,10 +322,10 @@ def build_dataclass(cls: Callable[..., T], values: Any, label: str) -> T:
     ]:
         raise UserError(f"{label} lacks {missing[0]}")
     types = field_types(cls)
-    if wrong := next(
+    if error_text := next(
         filter(None, (validation_error(value, types[n], f"{label}.{n}") for n, value in values.items())), None
     ):
-        raise UserError(wrong)
+        raise UserError(error_text)
     return call_turning_value_errors_into_user_errors(lambda: cls(**values), label)
 
 
@@ -356,12 +356,12 @@ def check_field_types(instance: Any, *fields: str) -> None:
     for name in fields or types:
         annotation, value = types[name], getattr(instance, name)
         choices = get_args(annotation)
-        if wrong := validation_error(value, annotation, name):
+        if error_text := validation_error(value, annotation, name):
             if get_origin(annotation) is Literal and all(
                 isinstance(word, str) and word.isidentifier() for word in choices
             ):
-                wrong = f"unknown {name} {value!r}; {did_you_mean(str(value), choices)}"
-            raise UserError(f"{type(instance).__name__}: {wrong}")
+                error_text = f"unknown {name} {value!r}; {did_you_mean(str(value), choices)}"
+            raise UserError(f"{type(instance).__name__}: {error_text}")
 
 
 def call_turning_value_errors_into_user_errors(action: Callable[[], T], label: str) -> T:

@@ -55,9 +55,9 @@ def message_error(reply: Any) -> str | None:
     if not isinstance(reply, Message):
         return f"the reply is a {type(reply).__name__}, not a Message"
     value: Any  # nothing keeps a method to the types that are declared
-    for what, value in (("tensors", reply.tensors), ("scalars", reply.scalars)):
+    for description, value in (("tensors", reply.tensors), ("scalars", reply.scalars)):
         if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-            return f"its {what} are a {type(value).__name__}, not a mapping from names"
+            return f"its {description} are a {type(value).__name__}, not a mapping from names"
     for group, value in reply.tensors.items():
         if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
             return f"group {group!r} is a {type(value).__name__}, not a mapping from names to tensors"
@@ -68,8 +68,8 @@ def message_error(reply: Any) -> str | None:
                 return f"group {group!r}: tensor {name!r} requires gradients; send it detached"
             strange = tensor.layout != torch.strided or tensor.device.type != "cpu"
             if strange or tensor.is_quantized or tensor.is_complex():
-                what = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
-                return f"group {group!r}: tensor {name!r} is not made of plain numbers in memory, but {what}"
+                description = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+                return f"group {group!r}: tensor {name!r} is not made of plain numbers in memory, but {description}"
     return None
 
 

@@ -182,9 +182,9 @@ def _deal_rows(
             if not is_alone(name):
                 fold_of_unit[i] = fold_of_group.setdefault(name, int(fold_of_unit[i]))
     if empty := sorted(set(range(num_folds)) - set(fold_of_unit.tolist())):
-        what = "examples" if pool.group is None else f"groups of column {pool.group!r}"
+        unit_name = "examples" if pool.group is None else f"groups of column {pool.group!r}"
         raise UserError(
-            f"client {client.id!r} has {len(units)} {what}, and none for {len(empty)} of {num_folds} folds; give fewer "
+            f"client {client.id!r} has {len(units)} {unit_name}, and none for {len(empty)} of {num_folds} folds; give fewer "
             "folds, or leave the client out (--data.partition.order largest --data.clients N keeps the N largest)"
         )
     fold: NDArray[np.int64] = fold_of_unit[unit_of_row]
@@ -211,9 +211,9 @@ def _client_of_fold(
         strata = client.task.strata(pool.labels)[rows]
         validation = _draw_validation(strata, pool, rows, share, seed, set_of_group)
         if len(validation) in (0, len(rows)):
-            what = "examples" if pool.group is None else f"groups of column {pool.group!r}"
+            units = "examples" if pool.group is None else f"groups of column {pool.group!r}"
             raise UserError(
-                f"client {client.id!r} has in a fold too few {what} of its own for both a training and a validation set; "
+                f"client {client.id!r} has in a fold too few {units} of its own for both a training and a validation set; "
                 "leave val out, or the client"
             )
         held_out["val"] = replace(select_rows(pool, validation), augment=None)

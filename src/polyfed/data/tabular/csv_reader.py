@@ -84,8 +84,8 @@ def parse_csv_file(file: Path, form: CSVFormat) -> Table:
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         is_encoding = "UTF8" in str(error) or "codec" in str(error)
         cure = advise_encoding(file) if is_encoding else f"cells are separated by {separator!r}, rows by line"
-        what = re.sub(r"(Expected \d+ columns, got \d+).*", r"\1", one_line(error))  # a row follows, with its cells
-        raise UserError(f"{str(file)!r} cannot be read as CSV ({what}); {cure}") from error
+        reason = re.sub(r"(Expected \d+ columns, got \d+).*", r"\1", one_line(error))  # a row follows, with its cells
+        raise UserError(f"{str(file)!r} cannot be read as CSV ({reason}); {cure}") from error
     table = _without_unnamed_empty_columns(table, file)
     if unreadable := [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]:
         raise UserError(

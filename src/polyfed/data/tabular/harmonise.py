@@ -81,9 +81,9 @@ def merge_table_definitions(tables: Mapping[str, TablePreprocessor]) -> TablePre
     """
     first_site, first_table = next(iter(tables.items()))
     for site, site_table in tables.items():
-        if flaw := _table_difference(first_table, site_table):
+        if difference := _table_difference(first_table, site_table):
             raise UserError(
-                f"site {site!r} has another table than {first_site!r}: {flaw}; preprocess='federated' needs the same "
+                f"site {site!r} has another table than {first_site!r}: {difference}; preprocess='federated' needs the same "
                 "columns in the same order at all sites (columns=...)"
             )
     common_table = read_schema(merge_schemas(*map(table_schema, tables.values())))
@@ -133,8 +133,8 @@ def recode_examples(examples: Sequence[Examples], common: TablePreprocessor) -> 
     for part in examples:
         preprocessor, store_key = preprocessor_of(part), (id(part.x), id(part.y))
         if store_key not in stores:
-            if flaw := _table_difference(preprocessor, common):
-                raise UserError(f"the common table is not that of these rows: {flaw}")
+            if difference := _table_difference(preprocessor, common):
+                raise UserError(f"the common table is not that of these rows: {difference}")
             stores[store_key] = (
                 _recode_inputs(part.input_tensor, preprocessor, common),
                 _recode_targets(part.y, preprocessor, common),

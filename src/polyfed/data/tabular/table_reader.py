@@ -288,9 +288,9 @@ def column_as_numbers(table: Table, name: str) -> NDArray[np.float64]:
         column.cast(pyarrow.float64(), safe=False) if not pyarrow.types.is_boolean(column.type) else column.cast("int8")
     )
     content = np.asarray(as_floats.to_numpy(zero_copy_only=False), dtype=np.float64)
-    if len(wrong := np.flatnonzero(np.abs(content) > _LARGEST)):
+    if len(large_rows := np.flatnonzero(np.abs(content) > _LARGEST)):
         raise UserError(
-            f"column {name!r} has an infinite value, or one beyond {_LARGEST:.0e}, in {format_row_numbers(wrong)}; "
+            f"column {name!r} has an infinite value, or one beyond {_LARGEST:.0e}, in {format_row_numbers(large_rows)}; "
             "correct it, or leave the cell empty"
         )
     return content

@@ -71,8 +71,8 @@ def read_ledger(file: Path) -> Ledger:
         return Ledger()
     try:
         content = parse_json(read_file(file))
-        if wrong := validation_error(content, _LedgerContent):
-            raise ValueError(wrong)
+        if error_text := validation_error(content, _LedgerContent):
+            raise ValueError(error_text)
         ledger = Ledger(
             {name: _add_up(map(_parse_messages, page.items())) for name, page in content["data_sets"].items()},
             {name: _add_up(map(_parse_steps, page.items())) for name, page in content.get("private_steps", {}).items()},
@@ -109,8 +109,8 @@ def _check_not_older(file: Path, ledger: Ledger) -> None:
         return
     try:
         entry_counts = parse_json(read_file(count_file))
-        if wrong := validation_error(entry_counts, dict[str, int]):
-            raise ValueError(wrong)
+        if error_text := validation_error(entry_counts, dict[str, int]):
+            raise ValueError(error_text)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{count_file} is damaged ({error}); it shows whether {file.name} is an older copy. Remove it if that ledger is "
@@ -119,11 +119,11 @@ def _check_not_older(file: Path, ledger: Ledger) -> None:
     recorded = ledger.count_entries()
     for data_set, number in entry_counts.items():
         if recorded.get(data_set, 0) < number:
-            what = "messages and private steps" if data_set in ledger.private_steps else "messages"
+            entries = "messages and private steps" if data_set in ledger.private_steps else "messages"
             raise UserError(
-                f"{file} has {recorded.get(data_set, 0)} {what} about the data set {data_set!r}, and {number} were sent: it "
-                f"is an older copy or was changed. Put back the newest, or add the missing {what} by hand; nothing is sent "
-                "until then"
+                f"{file} has {recorded.get(data_set, 0)} {entries} about the data set {data_set!r}, and {number} were sent: "
+                f"it is an older copy or was changed. Put back the newest, or add the missing {entries} by hand; nothing is "
+                "sent until then"
             )
 
 

@@ -128,8 +128,8 @@ def _collect_schema_summaries(
 
 def _schema_summary_error(table: Any) -> str:
     """Returns why a site's table summary is not valid; "" if it is valid."""
-    if wrong := validation_error(table, SchemaSummary):
-        return f"its summary of its table cannot be read: {wrong}"
+    if error_text := validation_error(table, SchemaSummary):
+        return f"its summary of its table cannot be read: {error_text}"
     if {"whole", "numbers", "targets"} - table.keys():
         return "it sends no summary of its table"
     if not (0 <= table["numbers"] <= _MAX_COLUMNS and 0 <= table["targets"] <= _MAX_COLUMNS):

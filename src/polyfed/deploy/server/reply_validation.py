@@ -118,10 +118,9 @@ def validate_answer_head(
     """
     _raise_if_refused(head)
     expected_fields = {"client": task.client, "run": server.run, "round": task.round, "phase": task.phase}
-    if wrong := [name for name, value in expected_fields.items() if head.get(name) != value]:
-        raise UserError(
-            f"answers for {wrong[0]} {sanitize_line(repr(head.get(wrong[0])))}, expected {expected_fields[wrong[0]]!r}"
-        )
+    if wrong_names := [name for name, value in expected_fields.items() if head.get(name) != value]:
+        name = wrong_names[0]
+        raise UserError(f"answers for {name} {sanitize_line(repr(head.get(name)))}, expected {expected_fields[name]!r}")
     if EVALUATION_KEY in head and not with_evaluation:
         raise UserError("sends an evaluation that it was not asked for")
     if head.get("failure") is not None:
@@ -147,10 +146,12 @@ def _parse_scalars(packed: PackedEnvelope, server: DeploymentServer, introductio
     """Returns the scalars that the method uses; the number of examples must be as at the start."""
     allowed = server.algorithm.scalars_needed | {"train_loss", "num_examples"}
     scalars = {n: v for n, v in packed.scalars.items() if n in allowed}
-    if wrong := [n for n, v in scalars.items() if not is_number(v) or abs(v) > _MAX_ABSOLUTE_VALUE]:
-        value = scalars[wrong[0]]
+    if wrong_names := [n for n, v in scalars.items() if not is_number(v) or abs(v) > _MAX_ABSOLUTE_VALUE]:
+        value = scalars[wrong_names[0]]
         description = f"a list of {len(value)}" if isinstance(value, list) else sanitize_line(repr(value))
-        raise UserError(f"scalar {wrong[0]!r} is {description}, which is not a number up to {_MAX_ABSOLUTE_VALUE:g}")
+        raise UserError(
+            f"scalar {wrong_names[0]!r} is {description}, which is not a number up to {_MAX_ABSOLUTE_VALUE:g}"
+        )
     num_examples = introduction.get("num_examples")
     if num_examples is None:
         scalars.pop("num_examples", None)

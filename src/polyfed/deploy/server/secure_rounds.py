@@ -233,8 +233,8 @@ class SecureRoundServer:
                 sanitize_line(f"a part of a secure sum is expected, and the reply holds {sorted(names_by_group)[:9]}")
             )
         body = answer.unpack_body()
-        if flaw := find_secure_reply_error(body, self._server.algorithm, server_state, task.message):
-            raise UserError(sanitize_line(flaw))
+        if error_text := find_secure_reply_error(body, self._server.algorithm, server_state, task.message):
+            raise UserError(sanitize_line(error_text))
         return parse_sum_message(body)
 
     def _unmask_round(

@@ -185,8 +185,8 @@ class DisclosureGuard:
         body = clip_and_add_noise(
             reply, received_message, self.protection, num_noisy_sites=participation.unmasking_threshold - 1
         )
-        if wrong := first_non_finite_tensor(body):
-            raise UserError(f"{wrong} of its reply has NaN or infinite values, which a sum cannot take")
+        if nonfinite_name := first_non_finite_tensor(body):
+            raise UserError(f"{nonfinite_name} of its reply has NaN or infinite values, which a sum cannot take")
         encoded = encode_reply_in_fixed_point(body, algorithm, participation.max_sites, received_message)
         _log_norm_and_bound(body, received_message, algorithm)
         return participation.mask_encoded_reply(encoded)

@@ -154,8 +154,8 @@ def parse_common_preprocessing(preprocessor: TablePreprocessor, description: Any
     ...     {"columns": None, "classes": None, "mean": [50.0], "spread": [9.0], "target": []}).mean
     (50.0,)
     """
-    if wrong := validation_error(description, _CommonPreprocessing):
-        raise UserError(f"this is not the preprocessing of a table: {wrong}")
+    if error_text := validation_error(description, _CommonPreprocessing):
+        raise UserError(f"this is not the preprocessing of a table: {error_text}")
     numbers = [
         *description["mean"],
         *description["spread"],

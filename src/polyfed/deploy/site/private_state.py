@@ -198,13 +198,13 @@ def check_or_record_client_identity(folder: Path, client: str, data_fingerprint:
         return
     try:
         saved_identity = parse_json(read_file(file))
-        wrong = validation_error(saved_identity, _ClientIdentity)
+        error_text = validation_error(saved_identity, _ClientIdentity)
     except (OSError, UserError):  # their texts have the whole path, which must not go to the server
-        wrong = "it cannot be read"
+        error_text = "it cannot be read"
     except ValueError as error:
-        wrong = str(error)
-    if wrong:
-        raise InvalidSiteStateError(f"{folder.name}/run.json is damaged ({wrong}); {_ADVICE}")
+        error_text = str(error)
+    if error_text:
+        raise InvalidSiteStateError(f"{folder.name}/run.json is damaged ({error_text}); {_ADVICE}")
     if saved_identity != identity:
         raise InvalidSiteStateError(
             "its data or network are not those with which it began this run; start another run, or put back "

@@ -128,15 +128,15 @@ class PrivateTrainingGuard:
             ) from error
         self._check_steps(PrivateSteps(privacy.unit, rate, noise_multiplier, privacy.number_of_steps(rate)), "this run")
 
-    def _check_steps(self, steps: PrivateSteps, what: str) -> None:
+    def _check_steps(self, steps: PrivateSteps, purpose: str) -> None:
         if steps.number > _MOST_STEPS:
-            raise RefusalError(f"{what} has {steps.number} steps, and a site counts at most {_MOST_STEPS}")
+            raise RefusalError(f"{purpose} has {steps.number} steps, and a site counts at most {_MOST_STEPS}")
         try:
             check_budget_for_steps(self.ledger, self.data_set, self.protection, steps)
         except UserError as error:
             _LOG.error("%s", error)
             raise RefusalError(
-                f"{what} would spend more than the budget (max-epsilon) of each {steps.unit} of its data set; take a "
+                f"{purpose} would spend more than the budget (max-epsilon) of each {steps.unit} of its data set; take a "
                 "smaller target_epsilon or a larger noise_multiplier, or fewer rounds"
             ) from error
 

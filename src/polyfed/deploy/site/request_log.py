@@ -141,14 +141,14 @@ class RequestLog:
             return {}
         try:
             content = parse_json(read_file(file))
-            wrong = validation_error(content, dict[str, _TaskRecord])
+            error_text = validation_error(content, dict[str, _TaskRecord])
         except UserError:  # its text has the site's paths, which must not go to the server
-            wrong = "it cannot be read"
+            error_text = "it cannot be read"
         except (OSError, ValueError) as error:
-            wrong = str(error)
-        if wrong:
+            error_text = str(error)
+        if error_text:
             raise InvalidSiteStateError(
-                f"{self.folder.name}/{_FILE} is damaged ({wrong}); put back a copy of it, or start another run"
+                f"{self.folder.name}/{_FILE} is damaged ({error_text}); put back a copy of it, or start another run"
             )
         return dict(content)
 

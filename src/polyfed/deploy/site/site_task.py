@@ -121,9 +121,9 @@ def parse_site_task(
     message = (
         compressed if message_compression is None else decompress_message(compressed, Message(), message_compression)
     )
-    if clips_updates and (wrong := first_non_finite_tensor(message)):
+    if clips_updates and (nonfinite_name := first_non_finite_tensor(message)):
         raise RefusalError(
-            f"{wrong} of the server's message has NaN or infinite values, with which clipping protects nothing"
+            f"{nonfinite_name} of the server's message has NaN or infinite values, with which clipping protects nothing"
         )
     state = read_private_state(folder, site, head["state"], head["algorithm"])
     task = ClientTask(head["phase"], round_number, site, message, state, seed, run_seed)

@@ -80,8 +80,8 @@ class UpdatesInFlight:
         Raises:
             UserError: a field is missing or of another type, or the server state of a version is missing.
         """
-        if flaw := validation_error(entry, _UpdatesInFlightEntry, "the schedule"):
-            raise UserError(f"{flaw}")
+        if error_text := validation_error(entry, _UpdatesInFlightEntry, "the schedule"):
+            raise UserError(f"{error_text}")
         flights = {client: UpdateInFlight(**flight) for client, flight in entry["clients"].items()}
         versions = {int(version): state for version, state in entry["versions"].items() if version.isdecimal()}
         for client, flight in flights.items():

@@ -76,12 +76,12 @@ def warn_of_changed_code(changed_names: Iterable[str], consequence: str = _LATER
     names = list(dict.fromkeys(changed_names))
     changed_code = [name for name in names if not name.startswith(_VALUES_OF)]
     changed_values = [name.removeprefix(_VALUES_OF) for name in names if name.startswith(_VALUES_OF)]
-    for changed, what, cure in ((changed_code, "the code of {} is not that", "the code"),
-                                (changed_values, "the values that {} holds are not those", "the values")):  # fmt: skip
+    for changed, sentence, cure in ((changed_code, "the code of {} is not that", "the code"),
+                                    (changed_values, "the values that {} holds are not those", "the values")):  # fmt: skip
         if changed:
             warnings.warn(
-                f"{what.format(join_first_and_count_rest(changed, _SHOWN))} with which the run began: {consequence}; put "
-                f"{cure} back, or start another run with another out=... (--out)",
+                f"{sentence.format(join_first_and_count_rest(changed, _SHOWN))} with which the run began: {consequence}; "
+                f"put {cure} back, or start another run with another out=... (--out)",
                 UserWarning,
                 stacklevel=4,
             )

@@ -131,8 +131,10 @@ class InProcessEngine(Engine):
             return evaluate_client_with_outputs(model, client, self._metrics, loss=loss)
         metrics, outputs = evaluate_client_with_outputs(model, replace(client, val=None), self._metrics, loss=loss)
 
-        def personal(of: Client) -> torch.nn.Module:
-            return restore_all_but_weights_and_set_eval(algorithm.personal_model(message, client_state, of, task.seed))
+        def personal(owner: Client) -> torch.nn.Module:
+            return restore_all_but_weights_and_set_eval(
+                algorithm.personal_model(message, client_state, owner, task.seed)
+            )
 
         val_outputs = out_of_fold_outputs(personal, client)
         targets = client.val.labels.cpu()

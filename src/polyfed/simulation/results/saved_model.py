@@ -73,10 +73,10 @@ def convert_outputs_to_columns(outputs: Tensor, prepared: TablePreprocessor) -> 
     Raises:
         UserError: outputs are NaN or infinite.
     """
-    if len(wrong := (~torch.isfinite(outputs.flatten(1)).all(1)).nonzero().flatten()):
+    if len(wrong_rows := (~torch.isfinite(outputs.flatten(1)).all(1)).nonzero().flatten()):
         raise UserError(
-            f"the network's outputs are NaN or infinite for {format_row_numbers(wrong.numpy())}: the values are far from "
-            "those that it was trained on; correct them, or leave these rows out"
+            f"the network's outputs are NaN or infinite for {format_row_numbers(wrong_rows.numpy())}: the values are far "
+            "from those that it was trained on; correct them, or leave these rows out"
         )
     return prepared.task.prediction_columns(outputs, prepared.classes)
 

@@ -98,8 +98,10 @@ def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     if name not in config:
         raise UserError(f"the configuration lacks {name!r}; `polyfed run --print-config` shows a complete one")
-    if wrong := validation_error(config[name], dict[str, Any], name):
-        raise UserError(f"the configuration is damaged: {wrong}; `polyfed run --print-config` shows a complete one")
+    if error_text := validation_error(config[name], dict[str, Any], name):
+        raise UserError(
+            f"the configuration is damaged: {error_text}; `polyfed run --print-config` shows a complete one"
+        )
     return dict(config[name])
 
 

@@ -247,16 +247,16 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{file} is not valid YAML{', ' if str(error).startswith('line ') else ': '}{error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file} must hold a mapping of settings, found {type(content).__name__}")
-    if wrong := _plainness_error(content):
-        raise UserError(f"{file} is not a configuration: {wrong}")
+    if error_text := _plainness_error(content):
+        raise UserError(f"{file} is not a configuration: {error_text}")
     return content
 
 
 def _plainness_error(value: Any, place: str = "") -> str:
     """Returns an error message for the first value that plain YAML cannot hold; "" if there is none."""
     if isinstance(value, dict):
-        if wrong := [key for key in value if type(key) not in _PLAIN]:
-            return f"a key of {place or 'it'} is a {type(wrong[0]).__name__}"
+        if wrong_keys := [key for key in value if type(key) not in _PLAIN]:
+            return f"a key of {place or 'it'} is a {type(wrong_keys[0]).__name__}"
         return next(
             filter(None, (_plainness_error(item, f"{place}.{key}".lstrip(".")) for key, item in value.items())), ""
         )

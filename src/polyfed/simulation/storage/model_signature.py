@@ -222,8 +222,8 @@ def read_signature(path: Path) -> Signature:
         content: Signature = parse_json(read_file(path))
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); run again, or put back a copy") from error
-    if wrong := validation_error(content, Signature):
-        raise UserError(f"{path} is damaged: {wrong}; run again, or put back a copy")
+    if error_text := validation_error(content, Signature):
+        raise UserError(f"{path} is damaged: {error_text}; run again, or put back a copy")
     positions = sorted(_list_positions(content["tree"]))
     if positions != list(range(len(content["inputs"]))):
         raise UserError(f"{path} is damaged: tree does not name each of its inputs once; run again, or put back a copy")

@@ -115,8 +115,8 @@ def read_json_mapping(text: str, path: str, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{name}: {path!r} is not JSON ({error})") from error
     if not isinstance(value, dict) or not value:
-        what = "nothing" if value == {} else type(value).__name__
-        raise UserError(f"{name}: {path!r} must map clients to entries, got {what}")
+        content = "nothing" if value == {} else type(value).__name__
+        raise UserError(f"{name}: {path!r} must map clients to entries, got {content}")
     return value
 
 

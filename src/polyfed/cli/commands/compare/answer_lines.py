@@ -90,6 +90,7 @@ def print_next_commands(console: Console, **commands: list[str]) -> None:
     Page: polyfed report 'runs/a b'
     """
     texts = [
-        f"{what}: {shlex.join(['polyfed', *map(sanitise_for_terminal, words)])}" for what, words in commands.items()
+        f"{purpose}: {shlex.join(['polyfed', *map(sanitise_for_terminal, words)])}"
+        for purpose, words in commands.items()
     ]
     print_line(console, "   ".join(texts), style="cyan")

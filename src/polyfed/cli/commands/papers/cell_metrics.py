@@ -104,8 +104,8 @@ def _drop_of_scores(cell: PaperCell, run: RecipeRun) -> float | None:
     keep their network, or with `over: cells` the standard deviation.
     """
 
-    def clients(of: RecipeRun) -> list[tuple[Any, float | None]]:
-        folder = of.folder_of(cell.method)
+    def clients(clients_run: RecipeRun) -> list[tuple[Any, float | None]]:
+        folder = clients_run.folder_of(cell.method)
         return list(zip(read_config(folder)["model"], _score_by_client("global_", folder), strict=True))
 
     drops = [

@@ -63,8 +63,9 @@ def measure_cell_over_seeds(
         number = recipe.configuration(scale, variants[0])["seed"] if seed is None else seed
         run, *others = (RecipeRun(job_folder(out, recipe.name, variant, number), scale) for variant in variants)
         if all(
-            (of.folder / "config.yaml").exists() and job_runner.is_complete_run(of.folder_of(cell.method))
-            for of in (run, *others)
+            (recipe_run.folder / "config.yaml").exists()
+            and job_runner.is_complete_run(recipe_run.folder_of(cell.method))
+            for recipe_run in (run, *others)
         ):
             places.append(run.folder.name)
             value = measure_cell(cell, replace(run, compared_runs=tuple(others)))

@@ -190,7 +190,11 @@ def _build_jobs(
     scale, selected = reproduce_options.scale or "cpu", _variants_to_run(table, reproduce_options.variant)
     _check_single_data_path(
         table,
-        {recipes[n].configuration(scale, v)["data"]["name"] for n, of in selected.items() for v in of},
+        {
+            recipes[n].configuration(scale, v)["data"]["name"]
+            for n, chosen_variants in selected.items()
+            for v in chosen_variants
+        },
         run_arguments,
     )
     jobs: dict[Path, job_runner.PaperJob] = {}

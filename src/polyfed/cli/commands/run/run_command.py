@@ -295,8 +295,10 @@ def _table_by_client(
         cells = [f"{row['num_examples']:.0f}"]
         if classes:
             counts = [
-                sum(n > 0 for n in of) if task.one_class_per_example else of[-1]
-                for of in (classes[c] for c in ([c.id for c in experiment_data.clients] if is_mean else [client]))
+                sum(n > 0 for n in class_counts) if task.one_class_per_example else class_counts[-1]
+                for class_counts in (
+                    classes[c] for c in ([c.id for c in experiment_data.clients] if is_mean else [client])
+                )
             ]
             cells.append(f"{sum(counts) / len(counts):.1f}" if is_mean else str(counts[0]))
         scores = [tables[name][client][score.name] for name in methods]

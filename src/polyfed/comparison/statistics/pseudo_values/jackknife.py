@@ -91,8 +91,7 @@ def example_class_of_each_pseudo_value(
 
 
 def _classes_of_blocks(classes: Tensor) -> NDArray[np.int64]:
-    """Returns the class of each block of examples: the rarest of its examples' classes, if not every block has an example
-    of it; else 0."""
+    """Returns each block's rarest class, if not every block has an example of it; else 0."""
     block = _blocks_of_examples(classes)
     number = int(block.max()) + 1
     _, code, counts = np.unique(classes.numpy(), return_inverse=True, return_counts=True)
@@ -104,8 +103,7 @@ def _classes_of_blocks(classes: Tensor) -> NDArray[np.int64]:
 
 
 def _blocks_of_examples(classes: Tensor) -> NDArray[np.int64]:
-    """Returns the number of each example's block: a block each up to `NUM_GROUPS` examples; of more, blocks with their
-    shares of the classes, or of small and large values."""
+    """Returns each example's block: its own for up to `NUM_GROUPS` examples, else one like all in class or value."""
     n = len(classes)
     order = np.arange(n)
     if classes.dim() == 1 and n > NUM_GROUPS:

@@ -62,10 +62,10 @@ def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[i
             )
         if changed := next((name for name in tensors_before if tensors_before[name] != tensors_after[name]), None):
             (shape, is_trained), (shape_after, _) = tensors_before[changed], tensors_after[changed]
-            what = f"the shape of {changed!r} from {shape} to {shape_after}" if shape != shape_after else (
+            change = f"the shape of {changed!r} from {shape} to {shape_after}" if shape != shape_after else (
                 f"requires_grad of {changed!r} from {is_trained} to {not is_trained}")  # fmt: skip
             raise UserError(
-                f"{client_name}: its network changes {what} as it runs; give every tensor its shape and its requires_grad "
+                f"{client_name}: its network changes {change} as it runs; give every tensor its shape and its requires_grad "
                 "in __init__"
             )
         if training and not output.requires_grad:

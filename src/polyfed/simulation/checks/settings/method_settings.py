@@ -43,11 +43,11 @@ def check_robust_rule(algorithm: Algorithm[Any, Any], settings: Settings, num_ro
         return
     asynchronous = parse_asynchronous(settings.asynchronous)
     num_replies = num_round_clients if asynchronous is None else asynchronous.buffer
-    flaw = rule.client_count_error(num_replies)
-    if flaw is None and asynchronous is not None and num_replies < 3 and isinstance(rule, CombiningRule):
-        flaw = f"of fewer than 3 replies it leaves none out, and a server update has {num_replies}"
-    if flaw is not None:
+    error_text = rule.client_count_error(num_replies)
+    if error_text is None and asynchronous is not None and num_replies < 3 and isinstance(rule, CombiningRule):
+        error_text = f"of fewer than 3 replies it leaves none out, and a server update has {num_replies}"
+    if error_text is not None:
         buffer = (
             "" if asynchronous is None else f" (asynchronous={asynchronous.rule}: a round is one buffer of replies)"
         )
-        raise UserError(f"{registry_name(algorithm)}: robust='{rule}' is not possible: {flaw}{buffer}")
+        raise UserError(f"{registry_name(algorithm)}: robust='{rule}' is not possible: {error_text}{buffer}")

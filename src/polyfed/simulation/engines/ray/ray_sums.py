@@ -51,8 +51,8 @@ class WorkerSum:
             return result, {}
         try:
             decoded = reply if self._compression is None else decompress_message(reply, task.message, self._compression)
-            if flaw := find_value_error(decoded.tensors, self._algorithm._largest):
-                raise ValueError(flaw)
+            if error_text := find_value_error(decoded.tensors, self._algorithm._largest):
+                raise ValueError(error_text)
             part = encode_reply_in_fixed_point(decoded, self._algorithm, self._num_parties, task.message)
         except ValueError as error:
             failure = ClientError(task.round, task.client, "reply", str(error))

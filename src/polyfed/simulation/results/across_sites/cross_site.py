@@ -65,7 +65,9 @@ def compute_cross_site(federation: Federation, checkpoint: Checkpoint) -> CrossS
                 if isinstance(outcome, str):
                     pseudo_values[key] = outcome
                 else:
-                    pseudo_values[key] = _score_with_pseudo_values(metric, client.task, *outcome, number_units(client.test), groups)
+                    pseudo_values[key] = _score_with_pseudo_values(
+                        metric, client.task, *outcome, number_units(client.test), groups
+                    )
     num_differences = max(len(clients) * (len(clients) - 1), 1)
     cells = tuple(
         _build_cell(metric, owner, client, pseudo_values, num_differences)

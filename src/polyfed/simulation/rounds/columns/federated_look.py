@@ -54,8 +54,8 @@ def columns_from_json(text: str) -> tuple[LookColumn, ...]:
         content = parse_json(text)
     except ValueError as error:
         raise UserError(f"these are not columns of a look: {error}") from error
-    if wrong := validation_error(content, list[list[Any]], "columns"):
-        raise UserError(f"these are not columns of a look: {wrong}")
+    if error_text := validation_error(content, list[list[Any]], "columns"):
+        raise UserError(f"these are not columns of a look: {error_text}")
     columns = []
     for entry in content:
         is_column = len(entry) == 3 and isinstance(entry[0], str) and isinstance(entry[2], bool)

@@ -153,20 +153,21 @@ class ReplyAggregator:
         if leave_out_bad_replies and uses_default_mean(self._algorithm):
             dropped = _find_incompatible_replies(self._replies)
         replies = {i: reply for i, reply in self._replies.items() if i not in dropped}
-        next_state, flaw, error = self._try_aggregate(replies, server)
-        if flaw is None:
+        next_state, error_text, error = self._try_aggregate(replies, server)
+        if error_text is None:
             return AggregatedReplies(next_state, dropped)
         if error is not None and not leave_out_bad_replies:
             raise error
         bad_replies = self._find_bad_replies(replies, server)
         if not leave_out_bad_replies or not bad_replies or len(bad_replies) == len(replies):
             whose = f" for the replies of {', '.join(map(repr, bad_replies))}" if bad_replies else ""
-            raise error or RoundError(f"{type(self._algorithm).__name__}: {flaw} after aggregation{whose}; lower lr or set "
-                                      "clip_norm")  # fmt: skip
+            raise error or RoundError(
+                f"{type(self._algorithm).__name__}: {error_text} after aggregation{whose}; lower lr or set clip_norm"
+            )
         good_replies = {i: reply for i, reply in replies.items() if i not in bad_replies}
-        next_state, flaw, error = self._try_aggregate(good_replies, server)
-        if flaw is not None:
-            raise error or RoundError(f"{type(self._algorithm).__name__}: {flaw} after aggregation")
+        next_state, error_text, error = self._try_aggregate(good_replies, server)
+        if error_text is not None:
+            raise error or RoundError(f"{type(self._algorithm).__name__}: {error_text} after aggregation")
         return AggregatedReplies(next_state, dropped | bad_replies)
 
     def _try_aggregate(
@@ -191,7 +192,9 @@ class ReplyAggregator:
 
     def _find_bad_replies(self, replies: Mapping[str, Message], server: ServerContext) -> dict[str, str]:
         """Returns `{client: reason}` of replies that make the state invalid by themselves, or the one to leave out."""
-        bad_alone = {i: flaw for i in sorted(replies) if (flaw := self._try_aggregate({i: replies[i]}, server)[1])}
+        bad_alone = {
+            i: error_text for i in sorted(replies) if (error_text := self._try_aggregate({i: replies[i]}, server)[1])
+        }
         if bad_alone or len(replies) == 1:
             return bad_alone
         for i in sorted(replies):

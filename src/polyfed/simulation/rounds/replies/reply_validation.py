@@ -35,20 +35,20 @@ def validate_reply(federation: Federation, result: TaskResult, checkpoint: Check
     task, reply = result.task, result.reply
     if result.masked:
         if reply is not None and (
-            flaw := find_secure_reply_error(reply, federation.algorithm, checkpoint.state, task.message)
+            error_text := find_secure_reply_error(reply, federation.algorithm, checkpoint.state, task.message)
         ):
-            raise ValueError(flaw)
+            raise ValueError(error_text)
         return ValidatedReply(
             reply, reply, MeasuredUpdate(None, None)
         )  # no reply of a site that is in no sum of this round
     if result.summed is not None:  # added up where the client ran; values are checked there
         form = summed_reply_form(reply)
-        if flaw := federation.reply_error(form, checkpoint.state, task.message, task.client):
-            raise ValueError(flaw)
+        if error_text := federation.reply_error(form, checkpoint.state, task.message, task.client):
+            raise ValueError(error_text)
         return ValidatedReply(reply, reply, result.summed.measured)
     decoded = federation.decode_reply_for_server(reply, task.message)
-    if flaw := federation.reply_error(decoded, checkpoint.state, task.message, task.client):
-        raise ValueError(flaw)
+    if error_text := federation.reply_error(decoded, checkpoint.state, task.message, task.client):
+        raise ValueError(error_text)
     settings, part = federation.settings, None
     if settings.secure or settings.regions is not None:  # as a site does before it masks, or a region before it adds
         part = encode_reply_in_fixed_point(decoded, federation.algorithm, federation.num_round_clients, task.message)

@@ -47,8 +47,8 @@ def rewind_to_newest_checkpoint(directory: RunDirectory, federation: Federation)
             [checkpoint] if kept_checkpoint is None or kept_checkpoint is checkpoint else [checkpoint, kept_checkpoint]
         ):
             unevaluated = [] if state.unevaluated_record is None else [state.unevaluated_record]
-            if wrong := validators[0].state_error(state, [*records[: state.last_recorded_round], *unevaluated]):
-                raise UserError(describe_state_error(wrong, directory.checkpoint_folder, federation, state.round))
+            if error_text := validators[0].state_error(state, [*records[: state.last_recorded_round], *unevaluated]):
+                raise UserError(describe_state_error(error_text, directory.checkpoint_folder, federation, state.round))
 
     start, notes = checkpoints.load_newest_checkpoint(
         directory.checkpoint_folder, directory.last_complete_round(), check, expected, directory.state_store

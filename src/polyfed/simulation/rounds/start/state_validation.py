@@ -202,8 +202,8 @@ def _mapping_difference(
 ) -> str:
     """Returns how a mapping in a state differs from the initial one; "" if the method can have made it."""
     if _is_tree(initial):
-        if wrong := _non_tensor_error(state, place):
-            return wrong
+        if error_text := _non_tensor_error(state, place):
+            return error_text
         specs = {_join_path(place, name): form for name, form in state_dict_spec(initial).items()}
         if place.rpartition("/")[2] == _SHRINKING:
             specs = {name: form for name, form in specs.items() if name.removeprefix(f"{place}/") in state}
@@ -215,12 +215,12 @@ def _mapping_difference(
             n for n, value in new.items() if _is_tree(initial[name]) and _shares_names(value, initial[name])
         ]
         empty = [n for n, value in new.items() if _is_tree(initial[name]) and _is_empty(value)]
-        heir = next(iter(related_names + empty), None)
-        if heir is None:
+        successor = next(iter(related_names + empty), None)
+        if successor is None:
             return f"{_join_path(place, name)!r} is missing"
-        part = {n: tensor for n, tensor in initial[name].items() if n in new[heir]}
-        if wrong := _state_difference(part, new.pop(heir), known_states, ids, _join_path(place, heir)):
-            return wrong
+        part = {n: tensor for n, tensor in initial[name].items() if n in new[successor]}
+        if error_text := _state_difference(part, new.pop(successor), known_states, ids, _join_path(place, successor)):
+            return error_text
     difference = _first_error(
         _state_difference(initial[name], state[name], known_states, ids, _join_path(place, name))
         for name in initial
@@ -246,8 +246,8 @@ def _later_state_error(state: PyTree, known_states: Sequence[StateDict], ids: se
         return _first_error(
             _later_state_error(value, known_states, ids, _join_path(place, name)) for name, value in state.items()
         )
-    if wrong := _non_tensor_error(state, place):
-        return wrong
+    if error_text := _non_tensor_error(state, place):
+        return error_text
     if place.startswith(f"{_PARTS}/"):
         related_states = [{name: tensors[name] for name in tensors if name in state} for tensors in related_states]
     tensor_by_path = {_join_path(place, name): tensor for name, tensor in state.items()}

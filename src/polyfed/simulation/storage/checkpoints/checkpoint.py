@@ -324,8 +324,8 @@ def _read_unevaluated_record(server: Mapping[str, Any]) -> Mapping[str, Any] | N
     if "unfinished" not in server:
         return None
     record: Mapping[str, Any] = parse_json(server["unfinished"])
-    if wrong := validation_error(record, UnevaluatedRecord, "the record of its round"):
-        raise UserError(wrong)
+    if error_text := validation_error(record, UnevaluatedRecord, "the record of its round"):
+        raise UserError(error_text)
     if record["round"] != server["round"]:
         raise UserError(f"the record in it is of round {record['round']}")
     return record

@@ -272,8 +272,10 @@ class StateStore:
 
     def _check_is_file(self) -> None:
         if self.path.is_symlink() or not self.path.is_file():
-            what = "is missing" if not os.path.lexists(self.path) else "is a link or no file; put a regular file there"
-            raise UserError(f"{self.path} {what}")
+            problem = (
+                "is missing" if not os.path.lexists(self.path) else "is a link or no file; put a regular file there"
+            )
+            raise UserError(f"{self.path} {problem}")
 
     def _open_or_create(self) -> sqlite3.Connection:
         is_new = not os.path.lexists(self.path)

@@ -87,8 +87,8 @@ def list_rounds_in_file(path: Path, split: str) -> list[int]:
     """
     table = _read_table(path, split, None, ["round", "split"])
     numbers = table.column("round").unique().to_pylist()
-    if wrong := validation_error(numbers, list[int], "round"):
-        raise UserError(_damage_sentence(path, ValueError(wrong)))
+    if error_text := validation_error(numbers, list[int], "round"):
+        raise UserError(_damage_sentence(path, ValueError(error_text)))
     return sorted(set(numbers))
 
 
@@ -177,8 +177,8 @@ class _ParquetHeader(TypedDict):
 def _read_header(path: Path, table: "pyarrow.Table") -> _ParquetHeader:
     try:
         header: _ParquetHeader = parse_json((table.schema.metadata or {}).get(_KEY, b"null"))
-        if wrong := validation_error(header, _ParquetHeader):
-            raise ValueError(wrong)
+        if error_text := validation_error(header, _ParquetHeader):
+            raise ValueError(error_text)
     except ValueError as error:
         raise UserError(_damage_sentence(path, error)) from error
     return header
