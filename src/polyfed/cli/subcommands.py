@@ -72,12 +72,7 @@ def run(argv: list[str]) -> None:
         if not options.quiet:
             print(sanitise_for_terminal(sentence), file=sys.stderr)
     title = Path(recipe).stem if recipe else type(experiment.algorithm).__name__.lower()
-    run_command.run_experiment(
-        experiment,
-        out or choose_run_directory(title),
-        quiet=options.quiet,
-        logger=logger,
-    )
+    run_command.run_experiment(experiment, out or choose_run_directory(title), quiet=options.quiet, logger=logger)
 
 
 def compare(argv: list[str]) -> None:

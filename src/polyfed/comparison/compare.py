@@ -274,10 +274,7 @@ def _run_comparison(plan: ComparisonPlan, open_files: ExitStack) -> Comparison:
         first_client_set = plan.build_client_set(plan.seeds[0])
         task = first_client_set.clients[0].task
         panel = draw_panel(
-            plan.settings,
-            first_client_set.ids,
-            plan.seeds[0],
-            deals_examples=bool(plan.folds or plan.num_resplits),
+            plan.settings, first_client_set.ids, plan.seeds[0], deals_examples=bool(plan.folds or plan.num_resplits)
         )
         plan = dataclasses.replace(plan, panel=panel)
         metrics = resolve_metrics(plan.metrics or task.comparison_metrics, task)

@@ -49,12 +49,7 @@ def resolve_picture_path(path: str | Path) -> Path:
 
 
 def draw_class_counts(
-    counts: NDArray[Any],
-    class_names: Sequence[str],
-    path: str | Path,
-    *,
-    unseen: int = 0,
-    clients: Sequence[str] = (),
+    counts: NDArray[Any], class_names: Sequence[str], path: str | Path, *, unseen: int = 0, clients: Sequence[str] = ()
 ) -> None:
     """Draws the number of examples per class and client as a heat map and writes it to a file.
 

@@ -47,10 +47,7 @@ def _measure_start(weight: Tensor) -> tuple[float, float] | None:
 
 
 def split_into_tables(
-    nodes: Sequence[Node],
-    edges: Sequence[tuple[int, int]],
-    clash: Set[str],
-    parameters: Mapping[str, Tensor],
+    nodes: Sequence[Node], edges: Sequence[tuple[int, int]], clash: Set[str], parameters: Mapping[str, Tensor]
 ) -> tuple[list[Node], tuple[tuple[int, int], ...]]:
     """Replaces nodes that use a parameter of `clash` by chains of nodes of one parameter each.
 

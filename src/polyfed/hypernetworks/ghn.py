@@ -42,16 +42,7 @@ MAX_DENSE_BYTES = 50 * 2**20
 
 LIGHT_FACTOR = 2
 """How many times the size of the largest network a message may have with light heads."""
-_LIGHT_SIZES = (
-    (32, 51, 16),
-    (32, 32, 16),
-    (32, 16, 16),
-    (16, 16, 16),
-    (8, 16, 16),
-    (4, 16, 16),
-    (4, 8, 8),
-    (2, 8, 4),
-)
+_LIGHT_SIZES = ((32, 51, 16), (32, 32, 16), (32, 16, 16), (16, 16, 16), (8, 16, 16), (4, 16, 16), (4, 8, 8), (2, 8, 4))
 """(rank, latent, hidden) of light heads, in the order of trial."""
 
 
@@ -118,10 +109,7 @@ class GraphTensors:
 
 
 def graph_to_tensors(
-    graph: ArchitectureGraph,
-    catalogue: LayerCatalogue | None,
-    device: torch.device,
-    passing: Passing = "synchronous",
+    graph: ArchitectureGraph, catalogue: LayerCatalogue | None, device: torch.device, passing: Passing = "synchronous"
 ) -> GraphTensors:
     """Converts a graph to tensors; the catalogue must have all its layer types.
 

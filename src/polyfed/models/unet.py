@@ -126,13 +126,7 @@ def unet3d(
 
 
 def _build_unet(
-    model: str,
-    dimensions: int,
-    input_shape: tuple[int, ...],
-    num_classes: int,
-    width: int,
-    depth: int,
-    norm: UNetNorm,
+    model: str, dimensions: int, input_shape: tuple[int, ...], num_classes: int, width: int, depth: int, norm: UNetNorm
 ) -> UNet:
     shape = check_input_shape(model, input_shape, num_classes)
     check_sizes(model, "width", [width])

@@ -23,13 +23,7 @@ from polyfed.core.nn.buffers import (
 )
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
 from polyfed.core.robust.parse import parse_robust_rule
-from polyfed.core.state_dict import (
-    IncompatibleTensorsError,
-    StateDict,
-    StateDictSpec,
-    state_dict_spec,
-    weighted_mean,
-)
+from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec, weighted_mean
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import fit, reply_scalars
 

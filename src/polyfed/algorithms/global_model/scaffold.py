@@ -8,12 +8,7 @@ from typing import ClassVar, final
 
 import torch
 
-from polyfed.algorithms.base.averaging import (
-    ClientState,
-    ServerState,
-    build_reply_and_client_state,
-    interpolate,
-)
+from polyfed.algorithms.base.averaging import ClientState, ServerState, build_reply_and_client_state, interpolate
 from polyfed.algorithms.base.regularizers import linear_loss_term
 from polyfed.algorithms.base.server_update import ServerUpdateMethod
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext

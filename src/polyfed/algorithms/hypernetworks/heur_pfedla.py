@@ -8,11 +8,7 @@ from typing import ClassVar, final
 
 from torch import nn
 
-from polyfed.algorithms.hypernetworks.pfedla import (
-    ClientState,
-    LayerAggregationMethod,
-    ServerState,
-)
+from polyfed.algorithms.hypernetworks.pfedla import ClientState, LayerAggregationMethod, ServerState
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import (

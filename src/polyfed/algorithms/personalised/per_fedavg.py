@@ -148,10 +148,7 @@ class PerFedAvg(Averaging):
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields a further network to evaluate, as (name, network): the global model without adaptation."""
-        yield (
-            "server",
-            load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),
-        )
+        yield "server", load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)
 
 
 def _add_scaled(points: list[Tensor], directions: list[Tensor], scale: float) -> list[Tensor]:

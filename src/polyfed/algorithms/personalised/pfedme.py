@@ -9,12 +9,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.averaging import (
-    ClientState,
-    ServerState,
-    build_reply_and_client_state,
-    interpolate,
-)
+from polyfed.algorithms.base.averaging import ClientState, ServerState, build_reply_and_client_state, interpolate
 from polyfed.algorithms.base.parameters import assign_parameters, copy_trained_parameters_to_cpu
 from polyfed.algorithms.base.server_update import ServerUpdateMethod
 from polyfed.core.algorithm import Client, Message
@@ -153,7 +148,4 @@ class PFedMe(ServerUpdateMethod):
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields a further network to evaluate, as (name, network): the global model with the client's buffers."""
-        yield (
-            "server",
-            load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),
-        )
+        yield "server", load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)

@@ -26,12 +26,7 @@ from polyfed.comparison.statistics.mrmc import (
     score_seeds,
     variance_components_of_difference,
 )
-from polyfed.comparison.statistics.random_effects import (
-    RandomEffects,
-    SharedError,
-    SiteGain,
-    fit_random_effects,
-)
+from polyfed.comparison.statistics.random_effects import RandomEffects, SharedError, SiteGain, fit_random_effects
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import is_built_in_metric
 

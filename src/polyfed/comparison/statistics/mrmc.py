@@ -25,12 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.comparison.statistics.estimate import (
-    ALPHA,
-    Estimate,
-    estimate_from_half_width,
-    t_quantile,
-)
+from polyfed.comparison.statistics.estimate import ALPHA, Estimate, estimate_from_half_width, t_quantile
 from polyfed.comparison.statistics.pseudo_values.cluster_jackknife import (
     Groups,
     assign_group_numbers,

@@ -37,10 +37,7 @@ from polyfed.comparison.tuning.grid import (
     resolve_search_values,
 )
 from polyfed.comparison.tuning.optuna_search import OptunaSearch, import_optuna
-from polyfed.comparison.tuning.ranking import (
-    Fields,
-    SearchRun,
-)
+from polyfed.comparison.tuning.ranking import Fields, SearchRun
 from polyfed.comparison.tuning.search_result import MAX_EXTENSIONS, SearchResult, join_as_name_equals_value
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.number_checks import is_whole_number

@@ -12,7 +12,7 @@ def describe_fold_interval_coverage(content: Mapping[str, Any]) -> list[str]:
     sentences = [
         f"The examples of each site were dealt into {folds} folds{repeated}: each example was tested by networks that were "
         f"trained on the other {others}. The intervals cover other test examples and other seeds, and other "
-        "training examples as far as such folds can show (see the documentation on intervals).",
+        "training examples as far as such folds can show (see the documentation on intervals)."
     ]
     if most := content.get("most_repeats"):
         sentences.append(

@@ -11,12 +11,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.converters import Collate, names_of_frame_columns, read_inputs_and_labels
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform, _length_error
 from polyfed.core.examples.nan_checks import check_examples_finite
-from polyfed.core.examples.pytree import (
-    Inputs,
-    explain_unreadable_rows,
-    named_leaves,
-    tree_map,
-)
+from polyfed.core.examples.pytree import Inputs, explain_unreadable_rows, named_leaves, tree_map
 from polyfed.core.examples.text_labels import NumberedLabels
 
 

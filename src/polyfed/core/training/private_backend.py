@@ -46,12 +46,7 @@ class PrivateBackend(OneNetworkBackend):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        examples: Examples,
-        client_loss: Loss | None,
-        options: LocalTraining,
-        seed: int,
+        self, model: nn.Module, examples: Examples, client_loss: Loss | None, options: LocalTraining, seed: int
     ) -> None:
         assert options.privacy is not None
         if not options.privacy.run_epochs + options.privacy.run_steps:

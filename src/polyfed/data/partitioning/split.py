@@ -227,10 +227,7 @@ def partition_fingerprint(rows: Sequence[ClientRows]) -> str:
 
 
 def class_counts(
-    labels: Labels,
-    rows: Sequence[ClientRows],
-    num_classes: int,
-    part: Literal["train", "val", "test", "all"] = "train",
+    labels: Labels, rows: Sequence[ClientRows], num_classes: int, part: Literal["train", "val", "test", "all"] = "train"
 ) -> NDArray[np.int64]:
     """Counts clients' examples by class (or positive ones by label), (num_clients, num_classes).
 

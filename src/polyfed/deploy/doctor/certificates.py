@@ -264,10 +264,7 @@ def _check_key(part: str, file: Path, leaf: x509.Certificate, key: Path) -> Find
 def _check_handshake(part: str, file: Path, key: Path, authority: Path, host: str | None) -> Findings:
     """Tries a TLS handshake in memory, since OpenSSL detects mistakes that the other checks do not."""
     try:
-        server_context, client_context = (
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
-            build_client_context(authority),
-        )
+        server_context, client_context = (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), build_client_context(authority))
         server_context.load_cert_chain(file, key)
         client_context.check_hostname = host is not None
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()

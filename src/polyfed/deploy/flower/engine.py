@@ -29,12 +29,7 @@ from polyfed.deploy.flower.polling import PollingSchedule
 from polyfed.deploy.protocol.handshake import describe_changed_introduction
 from polyfed.deploy.protocol.piggyback import build_envelope_per_client
 from polyfed.deploy.protocol.table_summary import describe_table_difference
-from polyfed.deploy.protocol.wire import (
-    Envelope,
-    FailureReason,
-    PackedEnvelope,
-    count_record_bytes,
-)
+from polyfed.deploy.protocol.wire import Envelope, FailureReason, PackedEnvelope, count_record_bytes
 from polyfed.deploy.server.reply_validation import parse_evaluation_result_or_failure, parse_task_result, sanitize_line
 from polyfed.deploy.server.secure_rounds import SecureRoundServer
 from polyfed.deploy.server.server import DeploymentServer

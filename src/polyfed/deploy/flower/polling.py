@@ -30,11 +30,7 @@ class PollingSchedule:
     (None, 0.5, None)
     """
 
-    def __init__(
-        self,
-        shortest_seconds: float = 0.2,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, shortest_seconds: float = 0.2, clock: Callable[[], float] = time.monotonic) -> None:
         self._shortest, self._clock = shortest_seconds, clock
         self._durations: deque[float] = deque(maxlen=_HISTORY_LENGTH)
         self.start_new_wait()

@@ -15,12 +15,7 @@ from polyfed.core.nn.module_cache import architectures_differ_only_in_frozen_val
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, noise_incompatibility_error
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.handshake import check_public_inputs, input_spec_by_part
-from polyfed.deploy.protocol.wire import (
-    COUNTING_PROTOCOL,
-    DATA_SPEC_REQUIREMENTS,
-    PROTOCOL,
-    find_first_importable_name,
-)
+from polyfed.deploy.protocol.wire import COUNTING_PROTOCOL, DATA_SPEC_REQUIREMENTS, PROTOCOL, find_first_importable_name
 from polyfed.deploy.site.look import LOOK_NAME, build_look_if_owner_allows
 from polyfed.deploy.site.preprocessing import MOMENTS_NAME
 from polyfed.simulation.checks import requirements

@@ -42,7 +42,7 @@ _CLASSES_HEADING = "Label distribution: training examples of each class"
 _METHODS_ACROSS = 4  # up to which the table of clients' scores fits into half of the page
 _PREDICTIONS_HEADING = "ROC curves, calibration and confusion matrix"
 TASK_SECTIONS: Mapping[str, tuple[str, Callable[[GroupPredictions, str], Markup]]] = {
-    "kaplan_meier": (survival_curves.HEADING, survival_curves.html_survival_curves),
+    "kaplan_meier": (survival_curves.HEADING, survival_curves.html_survival_curves)
 }
 """Name in `Task.page_sections` -> heading of the panel, and the function that renders it from the predictions and a key."""
 

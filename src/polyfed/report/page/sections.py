@@ -285,10 +285,7 @@ def html_client_scores(run_group: RunGroup) -> Markup:
     rows, bold = [], []
     for name in names:
         values = [participant_scores.get(name, math.nan) for participant_scores in scores]
-        shown_values = [
-            *values,
-            *(reference.get("scores", {}).get(name) for reference in references.values()),
-        ]
+        shown_values = [*values, *(reference.get("scores", {}).get(name) for reference in references.values())]
         rows.append([name, *(format_number(value, unit) for value in shown_values)])
         bold.append(_best_columns(values, run_group.score_format))
     means = [run_group.mean_score(method) for method in order]

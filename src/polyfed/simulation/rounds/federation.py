@@ -20,11 +20,7 @@ from polyfed.core.messages.message_compression import BroadcastCompressor, decom
 from polyfed.core.robust.counted_median import CountedMedian
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.core.serialization import check_scalars_finite
-from polyfed.core.state_dict import (
-    find_value_error,
-    iter_tensors,
-    spec_mismatch,
-)
+from polyfed.core.state_dict import find_value_error, iter_tensors, spec_mismatch
 from polyfed.core.task import Task
 from polyfed.simulation.checks.clients.client_list import class_names_of
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase

@@ -22,11 +22,7 @@ from polyfed.core.evaluation.evaluate import summarise_clients
 from polyfed.simulation.checks.settings.private_training import describe_epsilon
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase, TaskResult
 from polyfed.simulation.monitoring.progress import Progress
-from polyfed.simulation.monitoring.update_norms import (
-    MeasuredUpdate,
-    describe_measures,
-    describe_round_warnings,
-)
+from polyfed.simulation.monitoring.update_norms import MeasuredUpdate, describe_measures, describe_round_warnings
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.evaluation_sample import describe_evaluation_sample
 from polyfed.simulation.rounds.planning.round_plan import RoundPlan

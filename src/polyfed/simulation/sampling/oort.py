@@ -69,11 +69,7 @@ class Oort(Sampler):
             raise UserError(f"oort: pacer_rounds must be a whole number of at least 1, got {self.pacer_rounds!r}")
 
     def draw(
-        self,
-        round: SamplingRound,
-        ids: Sequence[str],
-        history: Sequence[Mapping[str, Any]],
-        rng: np.random.Generator,
+        self, round: SamplingRound, ids: Sequence[str], history: Sequence[Mapping[str, Any]], rng: np.random.Generator
     ) -> Sequence[str]:
         """Returns clients of high utility, and some that have not trained yet."""
         state = round.state
@@ -107,11 +103,7 @@ class Oort(Sampler):
                 del sums[:window]
 
     def _utilities(
-        self,
-        explored: Sequence[str],
-        losses: Mapping[str, float],
-        last_rounds: Mapping[str, int],
-        round: SamplingRound,
+        self, explored: Sequence[str], losses: Mapping[str, float], last_rounds: Mapping[str, int], round: SamplingRound
     ) -> dict[str, float]:
         """Returns each client's utility: statistical, with the bonus for waiting, times the penalty for slowness."""
         durations = {client: round.seconds_of_update(client) for client in explored}

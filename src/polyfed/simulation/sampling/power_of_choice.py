@@ -39,11 +39,7 @@ class PowerOfChoice(Sampler):
             raise UserError(f"power_of_choice: candidates must be a whole number of at least 1, got {d!r}")
 
     def draw(
-        self,
-        round: SamplingRound,
-        ids: Sequence[str],
-        history: Sequence[Mapping[str, Any]],
-        rng: np.random.Generator,
+        self, round: SamplingRound, ids: Sequence[str], history: Sequence[Mapping[str, Any]], rng: np.random.Generator
     ) -> Sequence[str]:
         """Returns the candidates with the highest losses; equal losses stay in the order in which they were drawn."""
         losses = update_last_losses(round.state, history)

@@ -65,11 +65,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def draw(
-        self,
-        round: SamplingRound,
-        ids: Sequence[str],
-        history: Sequence[Mapping[str, Any]],
-        rng: np.random.Generator,
+        self, round: SamplingRound, ids: Sequence[str], history: Sequence[Mapping[str, Any]], rng: np.random.Generator
     ) -> Sequence[str]:
         """Returns the ids of the clients that take part in the round: different ones out of `ids`, at most `round.size`.
 
@@ -87,11 +83,7 @@ class UniformSampler(Sampler):
     """Draws every client with the same probability."""
 
     def draw(
-        self,
-        round: SamplingRound,
-        ids: Sequence[str],
-        history: Sequence[Mapping[str, Any]],
-        rng: np.random.Generator,
+        self, round: SamplingRound, ids: Sequence[str], history: Sequence[Mapping[str, Any]], rng: np.random.Generator
     ) -> Sequence[str]:
         """Returns clients that were drawn uniformly, without replacement."""
         return [ids[k] for k in rng.choice(len(ids), min(round.size, len(ids)), replace=False)]
@@ -107,11 +99,7 @@ class AvailableSampler(Sampler):
     """
 
     def draw(
-        self,
-        round: SamplingRound,
-        ids: Sequence[str],
-        history: Sequence[Mapping[str, Any]],
-        rng: np.random.Generator,
+        self, round: SamplingRound, ids: Sequence[str], history: Sequence[Mapping[str, Any]], rng: np.random.Generator
     ) -> Sequence[str]:
         """Returns clients that are available, drawn uniformly without replacement."""
         available = [client for client in ids if round.is_available(client)]

@@ -90,10 +90,7 @@ def expected_run_hashes_by_round(
 ) -> Callable[[int], RunHashes]:
     """Returns a function of a round number: the hashes that a checkpoint after that round must store."""
     constant_hashes, lines = compute_run_hashes(config, manifest), hash_line_prefixes(metrics)
-    return lambda round_number: {
-        **constant_hashes,
-        "metrics": lines[round_number] if round_number < len(lines) else "",
-    }
+    return lambda round_number: {**constant_hashes, "metrics": lines[round_number] if round_number < len(lines) else ""}
 
 
 def check_config_unchanged(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:

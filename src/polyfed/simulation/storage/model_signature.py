@@ -25,10 +25,7 @@ from polyfed.core.task import TaskSpec
 from polyfed.data.formats.lazy_images import LazyImageDecoder
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.models import ModelSpec
-from polyfed.simulation.storage.directory import (
-    encode_json,
-    to_plain_values,
-)
+from polyfed.simulation.storage.directory import encode_json, to_plain_values
 from polyfed.simulation.storage.paths import safe_file_name
 
 SIGNATURE_SUFFIX = ".signature.json"

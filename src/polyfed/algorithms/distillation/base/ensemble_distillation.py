@@ -15,12 +15,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.examples import Examples
 from polyfed.core.nn.buffers import BufferPolicy
-from polyfed.core.nn.module_cache import (
-    cached_module,
-    fill_module,
-    initial_state,
-    restore_all_but_weights_and_set_eval,
-)
+from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state, restore_all_but_weights_and_set_eval
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import StateDict
 from polyfed.core.training.config import LocalTraining

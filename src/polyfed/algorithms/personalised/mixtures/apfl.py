@@ -122,10 +122,7 @@ class APFL(Averaging):
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields a further network to evaluate, as (name, network): the global model with the client's buffers."""
-        yield (
-            "server",
-            load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),
-        )
+        yield "server", load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)
 
 
 @final

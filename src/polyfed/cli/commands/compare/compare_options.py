@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, final
 
-from polyfed.cli.commands.argv import (
-    CommandParser,
-    parse_decimal_number,
-    parse_seeds,
-    parse_whole_number,
-    split_names,
-)
+from polyfed.cli.commands.argv import CommandParser, parse_decimal_number, parse_seeds, parse_whole_number, split_names
 from polyfed.cli.commands.options.recipes import add_scale_and_variant_options
 from polyfed.cli.static_registry import read_value_or_outline_without_import
 from polyfed.comparison.planning.budget import Budget, ResultCriteria

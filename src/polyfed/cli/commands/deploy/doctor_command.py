@@ -112,8 +112,7 @@ def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[D
             yield problem_finding("configuration", f"{file}: {key} must be positive, got {value!r}")
     if not _is_update_bound(bound := values.get("max-update-norm", "auto")):
         yield problem_finding(
-            "configuration",
-            f"{file}: max-update-norm must be auto, a positive number, or off, got {bound!r}",
+            "configuration", f"{file}: max-update-norm must be auto, a positive number, or off, got {bound!r}"
         )
     for key in ("allow-disclosure", "resume", "look"):
         if not isinstance(values.get(key, False), bool):

@@ -8,12 +8,7 @@ from typing import Any, Literal, Required, TypedDict
 from rich.console import Console
 
 from polyfed.cli.commands.terminal import PlainTable, print_json, print_line
-from polyfed.comparison.storage.comparison_directory import (
-    DESCRIPTION,
-    RESULTS,
-    load_comparison,
-    read_description,
-)
+from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_comparison, read_description
 from polyfed.core.errors import UserError
 from polyfed.simulation.storage.directory import BASELINES
 from polyfed.simulation.storage.run_files import RunFiles

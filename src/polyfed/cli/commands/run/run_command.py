@@ -43,13 +43,7 @@ from polyfed.simulation.storage.directory import BASELINES, check_can_become_run
 _ONE_SEED = "One seed: differences of a few points can be chance."
 
 
-def run_experiment(
-    experiment: Experiment,
-    out: Path,
-    *,
-    quiet: bool = False,
-    logger: Sequence[str] = (),
-) -> None:
+def run_experiment(experiment: Experiment, out: Path, *, quiet: bool = False, logger: Sequence[str] = ()) -> None:
     """Runs an experiment and its baselines, saves the runs in `out`, logs them to `logger`, and prints a table.
 
     Raises:

@@ -66,11 +66,7 @@ _Parts = tuple[float, FloatArray, FloatArray]  # score, contribution of each fol
 
 
 def score_folds(
-    metric: Metric,
-    outputs: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    units: Sequence[NDArray[Any]],
-    num_folds: int,
+    metric: Metric, outputs: Sequence[Tensor], targets: Sequence[Tensor], units: Sequence[NDArray[Any]], num_folds: int
 ) -> FoldScores | None:
     """Computes a method's cross-validated scores at a client; None if undefined.
 
@@ -195,10 +191,7 @@ def _count_wins(positive: FloatArray, negative: FloatArray) -> tuple[FloatArray,
     from scipy.stats import rankdata  # takes half a second to import
 
     ranks = rankdata(np.concatenate([positive, negative]))
-    return (
-        ranks[: len(positive)] - rankdata(positive),
-        len(positive) - (ranks[len(positive) :] - rankdata(negative)),
-    )
+    return (ranks[: len(positive)] - rankdata(positive), len(positive) - (ranks[len(positive) :] - rankdata(negative)))
 
 
 def _r2_in_folds(rows: _JoinedFolds) -> _Parts | None:

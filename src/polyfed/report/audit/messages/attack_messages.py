@@ -12,11 +12,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import derive_seed
 from polyfed.core.training.config import LocalTraining
 from polyfed.report.audit.messages.image_distances import best_psnr_per_image
-from polyfed.report.audit.messages.image_inversion import (
-    InversionTarget,
-    compute_inputs_of_first_layer,
-    search_images,
-)
+from polyfed.report.audit.messages.image_inversion import InversionTarget, compute_inputs_of_first_layer, search_images
 from polyfed.report.audit.messages.label_counts import (
     InferredLabels,
     class_shares_overlap,

@@ -50,14 +50,7 @@ class ForestRow:
     marks: tuple[IntervalMark, ...]
 
 
-def svg_forest_plot(
-    rows: Sequence[ForestRow],
-    *,
-    key: str,
-    title: str,
-    x_label: str,
-    unit: NumberUnit = "",
-) -> Markup:
+def svg_forest_plot(rows: Sequence[ForestRow], *, key: str, title: str, x_label: str, unit: NumberUnit = "") -> Markup:
     """Draws a forest plot as SVG, one row per label; leaves out marks whose value is NaN.
 
     Args:
@@ -108,12 +101,7 @@ def svg_forest_plot(
 
 
 def _svg_mark(
-    label: str,
-    mark: IntervalMark,
-    px: Callable[[float], float],
-    y: float,
-    unit: NumberUnit,
-    height: float,
+    label: str, mark: IntervalMark, px: Callable[[float], float], y: float, unit: NumberUnit, height: float
 ) -> str:
     spread = ""
     if math.isfinite(mark.low + mark.high):

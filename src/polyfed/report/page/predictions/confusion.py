@@ -22,10 +22,7 @@ class ShareOfExamples(NamedTuple):
 
 
 def html_confusion_tables_at_threshold(
-    performances: Sequence[tuple[Mapping[str, Any], str]],
-    positive_name: str,
-    negative_name: str,
-    level: float,
+    performances: Sequence[tuple[Mapping[str, Any], str]], positive_name: str, negative_name: str, level: float
 ) -> Markup:
     """Renders for each method the counts at the probability 0.5, and rates from them.
 

@@ -191,10 +191,7 @@ def html_performance_section(predictions: GroupPredictions, level: float, key: s
         calibration=_calibration_figure(slots, key, page_data),
         threshold_tables=has_threshold
         and html_confusion_tables_at_threshold(
-            [(performance, name) for performance, name, _ in slots],
-            page_data["classes"][0],
-            page_data["others"],
-            level,
+            [(performance, name) for performance, name, _ in slots], page_data["classes"][0], page_data["others"], level
         ),
         matrices=matrices and [html_confusion_matrix(matrices[0][m], names[m], matrix_names) for m in shown_methods],
         percent=f"{100 * level:g}",

@@ -12,10 +12,7 @@ from polyfed.core.io.trusted_code import add_trusted_names
 from polyfed.core.serialization import deserialize_state
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.engines.ray.object_store import (
-    FlatTensor,
-    unflatten_tensor,
-)
+from polyfed.simulation.engines.ray.object_store import FlatTensor, unflatten_tensor
 from polyfed.simulation.engines.ray.ray_payload import WorkerPayload
 from polyfed.simulation.engines.ray.ray_sums import WorkerSum, as_arrays
 from polyfed.simulation.engines.result_codec import encode_result_or_failure

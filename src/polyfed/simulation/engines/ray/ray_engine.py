@@ -26,9 +26,7 @@ from polyfed.core.evaluation.metric import Metric
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.serialization import serialize_state
 from polyfed.simulation.engines.base import ClientTask, Engine, PartialSum, TaskResult, sort_longest_first
-from polyfed.simulation.engines.ray.object_store import (
-    SharedTensorStore,
-)
+from polyfed.simulation.engines.ray.object_store import SharedTensorStore
 from polyfed.simulation.engines.ray.ray_actor import RayActor
 from polyfed.simulation.engines.ray.ray_cluster import (
     connect_to_ray_if_needed,

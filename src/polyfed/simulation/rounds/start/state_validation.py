@@ -194,11 +194,7 @@ def _state_difference(
 
 
 def _mapping_difference(
-    initial: Mapping[str, Any],
-    state: Mapping[str, Any],
-    known_states: Sequence[StateDict],
-    ids: set[str],
-    place: str,
+    initial: Mapping[str, Any], state: Mapping[str, Any], known_states: Sequence[StateDict], ids: set[str], place: str
 ) -> str:
     """Returns how a mapping in a state differs from the initial one; "" if the method can have made it."""
     if _is_tree(initial):
