@@ -27,8 +27,7 @@ from polyfed.core.vectorized.stacked_module import StackedNetworks
 
 @final
 class NetworkKernelTarget:
-    """Describes an alignment target that is one network's kernel matrix on the public examples (such as the global
-    model's), computed when first needed.
+    """Describes one network's kernel matrix on the public examples as a target, computed when first needed.
 
     Clients that share the target and are trained together compute it once.
 
@@ -77,8 +76,7 @@ def _tensors_equal(first: Tensor, second: Tensor) -> bool:
 @final
 @dataclass(frozen=True, eq=False)
 class AlignmentTerm:
-    """Computes the penalty that keeps a client's kernel matrix near the target, on public examples that are drawn anew
-    at each call.
+    """Computes the penalty that keeps a client's kernel near the target, on new public examples at each call.
 
     It is η·d(K_i, K̄) for the current parameters, on `num_rows` examples. A call takes the network and the state of the
     random generator that draws the client's rows, and advances the state; or a stack of k networks and k states, for k

@@ -16,8 +16,7 @@ from polyfed.core.vectorized.stacked_module import sum_per_client
 @final
 @dataclass(frozen=True)
 class CachedGradientAlignmentTerm:
-    """Approximates the alignment term of a client's loss: computes its gradient at the first step of each local epoch,
-    and reuses it for all steps of that epoch.
+    """Approximates the alignment term by its gradient at the first step of each local epoch.
 
     It is called at every step with the network and the client's tensors: those of `term`, the number of steps taken, and g
     for each parameter, which it updates; or with a stack of networks and stacks of these tensors. It returns ⟨g, θ⟩, whose

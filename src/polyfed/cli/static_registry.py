@@ -29,8 +29,7 @@ _FOREIGN: Any = Any  # stands for whatever another package defines: no field of 
 
 @final
 class StaticRegistry(Mapping[str, Any]):
-    """Maps each name in a registry (a dict of classes that a module defines literally) to an outline of the class,
-    which it reads from the source at look-up.
+    """Maps names in a registry, a literal dict of classes, to outlines read from the source at look-up.
 
     >>> methods = StaticRegistry("polyfed.algorithms", "REGISTRY")
     >>> list(methods)[:2], methods["fedprox"](mu=1).mu

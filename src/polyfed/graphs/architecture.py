@@ -63,8 +63,7 @@ _KEY = re.compile(_FORMER_KEY.pattern + r"-d([\dx]*)-([a-z0-9_+]+)(?:-([a-z]+_no
 @final
 @dataclass(frozen=True, order=True)
 class LayerType:
-    """Describes the type of a layer, such as kind and sizes; one head of a hypernetwork generates the weights of all
-    layers of a type.
+    """Describes a layer's kind and sizes; a hypernetwork has one head for each type.
 
     Args:
         kind: one of `LAYER_KINDS`.

@@ -159,8 +159,7 @@ def _copy_model(model: nn.Module) -> Root:
 @final
 @dataclass(frozen=True)
 class _Reference:
-    """Holds the model's own output on the example, and the names of the parameters that it depends on, to compare a
-    traced program with.
+    """Holds the model's own output on the example, and the parameters that it depends on.
 
     Attributes:
         output: the model's output.

@@ -135,8 +135,7 @@ def graph_to_tensors(
 
 @final
 class GHN(nn.Module):
-    """Generates a network's weights from the graph of its layers: a graph neural network computes a state for each
-    layer, and one head per layer type turns states into weights.
+    """Generates weights from a graph: a graph network computes layers' states, heads turn them into weights.
 
     The GNN is G(·; W_G), and the heads are {H_l(·; W_H^l)}. Layer t of the GNN is eq. 2, a `GraphConv` with ReLU: h_v ←
     σ(A h_v + B Σ_{u→v} h_u + b). Weights are eq. 3, θ^v = H_l(h_v^T). Weights that several nodes share are generated

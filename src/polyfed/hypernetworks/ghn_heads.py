@@ -98,8 +98,7 @@ class TypeHead(nn.Module):
 
 @final
 class Factored(nn.Module):
-    """Generates weights as low-rank products over output and input channels, with fewer parameters than the paper's
-    dense last layer (polyfed's choice).
+    """Generates weights as low-rank products over channels, polyfed's smaller choice than dense layers.
 
     W[o, i, κ] = Σ_r rows[o, r]·columns[i, r]·(core[r, κ]·z) + √H·bias[o, i, κ], where κ runs over the kernel's
     positions. The bias, which the paper's head has too, keeps W at full rank; with normalised z, the factor √H makes

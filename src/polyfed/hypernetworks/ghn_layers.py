@@ -21,8 +21,7 @@ positions among the m nodes (e,)."""
 
 @final
 class GraphConv(nn.Module):
-    """Updates each node's state by two linear maps, one of the node's state and one of the sum (or mean) of its
-    predecessors' states.
+    """Updates nodes by linear maps of their state and of their predecessors' sum or mean.
 
     It computes eq. 2 before its ReLU: A h_v + B Σ_{u→v} h_u + b (Morris et al. 2019), where A is `lin_root`, B and b
     are `lin_rel`. With `mean` it is GraphSAGE's layer with the mean aggregator (Hamilton et al. 2017, algorithm 1,

@@ -22,8 +22,7 @@ enlarge_onednn_kernel_cache()  # the number of examples that choose an operation
 @final
 @dataclass(frozen=True)
 class CellPlan:
-    """Describes the graph of a cell: each node has an edge from each input and each earlier node; the last node is the
-    output.
+    """Describes a cell: each node has edges from all inputs and earlier nodes; the last is the output.
 
     Args:
         inputs: 2 for a base cell (outputs of the previous cell and of the one before it), 1 for a personal cell
@@ -235,8 +234,7 @@ class _UnitScale(torch.autograd.Function):
 
 @final
 class _OneHotSelection(torch.autograd.Function):
-    """Returns each example's output of its chosen operation; its backward pass gives the gradient with respect to the
-    choice of every operation.
+    """Returns each example's chosen operation's output, with gradients for all operations' choice.
 
     It computes Zᵀ·[o_1(v) ... o_D(v)] for a one-hot Z of each example, with ∂L/∂Z[k] for every k (eq. 2). Operations
     that are not chosen are multiplied by 0, so that neither their weights nor v get a gradient from them. The backward

@@ -65,8 +65,7 @@ def _build_pooling(pool: nn.Module, channels: int) -> nn.Module:
 
 @final
 class _Halve(nn.Module):
-    """Halves height and width of feature maps: the skip connection of an edge with stride 2 (the factorised reduction
-    of DARTS and SNAS).
+    """Halves feature maps: the skip connection of stride 2 (factorised reduction of DARTS and SNAS).
 
     Every second pixel and its diagonal neighbour each go through a 1×1 convolution, and the results are concatenated.
     """

@@ -113,8 +113,7 @@ class ContextFreeSampler(OperationSampler):
 
 @final
 class ContextAwareSampler(OperationSampler):
-    """Computes the logits of a cell's operations for each example, from the image and the cell's input (φ(v_1, x) in
-    section 3.3).
+    """Computes operations' logits for each example, φ(v_1, x) of section 3.3.
 
     Both are shrunk to 8 × 8 and go through two convolutions each; one linear layer gives the logits. This layer starts at
     zero: at first all operations are equally probable. (The paper says only that φ is "a deep classification network".)

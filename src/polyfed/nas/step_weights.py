@@ -14,8 +14,7 @@ from polyfed.core.errors import UserError
 @final
 @dataclass(frozen=True, eq=False)
 class StepWeights:
-    """Holds, for M clients at the same weights θ, the inner products α_i and the cosines of Proposition 1, each float64
-    of shape (M,).
+    """Holds M clients' inner products α_i and cosines of Proposition 1 at the same θ, float64, (M,).
 
     Attributes:
         alpha: α_i = g_iᵀg̃_i, where g_i = ∇_{θ_p}L_i(θ_b, θ_p) and g̃_i = ∇L_i(θ_b, θ̃_{p,i}) (eq. 5).

@@ -156,8 +156,7 @@ def _num_edges(inputs: int, nodes: int) -> int:
 
 @final
 class Network(nn.Module):
-    """Classifies images by a supernet, whose cells draw their operations at random, or by a network with fixed
-    operations derived from a supernet.
+    """Classifies images by a supernet with random operations, or a derived network with fixed ones.
 
     In training every cell draws its operations (`sample_operations`); in evaluation it takes the most probable ones,
     for each example if the sampler is context-aware. Parameters named `base...` are θ_b, `personal...` are θ_p,
@@ -240,8 +239,7 @@ def _build_stack(plan: SupernetPlan, cells: Sequence[CellPlan]) -> dict[str, nn.
 
 @final
 class SampledNetwork(nn.Module):
-    """Predicts with several networks drawn from a supernet: the output is the log of their mean class probabilities,
-    shape (batch, outputs).
+    """Predicts the log of the mean class probabilities of several drawn networks, (batch, outputs).
 
     Each network's noise is drawn once, so that an input always has the same output, whatever else is in the batch.
 

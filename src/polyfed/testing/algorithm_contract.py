@@ -101,8 +101,9 @@ _DECLARATION_OF = {
 
 
 class AlgorithmContract(ABC):
-    """Runs the tests that every method must pass. Subclass it with a pytest fixture `algorithm` that returns the
-    method.
+    """Runs the tests that every method must pass.
+
+    Subclass it with a pytest fixture `algorithm` that returns the method.
 
     Override `clients` for a method that needs other clients.
     """

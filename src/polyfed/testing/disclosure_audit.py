@@ -33,8 +33,7 @@ NETWORK_FACTS = ("width", "depth", "layer types")
 
 @final
 class IdentityWithCounters(nn.Module):
-    """Passes its inputs on unchanged, and counts minibatches and examples in buffers, to show whether a method sends
-    buffers.
+    """Passes inputs on, and counts minibatches and examples in buffers, to show which methods send them.
 
     The buffers are of each kind: integer, boolean and floating-point, one outside the state dict.
 

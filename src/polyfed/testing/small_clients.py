@@ -12,8 +12,7 @@ from polyfed.models.lora import add_lora
 
 @final
 class SmallNet(nn.Module):
-    """Computes class scores with a small network that has BatchNorm and dropout, so that tests cover buffers and random
-    numbers.
+    """Computes class scores with BatchNorm and dropout, so that tests cover buffers and random numbers.
 
     A buffer that is not in the state dict counts the training steps and dampens the outputs: whoever trains or evaluates
     it with the count that another client left gets other results.

@@ -24,8 +24,7 @@ _FACTORY = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")  # module:factory, anywher
 
 @final
 class CommandParser(argparse.ArgumentParser):
-    """Parses the options that a subcommand of `polyfed` declares, and returns all other words of the command line
-    unparsed.
+    """Parses the options that a subcommand declares, and returns all other words unparsed.
 
     Options of data, networks and methods (`--data.clients`) are parsed by `parse_configuration`.
 

@@ -41,8 +41,7 @@ _INPUT = -1  # position that stands for the model's input, which is not a node
 
 @final
 class Root(nn.Module):
-    """Wraps a model for tracing, so that only its inputs are arguments; inside the wrapper, the names of the model's
-    parts begin with "model.".
+    """Wraps a model for tracing, with its inputs as arguments and its parts named below "model.".
 
     So optional arguments of the model's forward have their defaults, and a model that is itself a layer appears as a call.
     """
@@ -68,8 +67,7 @@ class TracedProgram:
 @final
 @dataclass(frozen=True)
 class LayerFlow:
-    """Holds the nodes on which a network's output depends (in the order in which they run), the edges between them, and
-    the output.
+    """Holds the nodes on which a network's output depends, in running order, their edges, and the output.
 
     Attributes:
         nodes, edges: as in `ArchitectureGraph`.

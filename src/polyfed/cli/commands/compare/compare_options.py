@@ -185,8 +185,7 @@ def build_compare_parser() -> CommandParser:
 
 @final
 class ParsedCompareOptions(NamedTuple):
-    """Holds the command line of `polyfed compare` in three parts: the options of the comparison; --out, --scale,
-    --variant and --cross-site; and all other words.
+    """Holds the options of `polyfed compare`, those on folder and recipe, and all other words.
 
     Attributes:
         compare_options: the options of the comparison.

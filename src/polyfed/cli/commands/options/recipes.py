@@ -31,8 +31,7 @@ _CHOICES = ("data", "partition", "model", "algorithm")  # sections of which a ba
 @final
 @dataclass(frozen=True)
 class Recipe:
-    """Holds a recipe: the configuration of an experiment, its variants (such as the columns of a table), and its scales
-    (how much of the experiment to run).
+    """Holds an experiment's configuration, its variants (columns of a table, say), and its scales.
 
     Args:
         name: as the user gave it.

@@ -50,8 +50,7 @@ _PER_ROUND = 750  # what pFedLA's Table 3 multiplies a round's megabytes with, s
 @final
 @dataclass(frozen=True)
 class RecipeRun:
-    """Holds the folder and scale of a finished run of a recipe, and the runs of other variants with which a cell
-    compares it.
+    """Holds a finished run's folder and scale, and the other variants' runs to compare it with.
 
     Attributes: its folder, the scale of its recipe, and the runs of `compared_runs`, the variants with which a cell compares
     it.

@@ -27,8 +27,7 @@ _CELL_KEYS = ("recipe", "variant", "method", "metric", "unit", "cells", "title",
 @final
 @dataclass(frozen=True)
 class PaperCell:
-    """Describes one cell of a paper's table: the paper's value, and the run and metric from which polyfed computes its
-    value.
+    """Describes a cell by the paper's value, and the run and metric of polyfed's.
 
     Args:
         row, column: where it is.
@@ -64,8 +63,7 @@ class PaperCell:
 @final
 @dataclass(frozen=True)
 class PaperTable:
-    """Describes a table or figure of a paper, or a series of experiments that polyfed adds: its names, its title, and
-    its cells in the order of rows and columns.
+    """Describes a paper's table or figure, or polyfed's own series: names, title and cells in order.
 
     A table that cannot be run has `reason_not_run`, a sentence that says what to do.
     """

@@ -37,8 +37,7 @@ _PATHS = ("path", "cache")
 @final
 @dataclass(frozen=True)
 class ReproduceOptions:
-    """Holds the options of `polyfed reproduce`, except the paper, the table, and the options that it passes to `polyfed
-    run`.
+    """Holds the options of `polyfed reproduce` but the paper, the table and those of `polyfed run`.
 
     Args:
         scale: of the recipes; None is "cpu".
