@@ -20,6 +20,7 @@ from polyfed.algorithms import Local
 from polyfed.comparison.execution.process_pool import default_parallel_runs, run_in_processes
 from polyfed.comparison.plan import ComparisonPlan, Method
 from polyfed.comparison.references.reference_models import (
+    ReferenceModel,
     fit_client_references,
     fit_pooled_references,
     train_pooled_reference,
@@ -97,31 +98,35 @@ def fit_references(
         for name, by_seed in runs.items()
     }
     left_out = tuple(dict.fromkeys(sentence for seed_fit in fitted.values() for sentence in seed_fit["left_out"]))
-    clients = plan.build_client_set(first).clients
-    if plan.build_client_set(first).source is not None:
-        sentence = "No network was trained on the data of all clients pooled: a source makes its clients one at a time."
-        return FittedReferences(references, outputs, (*left_out, sentence))
-    local_method = next((method for method in methods.values() if isinstance(method, Local)), None)
-    plan.display.show_stage("one network on the data of all sites")
-    pooled_models = fit_pooled_references(clients, seed=first)
-    if local_method is not None:
-        try:
-            network = train_pooled_reference(clients, local_method, rounds=plan.settings.rounds, seed=first)
-        except (ClientError, RoundError, UserError) as error:  # the methods' runs are worth more than this one
-            network = None
-            left_out = (*left_out, f"One network on the data of all sites is not among the references: {error}.")
-        pooled_models = [*([] if network is None else [network]), *pooled_models]
+    pooled_models, sentences = _fit_pooled_models(plan, methods)
+    once = "; on the data of the first seed alone" if len(distinct_seeds) > 1 else ""
     for pooled in pooled_models:
-        of_first = {
-            c.id: _score_or_none(metric, pooled.outputs[c.id], c.test.labels.cpu()) for c in plan.panel.select(clients)
-        }
-        once = "; on the data of the first seed alone" if len(distinct_seeds) > 1 else ""
+        clients = plan.panel.select(plan.build_client_set(first).clients)
+        first_scores = {c.id: _score_or_none(metric, pooled.outputs[c.id], c.test.labels.cpu()) for c in clients}
         references[pooled.name] = {
             "sentence": pooled.sentence + once,
             "alone": False,
-            **_mean_scores({str(first): of_first}),
+            **_mean_scores({str(first): first_scores}),
         }
-    return FittedReferences(references, outputs, left_out)
+    return FittedReferences(references, outputs, (*left_out, *sentences))
+
+
+def _fit_pooled_models(plan: ComparisonPlan, methods: Mapping[str, Method]) -> tuple[list[ReferenceModel], list[str]]:
+    """Fits models to the first seed's data of all sites; returns them, and sentences on what was left out."""
+    client_set, first = plan.build_client_set(plan.seeds[0]), plan.seeds[0]
+    if client_set.source is not None:
+        sentence = "No network was trained on the data of all clients pooled: a source makes its clients one at a time."
+        return [], [sentence]
+    local_method = next((method for method in methods.values() if isinstance(method, Local)), None)
+    plan.display.show_stage("one network on the data of all sites")
+    pooled_models = fit_pooled_references(client_set.clients, seed=first)
+    if local_method is None:
+        return pooled_models, []
+    try:
+        network = train_pooled_reference(client_set.clients, local_method, rounds=plan.settings.rounds, seed=first)
+    except (ClientError, RoundError, UserError) as error:  # the methods' runs are worth more than this one
+        return pooled_models, [f"One network on the data of all sites is not among the references: {error}."]
+    return [*([] if network is None else [network]), *pooled_models], []
 
 
 def _fit_all_seeds(plan: ComparisonPlan, seeds: Sequence[int]) -> dict[int, dict[str, Any]]:

@@ -55,26 +55,7 @@ def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
         "rounds", "seed", "clients-per-round", "evaluate-every", "checkpoint-every", "on-error", "min-replies",
         "metrics", "compress", "compress-down", "secure",
     )  # fmt: skip
-    if options.pop("keep", "last") != "last":
-        raise UserError(
-            f"keep = {config['keep']!r} is not possible between sites, which keep only their newest states; leave it out"
-        )
-    if options.pop("evaluate-clients", None) is not None or options.pop("evaluate-all-at-end", None):
-        raise UserError(
-            "evaluate-clients draws some of many clients for a simulation; between sites every site is evaluated, with the "
-            "messages of the next round; leave it out"
-        )
-    if options.pop("cross-site", False):
-        raise UserError(
-            "cross-site scores every site's model on the other sites' test examples, for which models would travel between "
-            "sites; it is for simulations alone, so leave it out"
-        )
-    simulated = set(SCHEDULING_FIELDS) - {"asynchronous"}
-    if refused := sorted(name for name in simulated if any(key.partition(".")[0] == name for key in options)):
-        raise UserError(
-            f"{refused[0]} is for simulations alone: real sites take the time that they take, and a round draws its sites "
-            "uniformly; leave it out"
-        )
+    _remove_or_refuse_simulation_options(options)
     asynchronous = _take_asynchronous_rule(options)
     method_fields = {key.partition(".")[2]: value for key, value in options.items() if key.startswith("algorithm.")}
     privacy_words = [key for key in method_fields if key.startswith("privacy.")]
@@ -113,6 +94,30 @@ def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
     algorithm = bounded.algorithm
     _LOG.info("%s", bounded.sentence)
     return _check_and_build_server(deployment, algorithm, settings, secrets.token_hex(8))
+
+
+def _remove_or_refuse_simulation_options(options: dict[str, Any]) -> None:
+    """Removes options of simulations that ask for nothing, and raises a `UserError` for others."""
+    if (keep := options.pop("keep", "last")) != "last":
+        raise UserError(
+            f"keep = {keep!r} is not possible between sites, which keep only their newest states; leave it out"
+        )
+    if options.pop("evaluate-clients", None) is not None or options.pop("evaluate-all-at-end", None):
+        raise UserError(
+            "evaluate-clients draws some of many clients for a simulation; between sites every site is evaluated, with the "
+            "messages of the next round; leave it out"
+        )
+    if options.pop("cross-site", False):
+        raise UserError(
+            "cross-site scores every site's model on the other sites' test examples, for which models would travel between "
+            "sites; it is for simulations alone, so leave it out"
+        )
+    simulated = set(SCHEDULING_FIELDS) - {"asynchronous"}
+    if refused := sorted(name for name in simulated if any(key.partition(".")[0] == name for key in options)):
+        raise UserError(
+            f"{refused[0]} is for simulations alone: real sites take the time that they take, and a round draws its sites "
+            "uniformly; leave it out"
+        )
 
 
 def _take_asynchronous_rule(options: dict[str, Any]) -> dict[str, Any] | None:

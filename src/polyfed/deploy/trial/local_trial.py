@@ -190,23 +190,10 @@ def start_trial(
         token = _control_token_file(folder)
         files = ["--ssl-certfile", str(certificates / "server.pem"), "--ssl-keyfile", str(certificates / "server.key")]
         superlink_command = [
-            sys.executable,
-            "-m",
-            _SUPERLINK_MODULE,
-            "--control-token-file",
-            str(token),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--ssl-ca-certfile",
-            authority,
-            *files,
-            "--enable-supernode-auth",
-            "--database",
-            str(folder / "state.db"),
-            "--disable-runtime-dependency-installation",
-        ]
+            sys.executable, "-m", _SUPERLINK_MODULE, "--control-token-file", str(token), "--host", "127.0.0.1",
+            "--port", str(port), "--ssl-ca-certfile", authority, *files, "--enable-supernode-auth",
+            "--database", str(folder / "state.db"), "--disable-runtime-dependency-installation",
+        ]  # fmt: skip
         local_trial.processes.append(_start_process("superlink", superlink_command, folder, {}))
         keys = {site: certificates / f"{site}.key" for site in sites}
         ready_file, free_port = folder / "ready", port

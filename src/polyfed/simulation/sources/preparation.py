@@ -1,6 +1,5 @@
 """Prepares a run whose clients are those of a source: checks all that can be checked before a client is drawn."""
 
-import dataclasses
 import warnings
 from collections.abc import Mapping
 from functools import partial
@@ -12,7 +11,6 @@ from polyfed.core.algorithm import Algorithm, Architecture, Client
 from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.client_source import ClientSource
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation.metrics import metric_path_or_name, resolve_metrics
 from polyfed.core.examples.examples import Examples
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.training.config import LocalTraining
@@ -33,7 +31,7 @@ from polyfed.simulation.settings import Settings
 from polyfed.simulation.sources.drawn_client import DrawnClientChecker, make_client
 from polyfed.simulation.sources.per_client import ValueByClient
 from polyfed.simulation.sources.source_clients import SourceClients
-from polyfed.simulation.storage.configuration import restore_metrics
+from polyfed.simulation.storage.configuration import resolve_or_restore_metrics
 
 _MANY = 10_000
 
@@ -61,14 +59,7 @@ def build_federation_of_source(
     _check_makes_the_same_again(source, first)
     _check_suits_source(algorithm, settings, len(clients))
     requirements.check_clients([first])
-    task = first.task
-    if resumed is None:
-        scores = resolve_metrics(metrics, task)
-        settings = dataclasses.replace(
-            settings, metrics=() if metrics is None else tuple(map(metric_path_or_name, scores))
-        )
-    else:
-        scores = restore_metrics(settings, metrics, task, resumed)
+    settings, scores = resolve_or_restore_metrics(settings, metrics, first.task, resumed)
     if settings.keep in ("best", "loss") and first.val is None:
         raise UserError(
             f"keep={settings.keep!r} needs validation examples, and client {first.id!r} has none: give val=..."

@@ -133,6 +133,17 @@ def find_method_class(name: str) -> type[Algorithm[Any, Any]]:
     return method_class
 
 
+def resolve_or_restore_metrics(
+    settings: Settings, metrics: Any, task: Task, resumed: Any
+) -> tuple[Settings, tuple[Metric, ...]]:
+    """Returns the settings with the names of the metrics, and the metrics, of a run that begins or is `resumed`."""
+    if resumed is not None:
+        return settings, restore_metrics(settings, metrics, task, resumed)
+    resolved = resolve_metrics(metrics, task)
+    names = () if metrics is None else tuple(map(metric_path_or_name, resolved))
+    return dataclasses.replace(settings, metrics=names), resolved
+
+
 def restore_metrics(settings: Settings, metrics: Any, task: Task | TaskSpec, out: Any) -> tuple[Metric, ...]:
     """Restores the metrics of a run from their names in its `config.yaml`.
 

@@ -1,6 +1,5 @@
 """Prepares a run: checks everything that can be wrong before the first round, and creates the run directory."""
 
-import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,6 @@ from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.capabilities import BringsNetwork, describe_evaluated_network, manifest_entry_of_resolved_fields
 from polyfed.core.client_source import ClientSource, is_client_source
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation.metrics import metric_path_or_name, resolve_metrics
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full
@@ -36,7 +34,7 @@ from polyfed.simulation.sources.preparation import build_federation_of_source
 from polyfed.simulation.sources.source_clients import SourceClients
 from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
-from polyfed.simulation.storage.configuration import describe_method_and_settings, restore_metrics
+from polyfed.simulation.storage.configuration import describe_method_and_settings, resolve_or_restore_metrics
 from polyfed.simulation.storage.directory import RunDirectory, to_plain_values
 
 
@@ -76,14 +74,7 @@ def check_and_build_federation(
             requirements.warn_of_single_client([client.id for client in given_clients], [algorithm])
     clients = unify_preprocessing_of_clients(given_clients, settings.seed, settings.secure)
     public_examples = apply_common_preprocessing_to_public(public_examples, clients)
-    task = clients[0].task
-    if resumed is None:
-        scores = resolve_metrics(metrics, task)
-        settings = dataclasses.replace(
-            settings, metrics=() if metrics is None else tuple(map(metric_path_or_name, scores))
-        )
-    else:
-        scores = restore_metrics(settings, metrics, task, resumed)
+    settings, scores = resolve_or_restore_metrics(settings, metrics, clients[0].task, resumed)
     if settings.keep in ("best", "loss") and all(client.val is None for client in clients):
         raise UserError(
             f"keep={settings.keep!r} needs validation examples, and no client has any: give val=..., or --data.val-fraction"
