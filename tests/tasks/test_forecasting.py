@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,8 +13,11 @@ from torch import nn
 
 import polyfed as pf
 from polyfed import Client, UserError
+from polyfed.comparison.statistics.score_intervals import mean_gain_with_interval
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.data import split_windows, windows, windows_by_series
+from polyfed.data.partitioning.group_split import group_numbers
+from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
 from polyfed.simulation.checks.requirements import check_networks_run
 
 TASK = pf.tasks.Forecasting(horizons=3, season=4)
@@ -102,6 +106,37 @@ def test_a_long_table_gives_a_set_for_each_series():
     assert both["a"].x.shape == (6, 2, 2)
     with pytest.raises(UserError, match="series 'a': windows need a series"):
         windows_by_series(table, series="site", value="load", time="hour", past=9, horizons=1)
+
+
+def test_neighbouring_windows_are_a_group_of_one_set_and_series():
+    sets = split_windows(windows(load(0), past=5, horizons=3), test=0.3, val=0.2)
+    groups = [part.column("group").tolist() for part in sets if part is not None]
+    assert [group_numbers(part).tolist() for part in sets] == [[k // 8 for k in range(len(part))] for part in sets]
+    assert not set(groups[0]) & {*groups[1], *groups[2]}
+    assert not set(groups[1]) & set(groups[2])
+    other = split_windows(windows(load(1), past=5, horizons=3), test=0.3)
+    assert not {name for names in groups for name in names} & set(other.train.column("group").tolist())
+    weeks = replace(windows(load(0), past=5, horizons=3), group=np.arange(153) // 50)
+    assert split_windows(weeks, test=0.3).test.column("group").tolist() == [2] * 43 + [3] * 3
+    later = hold_out_missing_validation_sets([Client("a", None, sets.train, sets.test, task=TASK)], seed=0)[0]
+    assert later.train.times.max() < later.val.times.min()
+    assert not set(later.train.column("group").tolist()) & set(later.val.column("group").tolist())
+
+
+@pytest.mark.thorough
+def test_errors_that_last_as_long_as_a_window_are_seldom_told_apart():
+    """Two forecasts whose errors have one distribution; over single windows an interval would tell one in four apart."""
+    rng, claims = np.random.default_rng(0), {"windows": 0, "groups": 0}
+    metric, lasting = pf.tasks.Forecasting(horizons=3).default_metric, np.ones(12) / np.sqrt(12)
+    for _ in range(60):
+        sets = split_windows(windows(rng.standard_normal(1000), past=12, horizons=3), test=0.4)
+        test = Client("a", None, sets.train, sets.test, task=pf.tasks.Forecasting(horizons=3)).test
+        errors = [np.convolve(rng.standard_normal(len(test) + 11), lasting, "valid")[:, None] for _ in range(2)]
+        outputs = [[test.labels[:, :3] + torch.from_numpy(error).float()] for error in errors]
+        for kind, groups in (("windows", None), ("groups", group_numbers(test))):
+            gain = mean_gain_with_interval(metric, *outputs, test.labels, groups=groups)
+            claims[kind] += gain.low * gain.high > 0
+    assert claims["groups"] <= 6 < claims["windows"]
 
 
 @pytest.mark.parametrize(("test", "val"), [(0.3, 0.0), (0.25, 0.2)])

@@ -2,7 +2,9 @@
 targets.
 """
 
+import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.times import times_as_numbers
+from polyfed.data.concat import rows_in_stored_tensors
 
 _GAP = 1.5  # usual steps of time from which on two rows are not neighbours
 
@@ -118,7 +121,9 @@ class WindowSets(NamedTuple):
 def split_windows(examples: Examples, *, test: float = 0.25, val: float = 0.0) -> WindowSets:
     """Splits the examples of one series by time so that no target is in two sets.
 
-    As many windows as a target has further horizons are left out before each later set.
+    As many windows as a target has further horizons are left out before each later set. Neighbouring windows overlap, and
+    their errors are alike: unless the examples have groups, as many as one window has values become a group, which counts
+    as one in intervals.
 
     Args:
         examples: of `windows`, with step 1, in the order of time.
@@ -140,8 +145,19 @@ def split_windows(examples: Examples, *, test: float = 0.25, val: float = 0.0) -
             f"split_windows: {number} windows of {gap + 1} horizons cannot be split by test={test}, val={val}; give smaller "
             "shares or a longer series"
         )
-    train, later, last = (
-        examples.select(torch.arange(*bounds))
-        for bounds in ((0, train_end), (val_end - num_val, val_end), (number - num_test, number))
-    )
+    bounds = ((0, train_end), (val_end - num_val, val_end), (number - num_test, number))
+    if examples.group is None:
+        examples = replace(examples, group=_group_neighbours(examples, bounds))
+    train, later, last = (examples.select(torch.arange(*ends)) for ends in bounds)
     return WindowSets(train, later if num_val else None, last)
+
+
+def _group_neighbours(examples: Examples, bounds: Sequence[tuple[int, int]]) -> list[str]:
+    """Returns a name for each stored window, the same for as many neighbours of one set as a window has values. Another
+    series has other names."""
+    length, series = examples.input_tensor.shape[1] + examples.y.shape[1], zlib.crc32(examples.labels.numpy().tobytes())
+    names, rows = [""] * len(examples.y), rows_in_stored_tensors(examples).tolist()
+    for first, last in bounds:
+        for place in range(first, last):
+            names[rows[place]] = f"{series:08x} {first + (place - first) // length * length}"
+    return names
