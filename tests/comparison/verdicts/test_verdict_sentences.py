@@ -386,6 +386,15 @@ def test_events_are_told_where_they_limit_the_score():
     assert answers_of(made(three_sites()))["north"]["rarest"] is None  # of accuracy every example counts alike
 
 
+def test_methods_that_predict_alike_are_not_said_to_lack_examples():
+    alike = {"north": [rights(200, 0.7, k) for k in range(3)]}
+    content = made({"local": alike, "fed": alike}, metric="brier")
+    assert answers_of(content)["north"]["sentence"] == (
+        "north: not decided: fed has the same Brier score as training alone, which says nothing of new examples (200 test "
+        "examples)"
+    )
+
+
 def test_the_mean_counts_the_clients_that_are_in_its_interval():
     """The AUC of one positive and one negative example is a number, and says nothing of others."""
     right = three_sites()

@@ -180,6 +180,8 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
         few = f"too few {get_task(content['task']).limiting_examples} for an interval of {leader}"
         if row["gain"] is None:
             few = f"{leader} has no {label} there"
+        elif row["gain"] == 0:
+            few = f"{leader} has the same {label} as {rival}, which says nothing of new examples"
         why = why_not or (few if content["predictions"] else "no predictions were kept")
         return f"{subject}: {first}not decided: {why} ({basis})"
     rests = f"(best estimate {_better_or_worse(row['gain'], unit)}; {basis})"
