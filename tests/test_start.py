@@ -142,6 +142,13 @@ QUICK = [  # words, exit status, and what is said
     ("compare --budget x", 2, "unknown budget 'x'"),
     ("compare --tune lr", 2, "--tune takes 'grid'"),
     ("compare --trials 3", 2, "--trials 3 searches nothing"),
+    ("compare --folds 1", 2, "--folds must be a whole number of at least 2, got 1"),
+    ("compare --fold-repeats 0", 2, "--fold-repeats must be a whole number of at least 1, got 0"),
+    (
+        "run heart --data.target num",
+        2,
+        "heart has no 'target', since its columns are known; for a file of your own give",
+    ),
     ("compare --parallel 0", 2, "--parallel must be auto or a number of runs from 1, got 0"),
     ("compare --resplit 2 --folds 2", 2, "give one of them"),
     ("compare --out full", 2, "full is not empty and holds no comparison"),

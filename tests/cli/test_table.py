@@ -195,3 +195,13 @@ def test_files_columns_and_clients_that_are_not_there_are_refused_without_torch(
         "run has models of several clients",
         "run has no model of client 'nort'",
     ]
+
+
+def test_untuned_defaults_are_told(table, capsys):
+    words = [*BY_SITE[: BY_SITE.index("--quiet")], *BY_SITE[BY_SITE.index("--quiet") + 1 :]]
+    at = words.index("--algorithm.lr")
+    assert main([*words, "--out", "tuned"]) == 0
+    assert "untuned" not in capsys.readouterr().err
+    assert main([*words[:at], *words[at + 2 :], "--out", "default"]) == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("learning rate 0.01 is a default, untuned for these data: --algorithm.lr; polyfed compare")

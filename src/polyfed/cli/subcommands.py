@@ -30,7 +30,7 @@ def run(argv: list[str]) -> None:
         print(RUN_HELP, end="")
         return
     from polyfed.cli.commands.options import configuration_parser, early_checks, recipes
-    from polyfed.cli.commands.options.option_hints import describe_promotion
+    from polyfed.cli.commands.options.option_hints import describe_promotion, describe_untuned_defaults
 
     argv = replace_help_all_by_help(argv)
     parser = CommandParser(
@@ -73,6 +73,8 @@ def run(argv: list[str]) -> None:
             print(sanitise_for_terminal(sentence), file=sys.stderr)
     title = Path(recipe).stem if recipe else type(experiment.algorithm).__name__.lower()
     run_command.run_experiment(experiment, out or choose_run_directory(title), quiet=options.quiet, logger=logger)
+    if not options.quiet and (untuned := describe_untuned_defaults(recipe_config, config, words)):
+        print(untuned, file=sys.stderr)
 
 
 def compare(argv: list[str]) -> None:

@@ -69,6 +69,11 @@ class CompareOptions:
         self.result_criteria()
         if self.parallel != "auto" and self.parallel < 1:
             raise UserError(f"--parallel must be auto or a number of runs from 1, got {self.parallel}")
+        for name, least in (("folds", 2), ("fold_repeats", 1), ("resplit", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                option = name.replace("_", "-")
+                raise UserError(f"--{option} must be a whole number of at least {least}, got {value}")
         if self.resplit is not None and self.folds is not None:
             raise UserError("--folds and --resplit both deal training and test examples; give one of them (--folds tests "
                             "every example once)")  # fmt: skip

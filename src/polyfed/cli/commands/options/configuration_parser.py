@@ -280,6 +280,11 @@ def _unknown_key_message(
     if f"{section}.name" not in option_by_key:
         return f"{key_name}; a mixture of networks takes its fields from a YAML file, where `model` is a list"
     name, other_choices = option_by_key[f"{section}.name"].default, _choices_with(section, key)
+    if section == "data" and "table" in other_choices:
+        return (
+            f"{key_name}; {name} has no {field!r}, since its columns are known; for a file of your own give --data table "
+            "--data.path FILE"
+        )
     if other_choices:
         example = f"--{section} {other_choices[0]}" if prefix else f"{section}: {{name: {other_choices[0]}}}"
         verb = "have" if other_choices[1:] else "has"

@@ -47,6 +47,30 @@ def describe_promotion(recipe_config: Mapping[str, Any], config: Mapping[str, An
     return f"{name} is the method of this run, and so no baseline" if name in before and name not in now else ""
 
 
+def describe_untuned_defaults(recipe_config: Mapping[str, Any], config: Mapping[str, Any], argv: Sequence[str]) -> str:
+    """Returns a note on rounds and learning rate if neither the recipe nor the command line gives them; else "".
+
+    >>> describe_untuned_defaults({"data": "heart"}, {"rounds": 10, "algorithm": {"lr": 0.01}}, ["--rounds", "10"])
+    'learning rate 0.01 is a default, untuned for these data: --algorithm.lr; polyfed compare searches it'
+    """
+    words = {word.partition("=")[0] for word in argv}
+    algorithm = recipe_config.get("algorithm")
+    values, options = [], []
+    if "rounds" not in recipe_config and "--rounds" not in words:
+        values, options = [f"{config['rounds']} rounds"], ["--rounds"]
+    has_rate = isinstance(algorithm, Mapping) and "lr" in algorithm
+    if not has_rate and "--algorithm.lr" not in words and "lr" in config["algorithm"]:
+        values.append(f"learning rate {config['algorithm']['lr']}")
+        options.append("--algorithm.lr")
+    if not values:
+        return ""
+    verb = "are defaults" if "--rounds" in options else "is a default"
+    searched = (
+        "; polyfed compare searches it" if options == ["--algorithm.lr"] else "; polyfed compare searches the rate"
+    )
+    return f"{' and '.join(values)} {verb}, untuned for these data: {', '.join(options)}{searched}"
+
+
 def _baseline_names(baselines: Iterable[Any]) -> list[Any]:
     return [entry.get("name") if isinstance(entry, Mapping) else entry for entry in baselines]
 
