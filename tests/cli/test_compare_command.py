@@ -1,6 +1,7 @@
 """`polyfed compare`: tables on standard output, one sentence for what can be mended, and going on in a directory."""
 
 import json
+import os
 import re
 
 import pytest
@@ -184,6 +185,14 @@ def test_folds_from_the_command_line(polyfed):
     content = json.loads((polyfed.here / "a" / "comparison.json").read_text())
     assert (content["folds"], content["fold_repeats"], content["seeds"]) == (2, 2, [0, 1, 2, 3])
     assert [row["basis"] for row in content["answers"]] == ["50 test examples"] * 3
+    stored = polyfed.here / "a" / "comparison.json"
+    before = stored.stat().st_mtime_ns
+    assert polyfed("compare", "a")[:2] == (0, out)
+    assert stored.stat().st_mtime_ns == before  # read, and not made again
+    metrics = next((polyfed.here / "a").glob("*/seed-0/metrics.jsonl"))
+    os.utime(metrics, ns=(before + 1, before + 1))
+    assert polyfed("compare", "a", "--quiet")[:2] == (0, out)
+    assert stored.stat().st_mtime_ns > before
     (polyfed.here / "a" / "comparison.json").unlink()
     status, out, err = polyfed("compare", "a", "--quiet")
     assert status == 0, err

@@ -229,6 +229,18 @@ def load_comparison(folder: str | Path) -> Comparison:
     return Comparison(content, Path(folder))
 
 
+def load_unchanged_comparison(folder: Path) -> Comparison | None:
+    """Loads a finished comparison of which no method failed and no run is newer; None if there is something to do."""
+    try:
+        comparison = load_comparison(folder)
+        runs = [run for method in comparison.results["methods"].values() for run in method["runs"].values()]
+        files = [folder / DESCRIPTION, *(folder / str(run["path"]) / "metrics.jsonl" for run in runs)]
+        is_newest = max(file.stat().st_mtime_ns for file in files) <= (folder / RESULTS).stat().st_mtime_ns
+    except (UserError, OSError):
+        return None
+    return comparison if is_newest and not comparison.failed else None
+
+
 def write_comparison_results(folder: Path, content: Mapping[str, Any]) -> None:
     """Writes `comparison.json` atomically: a reader finds the old or the new file."""
     write_file_atomically(folder / RESULTS, json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False).encode())

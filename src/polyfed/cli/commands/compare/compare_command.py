@@ -25,6 +25,7 @@ from polyfed.comparison.planning.method_selection import (
 from polyfed.comparison.storage.comparison_directory import (
     DESCRIPTION,
     call_to_continue,
+    load_unchanged_comparison,
     parse_result_criteria,
     read_description,
 )
@@ -91,9 +92,10 @@ def run_compare_command(config: Mapping[str, Any], options: CompareOptions, titl
 
 
 def resume_comparison(folder: Path, options: CompareOptions, extra_arguments: Sequence[str] = ()) -> None:
-    """Continues a directory's comparison, or computes a finished one's results again; prints them.
+    """Continues a directory's comparison, or computes its results for another budget or target; prints them.
 
-    `extra_arguments` are words of the command line that are refused, since the directory decides them.
+    A finished one to which nothing is added is read from its file. `extra_arguments` are words of the command line that are
+    refused, since the directory decides them.
 
     Raises:
         UserError: an option contradicts the directory, or the clients were made in Python.
@@ -109,6 +111,10 @@ def resume_comparison(folder: Path, options: CompareOptions, extra_arguments: Se
         raise UserError(f"{folder} decides what is compared, so {misplaced[0]} cannot be given; with a directory, "
                         "polyfed compare takes --budget, --target, --parallel, --logger, --tables and --quiet")  # fmt: skip
     validate_logger_names(options.logger)
+    is_as_stored = options.budget is None and options.target is None and not options.logger
+    if is_as_stored and (comparison := load_unchanged_comparison(folder)):
+        show_comparison(comparison, Console(), with_tables=options.tables)
+        return
     _run_plan(read_comparison_plan(folder, options), options.logger, with_tables=options.tables)
 
 
