@@ -198,6 +198,7 @@ def test_a_catalogue_of_an_earlier_version_is_not_added_to(polyfed, here):
         (["mlp", "--input", "4", "--catalog", "c.yaml"], "unknown option --catalog; did you mean --catalogue"),
         (["mlp", "--input", "4", "--graph", "norms"], "--graph must be layers or layers_and_norms, got 'norms'"),
         (["mpl", "--input", "4"], "there is no model 'mpl'; did you mean mlp"),
+        (["cnn-small"], "there is no model 'cnn-small'; did you mean cnn_small"),
         (["mlp", "--input", "4", "--model.hiden", "3"], "unknown argument 'hiden'; did you mean hidden"),
         (["mlp", "--input", "4", "--model.hidden", "[3"], r"--model.hidden must be a number, a word or a \[list\]"),
         (["vit", "--input", "1,9,9"], "patch=4 does not divide images of 9x9"),

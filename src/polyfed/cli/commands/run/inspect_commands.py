@@ -77,6 +77,9 @@ def graph_command(argv: list[str]) -> None:
         raise UserError(f"unknown option {unknown[0]}; {did_you_mean(option_name(unknown[0]), names)}")
     if len(words) != 1:
         raise UserError(f"polyfed graph takes one model, got {' and '.join(words) or 'none'}")
+    from polyfed.cli.commands.options.early_checks import check_model_name
+
+    check_model_name(words[0])
     if options.input is None:
         raise UserError("polyfed graph needs the shape of an example, for instance --input 3,32,32")
     sizes = (
@@ -85,9 +88,6 @@ def graph_command(argv: list[str]) -> None:
     )
     if len(sizes[1]) != 1:
         raise UserError(f"--classes must be one whole number of at least 1, got {options.classes!r}")
-    from polyfed.cli.commands.options.early_checks import check_model_name
-
-    check_model_name(words[0])
     from polyfed.algorithms.hypernetworks.flha_ghn import FLHAGHN, GraphForm
     from polyfed.cli.commands.run import layer_graph
     from polyfed.models import ModelSpec

@@ -111,7 +111,14 @@ def _nodes_table(graph: ArchitectureGraph) -> PlainTable:
         fate = "generated" if isinstance(node.type, LayerType) else "local" if node.type == "other" else ""
         before = " ".join(str(a) for a, b in graph.edges if b == position)
         rows.append((position, before, node.name, kind, f"{size:,}" if size else "", fate))
-    columns = {"node": "right", "after": "left", "name": "left", "type": "left", "parameters": "right", "": "left"}
+    columns = {
+        "node": "right",
+        "after": "left",
+        "name": "left",
+        "type": "left",
+        "parameters": "right",
+        "weights": "left",
+    }
     return _build_table(f"{len(graph.nodes)} nodes and {len(graph.edges)} edges", columns, rows)
 
 
