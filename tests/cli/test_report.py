@@ -40,7 +40,7 @@ def test_operations_of_a_search_and_a_baseline(polyfed):
     assert all(path.read_bytes() == content for path, content in before.items())
     page = (polyfed.here / "a" / "report.html").read_text(encoding="utf-8")
     section = page[page.index("Conflicts with the federated gradient") :]
-    assert re.search(r"[012] of 2 clients have a gradient that contradicts the federated one", section)
+    assert re.search(r"[012] of 2 sites have a gradient that contradicts the federated one", section)
     assert "Not shown" not in page
     firsts = re.findall(r"^│ ([\w-]+)", out, re.MULTILINE)
     assert firsts[:4] == ["fedpnas", "local", "client-000", "client-001"]
@@ -61,8 +61,8 @@ def test_pictures_of_other_methods(polyfed):
     assert status == 0
     assert re.search(r"fedhenn: mean CKA between two clients: \d\.\d\d before, \d\.\d\d after", out)
     page = (polyfed.here / "b" / "report.html").read_text(encoding="utf-8")
-    assert "CKA of two clients&#x27; representations after training" in page
-    assert "Weights of layer fc1 after round 1, client by client" in page
+    assert "CKA of two sites&#x27; representations after training" in page
+    assert "Weights of layer fc1 after round 1, site by site" in page
     assert "Not shown" not in page
     assert not list(polyfed.here.glob("*/report"))
 

@@ -20,7 +20,7 @@ def test_records_tables_and_page(tmp_path):
     assert sorted(set(frame["simulated_seconds"])) == sorted(set(seconds))
     page = run.report().read_text(encoding="utf-8")
     assert "Simulated time" in page
-    assert "clients&#39; stated speeds" in page
+    assert "sites&#39; stated speeds" in page
 
 
 def test_synchronous_and_asynchronous_runs_stand_side_by_side(tmp_path):

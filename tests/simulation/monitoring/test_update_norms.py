@@ -202,7 +202,7 @@ def test_the_page_has_norms_by_client_and_round_and_says_whose_stand_out(tmp_pat
     monkeypatch.setattr(InProcessEngine, "run", scaled_by(50.0))
     run = federate(FedAvg(lr=0.001), out=tmp_path / "run")
     page = page_of(tmp_path / "run")
-    assert "Update norm of each client" in page
+    assert "Update norm of each site" in page
     assert f"{norms_by_client(run.history[1])['client-2']:.4g}" in page
     assert "The update of client-0 stands out in 2 rounds: up to " in page
     assert "2 warnings about its rounds; the first: round 1: the update of 'client-0'" in page
@@ -212,7 +212,7 @@ def test_the_page_of_secure_sums_and_of_an_early_version_has_no_norms(tmp_path):
     federate(out=tmp_path / "secure", secure=True)
     assert "Secure sums hide single updates" in page_of(tmp_path / "secure")
     test_records_of_early_versions_can_be_read(tmp_path)
-    assert "Update norm of each client" not in page_of(tmp_path / "run")
+    assert "Update norm of each site" not in page_of(tmp_path / "run")
 
 
 def test_a_norm_that_is_no_number_is_a_damaged_file(tmp_path):
@@ -232,7 +232,7 @@ def test_the_page_of_a_comparison_has_norms_and_no_warning_of_python_is_raised(t
     methods = {"fedavg": FedAvg(lr=0.01), "wild": FedAvg(lr=1e20)}
     words = {"rounds": 2, "seeds": [0], "tune": None, "references": False, "workers": 0, "quiet": True}
     pf.compare(small_clients(3), methods, out=tmp_path / "compared", parallel=1, **words)
-    assert "Update norm of each client" in page_of(tmp_path / "compared")
+    assert "Update norm of each site" in page_of(tmp_path / "compared")
 
 
 def test_the_change_in_a_tensor_is_let_go_before_the_next_but_one(monkeypatch):

@@ -102,7 +102,7 @@ def test_resumed(tmp_path):
     assert "; 2 of 5 clients evaluated" in shown(tmp_path / "run")
     assert pf.load(tmp_path / "run").table()[-1]["of"] == 5
     page = pf.load(tmp_path / "run").report().read_text()
-    assert "over 2 of 5 clients, drawn at random; 95 % interval of the mean over all" in page
+    assert "over 2 of 5 sites, drawn at random; 95 % interval of the mean over all" in page
 
 
 def shown(folder):
