@@ -9,9 +9,11 @@ import yaml
 from polyfed.report.data.answers import ANSWER_LABELS, SiteAnswer
 from polyfed.report.data.costs import cost_of_method, disclosures_of_method
 from polyfed.report.data.run_groups import read_run_groups
+from polyfed.report.data.score_format import score_format_of
 from polyfed.report.page.advice.answer_table import WIDTH, gain_axis, html_answer_table, html_pooled_gains
 from polyfed.report.page.advice.decision import html_advice_section
 from polyfed.report.page.advice.header_card import html_header_card
+from polyfed.report.page.sentences import describe_comparison
 
 SITES = {"north": 60, "south": 50, "<i>west</i>": 40}
 
@@ -46,6 +48,16 @@ def test_the_card_says_decision_gain_cost_disclosure_and_why_this_round(group):
         texts[-1]
         == "Gain and costs are those of fedavg. Scores of fedavg are those after round 2 of 2: equal local steps."
     )
+
+
+def test_the_line_below_the_heading_says_what_the_score_is(group):
+    found = group()
+    line = describe_comparison(found)
+    assert line.startswith(
+        "3 sites, 3 methods, 2 seeds; AUC on each site's own test examples, after round 2. AUC: in how "
+    )
+    accuracy = dataclasses.replace(found, score_format=score_format_of("accuracy"))
+    assert describe_comparison(accuracy).endswith(", after round 2.")
 
 
 def test_an_error_is_named_once_and_stands_below_the_number_if_its_name_is_long(group):

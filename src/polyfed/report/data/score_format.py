@@ -9,6 +9,18 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import metric_by_name
 from polyfed.core.io.number_format import NumberUnit, format_number, mean_label_of
 
+_MEANINGS = {
+    "auc": "in how many of all pairs of a positive and a negative example the positive one has the higher probability; 0.5 "
+    "is chance, 1 is perfect",
+    "balanced_accuracy": "the mean over classes of the share that is predicted correctly",
+    "brier": "the squared error of the predicted probability; 0 is perfect",
+    "c_index": "in how many of all pairs of patients who can be ordered the one with the earlier event has the higher risk; "
+    "0.5 is chance, 1 is perfect",
+    "dice": "the overlap of predicted and true areas; 1 is perfect",
+    "r2": "the share of the targets' variance that is predicted; 1 is perfect, 0 no better than their mean",
+}
+"""Name of a score -> what it is, for readers who do not work with scores."""
+
 
 @final
 @dataclass(frozen=True)
@@ -39,6 +51,16 @@ class ScoreFormat:
         ('mean AUC', 'mean absolute error')
         """
         return mean_label_of(self.label)
+
+    @property
+    def meaning(self) -> str:
+        """Returns a sentence that says what the score is; empty for scores that their label explains.
+
+        >>> score_format_of("brier").meaning
+        'Brier score: the squared error of the predicted probability; 0 is perfect.'
+        """
+        meaning = _MEANINGS.get(self.name)
+        return f"{self.label}: {meaning}." if meaning else ""
 
     def positive_if_better(self, difference: float) -> float:
         """Returns a difference of scores (first minus second), negated where lower scores are better."""

@@ -51,10 +51,11 @@ def describe_comparison(run_group: RunGroup) -> str:
         repeats = len(run_group.seeds) // folds
         seeds = f"{folds} folds" + (f", drawn {repeats} times" if repeats > 1 else "")
     score = run_group.score_format.label
-    return (
+    sentence = (
         f"{sites}, {count_with_noun(len(run_group.methods), 'method')}, {seeds}; {score} on each site's own test "
         f"examples, {rounds_text}."
     )
+    return f"{sentence} {run_group.score_format.meaning}".rstrip()
 
 
 def result_summary_sentences(run_group: RunGroup) -> list[str]:

@@ -61,7 +61,7 @@ def _html_cosines(cosines: Mapping[int, Mapping[str, float]], key: str) -> Marku
     )
     last_rounds = rounds[-_ROUNDS:]
     rows = [
-        [client, *(f"{cosines[n][client]:.2f}" if client in cosines[n] else "–" for n in last_rounds)]
+        [client, *(f"{cosines[n][client]:.2f}".replace("-", "−") if client in cosines[n] else "–" for n in last_rounds)]
         for client in drawn_clients
     ]
     table_title = f"{title}, the last {count_with_noun(len(last_rounds), 'round')}"

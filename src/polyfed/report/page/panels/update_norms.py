@@ -53,7 +53,7 @@ def html_update_norms(run: RunRecord, key: str) -> Markup:
     numbers_html = html_table(
         f"{title}, the last {count_with_noun(len(last_rounds), 'round')}", ["site", *map(str, last_rounds)], rows
     )
-    caption = f"{title}: of what came down, or of the reply where it changes nothing that came down."
+    caption = f"{title}: how far the site moved the weights that it received; of other replies their own norm."
     if len(order) > len(drawn_clients):
         caption += f" The {len(drawn_clients)} sites with the largest of {len(order)}."
     return html_bullet_list(_outlier_sentences(run)) + html_figure(
