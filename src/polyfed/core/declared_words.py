@@ -34,8 +34,8 @@ MODEL_REQUIREMENTS = frozenset({"model", "one_architecture", "architectures", "l
 """The words of `Algorithm.requires` that each imply that the clients bring networks."""
 
 DISCLOSURES = {
-    "weights": "what training on the client's data makes of a network that the server knows",
-    "hypernetwork": "what training on the client's data makes of a network that generates weights",
+    "weights": "a network's weights after training on the client's data",
+    "hypernetwork": "weights of a network that generates weights, after training on the client's data",
     "architecture": "the client's architecture",
     "representations": "what the client's network makes of public examples",
     "class_means": "means over the client's examples of each class",

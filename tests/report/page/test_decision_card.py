@@ -8,6 +8,7 @@ import yaml
 
 from polyfed.report.data.answers import ANSWER_LABELS, SiteAnswer
 from polyfed.report.data.costs import cost_of_method, disclosures_of_method
+from polyfed.report.data.predictions import read_group_predictions
 from polyfed.report.data.run_groups import read_run_groups
 from polyfed.report.data.score_format import score_format_of
 from polyfed.report.page.advice.answer_table import WIDTH, gain_axis, html_answer_table, html_pooled_gains
@@ -58,6 +59,12 @@ def test_the_line_below_the_heading_says_what_the_score_is(group):
     )
     accuracy = dataclasses.replace(found, score_format=score_format_of("accuracy"))
     assert describe_comparison(accuracy).endswith(", after round 2.")
+
+
+def test_the_roc_curve_of_two_classes_names_both(write_comparison, tmp_path):
+    ((found,), _) = read_run_groups([write_comparison(tmp_path / "mine", SITES)])
+    predictions, _ = read_group_predictions(found, ("healthy", "sick"))
+    assert "ROC curve of sick against healthy. All sites: " in html_advice_section(found, predictions, "k")
 
 
 def test_an_error_is_named_once_and_stands_below_the_number_if_its_name_is_long(group):

@@ -239,7 +239,8 @@ def _html_roc_or_learning_curves(
                 [style for _, _, style in drawable],
             )
             averaged = name_averaged_sites_and_seeds(predictions)
-            caption = f"ROC curve of {question.name} against the rest. {averaged} {NO_VERDICT}"
+            others = predictions.class_names[0] if predictions.is_binary else "the rest"
+            caption = f"ROC curve of {question.name} against {others}. {averaged} {NO_VERDICT}"
             return html_figure(chart + texts, caption)
     drawn_lines = [
         ChartLine(
