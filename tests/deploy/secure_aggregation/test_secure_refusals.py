@@ -10,7 +10,9 @@ from polyfed.algorithms import PFedLA
 from polyfed.core.errors import RoundError, UserError
 from polyfed.deploy.flower.apps import client_app
 from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_record
+from polyfed.deploy.secure_aggregation.client import SecureSumClient
 from polyfed.deploy.site.process.node_config import build_site
+from polyfed.deploy.trial.project import write_site_key_pair
 from polyfed.testing import small_clients
 
 
@@ -147,3 +149,16 @@ def test_methods_and_words_that_do_not_suit_are_refused(secure_grid, secure_play
 def test_words_of_a_node_are_checked(nodes, word, value):
     with pytest.raises(UserError, match=f"node-config: {word} must be"):
         build_site(nodes(small_clients(1), **{word: value})[101].config)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"cipher": "00", "mask": 3}'])
+def test_a_damaged_file_of_its_own_is_named_by_a_site_and_not_blamed_on_the_server(tmp_path, content):
+    write_site_key_pair(tmp_path / "north.key")
+    site = SecureSumClient("north", tmp_path / "a", tmp_path / "north.key", tmp_path, 2)
+    assert site.answer_sum_steps("a", {"advertise": 1}).head_fields["advert"]
+    (tmp_path / "a" / "secure" / "round-000001.json").write_text(content)
+    (tmp_path / "a" / "secure" / "round-000001 (copy).json").write_text(content)
+    steps = {"share": {"round": 1, "adverts": [], "threshold": 2}, "hand_out": {"round": 1, "survivors": ["north"]}}
+    sentence = "its own file a/secure/round-000001.json is damaged; put back a copy, or start another run"
+    assert site.answer_sum_steps("a", steps).head_fields["refusals"] == {"share": sentence, "hand_out": sentence}
+    assert site.answer_sum_steps("a", {"advertise": 2}).head_fields["advert"]

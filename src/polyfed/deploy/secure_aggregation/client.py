@@ -7,10 +7,11 @@ the site has opened each round.
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 import torch
@@ -39,6 +40,8 @@ from polyfed.deploy.secure_aggregation.protocol import (
     release_unmasking_shares,
 )
 
+T = TypeVar("T")
+_LOG = logging.getLogger("polyfed.site")
 SHARES_GROUP = "boxes of the secure sum"
 """The group in which encrypted shares travel, as bytes: site -> share."""
 BUNDLE_GROUP = "bundle of the secure sum"
@@ -134,7 +137,7 @@ class SecureSumClient:
             self._folder / "opened.json",
             json.dumps({**survivors_by_round, str(sum_id.round): request["survivors"]}).encode(),
         )
-        self._state_file(sum_id).unlink()
+        self._state_file(sum_id.round).unlink()
         head_fields["tokens"] = {v: format(token, "x") for v, token in shares.tokens.items()}
         body[BUNDLE_GROUP] = {"bundle": bytes_to_tensor(shares.bundle)}
 
@@ -147,7 +150,7 @@ class SecureSumClient:
         )
         create_private_folder_if_missing(self._folder, parents=True)
         for file in self._folder.glob("round-*.json"):
-            if int(file.stem.removeprefix("round-")) not in (sum_id.round - 1, sum_id.round):
+            if file not in (self._state_file(number) for number in (sum_id.round - 1, sum_id.round)):
                 file.unlink()
         self._write_state(sum_id, state)
         return _advertisement_to_json(advert)
@@ -184,21 +187,33 @@ class SecureSumClient:
     def _folder(self) -> Path:
         return self.folder / "secure"
 
-    def _state_file(self, sum_id: SumId) -> Path:
-        return self._folder / f"round-{sum_id.round:06d}.json"
+    def _state_file(self, round_number: int) -> Path:
+        return self._folder / f"round-{round_number:06d}.json"
 
     def _read_opened_rounds(self) -> dict[str, list[str]]:
         file = self._folder / "opened.json"
-        return dict(json.loads(read_file(file))) if file.exists() else {}
+        return self._read_json(file, dict) if file.exists() else {}
 
     def _write_state(self, sum_id: SumId, state: KeysAdvertisedState | SecretsSharedState | MaskingState) -> None:
-        write_file_atomically(self._state_file(sum_id), json.dumps(_state_to_json(state)).encode())
+        write_file_atomically(self._state_file(sum_id.round), json.dumps(_state_to_json(state)).encode())
 
     def _read_state(self, sum_id: SumId) -> KeysAdvertisedState | SecretsSharedState | MaskingState:
-        file = self._state_file(sum_id)
+        file = self._state_file(sum_id.round)
         if not file.exists():
             raise RefusalError(f"this site has no keys for the secure sum of round {sum_id.round}, or has used them")
-        return _state_from_json(sum_id, self.name, json.loads(read_file(file)))
+        return self._read_json(file, lambda content: _state_from_json(sum_id, self.name, content))
+
+    def _read_json(self, file: Path, build: Callable[[Any], T]) -> T:
+        """Returns what `build` makes of the JSON in one of the site's own files; raises a `RefusalError` that names the file
+        if it is damaged."""
+        try:
+            return build(json.loads(read_file(file)))
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            _LOG.error("%s is damaged; this site takes no part in the secure sum", file)
+            raise RefusalError(
+                f"its own file {self.folder.name}/{self._folder.name}/{file.name} is damaged; put back a copy, or start "
+                "another run"
+            ) from error
 
 
 @final
