@@ -317,20 +317,6 @@ def test_pooled_knows_the_classes_that_a_client_lacks():
         assert accuracy(pooled.outputs[client.id], client.test) > 0.9
 
 
-def test_pooling_patients_is_not_told_as_a_leak(recwarn):
-    """Its network is scored on the clients' test examples, and needs a test set of its own for form's sake alone."""
-    data = [
-        pf.Client(
-            f"client-{k}", partial(nn.Linear, 5, 2),
-            *(Examples(*separable(20, 2 * k + of, 2), group=[f"{name}{k}{i // 2}" for i in range(20)])
-              for of, name in enumerate("pt")),
-        )
-        for k in range(2)
-    ]  # fmt: skip
-    assert train_pooled_reference(data, TRAINING, rounds=1, seed=0) is not None
-    assert not [str(warning.message) for warning in recwarn]
-
-
 def test_pooled_is_one_network_for_each_architecture():
     """Clients of one architecture with the same test examples have the same outputs, those of another have others."""
     data = [pf.Client(c.id, c.model, c.train, separable(40, 10, 4)) for c in halves()]

@@ -386,32 +386,6 @@ def test_events_are_told_where_they_limit_the_score():
     assert answers_of(made(three_sites()))["north"]["rarest"] is None  # of accuracy every example counts alike
 
 
-def test_methods_that_predict_alike_are_not_said_to_lack_examples():
-    alike = {"north": [rights(200, 0.7, k) for k in range(3)]}
-    content = made({"local": alike, "fed": alike}, metric="brier")
-    assert answers_of(content)["north"]["sentence"] == (
-        "north: not decided: fed has the same Brier score as training alone, which says nothing of new examples (200 test "
-        "examples)"
-    )
-
-
-def test_the_mean_counts_the_clients_that_are_in_its_interval():
-    """The AUC of one positive and one negative example is a number, and says nothing of others."""
-    right = three_sites()
-    for of_method in right.values():
-        of_method["tiny"] = [rights(2, 1.0)] * 3
-    content = made(right, metric="auc")
-    assert answers_of(content)["tiny"]["interval"] is None
-    assert content["mean_answer"]["basis"].startswith(
-        "3 of 4 clients with 1200 test examples, 200 of the rarer class at "
-    )
-    assert "(best estimate " in content["mean_answer"]["sentence"]
-    assert "; 3 of 4 clients with 1200 test examples" in content["mean_answer"]["sentence"]
-    three = made(three_sites(), metric="auc")["mean_answer"]
-    assert three["gain"] == content["mean_answer"]["gain"]
-    assert three["basis"].startswith("1200 test examples, 200 of")
-
-
 def test_an_interval_that_says_nothing_is_not_told_as_two_numbers():
     content = made(three_sites(8))
     for one in content["answers"]:

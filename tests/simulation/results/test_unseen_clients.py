@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +12,6 @@ from torch.func import functional_call
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, Local
-from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import evaluate
 from polyfed.core.nn.module_cache import build_module, fill_module, initial_state
 from polyfed.core.serialization import serialize_state
@@ -208,19 +206,6 @@ def test_a_fifth_is_held_out_with_the_classes_shares():
     )
     part = build_unseen_client(lambda: nn.Linear(1, 3), client.train, seed=1)[0]
     assert set(part.test.index.tolist()) < set(client.train.index.tolist())
-
-
-def test_a_patient_or_a_later_day_is_held_out_whole():
-    x, y = torch.arange(60.0).unsqueeze(1), torch.arange(60) % 2
-    patients = pf.Examples(x, y, group=np.arange(60) // 4)
-    client, held_out = build_unseen_client(lambda: nn.Linear(1, 2), patients)
-    assert held_out == len(client.test) == 12
-    assert not set(client.train.column("group").tolist()) & set(client.test.column("group").tolist())
-    client, held_out = build_unseen_client(lambda: nn.Linear(1, 2), pf.Examples(x, y, time=np.arange(60) % 30))
-    assert held_out == 12
-    assert client.train.times.max() < client.test.times.min()
-    with pytest.raises(UserError, match="all examples are of one group or time"):
-        build_unseen_client(lambda: nn.Linear(1, 2), pf.Examples(x, y, group=["p"] * 60))
 
 
 def test_held_out_examples_are_reported_and_never_trained_on(run):

@@ -69,8 +69,8 @@ def draw_rows_of_whole_groups(examples: Examples, size: int, seed: int) -> Tenso
         units, sizes = np.arange(len(units)), np.ones_like(units)
     order = torch.randperm(len(sizes), generator=torch_generator(seed)).numpy()
     fitting = order[sizes[order] <= size]
-    held_out = fitting[sizes[fitting].cumsum() <= size] if len(fitting) else sizes.argmin()
-    return torch.from_numpy(np.flatnonzero(np.isin(units, held_out)))
+    held_out_units = fitting[sizes[fitting].cumsum() <= size] if len(fitting) else sizes.argmin()
+    return torch.from_numpy(np.flatnonzero(np.isin(units, held_out_units)))
 
 
 def replace_missing_groups(group_column: NDArray[Any]) -> NDArray[Any]:
