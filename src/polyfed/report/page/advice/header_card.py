@@ -32,7 +32,7 @@ _MEANINGS: Mapping[AnswerKind, str] = {
     "join": "Together with the others, the site can expect better predictions for its new examples than with the best "
     "that it has alone.",
     "stay": "Something that the site has alone predicts better.",
-    "undecided": "These examples cannot tell a gain from chance. Staying alone costs nothing and discloses "
+    "undecided": "This comparison cannot tell a gain from chance. Staying alone costs nothing and discloses "
     "nothing; more examples would narrow the intervals.",
 }
 _LONGEST_UNIT = 12  # characters of a unit that stand beside the number, in its size
