@@ -8,7 +8,7 @@ from two_parts import BODY, HEAD, mean_of, swapped
 
 import polyfed as pf
 from polyfed.algorithms import GPFL, FedAvg
-from polyfed.algorithms.base.heads.conditioning import condition_of, draw_conditional
+from polyfed.algorithms.base.heads.conditioning import condition_of, draw_conditioning_tensors
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 
@@ -32,7 +32,7 @@ def shares(c):
 def test_rounds_in_plain_torch_are_the_same(lam, mu):
     clients = plain(mixed(classes=[(0, 1), (1, 2), (0, 1, 2)]))
     _, state, own, replies = play(GPFL(**FULL, lam=lam, mu=mu), clients, rounds=2)
-    draw, shared = initial_state(short, 3), draw_conditional(3, 8, 3)
+    draw, shared = initial_state(short, 3), draw_conditioning_tensors(3, 8, 3)
     body, heads = {n: draw[n] for n in BODY}, [{n: draw[n] for n in HEAD} for _ in clients]
     sizes = [len(c.train) for c in clients]
     for _ in range(2):
@@ -97,7 +97,7 @@ def test_a_first_reply_without_embeddings_is_refused():
 
 def test_first_draws_are_those_of_torchs_layers():
     """An embedding is standard normal; a linear layer's weights and bias are uniform between −1/√width and 1/√width."""
-    tensors, limit = draw_conditional(200, 100, 0), 0.1
+    tensors, limit = draw_conditioning_tensors(200, 100, 0), 0.1
     assert abs(tensors["embeddings"].mean()) < 0.03
     assert abs(tensors["embeddings"].std() - 1) < 0.03
     for part in ("gamma", "beta"):
@@ -112,7 +112,7 @@ def test_first_draws_are_those_of_torchs_layers():
 
 
 def test_a_condition_of_no_scale_and_no_shift_leaves_positive_representations():
-    tensors = {name: torch.zeros_like(tensor) for name, tensor in draw_conditional(3, 8, 0).items()}
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in draw_conditioning_tensors(3, 8, 0).items()}
     z = torch.rand(5, 8)
     assert torch.equal(condition_of(tensors, torch.ones(8)).apply(z), z)
 

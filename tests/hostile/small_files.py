@@ -179,7 +179,7 @@ def of_commands(folder, kind, as_json):
         assert found is None or all(isinstance(name, str) for name in found)
 
     def measured():
-        assert all(isinstance(value, dict) for value in cell_metrics._read_measured(kept).values())
+        assert all(isinstance(value, dict) for value in cell_metrics._read_stored_measurements(kept).values())
 
     def linked():
         assert isinstance(trackers.read_mlflow_run_id(folder), str | None)

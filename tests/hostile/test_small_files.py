@@ -29,7 +29,7 @@ def test_damaged_measures_are_named(tmp_path, text):
     with pytest.raises(
         pf.UserError, match=r"measured.json is damaged \(.*\); delete it, and what it holds is computed again"
     ):
-        cell_metrics._read_measured(tmp_path / "measured.json")
+        cell_metrics._read_stored_measurements(tmp_path / "measured.json")
 
 
 @pytest.mark.parametrize("text", [*NO_MAPPING, '{"run_id": 3}', '{"run_id": null}', "{}"])

@@ -84,7 +84,7 @@ def extract(model: nn.Module, example_input: Inputs, kinds: Kinds = "all") -> Ar
             root = _copy_model(model)
             try:
                 if tracer == _ON_EXAMPLE:
-                    _fix_weights(root)
+                    _set_fixed_weights(root)
                     reference = _run_reference(root.model, x, replaces_parameters=True)
                 with temporary_rng_seed(0, device):
                     program = trace(root, tree_map(Tensor.clone, x))
@@ -176,7 +176,7 @@ class _Reference:
 
 
 @torch.no_grad()
-def _fix_weights(root: Root) -> None:
+def _set_fixed_weights(root: Root) -> None:
     """Replaces weights and running statistics by values that are always the same."""
     generator = torch_generator(0)
     for parameter in root.parameters():

@@ -80,7 +80,7 @@ class Tokens(Task):
         """Returns the targets, or for next tokens without any the inputs shifted left by one."""
         if not self.makes_targets or targets.dim() != 1:
             return targets
-        tokens = _token_part(inputs)
+        tokens = _find_token_part(inputs)
         if tokens is None:
             raise UserError("inputs hold no integers of shape (num, length), whose next tokens could be predicted")
         mask = _attention_mask(inputs, tokens)
@@ -171,7 +171,7 @@ class Tokens(Task):
 
     def trim_minibatch(self, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:
         """Returns the minibatch without the last positions that are padding in all of its examples."""
-        tokens = _token_part(inputs)
+        tokens = _find_token_part(inputs)
         if tokens is None or tokens.shape != targets.shape:
             return inputs, targets
         length = targets.shape[1]
@@ -234,7 +234,7 @@ class Tokens(Task):
         return ConstantModel("majority", "share of each class among the tokens", words, _log_class_shares)
 
 
-def _token_part(inputs: Inputs) -> Tensor | None:
+def _find_token_part(inputs: Inputs) -> Tensor | None:
     """Returns the first part of inputs that holds integers of shape (n, T); `input_ids` if it is there; or None."""
     parts = {
         name: part for name, part in named_leaves(inputs) if part.dim() == 2 and not part.is_floating_point()

@@ -207,13 +207,13 @@ def test_multilabel_and_regression_losses():
 
 
 def test_bf16_is_refused_where_it_kills_the_process(monkeypatch):
-    precision._bf16_runs.cache_clear()
+    precision._is_bf16_supported.cache_clear()
     dead = subprocess.CompletedProcess([], returncode=-4)
     monkeypatch.setattr(precision.subprocess, "run", lambda *a, **k: dead)
     with pytest.raises(UserError, match="precision='bf16' kills the process"):
         check_precision("bf16", torch.device("cpu"))
     check_precision("fp32", torch.device("cpu"))
-    precision._bf16_runs.cache_clear()
+    precision._is_bf16_supported.cache_clear()
 
 
 @pytest.mark.slow

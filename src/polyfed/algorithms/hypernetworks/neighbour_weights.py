@@ -80,7 +80,7 @@ class NeighbourOptions(Protocol):
         """Returns the number of layers that each client keeps to itself (HeurpFedLA)."""
 
 
-def shared_sizes(server_state: ServerState, options: NeighbourOptions) -> SharedHypernetworkSizes:
+def shared_hypernetwork_sizes(server_state: ServerState, options: NeighbourOptions) -> SharedHypernetworkSizes:
     """Returns the sizes of the shared hypernetwork; a client has at most as many neighbours as there are clients."""
     assert options.neighbours is not None
     number = min(options.neighbours, len(server_state["clients"]))
@@ -110,7 +110,7 @@ def initial_shared_state(server_state: ServerState, options: NeighbourOptions) -
     Raises:
         UserError: the parts of all clients will not fit into memory.
     """
-    sizes, num_clients = shared_sizes(server_state, options), len(server_state["clients"])
+    sizes, num_clients = shared_hypernetwork_sizes(server_state, options), len(server_state["clients"])
     description = f"one hypernetwork for {num_clients} clients with neighbours={options.neighbours}"
     check_fits_in_memory(description, 4 * num_clients * sizes.num_entries_per_client)
     return {"trunk": init_trunk(sizes, server_state["seed"]), "recent": []}
@@ -136,7 +136,7 @@ def update_models_and_shared_hypernetwork(
     For each client the step is that of eq. 10 and 11 on its own network. Its embedding and biases take it; the trunk, and
     the rows of a client, take the mean of the steps of those whose networks they were part of.
     """
-    clients, sizes = sorted(replies), shared_sizes(server_state, options)
+    clients, sizes = sorted(replies), shared_hypernetwork_sizes(server_state, options)
     rate = sizes.neighbours / 10 if options.hn_lr is None else options.hn_lr
     changed, trunks = dict[str, Mapping[str, Tensor]](), list[Mapping[str, Tensor]]()
     rows_by_position, recent_rows = defaultdict[int, list[Tensor]](list), _recent_rows(server_state, options)
@@ -247,7 +247,9 @@ def _rows_of(server_state: ServerState, positions: Sequence[int], sizes: SharedH
 
 def _recent_rows(server_state: ServerState, options: NeighbourOptions) -> Callable[[], Tensor]:
     """Returns a function that returns the rows of the clients that replied last, and reads them at its first call."""
-    return cache(lambda: _rows_of(server_state, server_state["recent"], shared_sizes(server_state, options)))
+    return cache(
+        lambda: _rows_of(server_state, server_state["recent"], shared_hypernetwork_sizes(server_state, options))
+    )
 
 
 def _with_best_neighbours(
@@ -285,7 +287,7 @@ def _mixture_of(
     Raises:
         UserError: the hypernetwork has diverged.
     """
-    sizes = shared_sizes(server_state, options)
+    sizes = shared_hypernetwork_sizes(server_state, options)
     part = _client_part(server_state, client, sizes)
     own_position, num_clients = _position_of_client(server_state, client), len(server_state["clients"])
     if client not in server_state["hypernetworks"] or int(part["neighbours"][0]) == NO_NEIGHBOUR:

@@ -137,7 +137,7 @@ class LayerAggregationMethod(
         if self.weights == "similarity":
             return {}
         if self.neighbours is not None:
-            return init_client_part("", neighbour_weights.shared_sizes(server_state, self), 0)
+            return init_client_part("", neighbour_weights.shared_hypernetwork_sizes(server_state, self), 0)
         return init_aggregation_hypernetwork("", _hypernetwork_sizes(server_state, self), 0)
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:

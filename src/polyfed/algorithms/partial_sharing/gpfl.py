@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from polyfed.algorithms.base.averaging import ClientState, ServerState
 from polyfed.algorithms.base.heads.class_means import count_outputs
-from polyfed.algorithms.base.heads.conditioning import condition_of, draw_conditional
+from polyfed.algorithms.base.heads.conditioning import condition_of, draw_conditioning_tensors
 from polyfed.algorithms.base.heads.last_layer import (
     NetworkWithConditionedRepresentation,
     find_last_layer,
@@ -104,9 +104,8 @@ class GPFL(BodyAndHeadMethod, WrapsNetwork):
         """Returns the client's private state before round 1: its head, and the first e, γ and β, the same for all."""
         assert client.model is not None
         outputs = count_outputs(cached_module(client.model, client.train.device).module, client)
-        return {
-            **super().client_init(client, seed), "first": draw_conditional(outputs, find_last_layer(client)[1], seed)
-        }  # fmt: skip
+        first = draw_conditioning_tensors(outputs, find_last_layer(client)[1], seed)
+        return {**super().client_init(client, seed), "first": first}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int

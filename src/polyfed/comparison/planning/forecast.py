@@ -62,7 +62,7 @@ def forecast_cost_and_detectable_gain(
     with _open_pilot_folder(plan) as folder:
         start = time.monotonic()
         pilot, judged = _run_pilot(plan, methods, (label, local), folder)
-        parallel = _num_parallel(plan)
+        parallel = _num_parallel_runs(plan)
         seconds = (time.monotonic() - start) * min(parallel, _PILOT_RUNS) / _PILOT_RUNS
     num_runs, num_tried = count_final_and_search_runs(plan, methods)
     design, metric = _describe_design(plan, judged), plan.metrics[0]
@@ -176,7 +176,7 @@ def count_final_and_search_runs(plan: ComparisonPlan, methods: Mapping[str, Meth
     return final, sum(tried)
 
 
-def _num_parallel(plan: ComparisonPlan) -> int:
+def _num_parallel_runs(plan: ComparisonPlan) -> int:
     if plan.parallel_runs != "auto":
         return plan.parallel_runs
     return default_parallel_runs(plan.settings, len(plan.build_client_set(plan.seeds[0]).ids))

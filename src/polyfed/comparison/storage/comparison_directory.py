@@ -212,7 +212,7 @@ def load_comparison(folder: str | Path) -> Comparison:
     if not (Path(folder) / DESCRIPTION).exists():
         raise UserError(f"{folder} is not the directory of a comparison: it has no {DESCRIPTION}")
     if not path.is_file():
-        raise UserError(f"the comparison in {folder} is not finished; go on with it: {call_to_continue(folder)}")
+        raise UserError(f"the comparison in {folder} is not finished; go on with it: {command_to_continue(folder)}")
     try:
         content = parse_json(read_file(path))
         if not isinstance(content, dict):
@@ -261,7 +261,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     return content
 
 
-def call_to_continue(folder: str | Path) -> str:
+def command_to_continue(folder: str | Path) -> str:
     """Returns the command that continues a comparison, or the call where its clients were made in Python."""
     is_from_python = read_description(folder).get("experiment") is None
     return f"polyfed.compare(clients, ..., out={str(folder)!r})" if is_from_python else f"polyfed compare {folder}"

@@ -158,7 +158,7 @@ def is_numeric_text(value: str) -> bool:
 
 def describe_undecodable_file(file: Path, encoding: str, error: Exception) -> str:
     """Returns a sentence about a file that is no text in this encoding, with what to do."""
-    return f"{str(file)!r} cannot be read as text in {encoding} ({one_line(error)}); {advise_encoding(file)}"
+    return f"{str(file)!r} cannot be read as text in {encoding} ({error_in_one_line(error)}); {advise_encoding(file)}"
 
 
 def advise_encoding(file: Path) -> str:
@@ -171,6 +171,6 @@ def advise_encoding(file: Path) -> str:
     return f"give --data.encoding {'utf-16' if is_utf16 else 'latin-1'}, or save the file as UTF-8"
 
 
-def one_line(error: BaseException) -> str:
+def error_in_one_line(error: BaseException) -> str:
     """Returns the text of an error without line breaks, at most 200 characters."""
     return " ".join(str(error).split())[:200]

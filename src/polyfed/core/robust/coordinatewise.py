@@ -8,7 +8,7 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.robust.rule import CombiningRule, check_same_form_and_sort_ids, like_original, stack_as_double
+from polyfed.core.robust.rule import CombiningRule, cast_like_original, check_same_form_and_sort_ids, stack_as_double
 from polyfed.core.state_dict import StateDict, weighted_mean
 
 
@@ -36,7 +36,7 @@ class Median(CombiningRule):
         for name, original in tensors_by_client[ids[0]].items():
             ordered = stack_as_double(tensors_by_client, ids, name).sort(dim=0).values
             low, high = ordered[(len(ids) - 1) // 2], ordered[len(ids) // 2]
-            medians[name] = like_original(low if len(ids) % 2 else (low + high) / 2, original)
+            medians[name] = cast_like_original(low if len(ids) % 2 else (low + high) / 2, original)
         return medians
 
 
@@ -87,5 +87,5 @@ class TrimmedMean(CombiningRule):
             return weighted_mean(tensors_by_client)
         for name, original in tensors_by_client[ids[0]].items():
             ordered = stack_as_double(tensors_by_client, ids, name).sort(dim=0).values
-            means[name] = like_original(ordered[cut : len(ids) - cut].mean(dim=0), original)
+            means[name] = cast_like_original(ordered[cut : len(ids) - cut].mean(dim=0), original)
         return means

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.number_checks import is_whole_number
-from polyfed.core.robust.rule import CombiningRule, check_same_form_and_sort_ids, like_original, names_of_distances
+from polyfed.core.robust.rule import CombiningRule, cast_like_original, check_same_form_and_sort_ids, names_of_distances
 from polyfed.core.state_dict import StateDict
 
 _SMALLEST_DISTANCE = 1e-6  # ν of the paper's experiments
@@ -63,7 +63,7 @@ class GeometricMedian(CombiningRule):
             beta = alpha / distances.clamp(min=_SMALLEST_DISTANCE)
             beta = beta / beta.sum()
             center = _combine_rows(tensors_by_client, ids, beta)
-        return {name: like_original(center[name], tensor) for name, tensor in tensors_by_client[ids[0]].items()}
+        return {name: cast_like_original(center[name], tensor) for name, tensor in tensors_by_client[ids[0]].items()}
 
 
 def _combine_rows(tensors_by_client: Mapping[str, StateDict], ids: list[str], beta: Tensor) -> dict[str, Tensor]:

@@ -76,7 +76,7 @@ def stack_as_double(tensors_by_client: Mapping[str, StateDict], ids: list[str], 
     return torch.stack([tensors_by_client[i][name].detach().reshape(-1).to(torch.float64) for i in ids])
 
 
-def like_original(values: Tensor, original: Tensor) -> Tensor:
+def cast_like_original(values: Tensor, original: Tensor) -> Tensor:
     """Returns float64 numbers in the original's shape and type; rounds for whole numbers, halves up."""
     values = values.reshape(original.shape)
     if original.is_floating_point():

@@ -23,7 +23,7 @@ def check_precision(precision: Precision, device: torch.device) -> None:
 
     Some virtual machines report AMX but kill the process at its first instruction, so a child process tries it.
     """
-    if precision == "bf16" and device.type == "cpu" and not _bf16_runs():
+    if precision == "bf16" and device.type == "cpu" and not _is_bf16_supported():
         raise UserError(
             "precision='bf16' kills the process on this processor (tried in a child process); use precision='fp32', or "
             "set the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 to keep oneDNN from AMX"
@@ -39,5 +39,5 @@ with torch.autocast("cpu", torch.bfloat16):
 
 
 @lru_cache(maxsize=1)
-def _bf16_runs() -> bool:
+def _is_bf16_supported() -> bool:
     return subprocess.run([sys.executable, "-c", _BF16_PROBE], capture_output=True, check=False).returncode == 0

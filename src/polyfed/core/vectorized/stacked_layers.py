@@ -49,12 +49,12 @@ def _compute_linear(part: nn.Linear, weights: Weights, x: Tensor) -> Tensor:
     return out.reshape(*x.shape[:-1], weight.shape[1])
 
 
-def _side_by_side(x: Tensor, clients: int) -> Tensor:
+def _clients_to_channels(x: Tensor, clients: int) -> Tensor:
     """Rearranges a batch from (k·rows, channels, ...) to (rows, k·channels, ...): clients side by side as channels."""
     return x.reshape(clients, -1, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
 
 
-def _below_one_another(x: Tensor, clients: int) -> Tensor:
+def _channels_to_clients(x: Tensor, clients: int) -> Tensor:
     """Rearranges a batch from (rows, k·channels, ...) back to (k·rows, channels, ...)."""
     return x.reshape(len(x), clients, -1, *x.shape[2:]).transpose(0, 1).flatten(0, 1)
 
@@ -65,10 +65,10 @@ def _compute_convolution(part: _ConvNd, weights: Weights, x: Tensor) -> Tensor:
     clients = len(weight)
     convolve: Callable[..., Tensor] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[weight.dim() - 3]
     out = convolve(
-        _side_by_side(x, clients), weight.flatten(0, 1), None if bias is None else bias.flatten(), part.stride,
+        _clients_to_channels(x, clients), weight.flatten(0, 1), None if bias is None else bias.flatten(), part.stride,
         part.padding, part.dilation, clients * part.groups,
     )  # fmt: skip
-    return _below_one_another(out, clients)
+    return _channels_to_clients(out, clients)
 
 
 def _batch_norm(part: _BatchNorm, weights: Weights, x: Tensor, num_valid_rows: Tensor | None = None) -> Tensor:
@@ -84,7 +84,7 @@ def _batch_norm(part: _BatchNorm, weights: Weights, x: Tensor, num_valid_rows: T
             part, weights, x.reshape(clients, -1, *x.shape[1:]), num_valid_rows, keeps
         ).reshape(x.shape)
     out = F.batch_norm(
-        _side_by_side(x, clients),
+        _clients_to_channels(x, clients),
         mean.view(-1) if keeps and mean is not None else None,
         variance.view(-1) if keeps and variance is not None else None,
         None if weight is None else weight.flatten(),
@@ -93,7 +93,7 @@ def _batch_norm(part: _BatchNorm, weights: Weights, x: Tensor, num_valid_rows: T
         0.0 if part.momentum is None else part.momentum,
         part.eps,
     )
-    return _below_one_another(out, clients)
+    return _channels_to_clients(out, clients)
 
 
 def _batch_norm_of_valid_rows(

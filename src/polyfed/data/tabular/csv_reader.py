@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import final
 
 from polyfed.core.errors import UserError
-from polyfed.core.examples.text_columns import advise_encoding, describe_undecodable_file, one_line
+from polyfed.core.examples.text_columns import advise_encoding, describe_undecodable_file, error_in_one_line
 from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, open_file
 from polyfed.data.formats.files import Table
 
@@ -84,7 +84,9 @@ def parse_csv_file(file: Path, form: CSVFormat) -> Table:
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         is_encoding = "UTF8" in str(error) or "codec" in str(error)
         cure = advise_encoding(file) if is_encoding else f"cells are separated by {separator!r}, rows by line"
-        reason = re.sub(r"(Expected \d+ columns, got \d+).*", r"\1", one_line(error))  # a row follows, with its cells
+        reason = re.sub(
+            r"(Expected \d+ columns, got \d+).*", r"\1", error_in_one_line(error)
+        )  # a row follows, with its cells
         raise UserError(f"{str(file)!r} cannot be read as CSV ({reason}); {cure}") from error
     table = _without_unnamed_empty_columns(table, file)
     if unreadable := [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]:

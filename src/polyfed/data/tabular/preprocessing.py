@@ -231,8 +231,9 @@ class TablePreprocessor:
             warn_of_changed_constants({name: changed})
 
     def warn_of_unlike_rows(self, x: Tensor, name: str) -> None:
-        """Issues a warning if the encoded rows `x`, which the warning calls `name`, are not like the training rows: if
-        columns that were constant have other values, or numbers are so far away that they may be in another unit.
+        """Warns if the encoded rows `x`, called `name`, are not like the training rows.
+
+        It does if columns that were constant have other values, or numbers are so far off that they may be in another unit.
         """
         self.warn_of_changed_constants(x, name)
         numeric = [i for i, column in enumerate(self.columns) if column.categories is None]

@@ -15,8 +15,8 @@ from polyfed.core.examples.text_columns import (
     DECIMAL_COMMA,
     MAX_MISSING_WORDS,
     check_no_empty_cells,
+    error_in_one_line,
     is_numeric_text,
-    one_line,
 )
 from polyfed.core.examples.times import times_as_numbers
 from polyfed.core.io.number_format import format_row_numbers
@@ -83,7 +83,7 @@ def read_table(
                 )
         except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise UserError(
-                f"{name} cannot be read as a table ({one_line(error)}); each column needs values of one kind, and "
+                f"{name} cannot be read as a table ({error_in_one_line(error)}); each column needs values of one kind, and "
                 "texts that mean no value are given as missing=[...] (--data.missing)"
             ) from error
         table = _blank_missing_values(table, missing, decimal)

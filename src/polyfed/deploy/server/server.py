@@ -43,7 +43,7 @@ from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
-from polyfed.simulation.rounds.replies.secure_aggregation import counts_norms
+from polyfed.simulation.rounds.replies.secure_aggregation import sums_count_norms
 from polyfed.simulation.rounds.round_loop import run_remaining_rounds
 from polyfed.simulation.rounds.start.resume import rewind_to_newest_checkpoint
 from polyfed.simulation.settings import Settings
@@ -183,7 +183,7 @@ class DeploymentServer:
     def _common_head(self) -> dict[str, Any]:
         algorithm = describe_method_and_settings(self.algorithm, self.settings)["algorithm"]
         secure = {"secure": True} if self.settings.secure else {}
-        counts = self.settings.secure and counts_norms(self.algorithm)
+        counts = self.settings.secure and sums_count_norms(self.algorithm)
         return {
             "protocol": COUNTING_PROTOCOL if counts else PROTOCOL,
             "run": self.run,

@@ -223,14 +223,14 @@ def read_run_groups(folders: Sequence[Path]) -> RunGroups:
         run_by_path = {path: read_run_record(path) for path in _run_directories(folder)}
         evaluated_runs = {path: run for path, run in run_by_path.items() if run is not None}
         if not evaluated_runs:
-            call = comparison.call_to_continue(folder) if is_comparison else f"polyfed resume {folder}"
+            call = comparison.command_to_continue(folder) if is_comparison else f"polyfed resume {folder}"
             raise UserError(f"{folder} has no evaluated round yet; go on with it: {call}")
         notes += [sentence for path in evaluated_runs for sentence in describe_changed_files_of_run(path)]
         notes += [
             f"{path} has no evaluated round yet and is left out" for path in run_by_path if path not in evaluated_runs
         ]
         if is_comparison:
-            notes.append(f"The comparison is not finished; go on with it: {comparison.call_to_continue(folder)}")
+            notes.append(f"The comparison is not finished; go on with it: {comparison.command_to_continue(folder)}")
             groups.append(_unfinished_comparison_group(folder, list(evaluated_runs.values()), notes))
         else:
             run_by_folder |= evaluated_runs

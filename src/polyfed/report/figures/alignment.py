@@ -103,7 +103,7 @@ def measure_alignment(
         all_clients = [client for _, client in sorted(run.federation.clients.items())]
         seed = run.federation.settings.seed
     else:
-        all_clients, seed = _clients_and_seed(expand_user_path(run, "the run directory"), clients)
+        all_clients, seed = _load_clients_and_seed(expand_user_path(run, "the run directory"), clients)
     if len(all_clients) < 2:
         raise UserError("the run has one client, so that there is no pair to compare; give a run of at least 2")
     shared_examples = _test_examples(all_clients, rows) if examples is None else _evenly_spaced_examples(examples, rows)
@@ -136,7 +136,7 @@ def _mean_over_pairs(table: NDArray[np.float64]) -> float:
     return float((table.sum() - np.trace(table)) / (number * (number - 1)))
 
 
-def _clients_and_seed(folder: Path, clients: Sequence[Client] | None) -> tuple[list[Client], int]:
+def _load_clients_and_seed(folder: Path, clients: Sequence[Client] | None) -> tuple[list[Client], int]:
     """Returns the clients of a run sorted by id, and the seed of the run in `folder`."""
     if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run directory: it has no config.yaml")

@@ -27,7 +27,7 @@ from polyfed.simulation.engines.base import ClientTask, Engine, Phase
 from polyfed.simulation.monitoring.validation_losses import round_of_lowest_pooled_loss
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.planning.evaluation_sample import has_other_clients_each_round, sample_evaluated_clients
-from polyfed.simulation.rounds.replies.secure_aggregation import announce_counted_median, counts_norms
+from polyfed.simulation.rounds.replies.secure_aggregation import announce_counted_median, sums_count_norms
 from polyfed.simulation.rounds.round_scores import round_of_best_score
 from polyfed.simulation.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings
@@ -251,7 +251,7 @@ class Federation:
         order = sorted(clients)  # what is computed for many at once may differ in its last bits from order to order
         client_infos = [self.client_info(client, round_number, phase) for client in order]
         compressor = self.message_compressor(checkpoint)
-        follows_median = phase == "local" and self.settings.secure and counts_norms(self.algorithm)
+        follows_median = phase == "local" and self.settings.secure and sums_count_norms(self.algorithm)
         median = CountedMedian.from_server_state(checkpoint.state) if follows_median else None
         block: list[ClientTask] = []
         tensor_ids: set[int] = set()

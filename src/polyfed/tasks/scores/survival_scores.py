@@ -65,7 +65,7 @@ def uno_c_index(outputs: Tensor, targets: Tensor) -> float:
     favour early events. Source: Uno et al. 2011. NaN as for `c_index`.
     """
     time, event = read_times_and_events(targets)
-    uncensored = _uncensored_before(time, event, time)
+    uncensored = _probability_uncensored(time, event, time)
     weights = np.divide(1.0, uncensored**2, out=np.zeros(len(time)), where=event & (uncensored > 0))
     return _weighted_concordance(risk_of_outputs(outputs), time, event, weights)
 
@@ -103,7 +103,7 @@ def value_of_step_curve(times: Floats, values: Floats, at: Floats, *, just_befor
     return np.concatenate([[1.0], values])[steps]
 
 
-def _uncensored_before(time: Floats, event: NDArray[np.bool_], at: Floats) -> Floats:
+def _probability_uncensored(time: Floats, event: NDArray[np.bool_], at: Floats) -> Floats:
     """Returns the probability of not being censored before the times `at`.
 
     A censored patient is at risk of censoring after those who had the event at the same time.
@@ -133,8 +133,8 @@ def integrated_brier(logits: Tensor, targets: Tensor, cuts: Sequence[float]) -> 
         return math.nan
     survival, ends = survival[:, is_observed], ends[is_observed]
     at_event, at_end = (
-        _uncensored_before(time, event, time),
-        _uncensored_before(time, event, np.nextafter(ends, np.inf)),
+        _probability_uncensored(time, event, time),
+        _probability_uncensored(time, event, np.nextafter(ends, np.inf)),
     )
     died = (time[:, None] <= ends) & event[:, None]
     alive = time[:, None] > ends

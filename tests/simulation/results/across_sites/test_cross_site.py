@@ -98,7 +98,7 @@ def test_equally_good_models_are_seldom_told_apart():
     ]
     for _ in range(40):
         parts = {
-            (METRICS["auc"].name, owner.id, client.id): cross_site._score(
+            (METRICS["auc"].name, owner.id, client.id): cross_site._score_with_pseudo_values(
                 METRICS["auc"], client.task, torch.from_numpy(draw.normal(size=(60, 2))), targets, np.arange(60), 50
             )
             for owner in clients
@@ -119,7 +119,9 @@ def test_a_c_index_of_four_events_has_no_interval():
     task, times = Survival(), torch.arange(30.0)
     for events, has_interval in ((4, False), (5, True)):
         targets = torch.stack([times, (times < events).float()], dim=1)
-        score = cross_site._score(task.default_metric, task, -times[:, None], targets, np.arange(30), 50)
+        score = cross_site._score_with_pseudo_values(
+            task.default_metric, task, -times[:, None], targets, np.arange(30), 50
+        )
         assert (score.pseudo_values is not None) is has_interval
 
 

@@ -36,7 +36,7 @@ def condition_of(tensors: StateDict, context: Tensor) -> ScaleAndShift:
     return ScaleAndShift(gamma + 1, beta)
 
 
-def draw_conditional(outputs: int, width: int, seed: int) -> dict[str, Tensor]:
+def draw_conditioning_tensors(outputs: int, width: int, seed: int) -> dict[str, Tensor]:
     """Returns initial tensors of γ and β, as torch's layers draw them, and embeddings of the classes, (outputs, width)."""
     generator, limit = torch_generator(derive_seed(seed, "conditional")), width**-0.5
     tensors = {"embeddings": torch.randn(outputs, width, generator=generator)}

@@ -24,7 +24,7 @@ from polyfed.comparison.planning.method_selection import (
 )
 from polyfed.comparison.storage.comparison_directory import (
     DESCRIPTION,
-    call_to_continue,
+    command_to_continue,
     load_unchanged_comparison,
     parse_result_criteria,
     read_description,
@@ -127,7 +127,9 @@ def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPla
     description = read_description(folder)
     experiment = description.get("experiment")
     if experiment is None:
-        raise UserError(f"the clients of {folder} were made in Python; go on with it there: {call_to_continue(folder)}")
+        raise UserError(
+            f"the clients of {folder} were made in Python; go on with it there: {command_to_continue(folder)}"
+        )
     required_keys = {"config", "methods", "same_data", "resplit", "references"}
     if missing_keys := [*({"title", "seeds"} - description.keys()), *(required_keys - experiment.keys())]:
         raise UserError(

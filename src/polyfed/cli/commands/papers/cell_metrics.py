@@ -330,7 +330,7 @@ def _measure_once(
 ) -> dict[str, float | None]:
     """Calls `compute` for the run of the cell's method, and stores the result beside the run for later calls."""
     file, folder = run.folder / MEASURED_FILE, run.folder_of(cell.method)
-    measured = _read_measured(file)
+    measured = _read_stored_measurements(file)
     experiment = build_experiment(read_config(folder))
     key = f"{registry_name(experiment.algorithm)}, {key}"
     if key not in measured:
@@ -339,7 +339,7 @@ def _measure_once(
     return measured[key]
 
 
-def _read_measured(file: Path) -> dict[str, dict[str, float | None]]:
+def _read_stored_measurements(file: Path) -> dict[str, dict[str, float | None]]:
     """Reads the results that `_measure_once` stored.
 
     Raises:

@@ -55,7 +55,7 @@ def run_experiment(experiment: Experiment, out: Path, *, quiet: bool = False, lo
     experiment_data = load_checked_participants(experiment)
     runs = {
         registry_name(experiment.algorithm): _run_method(
-            experiment, experiment.algorithm, experiment_data, out, _new_progress(out, quiet, logger)
+            experiment, experiment.algorithm, experiment_data, out, _build_progress(out, quiet, logger)
         )
     }
     failed: dict[str, str] = {}
@@ -63,7 +63,7 @@ def run_experiment(experiment: Experiment, out: Path, *, quiet: bool = False, lo
         folder = create_private_folder_if_missing(out / BASELINES) / name
         try:
             runs[name] = _run_method(
-                experiment, baseline, experiment_data, folder, _new_progress(folder, quiet, logger)
+                experiment, baseline, experiment_data, folder, _build_progress(folder, quiet, logger)
             )
         except (ClientError, RoundError) as error:  # the others are worth having
             failed[name] = str(error)
@@ -125,12 +125,12 @@ def resume_experiment(out: Path, *, quiet: bool = False) -> None:
     experiment = build_experiment(config)
     experiment_data = load_checked_participants(experiment)
     logger = validate_logger_names(list_loggers_of_run(out))
-    main = _resume_method(experiment_data, out, _new_progress(out, quiet, logger))
+    main = _resume_method(experiment_data, out, _build_progress(out, quiet, logger))
     runs = {registry_name(experiment.algorithm): main}
     failed: dict[str, str] = {}
     for name, baseline in experiment.baselines.items():
         folder = create_private_folder_if_missing(out / BASELINES) / name
-        progress = _new_progress(folder, quiet, logger)
+        progress = _build_progress(folder, quiet, logger)
         try:
             if (folder / "config.yaml").exists():
                 runs[name] = _resume_method(experiment_data, folder, progress)
@@ -194,7 +194,7 @@ def load_checked_participants(experiment: Experiment) -> Participants:
     return replace(experiment_data, data_warnings=tuple(data_warnings))
 
 
-def _new_progress(out: Path, quiet: bool, logger: Sequence[str]) -> Progress:
+def _build_progress(out: Path, quiet: bool, logger: Sequence[str]) -> Progress:
     progress = build_terminal_progress(quiet=quiet)
     return build_tracker(logger, out, progress) if logger else progress
 

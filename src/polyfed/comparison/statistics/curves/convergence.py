@@ -70,7 +70,7 @@ def judge_convergence(
     fall, end, p = _fit_line(rounds[-size:], mean[-size:])
     total_fall = float(mean[0] - mean.min())
     if (
-        end < _lowest_smoothed(mean[:-size])
+        end < _lowest_moving_average(mean[:-size])
         and fall > max(_SHARE * total_fall, _ROUNDING * float(np.abs(mean).max()))
         and p < _LEVEL
     ):
@@ -118,7 +118,7 @@ def advice_if_loss_still_falls(tuning_entry: Mapping[str, Any] | None) -> str:
     return "larger learning rates did worse in the search: give more rounds"
 
 
-def _lowest_smoothed(before: NDArray[np.float64]) -> float:
+def _lowest_moving_average(before: NDArray[np.float64]) -> float:
     """Returns the lowest mean of three successive losses; infinity if the first loss is the lowest."""
     if int(before.argmin()) == 0:
         return math.inf

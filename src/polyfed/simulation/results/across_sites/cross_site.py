@@ -136,8 +136,7 @@ def _score_with_pseudo_values(
 
 
 def _has_rare_class(metric: Metric, task: Task, targets: Tensor) -> bool:
-    """Returns whether a score that ranks or compares classes (or patients, by an event) rests on so few examples of one
-    that it has no interval."""
+    """Returns whether a score of classes or events rests on so few of one that it has no interval."""
     if metric.per_example is not None or not task.rarest_limits_score:
         return False
     rarest = task.rarest_class(targets)
@@ -175,8 +174,10 @@ def _build_cell(
 def _confidence_interval(
     value: float, pseudo_values: NDArray[np.float64] | None, num_claims: int = 1
 ) -> tuple[float | None, float | None]:
-    """Returns the ends of the interval value ± t·s/√g of g pseudo-values, which holds simultaneously for `num_claims` such
-    (Bonferroni); None if they do not vary, which says nothing."""
+    """Returns value ± t·s/√g of g pseudo-values, for `num_claims` at once; None if they do not vary.
+
+    The correction for several claims is Bonferroni's. Values that do not vary say nothing.
+    """
     if pseudo_values is None:
         return None, None
     from scipy.stats import t  # takes half a second to import

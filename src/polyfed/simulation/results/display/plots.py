@@ -28,7 +28,7 @@ def plot_learning_curves(
     names = {name for record in evaluated for scores in record["clients"].values() for name in scores}
     if metric not in names:
         raise UserError(f"no round of this run has the score {metric!r}; {did_you_mean(str(metric), names)}")
-    ax, scale = ax if ax is not None else _new_axes(), 100 if unit == "%" else 1
+    ax, scale = ax if ax is not None else _build_axes(), 100 if unit == "%" else 1
     clients = sorted({client for record in evaluated for client in record["clients"]})
     for client in clients:
         points = [(record["round"], record["clients"].get(client, {}).get(metric)) for record in evaluated]
@@ -63,7 +63,7 @@ def plot_intervals(
         draws_zero_line: whether to draw a line at zero, for differences.
         ax: axes to draw into; None makes new ones.
     """
-    ax, scale = ax if ax is not None else _new_axes(), 100 if unit == "%" else 1
+    ax, scale = ax if ax is not None else _build_axes(), 100 if unit == "%" else 1
     for position, (_, value, interval) in enumerate(entries):
         if interval is not None:
             ax.plot([scale * end for end in interval], [position, position], color="tab:blue", linewidth=2)
@@ -75,7 +75,7 @@ def plot_intervals(
     return ax
 
 
-def _new_axes() -> Any:
+def _build_axes() -> Any:
     from matplotlib import pyplot  # imported late: a second, which only a plot should cost
 
     return pyplot.subplots(layout="constrained")[1]

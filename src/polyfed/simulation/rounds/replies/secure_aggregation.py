@@ -104,13 +104,13 @@ def check_secure_rule(algorithm: Algorithm[Any, Any]) -> None:
         )
 
 
-def counts_norms(algorithm: Algorithm[Any, Any]) -> bool:
+def sums_count_norms(algorithm: Algorithm[Any, Any]) -> bool:
     """Returns whether secure sums count norms, so that the bound on updates follows their median.
 
     See `polyfed.core.robust.counted_median`.
 
     >>> from polyfed.algorithms import FedAvg
-    >>> counts_norms(FedAvg(robust="clip:3x")), counts_norms(FedAvg(robust="clip:5"))
+    >>> sums_count_norms(FedAvg(robust="clip:3x")), sums_count_norms(FedAvg(robust="clip:5"))
     (True, False)
     """
     rule = parse_robust_rule(getattr(algorithm, "robust", None))
@@ -197,7 +197,7 @@ def find_secure_reply_error(
         if not isinstance(part, Message):
             raise UserError(f"the reply is a {type(part).__name__}, not a Message")
         layout = parse_sum_message(part)[1]
-        if layout.num_counts != (expected := NUM_COUNTS if counts_norms(algorithm) else 0):
+        if layout.num_counts != (expected := NUM_COUNTS if sums_count_norms(algorithm) else 0):
             raise UserError(f"a part of this secure sum has {expected} counts, and the reply {layout.num_counts}")
         groups = layout.meta_tensors()
         specs = algorithm.reply_spec(server_state, message, Message(groups))
