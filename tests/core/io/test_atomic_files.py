@@ -27,6 +27,7 @@ from polyfed.core.io.atomic_files import (
     read_file,
     read_text_file,
     remove_file_or_folder,
+    write_file_atomically,
 )
 from tests.special_files import endless, folder, nowhere, pipe, sparse
 
@@ -313,3 +314,16 @@ def test_a_name_of_255_bytes_can_be_written_and_an_error_leaves_the_old_file(tmp
         new.write("no bytes")
     assert os.listdir(tmp_path) == [file.name]
     assert file.read_bytes() == b"old"
+
+
+def test_an_error_names_the_file_that_was_to_be_written(tmp_path):
+    with pytest.raises(FileNotFoundError) as no_folder:
+        write_file_atomically(tmp_path / "nowhere" / "a.csv", b"")
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError) as no_file:
+        write_file_atomically(tmp_path / "folder", b"")
+    assert [error.value.filename for error in (no_folder, no_file)] == [
+        str(tmp_path / "nowhere" / "a.csv"),
+        str(tmp_path / "folder"),
+    ]
+    assert os.listdir(tmp_path) == ["folder"]

@@ -92,7 +92,7 @@ def open_file_for_overwrite(path: Path, *, private: bool = True, sync: bool = Tr
                 file.flush()
                 if sync:
                     os.fsync(file.fileno())
-        except BaseException:
+        except OSError:
             with suppress(OSError):  # a partial file occupies disk space that is needed
                 path.unlink()
             raise
@@ -106,10 +106,15 @@ def open_atomic_file(path: Path, *, private: bool = True, sync: bool = True) -> 
     them, whole. Arguments and errors are those of `open_file_for_overwrite`.
     """
     partial = path.with_name(f".partial-{secrets.token_hex(8)}")
-    with open_file_for_overwrite(partial, private=private, sync=sync) as file:
-        yield file
-    with _file_named_in_errors(path):
-        partial.replace(path)  # which Windows does also where the file exists
+    with _file_named_in_errors(path, partial):
+        try:
+            with open_file_for_overwrite(partial, private=private, sync=sync) as file:
+                yield file
+            partial.replace(path)  # which Windows does also where the file exists
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink()
+            raise
         if sync:
             flush_folder_to_disk(path.parent)
 
@@ -235,12 +240,12 @@ def add_resume_hint_if_disk_full(next_step: str) -> Iterator[None]:
 
 
 @contextmanager
-def _file_named_in_errors(path: Path) -> Iterator[None]:
-    """Adds the file's name to errors of writing that are raised in the block."""
+def _file_named_in_errors(path: Path, partial: Path | None = None) -> Iterator[None]:
+    """Adds the file's name to errors of writing that are raised in the block, in place of that of its `partial` file."""
     try:
         yield
     except OSError as error:
-        if error.filename is not None or error.errno is None:
+        if error.errno is None or str(error.filename) not in ("None", str(partial)):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 
