@@ -153,8 +153,10 @@ def split_windows(examples: Examples, *, test: float = 0.25, val: float = 0.0) -
 
 
 def _group_neighbours(examples: Examples, bounds: Sequence[tuple[int, int]]) -> list[str]:
-    """Returns a name for each stored window, the same for as many neighbours of one set as a window has values. Another
-    series has other names."""
+    """Names each stored window, by one name for as many neighbours of one set as a window has values.
+
+    Another series has other names.
+    """
     length, series = examples.input_tensor.shape[1] + examples.y.shape[1], zlib.crc32(examples.labels.numpy().tobytes())
     names, rows = [""] * len(examples.y), rows_in_stored_tensors(examples).tolist()
     for first, last in bounds:

@@ -53,10 +53,10 @@ class ScoreFormat:
         return mean_label_of(self.label)
 
     @property
-    def meaning(self) -> str:
+    def explanation(self) -> str:
         """Returns a sentence that says what the score is; empty for scores that their label explains.
 
-        >>> score_format_of("brier").meaning
+        >>> score_format_of("brier").explanation
         'Brier score: the squared error of the predicted probability; 0 is perfect.'
         """
         meaning = _MEANINGS.get(self.name)

@@ -55,7 +55,7 @@ def describe_comparison(run_group: RunGroup) -> str:
         f"{sites}, {count_with_noun(len(run_group.methods), 'method')}, {seeds}; {score} on each site's own test "
         f"examples, {rounds_text}."
     )
-    return f"{sentence} {run_group.score_format.meaning}".rstrip()
+    return f"{sentence} {run_group.score_format.explanation}".rstrip()
 
 
 def result_summary_sentences(run_group: RunGroup) -> list[str]:
