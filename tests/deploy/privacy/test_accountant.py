@@ -190,6 +190,15 @@ def test_an_older_copy_of_the_book_is_no_new_budget(tmp_path):
         record_message_and_get_epsilon(book, "data", NOISY)
 
 
+@pytest.mark.parametrize("name", ["Patients", "patients ", "pati\uff45nts"])
+def test_a_data_set_whose_name_is_spelt_otherwise_is_no_new_budget(tmp_path, name):
+    book = tmp_path / "privacy.json"
+    record_message_and_get_epsilon(book, "patients", NOISY)
+    with pytest.raises(UserError, match="would have another budget; write data-set as before"):
+        record_message_and_get_epsilon(book, name, NOISY)
+    record_message_and_get_epsilon(book, "patients-2027", NOISY)
+
+
 def test_messages_that_an_owner_adds_under_another_spelling_of_the_noise_count_too(tmp_path):
     book = tmp_path / "privacy.json"
     book.write_text('{"version": 1, "data_sets": {"data": {"4.0": 1, "4": 1}}}')

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, NotRequired, TypedDict, TypeVar, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import MAX_ROUNDS_BYTES, read_file, write_file_atomically
+from polyfed.core.io.terminal_text import fold_spelling
 from polyfed.core.io.validation import parse_json, validation_error
 
 Kind = TypeVar("Kind")
@@ -84,7 +85,18 @@ def read_ledger(file: Path) -> Ledger:
 
 
 def write_ledger(file: Path, ledger: Ledger) -> None:
-    """Writes the ledger, and then its number of entries, so that the ledger is never behind its count."""
+    """Writes the ledger, and then its number of entries, so that the ledger is never behind its count.
+
+    Raises:
+        UserError: two data sets have names that look alike, each of which would have a budget.
+    """
+    name_by_spelling: dict[str, str] = {}
+    for name in ledger.count_entries():
+        if (earlier_name := name_by_spelling.setdefault(fold_spelling(name), name)) != name:
+            raise UserError(
+                f"{file} has the data set {earlier_name!r}, and {name!r} would have another budget; write data-set as "
+                "before, or give other data a name that does not look like it"
+            )
     content: _LedgerContent = {
         "version": 1,
         "data_sets": {name: {str(z): n for z, n in page.items()} for name, page in ledger.messages.items()},
