@@ -15,6 +15,7 @@ _WORDS = {"join": "join", "stay": "stay alone", "undecided": "not decided"}
 _STYLES = {"join": "bold green", "stay": "bold magenta", "undecided": "yellow"}
 _MAX_SITES = 8
 _LOG_WIDTH = 1000
+_MOST_DIGITS = 6  # after the decimal point
 
 
 def print_answers(results: Mapping[str, Any], out: Path | None, console: Console) -> None:
@@ -80,7 +81,15 @@ def describe_answer(row: Mapping[str, Any], unit: str, reference: str | None = "
 
 
 def _format_gain(value: float, unit: str) -> str:
-    return f"{100 * value + 0.0:+.1f}" if unit == "%" else f"{value + 0.0:+.3f}"
+    """Formats a gain with its sign, with more digits where the usual number of digits would show 0.
+
+    >>> [_format_gain(gain, "%") for gain in (0.041, 0.0003, 0.0)]
+    ['+4.1', '+0.03', '+0.0']
+    """
+    scaled, digits = (100 * value, 1) if unit == "%" else (value, 3)
+    while scaled and not round(scaled, digits) and digits < _MOST_DIGITS:
+        digits += 1
+    return f"{scaled + 0.0:+.{digits}f}"
 
 
 def print_next_commands(console: Console, **commands: list[str]) -> None:
