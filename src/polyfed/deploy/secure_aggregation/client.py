@@ -204,8 +204,11 @@ class SecureSumClient:
         return self._read_json(file, lambda content: _state_from_json(sum_id, self.name, content))
 
     def _read_json(self, file: Path, build: Callable[[Any], T]) -> T:
-        """Returns what `build` makes of the JSON in one of the site's own files; raises a `RefusalError` that names the file
-        if it is damaged."""
+        """Returns what `build` makes of the JSON in one of the site's own files.
+
+        Raises:
+            RefusalError: the file is damaged; the error names it.
+        """
         try:
             return build(json.loads(read_file(file)))
         except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
