@@ -276,7 +276,7 @@ def _table_by_client(
     """Returns a row for each client and one for their mean; the last of `methods` is the run's, the others baselines."""
     table = PlainTable(title=title, title_justify="left")
     table.add_column("client")
-    task, classes = experiment_data.pool.task, experiment_data.classes
+    task, classes = experiment_data.clients[0].task, experiment_data.classes
     counted = []
     if classes:
         counted = ["classes" if task.one_class_per_example else task.count_names(experiment_data.pool.class_names)[-1]]
