@@ -1,5 +1,7 @@
 """Rows that come after the run are read as the run's table was, by polyfed and by the script of an export."""
 
+import json
+import shutil
 import warnings
 
 import pytest
@@ -62,3 +64,26 @@ def test_numbers_in_another_unit_are_told(codes):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         codes[0].predict("north", {"age": [60.0, 600.0, 50.0], "chol": [200.0, 210.0, None]})
+
+
+@pytest.mark.parametrize("name", ["north.safetensors", "north.preprocessing.json"])
+def test_a_model_that_was_changed_is_neither_used_nor_exported(codes, tmp_path, capsys, name):
+    run = shutil.copytree(codes[1] / "run", tmp_path / "run")
+    file = run / "models" / name
+    content = bytearray(file.read_bytes())
+    content[content.rindex(b"0")] ^= 1
+    file.write_bytes(content)
+    assert main(["predict", str(run), str(codes[1] / "rows.csv")]) == 2
+    assert f"{name} was changed since the run wrote it" in capsys.readouterr().err
+    with pytest.raises(pf.UserError, match="was changed since the run wrote it"):
+        export_model(run, "north", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_whose_preprocessing_is_of_another_model_is_refused(codes, tmp_path, capsys):
+    folder = shutil.copytree(codes[1] / "out", tmp_path / "out")
+    content = json.loads((folder / "preprocessing.json").read_text())
+    content |= {"columns": content["columns"][:1], "mean": [50.0], "spread": [1.0]}
+    (folder / "preprocessing.json").write_text(json.dumps(content))
+    assert main(["predict", str(folder), str(codes[1] / "rows.csv")]) == 2
+    assert "gives 1 features, and its network takes [3]" in capsys.readouterr().err

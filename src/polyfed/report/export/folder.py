@@ -218,6 +218,12 @@ class ExportedModel:
         self._network: nn.Module | None = None
         script = folder / NETWORK_FILES["torchscript"]  # type: ignore[operator]  # which is a name
         network_spec = content["network"]
+        width = len(preprocessor.feature_names)
+        if network_spec is not None and network_spec["input_shape"] != [width]:
+            raise UserError(
+                f"{folder / PREPROCESSING} gives {width} features, and its network takes {network_spec['input_shape']}: one "
+                "of the two is of another model; export again"
+            )
         is_user_code = network_spec is not None and ":" in network_spec["name"]
         if (
             content["algorithm"] is None

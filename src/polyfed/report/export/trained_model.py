@@ -28,6 +28,7 @@ from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.replies.secure_aggregation import effective_disclosures
 from polyfed.simulation.storage.configuration import build_method, build_settings, read_section, restore_metrics
 from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics
+from polyfed.simulation.storage.integrity import check_model_unchanged
 from polyfed.simulation.storage.model_signature import (
     PREPROCESSING_SUFFIX,
     SIGNATURE_SUFFIX,
@@ -157,6 +158,8 @@ def read_trained_model(folder: Path, client: str | None, network: Architecture |
         UserError: there is no network of this client, its files are damaged, or its network cannot be built.
     """
     path, signature = _find_model(folder, client)
+    manifest = read_manifest(folder)
+    check_model_unchanged(folder, manifest, path.stem)
     try:
         weights = read_safetensors(path)
     except (OSError, ValueError) as error:
@@ -189,7 +192,7 @@ def read_trained_model(folder: Path, client: str | None, network: Architecture |
         signature,
         preprocessor,
         description,
-        _class_names(preprocessor, read_manifest(folder)),
+        _class_names(preprocessor, manifest),
         algorithm,
         0 if predictions is None else predictions.round,
         0 if settings is None else settings.rounds,

@@ -25,7 +25,8 @@ from polyfed.core.state_dict import StateDict
 from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table, preprocessor_from_json
 from polyfed.models import ModelSpec
 from polyfed.simulation.storage.configuration import build_method, read_section
-from polyfed.simulation.storage.directory import read_config
+from polyfed.simulation.storage.directory import read_config, read_manifest
+from polyfed.simulation.storage.integrity import check_model_unchanged
 from polyfed.simulation.storage.model_signature import PREPROCESSING_SUFFIX, read_signature, spec_from_signature
 from polyfed.simulation.storage.model_signature import SIGNATURE_SUFFIX as SIGNATURE
 from polyfed.simulation.storage.paths import safe_file_name
@@ -108,6 +109,7 @@ def load_saved_model(folder: str | Path, client: str | None = None) -> SavedMode
         raise UserError(f"{folder} has models of several clients; give --client with one of {', '.join(clients)}")
     if name not in model_names:
         raise UserError(f"{folder} has no model of client {client!r}; {did_you_mean(str(client), clients)}")
+    check_model_unchanged(folder, read_manifest(folder), name)
     try:
         prepared = preprocessor_from_json(parse_json(read_file(models / f"{name}{PREPROCESSING_SUFFIX}")))
         weights = read_safetensors(models / f"{name}.safetensors")

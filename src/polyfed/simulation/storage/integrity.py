@@ -159,6 +159,21 @@ def describe_changed_files(
     return sentences + (_file_changes(folder, manifest.get("files")) if include_outputs else [])
 
 
+def check_model_unchanged(folder: Path, manifest: Mapping[str, Any], name: str) -> None:
+    """Raises a `UserError` if a file of a client's model was changed since the run wrote it.
+
+    Args:
+        folder: the run directory.
+        manifest: the content of its `manifest.json`; empty at a site, where nothing is compared.
+        name: of the client's files.
+    """
+    files = {
+        path: expected for path, expected in manifest.get("files", {}).items() if path.startswith(f"models/{name}.")
+    }
+    if changes := _file_changes(folder, files):
+        raise UserError(changes[0])
+
+
 def _file_changes(folder: Path, files: Any) -> list[str]:
     if not isinstance(files, Mapping):
         return []
