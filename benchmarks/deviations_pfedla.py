@@ -9,30 +9,24 @@ seeds; differences have Student's interval of 95 % over paired seeds. `norm` has
 - norm, "norms in convolutions": scale and shift of a norm have the weight of the convolution before them;
 - norm and pfedla, "own draws": each client's model starts from a draw of its own; "one draw / √10"
   has the size that a mean of ten draws has;
-- heur, "retained not used": eq. 10 and 11 without Δθ of the layers that a client retains in this round (k = 1);
-- classes, how much a set with more classes changes, of which a client still has four: digits against digits turned by 0,
-  90, 180 and 270 degrees, each turn with labels of its own, 40 classes. pFedLA and training alone.
+- heur, "retained not used": eq. 10 and 11 without Δθ of the layers that a client retains in this round (k = 1).
 
 `bytes` prints what HeurpFedLA's Table 3 would move with each subset of EMNIST.
 """
 
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from deviations import SETTINGS
 from deviations_forms import Form, build_parser, replace_in, train_and_show
 
-import polyfed as pf
-from polyfed.algorithms import HeurPFedLA, Local, PFedLA
+from polyfed.algorithms import HeurPFedLA, PFedLA
 from polyfed.algorithms.hypernetworks import pfedla
 from polyfed.cli.commands.options import configuration_parser, recipes
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import derive_seed
-from polyfed.data import SOURCES, ClassesPerClient, Split, make_clients
-from polyfed.models import ModelSpec, build
+from polyfed.models import build
 from polyfed.simulation import experiment as experiments
 
 RESULTS = Path(__file__).parent / "results" / "deviations_pfedla.json"
@@ -54,26 +48,6 @@ def clients_of_recipe(setting, seed):
     return experiments.load_participants(
         experiments.build_experiment(configuration_parser.parse_configuration(words, config, "deviations"))
     ).clients
-
-
-def turned_digits(turns):
-    """Digits, and digits turned by up to `turns` − 1 quarters, each turn with ten labels of its own."""
-    pool = SOURCES["digits"]().load()
-    images, labels = pool.train.input_tensor, pool.train.labels
-    x = torch.cat([images.rot90(turn, (2, 3)) for turn in range(turns)])
-    y = torch.cat([labels + 10 * turn for turn in range(turns)])
-    return pool, pf.Examples(x, y, None, pool.train.transform)
-
-
-def clients_with_classes(turns, seed):
-    pool, examples = turned_digits(turns)
-    names = tuple(f"{name}, turned {90 * turn} degrees" for turn in range(turns) for name in pool.class_names)
-    split = Split(clients=10, test_fraction=0.5, examples_per_client=40)
-    data, _ = make_clients(
-        replace(pool, train=examples, class_names=names), split, ClassesPerClient(k=4, balanced=False), seed=seed
-    )
-    network = ModelSpec("cnn_small", {}, pool.input_shape, len(names))
-    return [pf.Client(d.id, network, d.train, d.test) for d in data]
 
 
 def join_norms_with_convolutions(names, names_by_module, granularity):
@@ -126,8 +100,7 @@ def form(method, clients, replaced=None):
 
 
 PLAIN, NORM = (partial(clients_of_recipe, name) for name in ("pfedla", "pfedla_norm"))
-FEW, MANY = (partial(clients_with_classes, turns) for turns in (1, 4))
-LOCAL, PFEDLA, HEUR = Local(**TRAINING), PFedLA(**TRAINING), HeurPFedLA(**TRAINING, k=1)
+PFEDLA, HEUR = PFedLA(**TRAINING), HeurPFedLA(**TRAINING, k=1)
 FORMS = {
     "norm": {
         "default": form(PFEDLA, NORM),
@@ -144,12 +117,6 @@ FORMS = {
     "heur": {
         "default": form(HEUR, PLAIN),
         "retained not used": form(HEUR, PLAIN, leave_out_retained_layers),
-    },
-    "classes": {
-        "10, local": form(LOCAL, FEW),
-        "10, pfedla": form(PFEDLA, FEW),
-        "40, local": form(LOCAL, MANY),
-        "40, pfedla": form(PFEDLA, MANY),
     },
 }
 
@@ -169,7 +136,7 @@ def main():
     if arguments.settings == "bytes":
         show_bytes()
     else:
-        train_and_show(arguments, FORMS, {("classes", "40, pfedla"): "40, local"})
+        train_and_show(arguments, FORMS, {})
 
 
 if __name__ == "__main__":
