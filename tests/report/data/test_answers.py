@@ -90,6 +90,10 @@ def test_methods_that_were_left_out_are_on_the_first_screen_and_not_in_the_headi
     assert "<h1>Join, or train alone?</h1>" in top
 
 
+def test_a_table_without_simple_models_speaks_of_none(page):
+    assert "simple models included" not in page(references={})[0]
+
+
 def test_simple_models_stand_among_the_methods_by_their_score(page):
     told = {"sentence": "Trees.", "alone": True, "scores": dict.fromkeys(SITES, 0.99), "mean": 0.99, "gain": 0.05,
             "gain_interval": [0.02, 0.08], "interval": [0.97, 1.0]}  # fmt: skip
@@ -101,6 +105,7 @@ def test_simple_models_stand_among_the_methods_by_their_score(page):
     assert rows[:2] == ["method", "gradient boosting (alone)"]
     assert "pooled (all data in one place, for reference)" in rows
     assert "+0.020 to +0.080" in top
+    assert "The answers above compare with the best that a site has alone, simple models included" in top
     assert "Mean over sites: gradient boosting alone is 0.020 to 0.080 better in AUC than training alone." in top
 
 

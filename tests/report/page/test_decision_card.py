@@ -96,6 +96,21 @@ def test_the_decision_is_one_sentence(group, kinds, sentence, kind):
     assert f'<div class="lead {kind}">' in card
 
 
+@pytest.mark.parametrize(("first_reason", "is_early"), [
+    ("9 test examples cannot answer; local had not converged", True),
+    ("fedavg is between 1 point worse and 1 point better", False),
+    ("", False),
+])  # fmt: skip
+def test_answers_of_networks_that_still_learn_ask_for_training_and_not_for_examples(group, first_reason, is_early):
+    reasons = (first_reason, "one cannot tell; fedavg had not converged")
+    undecided = answers(*["undecided"] * len(reasons))
+    for answer, reason in zip(undecided, reasons, strict=True):
+        answer["sentence"] = f"s: not decided: {reason}"
+    card = html_header_card(group(answers=undecided))
+    assert ("Training ended too early for an answer" in card) == is_early
+    assert ("more examples would narrow" in card) == (not is_early)
+
+
 def test_runs_have_a_card_without_a_decision(write_run, tmp_path):
     write_run(tmp_path / "a", "fedproto", {"x": [0.5, 0.7], "y": [0.4, 0.5]}, wanted=4, megabytes=3)
     write_run(tmp_path / "a/baselines/local", "local", {"x": [0.5, 0.5], "y": [0.4, 0.6]}, megabytes=0)

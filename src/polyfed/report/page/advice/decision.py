@@ -145,15 +145,20 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
         label = f"{name.replace('_', ' ')} ({'all data in one place, for reference' if is_pooled else 'alone'})"
         rank = -math.inf if is_pooled or mean_score is None else score_format.positive_if_better(float(mean_score))
         ranked.append((rank, [label, *_score_cells(reference, scores, run_group)]))
-    better = (
+    explanation = (
         ""
         if score_format.higher_is_better
         else f" A lower {score_format.label} is better; a positive gain is always better."
     )
+    if run_group.comparison_results.get("mean_answer") and any(one.get("alone") for one in references.values()):
+        explanation += (
+            " Gains in this table are over training alone, one method at a time. The answers above compare with the best "
+            "that a site has alone, simple models included, so their intervals can be wider."
+        )
     return render_template(
         "best_first",
         caption=f"Best first: {score_format.mean_label} of methods and simple models on each site's own test examples."
-        f"{better}",
+        f"{explanation}",
         columns=["method", score_format.mean_label, percent, "gain over training alone", percent, "worst site"],
         rows=[row for _, row in sorted(ranked, key=lambda row: row[0], reverse=True)],
         notes=[

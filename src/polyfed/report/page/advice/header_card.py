@@ -70,13 +70,26 @@ def html_header_card(run_group: RunGroup) -> Markup:
         kind=kind,
         decision=decision,
         meanings=[
-            (ANSWER_LABELS[k] if len(kinds) > 1 else "", meaning) for k, meaning in _MEANINGS.items() if k in kinds
+            (ANSWER_LABELS[k] if len(kinds) > 1 else "", meaning)
+            for k, meaning in {**_MEANINGS, **_meaning_if_training_ended_early(answers or [mean_answer])}.items()
+            if k in kinds
         ],
         facts=[fact for fact in (*facts, *_cost_facts(cost), _disclosure_fact(run_group, method)) if fact.value],
         method=method.label,
         why_method=_why_this_method(run_group, method),
         why_round=why_this_round(run_group, method, cost),
     )
+
+
+def _meaning_if_training_ended_early(answers: Sequence[SiteAnswer | None]) -> dict[AnswerKind, str]:
+    """Returns what "undecided" means where each such answer is one because a network was still learning; else nothing."""
+    sentences = [answer.sentence for answer in answers if answer is not None and answer.kind == "undecided"]
+    if not sentences or not all(sentence.rstrip(".").endswith("had not converged") for sentence in sentences):
+        return {}
+    return {
+        "undecided": "Training ended too early for an answer: networks were still learning. Train on, as the box below "
+        "says, before you collect more examples. Staying alone costs nothing and discloses nothing."
+    }
 
 
 def _why_this_method(run_group: RunGroup, method: MethodRuns) -> str:
