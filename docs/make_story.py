@@ -87,8 +87,9 @@ def run_terminal(folder: Path) -> dict:
 
 
 def read_comparison(folder: Path) -> dict:
-    """Returns the answers and means of the comparison in a folder's runs/heart."""
-    found = json.loads((folder / "runs" / "heart" / "comparison.json").read_text(encoding="utf-8"))
+    """Returns the answers and means of the comparison in a folder's `runs`."""
+    (file,) = folder.glob("runs/*/comparison.json")
+    found = json.loads(file.read_text(encoding="utf-8"))
     answers = {
         answer["client"]: {key: answer[key] for key in ("answer", "gain", "interval")} for answer in found["answers"]
     }
@@ -144,7 +145,8 @@ def take_pictures(folder: Path) -> None:
 
     polyfed = [sys.executable, "-m", "polyfed", "report"]
     for picture, run in (("answers", "terminal"), ("decision", "readme")):
-        run_command([*polyfed, f"{run}/runs/heart", "--out", f"{picture}.html"], folder)
+        (file,) = (folder / run).glob("runs/*/comparison.json")
+        run_command([*polyfed, str(file.parent), "--out", f"{picture}.html"], folder)
         shoot_report.shoot_top(folder / f"{picture}.html", END, TOP, DOCS / "images" / f"{picture}.png")
     run_command([*polyfed, "quickstart", "--out", "quickstart.html"], folder)
     shoot_report.main([f"quickstart={folder / 'quickstart.html'}"])

@@ -38,6 +38,14 @@ def test_readme_and_the_landing_page_show_one_example_and_what_it_printed(story,
     assert commands[0].startswith("polyfed compare -o runs/heart ")  # as `run_terminal` has it
 
 
+def test_the_command_and_the_code_of_readme_can_follow_each_other_in_one_folder(story):
+    """A comparison of other networks is refused where there is one."""
+    commands, code = re.findall(r" -o (\S+)", story.README.read_text(encoding="utf-8")), story.readme_code()
+    assert commands == ["runs/heart"]
+    assert re.findall(r'out="(.*?)"', code) == ["runs/two_networks"]
+    assert "`polyfed report runs/two_networks`" in story.INDEX.read_text(encoding="utf-8")
+
+
 def test_the_tutorial_shows_what_its_code_printed(story, recorded):
     text = story.TUTORIAL.read_text(encoding="utf-8")
     assert [shown for _, shown in story.SHOWN.findall(text)] == recorded["tutorial"]
