@@ -202,6 +202,9 @@ def test_missing_yaml(refused, here):
 def test_a_file_of_data_stands_for_the_options_that_name_it(refused, here, command):
     (here / "own.csv").write_text("age,sick,site\n40,1,north\n")
     assert "give --data.site with the column" in refused(command, "own.csv", "--data.target", "sick")
+    rows = ["own.csv", "--data.target", "sick", "--data.site", "site"]
+    sentence = refused(command, *rows, "--data.partition", "iid", "--data.clients", "2")  # not the sites' answers
+    assert "--data.site site makes a client of each site, and the partition iid deals all rows" in sentence
     assert "'scans.NPZ' does not exist" in refused(command, "scans.NPZ")
     assert "--variant needs a recipe before it" in refused(command, "own.csv", "--variant", "a")
 

@@ -88,7 +88,7 @@ def test_a_comparison_and_a_run_show_what_is_said_of_the_data(tmp_path):
     out = tmp_path / "run"
     with pytest.warns(UserWarning, match="column 'patient' has 10 values"):
         main(["run", "--data", "table", "--data.path", str(table), "--data.target", "ill", "--data.site", "hospital",
-              "--data.partition", "iid", "--data.clients", "2", "--rounds", "1", "--quiet", "--out", str(out)])  # fmt: skip
+              "--rounds", "1", "--quiet", "--out", str(out)])  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the data are read again
         main(["report", str(out)])

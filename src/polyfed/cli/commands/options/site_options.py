@@ -77,9 +77,18 @@ def partition_options_of_site_column(
         partition_name: the partition that an option or a file chooses; None if none does.
 
     Raises:
-        UserError: neither a column nor a partition is given, so that rows would be dealt to simulated clients.
+        UserError: neither a column nor a partition is given, so that rows would be dealt to simulated clients; or both,
+            so that a site's rows would be dealt to several.
     """
-    if not {"data.site", "data.layout"} & fields.keys() or partition_name not in (None, "natural"):
+    if not {"data.site", "data.layout"} & fields.keys():
+        return {}
+    if partition_name not in (None, "natural"):
+        column = find_last_option_value("--data.site", argv)
+        if "data.site" in fields and column not in (None, "null"):
+            raise UserError(
+                f"--data.site {column} makes a client of each site, and the partition {partition_name} deals all rows to "
+                f"simulated clients: give one of them (--data.partition natural, or --data.drop {column} for --data.site)"
+            )
         return {}
     site = find_last_option_value("--data.site", argv) or config_values.get("data.site", fields.get("data.site"))
     if "data.layout" in fields:
