@@ -310,8 +310,20 @@ def test_an_output_directory_that_cannot_be_used(here, refused):
 
 
 def test_resume_of_what_is_no_run(here, refused):
-    assert refused("resume", "nowhere") == "nowhere is not a run directory: it has no config.yaml"
+    assert refused("resume", "nowhere") == "nowhere does not exist"
     (here / "folder").mkdir()
+    for command, more in (
+        ("resume", []),
+        ("show", []),
+        ("report", []),
+        ("audit", []),
+        ("predict", ["rows.csv"]),
+        ("export", ["--client", "a", "--out", "b"]),
+    ):
+        assert refused(command, "foldr", *more) == "foldr does not exist; did you mean folder?"
+    (here / "both").mkdir()
+    (here / "both/comparison.yaml").touch()
+    assert "both is a comparison; give one of its runs" in refused("export", "both", "--client", "a", "--out", "b")
     assert refused("resume", "folder") == "folder is not a run directory: it has no config.yaml"
     config = here / "folder/config.yaml"
     config.write_text("data: {name: digits}")

@@ -69,6 +69,6 @@ def test_pictures_of_other_methods(polyfed):
 
 def test_what_is_refused(polyfed):
     status, _, err = polyfed("report", "nothing")
-    assert (status, "is not a run directory" in err) == (2, True)
+    assert (status, "nothing does not exist" in err) == (2, True)
     assert polyfed("report")[0] == 2
     assert polyfed("report", "--help")[0] == 0

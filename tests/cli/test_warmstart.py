@@ -254,7 +254,7 @@ def test_text_data_and_global_scores(here, polyfed):
 REFUSED = {
     "": "takes a run directory before its options, got none",
     "--epochs 3": "takes a run directory before its options, got none",
-    "nowhere": "nowhere is not a run directory: it has no config.yaml",
+    "nowhere": "nowhere does not exist",
     "run stray": "unexpected argument 'stray'",
     "run --unseen client-009": "the run has no unseen client 'client-009'; did you mean",
     "run --unseen client-000": "the run has no unseen client 'client-000'",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, Comparison, load_comparison
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.atomic_files import check_directory_exists, expand_user_path
 from polyfed.core.io.keyword_names import suggest_keywords
 from polyfed.simulation.results.saved_run import SavedRun, load_run
 
@@ -25,9 +25,10 @@ def load(folder: str | Path) -> Comparison | SavedRun:
 
     >>> load("no/such/folder")
     Traceback (most recent call last):
-    polyfed.core.errors.UserError: no/such/folder holds neither a run (config.yaml) nor a comparison (comparison.yaml)
+    polyfed.core.errors.UserError: no/such/folder does not exist
     """
     path = expand_user_path(folder, "the directory")
+    check_directory_exists(path)
     if (path / DESCRIPTION).is_file():
         return load_comparison(path)
     if not (path / "config.yaml").is_file():

@@ -8,6 +8,7 @@ Only a regular file of plausible size is read. Anything else (a pipe that nobody
 sparse file of a terabyte, a link to nothing) raises an error before a byte of it is read.
 """
 
+import difflib
 import errno
 import os
 import secrets
@@ -280,6 +281,24 @@ def expand_user_path(path: str | Path, label: str = "the path") -> Path:
         return Path(text).expanduser()
     except RuntimeError as error:
         raise UserError(f"{label} {text!r} is below a home folder that is not known; write it out") from error
+
+
+def check_directory_exists(folder: Path) -> None:
+    """Raises a `UserError` with the nearest names beside it unless there is something at a path.
+
+    >>> check_directory_exists(Path("no/such/folder"))
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: no/such/folder does not exist
+    """
+    if folder.exists():
+        return
+    with suppress(OSError):  # no folder above it, or none that may be listed
+        names = difflib.get_close_matches(folder.name, sorted(path.name for path in folder.parent.iterdir()), n=3)
+        if names:
+            raise UserError(
+                f"{folder} does not exist; did you mean {' or '.join(str(folder.parent / n) for n in names)}?"
+            )
+    raise UserError(f"{folder} does not exist")
 
 
 def check_regular_file(path: Path, max_bytes: int | None = None) -> Path:

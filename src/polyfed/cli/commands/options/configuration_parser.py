@@ -280,7 +280,7 @@ def _unknown_key_message(
     if f"{section}.name" not in option_by_key:
         return f"{key_name}; a mixture of networks takes its fields from a YAML file, where `model` is a list"
     name, other_choices = option_by_key[f"{section}.name"].default, _choices_with(section, key)
-    if section == "data" and "table" in other_choices:
+    if section == "data" and field != "path" and "table" in other_choices:
         return (
             f"{key_name}; {name} has no {field!r}, since its columns are known; for a file of your own give --data table "
             "--data.path FILE"

@@ -17,7 +17,7 @@ from polyfed.cli.commands.options.table_checks import check_table
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, StaticRegistry
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
-from polyfed.core.io.atomic_files import read_file
+from polyfed.core.io.atomic_files import check_directory_exists, read_file
 from polyfed.simulation.settings import Settings
 
 _LOGGERS = StaticRegistry("polyfed.simulation.monitoring.trackers", "LOGGERS")
@@ -72,6 +72,7 @@ def check_model_name(name: str) -> None:
 
 def check_run_directory(folder: Path, *, allows_comparison: bool = False) -> None:
     """Raises a `UserError` unless a folder is a run directory, or a comparison's where that is taken, too."""
+    check_directory_exists(folder)
     if allows_comparison and (folder / DESCRIPTION).exists():
         return
     if not allows_comparison and (folder / DESCRIPTION).exists():
@@ -83,6 +84,9 @@ def check_run_directory(folder: Path, *, allows_comparison: bool = False) -> Non
 
 def check_has_models(folder: Path) -> None:
     """Raises a `UserError` if a folder has no trained networks."""
+    if (folder / DESCRIPTION).exists():
+        raise UserError(f"{folder} is a comparison; give one of its runs, such as {folder}/METHOD/seed-0")
+    check_directory_exists(folder)
     if not (folder / "models").is_dir() and not (folder / "config.yaml").exists():
         raise UserError(f"{folder} has no models; give the directory of a run that has ended")
 

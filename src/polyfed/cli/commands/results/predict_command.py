@@ -5,7 +5,7 @@ from pathlib import Path
 from polyfed.cli.commands.argv import CommandParser, expand_optional_path
 from polyfed.cli.commands.options.table_checks import check_prediction
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.atomic_files import check_directory_exists, expand_user_path
 
 _SHOWN = 10
 
@@ -35,6 +35,7 @@ def predict_file(folder: Path, client: str | None, file: str, out: Path | None) 
     """
     if out is not None and out.exists():
         raise UserError(f"{out} exists; choose another --out")
+    check_directory_exists(folder)
     if not any((folder / name).exists() for name in ("signature.json", "config.yaml")):
         raise UserError(
             f"cannot read {folder}: it is neither a run directory (config.yaml; of a comparison, {folder}/METHOD/seed-0) "

@@ -10,6 +10,7 @@ from rich.console import Console
 from polyfed.cli.commands.terminal import PlainTable, print_json, print_line
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_comparison, read_description
 from polyfed.core.errors import UserError
+from polyfed.core.io.atomic_files import check_directory_exists
 from polyfed.simulation.storage.directory import BASELINES
 from polyfed.simulation.storage.run_files import RunFiles
 
@@ -57,6 +58,7 @@ def describe_directory(folder: Path) -> ShownDirectory:
     Raises:
         UserError: the folder holds neither, or a file is damaged.
     """
+    check_directory_exists(folder)
     if (folder / DESCRIPTION).is_file():
         return _describe_comparison(folder)
     if not (folder / "config.yaml").is_file():
