@@ -1,6 +1,7 @@
 """What people pass by mistake is taken where its meaning is plain, and else refused with what to give."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import polyfed as pf
+from polyfed.algorithms import FedAvg, FedProx
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.testing import small_clients
 
@@ -76,6 +78,36 @@ def scored(outputs):
 def test_a_wrong_keyword_of_a_public_function_suggests_the_right_one(call, arguments, message):
     with pytest.raises(TypeError, match=message):
         call(**arguments)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bolder(FedAvg):
+    boldness: float = 1.0
+
+
+@pytest.mark.parametrize(
+    ("call", "method", "arguments", "hint"),
+    [
+        (pf.federate, "fml", {"epochs": 2}, "polyfed.algorithms.FML(local_epochs=...)"),
+        (pf.federate, "fedprox", {"mu": 1.0}, "polyfed.algorithms.FedProx(mu=...)"),
+        (pf.federate, Bolder(), {"boldness": 2.0}, " Bolder(boldness=...)"),
+        (pf.federate, "fedprx", {"lr": 0.1}, "polyfed.algorithms.FedAvg(lr=...)"),
+        (pf.compare, ["local", "fedprox"], {"mu": 1.0}, "polyfed.algorithms.FedProx(mu=...)"),
+        (pf.compare, {"a": "fedprx", "b": FedProx()}, {"mu": 1.0}, "polyfed.algorithms.FedProx(mu=...)"),
+        (pf.compare, None, {"lr": 0.1}, "polyfed.algorithms.FedAvg(lr=...)"),
+        (
+            pf.federate,
+            "fml",
+            {"folds": 5},
+            "it is an argument of polyfed.compare: compare(clients, algorithms, folds=...)",
+        ),
+    ],
+)
+def test_a_keyword_of_a_method_or_of_a_comparison_is_shown_where_it_belongs(call, method, arguments, hint):
+    second = "algorithm" if call is pf.federate else "algorithms"
+    for values, named in (((small_clients(), method), {}), ((small_clients(),), {second: method})):
+        with pytest.raises(TypeError, match=f"has no argument '{next(iter(arguments))}'.*{re.escape(hint)}$"):
+            call(*values, **named, **arguments)
 
 
 def test_too_many_arguments_by_position_say_which_have_names():

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from polyfed.algorithms import Local
+from polyfed.algorithms import Local, get
 from polyfed.comparison.build_results import ResultInputs, build_results
 from polyfed.comparison.execution.final_runs import run_final_methods
 from polyfed.comparison.execution.fold_tests import collect_test_examples_of_folds
@@ -39,7 +39,7 @@ from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full, expand_user_path
-from polyfed.core.io.keyword_names import suggest_keywords
+from polyfed.core.io.keyword_names import suggest_keywords_and_fields
 from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.io.plain_values import numpy_to_python
 from polyfed.core.messages.compressors import Compressor
@@ -64,7 +64,7 @@ A mean gain of 10 points of accuracy over 4 clients with 200 test examples each 
 seeds, in 99 with 5; one of 5 points in 25 and 56 (`benchmarks/verdicts.py`)."""
 
 
-@suggest_keywords
+@suggest_keywords_and_fields(get)
 def compare(
     clients: Iterable[Client] | ClientSource,
     algorithms: Method | str | Sequence[Method | str] | Mapping[str, Method | str] | None = None,

@@ -10,7 +10,7 @@ from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.client_source import ClientSource
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.core.io.keyword_names import suggest_keywords
+from polyfed.core.io.keyword_names import suggest_keywords, suggest_keywords_and_fields
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.compressors import Compressor
 from polyfed.simulation.asynchronous.rules import FedAsync, FedBuff
@@ -33,7 +33,7 @@ from polyfed.simulation.storage.configuration import read_section, restore_setti
 from polyfed.simulation.storage.directory import RunDirectory, read_config
 
 
-@suggest_keywords
+@suggest_keywords_and_fields(get)
 def federate(
     clients: Iterable[Client] | ClientSource,
     algorithm: Algorithm[Any, Any] | str,

@@ -2,7 +2,7 @@
 takes other arguments than it is called with.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, TypeVar
@@ -27,6 +27,8 @@ _FIELDS_OF_METHODS = frozenset(
     {"lr", "batch_size", "local_epochs", "local_steps", "optimizer", "momentum", "weight_decay"}
 )
 
+_SETTINGS_OF_COMPARISONS = frozenset({"seeds", "folds", "resplit", "tune", "budget", "references"})
+
 _SETTINGS_OF_RUNS = frozenset({"rounds", "seed", "keep", "clients_per_round", "evaluate_every"})
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -48,7 +50,16 @@ def suggest_keywords(target: Target) -> Target:
     return checked
 
 
-def _check_each_call(function: Any, name: str) -> Any:
+def suggest_keywords_and_fields(class_of_method: Callable[[str], type]) -> Callable[[Target], Target]:
+    """Returns `suggest_keywords` for functions whose second argument is a method, or several: a field of one is named.
+
+    Args:
+        class_of_method: returns the class of a method by its name; raises a `UserError` for an unknown one.
+    """
+    return lambda target: _check_each_call(target, target.__name__, class_of_method)
+
+
+def _check_each_call(function: Any, name: str, class_of_method: Callable[[str], type] | None = None) -> Any:
     arguments = signature(function).parameters
     keywords = [key for key in arguments if key != "self"]
     by_position = [key for key in arguments if arguments[key].kind is not Parameter.KEYWORD_ONLY]
@@ -56,12 +67,34 @@ def _check_each_call(function: Any, name: str) -> Any:
 
     @wraps(function)
     def call(*values: Any, **named: Any) -> Any:
+        if class_of_method is not None and (unknown := [key for key in named if key not in keywords]):
+            method = values[1] if len(values) > 1 else named.get(keywords[1])
+            _refuse_field_of_method(unknown, method, class_of_method, f"{name}() has no argument")
         check_keyword_names(named, keywords, f"{name}() has no argument", _OTHER_ARGUMENTS, f"help(polyfed.{name})")
         if others and len(values) > len(by_position):
             raise TypeError(f"{name}() takes {', '.join(by_position)} by position, and all others by name, as {others}")
         return function(*values, **named)
 
     return call
+
+
+def _refuse_field_of_method(
+    names: Iterable[str], methods: Any, class_of_method: Callable[[str], type], complaint: str
+) -> None:
+    """Raises a `TypeError` that shows the method with the field, if a name is that of a field of one of the methods."""
+    several = methods.values() if isinstance(methods, Mapping) else methods
+    for method in several if isinstance(several, Iterable) and not isinstance(several, str) else [several]:
+        try:
+            kind = class_of_method(method) if isinstance(method, str) else type(method)
+        except UserError:  # the function refuses an unknown method itself
+            continue
+        place = "polyfed.algorithms." if kind.__module__.startswith("polyfed.algorithms.") else ""
+        fields = getattr(kind, "__dataclass_fields__", {})
+        for name in names:
+            if (field := OTHER_NAMES.get(name, name)) in fields:
+                raise TypeError(
+                    f"{complaint} {name!r}; it is a field of the method: {place}{kind.__name__}({field}=...)"
+                )
 
 
 def check_keyword_names(
@@ -86,6 +119,8 @@ def check_keyword_names(
             other = other_names.get(name, name)
             if other in _FIELDS_OF_METHODS and "rounds" in choices:
                 hint = f"it is a field of the method: polyfed.algorithms.FedAvg({other}=...)"
+            elif other in _SETTINGS_OF_COMPARISONS and complaint.startswith("federate()"):
+                hint = f"it is an argument of polyfed.compare: compare(clients, algorithms, {other}=...)"
             elif other in _SETTINGS_OF_RUNS and complaint.startswith("resume()"):
                 hint = (
                     "a run keeps the settings with which it was started; give it to federate(), with another out=... (many "
