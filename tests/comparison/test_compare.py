@@ -235,6 +235,8 @@ def test_what_is_refused():
     ) as error:
         pf.compare(mixed_clients(), ["fedavg"], **QUICK)
     assert "fedavg_ft" not in str(error.value), "nobody asked for it"
+    with pytest.raises(pf.UserError, match=r"all that it has train alone; name one besides local, such as fml: "):
+        pf.compare(mixed_clients(), ["local"], **QUICK)
 
 
 # -- stopped --------------------------------------------------------------------------------------------------------

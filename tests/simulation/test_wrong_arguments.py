@@ -110,6 +110,30 @@ def test_a_keyword_of_a_method_or_of_a_comparison_is_shown_where_it_belongs(call
             call(*values, **named, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("method", "hint"),
+    [
+        (FedProx, r"a class is none yet: FedProx\(\)$"),
+        (["fedavg", "fml"], r"several are compared by polyfed\.compare\(clients, algorithms, \.\.\.\)$"),
+        (3, r"for example polyfed\.algorithms\.FedAvg\(\)$"),
+    ],
+)
+def test_what_is_no_method_says_how_to_give_one(method, hint):
+    with pytest.raises(pf.UserError, match=f"^algorithm must be a method or its name, got .*; {hint}"):
+        pf.federate(small_clients(), method, rounds=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forgetful(FedAvg):
+    def aggregate(self, server_state, replies, server):
+        super().aggregate(server_state, replies, server)
+
+
+def test_a_server_half_without_a_return_is_named():
+    with pytest.raises(pf.UserError, match=r"^Forgetful: after round 1 the server's state is None; aggregate \(or"):
+        pf.federate(small_clients(), Forgetful(), rounds=1)
+
+
 def test_too_many_arguments_by_position_say_which_have_names():
     with pytest.raises(
         TypeError, match=r"^resume\(\) takes out by position, and all others by name, as clients=\.\.\., "

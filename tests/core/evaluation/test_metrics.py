@@ -174,6 +174,9 @@ def test_built_in_metrics_can_be_sent_to_another_process():
     ("asked", "sentence"),
     [
         (["acuracy"], "unknown metric 'acuracy'; did you mean accuracy"),
+        (["acc"], "unknown metric 'acc'; did you mean accuracy"),
+        (["ROC-AUC"], r"unknown metric 'ROC-AUC'; did you mean auc\?"),
+        (["F1_score"], "unknown metric 'F1_score'; did you mean f1"),
         (["auc", "auc"], "metrics has 'auc' twice"),
         (["r2"], "r2 is not a metric of a task of classification; choose of accuracy, auc"),
         ([lambda outputs, targets: 0.0], "a metric needs a name"),

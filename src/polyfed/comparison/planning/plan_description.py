@@ -74,6 +74,11 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
     methods = {label: method for label, method in plan.methods.items() if label not in skipped}
     skipped = {k: v for k, v in skipped.items() if k not in plan.unasked or NEEDS_ONE_ARCHITECTURE not in v}
     if all(isinstance(method, Local) for method in methods.values()):
+        if not skipped:
+            raise UserError(
+                "a comparison needs a method that federates, and all that it has train alone; name one besides local, such "
+                "as fml: algorithms=['fml'] (--algorithms fml)"
+            )
         raise UserError(f"no method that federates suits these clients: {'; '.join(skipped.values())}")
     warn_of_undefined_scores(plan, evaluated, clients_without_score)
     check_equal_training(methods)

@@ -5,6 +5,7 @@ examples, such as the AUC of a single class, is NaN. The metrics of a task are d
 """
 
 import pickle
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -52,6 +53,14 @@ def resolve_metrics(choice: Any, task: Task | TaskSpec) -> tuple[Metric, ...]:
     return tuple(resolved)
 
 
+_OTHER_NAMES = {
+    "acc": "accuracy", "auroc": "auc", "rocauc": "auc", "rocaucscore": "auc", "f1score": "f1", "auprc": "average_precision",
+    "prauc": "average_precision", "logloss": "log_loss", "crossentropy": "log_loss", "nll": "log_loss",
+    "brierscore": "brier", "sensitivity": "sensitivity_at_90", "concordance": "c_index", "mse": "rmse", "r2score": "r2",
+}  # fmt: skip
+"""Name that a metric has elsewhere, in small letters and without "_" -> the nearest that there is here, for suggestions."""
+
+
 def metric_by_name(name: str) -> Metric:
     """Returns polyfed's own metric of this name.
 
@@ -63,7 +72,8 @@ def metric_by_name(name: str) -> Metric:
     """
     metric = _find_built_in(name)
     if metric is None:
-        raise UserError(f"unknown metric {name!r}; {did_you_mean(name, METRICS)}")
+        nearest = _OTHER_NAMES.get(re.sub("[ _-]", "", name.lower()), name)
+        raise UserError(f"unknown metric {name!r}; {did_you_mean(nearest, METRICS)}")
     return metric
 
 

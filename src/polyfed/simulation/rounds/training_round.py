@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Message
-from polyfed.core.errors import ClientError, RoundError
+from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.evaluate import summarise_clients
 from polyfed.simulation.checks.settings.private_training import describe_epsilon
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase, TaskResult
@@ -247,6 +247,11 @@ def train_and_aggregate_round(
     if len(reply_ids) < settings.min_replies:
         raise RoundError(f"round {number} has {len(reply_ids)} replies that can be aggregated, min_replies is "
                          f"{settings.min_replies} ({next(iter(dropped.values()), '')})")  # fmt: skip
+    if state is None and previous.state is not None:
+        raise UserError(
+            f"{registry_name(algorithm)}: after round {number} the server's state is None; aggregate (or server_step) must "
+            "return the next state: does it end without a return?"
+        )
     state = check_and_wrap_server_state(state, algorithm, f"{registry_name(algorithm)}: the server's state")
     seconds_server = training.seconds_dispatch + aggregator.seconds + clock() - aggregating
     record = {

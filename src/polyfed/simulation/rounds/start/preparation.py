@@ -61,9 +61,7 @@ def check_and_build_federation(
         UserError: a client, the method, a setting or the data do not fit.
     """
     if not isinstance(algorithm, Algorithm):
-        raise UserError(
-            f"algorithm must be a method or its name, got {algorithm!r}; for example polyfed.algorithms.FedAvg()"
-        )
+        raise UserError(f"algorithm must be a method or its name, got {algorithm!r}; {_how_to_give_methods(algorithm)}")
     public_examples = None if public is None else as_examples(public, "public", labelled=False)
     if is_client_source(clients):
         return build_federation_of_source(clients, algorithm, settings, public_examples, metrics, resumed, sampler)  # type: ignore[arg-type]
@@ -145,6 +143,15 @@ def create_run_directory(
         directory.close()
         raise
     return directory
+
+
+def _how_to_give_methods(value: Any) -> str:
+    """Returns how to give a method, for a value that is none."""
+    if isinstance(value, type) and issubclass(value, Algorithm):
+        return f"a class is none yet: {value.__name__}()"
+    if isinstance(value, list | tuple | dict):
+        return "several are compared by polyfed.compare(clients, algorithms, ...)"
+    return "for example polyfed.algorithms.FedAvg()"
 
 
 def check_clients_are_those_of_run(directory: RunDirectory, federation: Federation) -> None:
