@@ -232,6 +232,8 @@ def test_a_personal_model_is_a_module_of_its_own():
     assert accuracy == run.table()[0]["accuracy"]
     with pytest.raises(UserError, match="no client 'client-7' in this run; did you mean"):
         run.model("client-7")
+    with pytest.raises(UserError, match=r"the id of a client comes first, .* got Tensor$"):
+        run.predict(client.test.x, "client-0")
 
 
 def test_resume_needs_the_same_clients(tmp_path):

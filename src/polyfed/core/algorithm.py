@@ -153,6 +153,8 @@ class Client:
             raise UserError(f"client {id!r}: {error}") from error
         if loss is not None and not callable(loss):
             raise UserError(f"client {id!r}: loss must be a function of outputs and targets, got {type(loss).__name__}")
+        if isinstance(loss, type):
+            raise UserError(f"client {id!r}: loss is a class, not a function; make one of it: loss={loss.__name__}()")
         id = str.__str__(id)  # numpy's strings, say, are printed otherwise and seed other random numbers
         sources = {"train": train, "test": test, "val": val, "global_test": global_test}
         parts = {}

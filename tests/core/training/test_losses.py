@@ -112,6 +112,8 @@ def test_losses_and_weights_that_do_not_fit_are_refused():
     one = small_clients(1)
     with pytest.raises(UserError, match="loss must be a function"):
         own(one, "hinge")
+    with pytest.raises(UserError, match=r"a class, not a function; make one of it: loss=CrossEntropyLoss\(\)$"):
+        own(one, nn.CrossEntropyLoss)
     with pytest.raises(ClientError, match=r"must return one number, .* got \(20,\)"):
         pf.federate(own(one, nn.CrossEntropyLoss(reduction="none")), FedAvg(), rounds=1, workers=0)
     with pytest.raises(UserError, match="'client-0': class_weights and label_smoothing are of the task's loss"):

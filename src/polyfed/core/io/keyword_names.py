@@ -27,6 +27,8 @@ _FIELDS_OF_METHODS = frozenset(
     {"lr", "batch_size", "local_epochs", "local_steps", "optimizer", "momentum", "weight_decay"}
 )
 
+_FIELDS_OF_PRIVACY = frozenset({"target_epsilon", "max_grad_norm", "noise_multiplier", "delta"})
+
 _SETTINGS_OF_COMPARISONS = frozenset({"seeds", "folds", "resplit", "tune", "budget", "references"})
 
 _SETTINGS_OF_RUNS = frozenset({"rounds", "seed", "keep", "clients_per_round", "evaluate_every"})
@@ -119,6 +121,11 @@ def check_keyword_names(
             other = other_names.get(name, name)
             if other in _FIELDS_OF_METHODS and "rounds" in choices:
                 hint = f"it is a field of the method: polyfed.algorithms.FedAvg({other}=...)"
+            elif other in _FIELDS_OF_PRIVACY and "rounds" in choices:
+                hint = (
+                    "a patient's privacy is a field of the method: "
+                    f"polyfed.algorithms.FedAvg(privacy=polyfed.Privacy({other}=...))"
+                )
             elif other in _SETTINGS_OF_COMPARISONS and complaint.startswith("federate()"):
                 hint = f"it is an argument of polyfed.compare: compare(clients, algorithms, {other}=...)"
             elif other in _SETTINGS_OF_RUNS and complaint.startswith("resume()"):

@@ -284,6 +284,11 @@ class Run:
     def _check_client(self, client: str, folder: str) -> None:
         """Checks that the run has this client and its data in this process; raises a `UserError` if not."""
         clients = self.federation.clients
+        if not isinstance(client, str | int):  # an array has no hash, and its values are not shown
+            raise UserError(
+                "the id of a client comes first, as in run.model('north') and run.predict('north', x); got "
+                f"{type(client).__name__}"
+            )
         if client not in clients:
             if client in self.federation.client_registry.ids:
                 raise UserError(f"the {folder} of {client!r} are at its site, in the folder {folder} of its state-dir")
