@@ -12,14 +12,14 @@ from polyfed.core.errors import UserError, did_you_mean
 OTHER_NAMES = {
     "learning_rate": "lr", "epochs": "local_epochs", "num_epochs": "local_epochs", "steps": "local_steps",
     "bs": "batch_size", "batchsize": "batch_size", "weightdecay": "weight_decay", "optim": "optimizer",
-    "num_clients": "clients",
+    "num_clients": "clients", "method": "algorithm", "methods": "algorithm", "strategy": "algorithm",
 }  # fmt: skip
 """Name that a field has elsewhere -> its name here, for suggestions."""
 
 _OTHER_ARGUMENTS = OTHER_NAMES | {
     "name": "id", "net": "model", "network": "model", "valid": "val", "validation": "val", "inputs": "x", "labels": "y",
     "targets": "y", "output_dir": "out", "save_dir": "out", "random_state": "seed", "verbose": "progress", "cv": "folds",
-    "strategy": "algorithm", "fraction_fit": "clients_per_round", "fraction_train": "clients_per_round",
+    "fraction_fit": "clients_per_round", "fraction_train": "clients_per_round",
     "epsilon": "target_epsilon", "clip": "max_grad_norm",
 }  # fmt: skip
 

@@ -12,7 +12,6 @@ from argparse import SUPPRESS
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, final, get_args, get_origin, get_type_hints
 
 import yaml
@@ -24,7 +23,11 @@ from polyfed.cli.commands.argv import (
     option_name,
     put_metric_names_in_brackets,
 )
-from polyfed.cli.commands.options.option_hints import build_changes_to_run_baseline, suggest_section_for_field
+from polyfed.cli.commands.options.option_hints import (
+    build_changes_to_run_baseline,
+    suggest_option,
+    suggest_section_for_field,
+)
 from polyfed.cli.commands.options.option_types import as_plain_mappings, rewrite_parser_error, type_on_command_line
 from polyfed.cli.commands.options.site_options import (
     find_last_option_value,
@@ -274,9 +277,7 @@ def _unknown_key_message(
         )
         if hint is not None:
             return f"{key_name}; {hint}"
-        top = {option_name(f"{prefix}{k.partition('.')[0]}") for k in option_by_key}
-        nearest = get_close_matches(key_name, choices := top.union(command_options), n=1)
-        return f"{key_name}; {did_you_mean(key_name, top if top.intersection(nearest) else choices)}"
+        return f"{key_name}; {suggest_option(key, option_by_key, prefix, command_options)}"
     if f"{section}.name" not in option_by_key:
         return f"{key_name}; a mixture of networks takes its fields from a YAML file, where `model` is a list"
     name, other_choices = option_by_key[f"{section}.name"].default, _choices_with(section, key)

@@ -1,9 +1,12 @@
 """Finds what a word of the command line means: a field without its section, or a method that is a baseline of a recipe."""
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from polyfed.cli.commands.argv import option_name
+from polyfed.core.errors import did_you_mean
+from polyfed.core.io.keyword_names import OTHER_NAMES
 
 
 def suggest_section_for_field(
@@ -33,6 +36,31 @@ def suggest_section_for_field(
             example = f"--{section} {names[0]} {option_name(f'--{section}.{field}')} VALUE"
             return f"{', '.join(names)} {'have' if names[1:] else 'has'} it: {example}"
     return None
+
+
+def suggest_option(key: str, keys: Iterable[str], prefix: str, command_options: Sequence[str] = ()) -> str:
+    """Returns a hint for an unknown option or key of no section.
+
+    Args:
+        key: its name.
+        keys: of all options of the choices made.
+        prefix: "--" on the command line; empty in a file.
+        command_options: options of the command itself.
+
+    >>> suggest_option("method", ["rounds", "algorithm.lr"], "--", ["--algorithms"])
+    'did you mean --algorithms?'
+    >>> suggest_option("methods", ["rounds", "algorithm.lr"], ""), suggest_option("rund", ["rounds", "seed"], "--")
+    ('did you mean algorithm?', 'did you mean --rounds? Choices: --rounds, --seed')
+    """
+    top = {option_name(f"{prefix}{name.partition('.')[0]}") for name in keys}
+    choices = top.union(command_options)
+    other = option_name(f"{prefix}{OTHER_NAMES.get(key, key)}")
+    for name in (f"{other}s", other):
+        if name in choices:
+            return f"did you mean {name}?"
+    nearest = difflib.get_close_matches(option_name(f"{prefix}{key}"), choices, n=1)
+    listing = f"polyfed {'compare' if '--algorithms' in command_options else 'run'} --help-all"  # others have run's
+    return did_you_mean(option_name(f"{prefix}{key}"), top if top.intersection(nearest) else choices, listing)
 
 
 def describe_promotion(recipe_config: Mapping[str, Any], config: Mapping[str, Any]) -> str:
