@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polyfed.algorithms import REGISTRY, FedAvg, Local
-from polyfed.core.algorithm import Message
+from polyfed.core.algorithm import Algorithm, Message
 from polyfed.core.errors import UserError
 from polyfed.core.state_dict import state_dict_spec, weighted_mean
 from polyfed.simulation.checks.requirements import check_requirements
@@ -268,6 +268,8 @@ class SendsLabelCounts(FedAvg):
 
     def dispatch(self, server_state, client_info):
         return Message({"model": server_state["model"]}, {"lr": self.lr})
+
+    dispatch_all = Algorithm.dispatch_all
 
     def reply_spec(self, server_state, message, reply):
         return {**state_specs(message), "labels": {"counts": ((3,), torch.float32)}}

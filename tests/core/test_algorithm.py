@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import polyfed as pf
-from polyfed.algorithms import REGISTRY
+from polyfed.algorithms import REGISTRY, FedAvg
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Algorithm, Message
 from polyfed.core.declared_words import (
@@ -35,6 +35,20 @@ def test_the_contract_is_short():
 def test_an_unknown_word_is_refused_when_the_class_is_made(field, word, hint):
     with pytest.raises(TypeError, match=f"Typo.{field} has the unknown word '{word}'; did you mean {hint}"):
         type("Typo", (Averaging,), {field: frozenset({word}), "__doc__": ""})
+
+
+def test_a_word_alone_is_no_set_of_words():
+    with pytest.raises(TypeError, match=r"must be a set of words, got 'weights'; write frozenset\(\{'weights'\}\)$"):
+        type("Typo", (Averaging,), {"discloses": "weights", "__doc__": ""})
+
+
+def test_a_dispatch_that_no_run_would_call_is_refused_when_the_class_is_made():
+    """FedAvg makes the messages to all clients at once."""
+    members = {"dispatch": lambda self, server_state, client_info: None, "__doc__": ""}
+    with pytest.raises(TypeError, match=r"^Quiet overrides dispatch, which is never called, .* override dispatch_all"):
+        type("Quiet", (FedAvg,), members)
+    type("Heard", (FedAvg,), {**members, "dispatch_all": Algorithm.dispatch_all})
+    type("Single", (Averaging,), members)
 
 
 class TestNewDisclosures:

@@ -10,6 +10,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedProx
+from polyfed.algorithms.base.averaging import Averaging
+from polyfed.core.errors import ClientError
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.testing import small_clients
 
@@ -132,6 +134,21 @@ class Forgetful(FedAvg):
 def test_a_server_half_without_a_return_is_named():
     with pytest.raises(pf.UserError, match=r"^Forgetful: after round 1 the server's state is None; aggregate \(or"):
         pf.federate(small_clients(), Forgetful(), rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("member", "returned", "message"),
+    [
+        ("dispatch", {}, "Wrong: dispatch must return a polyfed.Message, got dict"),
+        ("local_update", None, r"Wrong.local_update must return two things, .*, got NoneType"),
+        ("local_update", (1, 2, 3), r"Wrong.local_update must return two things, .*, got a tuple of 3"),
+        ("personal_model", {}, "Wrong.personal_model must return a torch.nn.Module, got dict"),
+    ],
+)
+def test_what_a_part_of_a_method_must_return_is_said(member, returned, message):
+    kind = dataclasses.dataclass(frozen=True)(type("Wrong", (Averaging,), {member: lambda *_: returned, "__doc__": ""}))
+    with pytest.raises((pf.UserError, ClientError), match=message):
+        pf.federate(small_clients(), kind(), rounds=1, engine="inprocess")
 
 
 def test_too_many_arguments_by_position_say_which_have_names():

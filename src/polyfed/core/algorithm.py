@@ -292,6 +292,12 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         check_declared_words_are_known(cls, cls.__name__)
         if cls.dispatch is Algorithm.dispatch and cls.dispatch_all is Algorithm.dispatch_all and not isabstract(cls):
             raise TypeError(f"{cls.__name__} must define dispatch or dispatch_all")
+        last = next(kind for kind in cls.__mro__ if {"dispatch", "dispatch_all"} & vars(kind).keys())
+        if "dispatch_all" not in vars(last) and cls.dispatch_all is not Algorithm.dispatch_all:
+            raise TypeError(
+                f"{last.__name__} overrides dispatch, which is never called, since a base has dispatch_all for all clients "
+                "at once; override dispatch_all as well, or in its place"
+            )
 
     __signature__ = _ConstructorSignature()  # else `inspect` shows that of `__new__`
 

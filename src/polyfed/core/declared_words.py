@@ -135,7 +135,11 @@ def check_declared_words_are_known(method: Any, name: str) -> None:
         name: its name in the error.
     """
     for words, allowed in (("requires", REQUIREMENTS), ("discloses", DISCLOSURES), ("traits", TRAITS)):
-        for word in sorted(getattr(method, words) - allowed.keys()):
+        if isinstance(declared := getattr(method, words), str):
+            raise TypeError(
+                f"{name}.{words} must be a set of words, got {declared!r}; write frozenset({{{declared!r}}})"
+            )
+        for word in sorted(declared - allowed.keys()):
             if words == "discloses" and isinstance(word, NewDisclosure):
                 continue
             cure = f"; or, for a new one, write NewDisclosure({word!r}, ...) with what the server learns"

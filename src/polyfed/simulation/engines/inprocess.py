@@ -80,7 +80,9 @@ class InProcessEngine(Engine):
                         algorithm.client_init(client, task.run_seed) if task.client_state is None else task.client_state
                     )
                     if task.phase == "local":
-                        reply, client_state = algorithm.local_update(message, client_state, client, task.seed)
+                        reply, client_state = _check_is_pair(
+                            algorithm, algorithm.local_update(message, client_state, client, task.seed)
+                        )
                         reply = fold_adapter_scales_into_reply(algorithm, client, reply)
                         check_serializable(client_state, "the private state")
                         _check_finite(algorithm, reply, client_state)
@@ -90,9 +92,9 @@ class InProcessEngine(Engine):
                             reply = contiguous_message(reply)
                         result = TaskResult(task, reply=reply, client_state=as_contiguous(client_state))
                     else:
-                        model = restore_all_but_weights_and_set_eval(
-                            algorithm.personal_model(message, client_state, client, task.seed)
-                        )
+                        model = algorithm.personal_model(message, client_state, client, task.seed)
+                        _check_is_network(algorithm, model)
+                        model = restore_all_but_weights_and_set_eval(model)
                         if task.phase == "export":
                             description = None
                             if isinstance(algorithm, BringsNetwork):
@@ -169,6 +171,25 @@ class InProcessEngine(Engine):
         except Exception as error:  # as in `run`
             reason = f"{type(error).__name__}: {error}"
             raise ClientError(task.round, task.client, "predict", reason, traceback.format_exc()) from error
+
+
+def _check_is_pair(algorithm: Any, returned: Any) -> tuple[Any, Any]:
+    """Returns what `local_update` returned; raises a `TypeError` if that is no pair of a reply and a state."""
+    if isinstance(returned, tuple) and len(returned) == 2:
+        return returned
+    what = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
+    raise TypeError(
+        f"{type(algorithm).__name__}.local_update must return two things, the reply and the client's new private state "
+        f"(`return reply, client_state`), got {what}"
+    )
+
+
+def _check_is_network(algorithm: Any, returned: Any) -> None:
+    """Raises a `TypeError` if what `personal_model` returned is not a network."""
+    if not isinstance(returned, torch.nn.Module):
+        raise TypeError(
+            f"{type(algorithm).__name__}.personal_model must return a torch.nn.Module, got {type(returned).__name__}"
+        )
 
 
 def _check_finite(algorithm: Algorithm[Any, Any], reply: Any, client_state: PyTree) -> None:

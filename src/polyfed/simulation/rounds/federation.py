@@ -9,6 +9,7 @@ from typing import Any, final
 
 from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Message, ServerContext
+from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.examples.examples import Examples
@@ -259,6 +260,10 @@ class Federation:
         for client_info, message in zip(
             client_infos, self.algorithm.dispatch_all(checkpoint.state, client_infos), strict=True
         ):
+            if not isinstance(message, Message):
+                raise UserError(
+                    f"{registry_name(self.algorithm)}: dispatch must return a polyfed.Message, got {type(message).__name__}"
+                )
             if follows_median:
                 median = median or CountedMedian.from_first_message(message)
                 message = announce_counted_median(message, median)
