@@ -91,6 +91,7 @@ def test_a_client_is_named_in_a_refusal_as_it_must_be_given(table, capsys):
     ],
 )
 def test_what_cannot_be_predicted_is_refused(table, capsys, words, message):
+    (table / "c").mkdir()
     rows = (table / "patients.csv").read_text().replace("St. Mary", "north")
     (table / "patients.csv").write_text(rows)
     (table / "small.csv").write_text("sex\nf\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import quote
 from typing import final
 
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import UNLIMITED_BYTES, open_file
 from polyfed.core.io.number_format import format_row_numbers, join_with_and
 
@@ -131,6 +131,22 @@ def check_whole_numbers_are_classes(different: int, name: str) -> None:
             f"target {name!r} has {different} different whole numbers: give task='regression' (--data.task regression) "
             "if they are amounts, or 'classification' if they are classes"
         )
+
+
+def check_names_of_columns(header: Sequence[str], names: Sequence[str], role: str) -> None:
+    """Raises a `UserError` that says which names are none of a table's columns, with the nearest to the first.
+
+    >>> check_names_of_columns(["age", "lab"], ["age", "labb", "sex"], "features")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: features: the table has no column 'labb' (nor 'sex'); did you mean lab? Choices: age, lab
+    """
+    missing = [name for name in dict.fromkeys(names) if name not in header]
+    if not missing:
+        return
+    columns = [name for name in header if name]
+    more = f" (nor {', '.join(map(repr, missing[1:6]))}{', ...' if missing[6:] else ''})" if missing[1:] else ""
+    advice = did_you_mean(missing[0], columns) if columns else "its first line must name the columns, and it is empty"
+    raise UserError(f"{role}: the table has no column {missing[0]!r}{more}; {advice}")
 
 
 def check_no_empty_cells(empty_rows: Sequence[int], name: str, role: str) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError
 from polyfed.core.examples.text_columns import (
     DECIMAL_COMMA,
     MAX_MISSING_WORDS,
+    check_names_of_columns,
     check_no_empty_cells,
     error_in_one_line,
     is_numeric_text,
@@ -209,9 +210,7 @@ def check_columns_exist(table: Table, names: Sequence[str], role: str) -> None:
     Traceback (most recent call last):
     polyfed.core.errors.UserError: target: the table has no column 'agee'; did you mean age? Choices: age
     """
-    for name in names:
-        if name not in table.column_names:
-            raise UserError(f"{role}: the table has no column {name!r}; {did_you_mean(name, table.column_names)}")
+    check_names_of_columns(table.column_names, names, role)
 
 
 def column_as_arrow_array(table: Table, name: str) -> Any:

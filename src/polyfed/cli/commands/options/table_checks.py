@@ -12,6 +12,7 @@ from typing import Any
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.text_columns import (
     DECIMAL_COMMA,
+    check_names_of_columns,
     check_no_empty_cells,
     check_whole_numbers_are_classes,
     describe_undecodable_file,
@@ -46,7 +47,7 @@ def check_table(data: Any) -> None:
     names_by_role = {"target": [*_split_names(data.get("target"), header), *_split_names(data.get("event"), header)]}
     names_by_role |= {role: _split_names(data.get(role), header) for role in _ROLES}
     for role, names in names_by_role.items():
-        _check_columns(header, names, role)
+        check_names_of_columns(header, names, role)
     cells = _read_cells(expand_user_path(str(data["path"]), "the table"), header, data)
     if cells:
         _check_cells(cells, names_by_role, data)
@@ -77,7 +78,8 @@ def check_prediction(folder: Path, client: str | None, file: str) -> None:
     reading, columns = preprocessing.get("reading"), preprocessing.get("columns")
     header = _read_header(file, f"give {_ROW_PER_EXAMPLE}", reading if isinstance(reading, dict) else {})
     if header is not None and isinstance(columns, list):
-        _check_columns(header, [str(column.get("name")) for column in columns if isinstance(column, dict)], "features")
+        names = [str(column.get("name")) for column in columns if isinstance(column, dict)]
+        check_names_of_columns(header, names, "features")
 
 
 def _read_header(path: str, advice: str, options: Mapping[str, Any]) -> list[str] | None:
@@ -160,12 +162,6 @@ def _check_cells(
         if not present or not (is_usable or name in names_by_role["categorical"]):
             refusals.append(find_text_refusal(cells[name], name))
     refuse_columns([refusal for refusal in refusals if refusal is not None])
-
-
-def _check_columns(header: Sequence[str], names: Sequence[str], role: str) -> None:
-    for name in names:
-        if name not in header:
-            raise UserError(f"{role}: the table has no column {name!r}; {did_you_mean(name, filter(None, header))}")
 
 
 def _split_names(names: Any, header: Sequence[str]) -> list[str]:
