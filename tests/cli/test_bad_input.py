@@ -71,12 +71,6 @@ UNKNOWN = {
     "data --plt a.png": "unknown option --plt; did you mean --plot?",
     "look digits --between-site": "unknown option --between-site; did you mean --between-sites?",
     "run --nothing.like 3": "unknown option --nothing.like; the nearest are --",
-    "run --sed 3": "unknown option --sed; did you mean --seed or --speeds",
-    "look --jsn": "unknown option --jsn; did you mean --json? All ",
-    "compare --jsn": ": polyfed compare --help-all",
-    "run --method fedprox": "unknown option --method; did you mean --algorithm?",
-    "run --strategy fedprox": "unknown option --strategy; did you mean --algorithm?",
-    "compare --methods fedprox": "unknown option --methods; did you mean --algorithms?",
     "run --model mlp,cnn_small --model.hidden [3]": "a mixture of networks takes its fields from a YAML file",
     "run --data.shifts [{rotatoin:\t3}]": "a shift has no 'rotatoin'; did you mean rotation?",
     "run north.csv south.csv --data.target ill": "one table holds the rows of all sites, got north.csv and south.csv; put",
@@ -208,9 +202,6 @@ def test_missing_yaml(refused, here):
 def test_a_file_of_data_stands_for_the_options_that_name_it(refused, here, command):
     (here / "own.csv").write_text("age,sick,site\n40,1,north\n")
     assert "give --data.site with the column" in refused(command, "own.csv", "--data.target", "sick")
-    rows = ["own.csv", "--data.target", "sick", "--data.site", "site"]
-    sentence = refused(command, *rows, "--data.partition", "iid", "--data.clients", "2")  # not the sites' answers
-    assert "--data.site site makes a client of each site, and the partition iid deals all rows" in sentence
     assert "'scans.NPZ' does not exist" in refused(command, "scans.NPZ")
     assert "--variant needs a recipe before it" in refused(command, "own.csv", "--variant", "a")
 
@@ -318,18 +309,6 @@ def test_an_output_directory_that_cannot_be_used(here, refused):
 def test_resume_of_what_is_no_run(here, refused):
     assert refused("resume", "nowhere") == "nowhere does not exist"
     (here / "folder").mkdir()
-    for command, more in (
-        ("resume", []),
-        ("show", []),
-        ("report", []),
-        ("audit", []),
-        ("predict", ["rows.csv"]),
-        ("export", ["--client", "a", "--out", "b"]),
-    ):
-        assert refused(command, "foldr", *more) == "foldr does not exist; did you mean folder?"
-    (here / "both").mkdir()
-    (here / "both/comparison.yaml").touch()
-    assert "both is a comparison; give one of its runs" in refused("export", "both", "--client", "a", "--out", "b")
     assert refused("resume", "folder") == "folder is not a run directory: it has no config.yaml"
     config = here / "folder/config.yaml"
     config.write_text("data: {name: digits}")

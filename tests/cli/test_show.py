@@ -71,6 +71,21 @@ def test_a_folder_of_something_else_is_refused(tmp_path, capsys):
     assert "holds neither a run (config.yaml) nor a comparison" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["resume", "show", "report", "audit", "predict", "export", "warmstart"])
+def test_a_directory_that_does_not_exist_is_said_to_be_missing(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    more = {"predict": ["rows.csv"], "export": ["--client", "a", "--out", "b"]}.get(command, [])
+    assert main([command, "foldr", *more]) == 2
+    assert capsys.readouterr().err == "polyfed: foldr does not exist; did you mean folder?\n"
+
+
+def test_a_comparison_is_not_exported(tmp_path, capsys):
+    (tmp_path / "comparison.yaml").touch()
+    assert main(["export", str(tmp_path), "--client", "a", "--out", str(tmp_path / "b")]) == 2
+    assert f"is a comparison; give one of its runs, such as {tmp_path}/METHOD/seed-0" in capsys.readouterr().err
+
+
 def test_show_imports_no_torch(folders):
     code = (
         "import sys; from polyfed.cli.main import main; "

@@ -234,10 +234,7 @@ def test_a_way_that_depends_on_the_inputs_is_refused(tmp_path):
         (["run", "--client", "north"], "needs a folder to create: --out FOLDER"),
         (["run", "--client", "north", "--to", "x", "--format", "pickle"], "unknown format 'pickle'"),
         (["run", "--client", "north", "--to", "x", "--form", "onnx"], "unknown option --form; did you mean --format"),
-        (
-            ["nothing", "--client", "north", "--to", "x"],
-            "nothing has no models; give the directory of a run that has ended",
-        ),
+        (["nothing", "--client", "north", "--to", "x"], "nothing does not exist"),
         (["run", "south", "--to", "x"], "takes one run directory, got run and south"),
         (["run", "--client", "north", "--to", "x", "--model", "no_such:net"], "there is no module 'no_such'"),
     ],
