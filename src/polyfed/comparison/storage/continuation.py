@@ -38,7 +38,11 @@ def _select_comparable_part(description: Mapping[str, Any], before: Mapping[str,
 
 
 def find_first_difference(before: Any, after: Any, place: str = "") -> str | None:
-    """Returns a text that names the first place at which two nested descriptions differ; None if they are the same."""
+    """Returns a text that names the first place at which two nested descriptions differ; None if they are the same.
+
+    >>> find_first_difference({"metrics": [{"name": "auc", "unit": ""}]}, {"metrics": [{"name": "dice", "unit": ""}]})
+    'metrics was auc and is now dice'
+    """
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in (*before, *(key for key in after if key not in before)):
             inner = f"{place}.{key}" if place else str(key)
@@ -47,4 +51,18 @@ def find_first_difference(before: Any, after: Any, place: str = "") -> str | Non
             if difference := find_first_difference(before[key], after[key], inner):
                 return difference
         return None
-    return None if before == after else f"{place} was {before!r} and is now {after!r}"
+    if before == after:
+        return None
+    texts = _join_names(before), _join_names(after)
+    if None in texts or texts[0] == texts[1]:
+        texts = repr(before), repr(after)
+    return f"{place} was {texts[0]} and is now {texts[1]}"
+
+
+def _join_names(entries: Any) -> str | None:
+    """Returns the names of a list of entries that have one, such as metrics; None of anything else."""
+    if not isinstance(entries, list | tuple) or not all(
+        isinstance(entry, Mapping) and "name" in entry for entry in entries
+    ):
+        return None
+    return ", ".join(str(entry["name"]) for entry in entries) or "none"
