@@ -80,10 +80,16 @@ def test_a_directory_that_does_not_exist_is_said_to_be_missing(tmp_path, monkeyp
     assert capsys.readouterr().err == "polyfed: foldr does not exist; did you mean folder?\n"
 
 
-def test_a_comparison_is_not_exported(tmp_path, capsys):
+@pytest.mark.parametrize("words", [["export", "--client", "a", "--out", "b"], ["predict", "rows.csv"], ["audit"]])
+def test_a_comparison_is_refused_with_one_of_its_runs_where_a_run_is_needed(tmp_path, capsys, words):
     (tmp_path / "comparison.yaml").touch()
-    assert main(["export", str(tmp_path), "--client", "a", "--out", str(tmp_path / "b")]) == 2
+    words = [words[0], str(tmp_path), *words[1:]]
+    assert main(words) == 2
     assert f"is a comparison; give one of its runs, such as {tmp_path}/METHOD/seed-0" in capsys.readouterr().err
+    (tmp_path / "fedavg/seed-3").mkdir(parents=True)
+    (tmp_path / "fedavg/seed-3/config.yaml").touch()
+    assert main(words) == 2
+    assert f"such as {tmp_path}/fedavg/seed-3\n" in capsys.readouterr().err
 
 
 def test_show_imports_no_torch(folders):

@@ -84,7 +84,7 @@ def test_a_client_is_named_in_a_refusal_as_it_must_be_given(table, capsys):
     [
         (["predict", "r", "patients.csv"], "has models of several clients; give --client with one of north, south"),
         (["predict", "r", "patients.csv", "--client", "nort"], "no model of client 'nort'; did you mean north?"),
-        (["predict", "c", "patients.csv"], "neither a run directory (config.yaml; of a comparison, c/METHOD/seed-0)"),
+        (["predict", "c", "patients.csv"], "neither a run directory (config.yaml) nor a folder of polyfed export"),
         (["predict", "r"], "takes a run directory and a CSV or Parquet file, got r"),
         (["predict", "r", "patients.csv", "--clint", "x"], "unknown option --clint"),
         (["predict", "r", "small.csv", "--client", "north"], "features: the table has no column 'age'"),

@@ -75,17 +75,23 @@ def check_run_directory(folder: Path, *, allows_comparison: bool = False) -> Non
     check_directory_exists(folder)
     if allows_comparison and (folder / DESCRIPTION).exists():
         return
-    if not allows_comparison and (folder / DESCRIPTION).exists():
-        raise UserError(f"{folder} is a comparison; give one of its runs, such as {folder}/METHOD/seed-0")
+    check_is_no_comparison(folder)
     if not (folder / "config.yaml").exists():
         more = f" (nor {DESCRIPTION}, of a comparison)" if allows_comparison else ""
         raise UserError(f"{folder} is not a run directory: it has no config.yaml{more}")
 
 
+def check_is_no_comparison(folder: Path) -> None:
+    """Raises a `UserError` that names one of its runs if a folder is a comparison."""
+    if (folder / DESCRIPTION).exists():
+        runs = sorted(file.parent for file in folder.glob("[!.]*/seed-*/config.yaml") if file.parts[-3] != "trial")
+        example = runs[0] if runs else f"{folder}/METHOD/seed-0"
+        raise UserError(f"{folder} is a comparison; give one of its runs, such as {example}")
+
+
 def check_has_models(folder: Path) -> None:
     """Raises a `UserError` if a folder has no trained networks."""
-    if (folder / DESCRIPTION).exists():
-        raise UserError(f"{folder} is a comparison; give one of its runs, such as {folder}/METHOD/seed-0")
+    check_is_no_comparison(folder)
     check_directory_exists(folder)
     if not (folder / "models").is_dir() and not (folder / "config.yaml").exists():
         raise UserError(f"{folder} has no models; give the directory of a run that has ended")

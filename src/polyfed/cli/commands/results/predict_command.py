@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from polyfed.cli.commands.argv import CommandParser, expand_optional_path
+from polyfed.cli.commands.options.early_checks import check_is_no_comparison
 from polyfed.cli.commands.options.table_checks import check_prediction
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import check_directory_exists, expand_user_path
@@ -36,10 +37,10 @@ def predict_file(folder: Path, client: str | None, file: str, out: Path | None) 
     if out is not None and out.exists():
         raise UserError(f"{out} exists; choose another --out")
     check_directory_exists(folder)
+    check_is_no_comparison(folder)
     if not any((folder / name).exists() for name in ("signature.json", "config.yaml")):
         raise UserError(
-            f"cannot read {folder}: it is neither a run directory (config.yaml; of a comparison, {folder}/METHOD/seed-0) "
-            "nor a folder of polyfed export"
+            f"cannot read {folder}: it is neither a run directory (config.yaml) nor a folder of polyfed export"
         )
     check_prediction(folder, client, file)
     # imported late, as torch is
