@@ -116,6 +116,7 @@ def test_defaults_are_the_callers_own():
         ("--batch-size 8", "unknown option --batch-size; did you mean --algorithm.batch-size?"),
         ("--clients 4", "unknown option --clients; did you mean --data.clients?"),
         ("--alpha 1", "unknown option --alpha; did you mean --data.partition.alpha?"),
+        ("--target ill", "image_table, table have it: --data table --data.target VALUE"),
         ("--mu 1", "unknown option --mu; fedprox, moon, gpfl have it: --algorithm fedprox --algorithm.mu VALUE"),
     ],
 )

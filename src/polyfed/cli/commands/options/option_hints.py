@@ -33,7 +33,8 @@ def suggest_section_for_field(
     for section in ("algorithm", "data", "data.partition", "model"):
         names = choices_with(section, f"{section}.{field}") if f"{section}.name" in keys else ()
         if names:
-            example = f"--{section} {names[0]} {option_name(f'--{section}.{field}')} VALUE"
+            choice = "table" if "table" in names else names[0]
+            example = f"--{section} {choice} {option_name(f'--{section}.{field}')} VALUE"
             return f"{', '.join(names)} {'have' if names[1:] else 'has'} it: {example}"
     return None
 
