@@ -122,4 +122,4 @@ def test_a_page_of_500_clients_stays_below_3_megabytes(comparison_of, tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert len(page.encode()) < 3 * 2**20
     assert "Drawn are 400 of them, evenly." in page
-    assert "Training examples of the first 50 clients" in page
+    assert "Training examples of the first 50 sites" in page
