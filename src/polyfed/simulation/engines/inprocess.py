@@ -174,13 +174,13 @@ class InProcessEngine(Engine):
 
 
 def _check_is_pair(algorithm: Any, returned: Any) -> tuple[Any, Any]:
-    """Returns what `local_update` returned; raises a `TypeError` if that is no pair of a reply and a state."""
+    """Returns what `local_update` returned; raises a `TypeError` unless it is a pair of a reply and a state."""
     if isinstance(returned, tuple) and len(returned) == 2:
         return returned
-    what = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
+    kind_of_returned = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
     raise TypeError(
         f"{type(algorithm).__name__}.local_update must return two things, the reply and the client's new private state "
-        f"(`return reply, client_state`), got {what}"
+        f"(`return reply, client_state`), got {kind_of_returned}"
     )
 
 

@@ -150,7 +150,9 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
         if score_format.higher_is_better
         else f" A lower {score_format.label} is better; a positive gain is always better."
     )
-    if run_group.comparison_results.get("mean_answer") and any(one.get("alone") for one in references.values()):
+    if run_group.comparison_results.get("mean_answer") and any(
+        reference.get("alone") for reference in references.values()
+    ):
         explanation += (
             " Gains in this table are over training alone, one method at a time. The answers above compare with the best "
             "that a site has alone, simple models included, so their intervals can be wider."
