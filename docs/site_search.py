@@ -47,7 +47,7 @@ WORDS = {
     "report.md": "report page html print pdf subgroup subgroups",
     "scaling.md": "many clients bytes bandwidth communication traffic cost",
     "security.md": "leave leaves sent safe gdpr legal governance hipaa",
-    "tabular.md": "csv excel xlsx spreadsheet parquet pandas dataframe missing own imbalance "
+    "tabular.md": "patients csv excel xlsx spreadsheet parquet pandas dataframe missing own imbalance "
     "unbalanced imbalanced repeated measurements visits longitudinal",
     "tasks.md": "regression forecast forecasting time series segmentation survival multilabel",
     "tutorial.md": "tutorial start started getting quickstart example beginner",
