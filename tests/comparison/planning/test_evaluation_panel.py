@@ -23,7 +23,7 @@ def test_every_run_evaluates_the_same_clients(tmp_path):
     assert list(panels.pop()) == results["clients"]
     assert len(results["clients"]) == 3
     assert results["panel"]["of"] == 6
-    assert "3 of 6 sites, drawn at random, were evaluated" in results["covers"][0]
+    assert "3 of 6 clients, drawn at random, were evaluated" in results["covers"][0]
     assert all(set(entry["scores"]) == set(results["clients"]) for entry in results["references"].values())
     page = found.report().read_text()
     assert "3 of 6 sites, drawn at random" in page

@@ -82,7 +82,7 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
         ],
         mean_text=mean_text,
         facts=[_as_sentence(sentence) for sentence in _simple_model_verdicts(results)],
-        covers=results.get("covers") or (),
+        covers=[say_sites(sentence) for sentence in results.get("covers") or ()],
         methods_table=_html_methods_table(run_group, level),
         figures=figures,
     )
