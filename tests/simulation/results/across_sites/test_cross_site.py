@@ -89,6 +89,7 @@ def test_sentences_say_what_is_decided(run):
     assert text.count("[") >= 3
 
 
+@pytest.mark.thorough
 def test_equally_good_models_are_seldom_told_apart():
     """Forty federations of six sites with guesses for outputs: one at a time, the intervals would decide in most of them."""
     draw, told = np.random.default_rng(0), 0
