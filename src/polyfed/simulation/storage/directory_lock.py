@@ -1,6 +1,7 @@
 """Locks the directory of a run or comparison, so that it has one writer at a time."""
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -10,10 +11,15 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import open_lock_file
 
 _HELD_LOCKS: WeakValueDictionary[tuple[int, int], IO[str]] = WeakValueDictionary()  # files that this process has locked
+_STALE_SECONDS = (
+    3600  # age from which on a partial file is of a process that was killed, and not of a reader that reports
+)
 
 
 def lock_directory(folder: Path) -> IO[str]:
     """Locks a directory of polyfed against other writers, until the returned file is closed.
+
+    Partial files of processes that were killed an hour ago or before are removed.
 
     Raises:
         UserError: another process, or another part of this one, holds the lock.
@@ -35,7 +41,16 @@ def lock_directory(folder: Path) -> IO[str]:
             file.close()
             raise error from reason
     _HELD_LOCKS[_file_identity(os.fstat(file.fileno()))] = file
+    _remove_stale_partial_files(folder)
     return file
+
+
+def _remove_stale_partial_files(folder: Path) -> None:
+    oldest = time.time() - _STALE_SECONDS
+    for partial in (*folder.glob(".partial-*"), *folder.glob("*/.partial-*")):
+        with suppress(OSError):  # another process may have finished or removed it
+            if partial.is_file() and partial.stat().st_mtime < oldest:
+                partial.unlink()
 
 
 def _file_identity(status: os.stat_result) -> tuple[int, int]:

@@ -152,7 +152,7 @@ def _check_cells(
         return
     left_out = {name for names in used.values() for name in names} | {*names_by_role["drop"]}
     features = names_by_role["columns"] or [name for name in cells if name not in left_out]
-    refusals, has_commas = [], data.get("decimal") == ","
+    refusals = []
     for name in features:
         present = [cell for cell in cells[name] if cell is not None]
         has_commas = data.get("decimal") == "," and all(
