@@ -135,6 +135,19 @@ def test_readme_example(story, recorded, tmp_path, kind):
         assert answer["answer"] == before["answer"] or near_zero, client
 
 
+@pytest.mark.slow
+def test_the_page_about_comparisons_shows_what_its_first_command_prints(story, tmp_path):
+    text = (DOCS / "compare.md").read_text(encoding="utf-8")
+    command = re.search(r"^polyfed (compare heart --out runs/heart) ", text, flags=re.MULTILINE)[1]
+    shown = story.SHOWN.search(text)[2]
+    printed = story.run_command([sys.executable, "-m", "polyfed", *command.split(), "--quiet"], tmp_path)
+    lines = [line.rstrip() for line in printed.splitlines()]
+    assert [re.sub(r"[-+]?\d+\.\d+", "", line) for line in shown.splitlines()] == [
+        re.sub(r"[-+]?\d+\.\d+", "", line) for line in lines[-len(shown.splitlines()) :]
+    ]
+    assert numbers("\n".join(lines[-len(shown.splitlines()) :])) == pytest.approx(numbers(shown), abs=POINTS)
+
+
 @pytest.mark.slow  # .ci/run has it
 def test_quickstart_of_readme_example(story, recorded, tmp_path):
     """A fresh `polyfed run` has the bytes and, but for rounding, the scores of the picture."""

@@ -193,6 +193,10 @@ def test_folds_from_the_command_line(polyfed):
     os.utime(metrics, ns=(before + 1, before + 1))
     assert polyfed("compare", "a", "--quiet")[:2] == (0, out)
     assert stored.stat().st_mtime_ns > before
+    manifest, before = metrics.with_name("manifest.json"), stored.stat().st_mtime_ns
+    manifest.write_text(manifest.read_text().replace('"polyfed": "', '"polyfed": "0.0.9 of '))
+    assert polyfed("compare", "a", "--quiet")[:2] == (0, out)
+    assert stored.stat().st_mtime_ns > before  # another version may compute answers otherwise
     (polyfed.here / "a" / "comparison.json").unlink()
     status, out, err = polyfed("compare", "a", "--quiet")
     assert status == 0, err

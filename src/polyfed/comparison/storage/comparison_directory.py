@@ -29,6 +29,7 @@ from polyfed.core.io.atomic_files import (
 )
 from polyfed.core.io.number_format import count_with_noun
 from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.machine.package_versions import package_versions
 from polyfed.simulation.results.across_sites.cross_site_scores import (
     CrossSiteScores,
     average_cross_site,
@@ -230,11 +231,18 @@ def load_comparison(folder: str | Path) -> Comparison:
 
 
 def load_unchanged_comparison(folder: Path) -> Comparison | None:
-    """Loads a finished comparison of which no method failed and no run is newer; None if there is something to do."""
+    """Loads a finished comparison of which no method failed and no run is newer; None if there is something to do.
+
+    Answers on runs of another version of polyfed are computed again, since that may compute them otherwise.
+    """
     try:
         comparison = load_comparison(folder)
-        runs = [run for method in comparison.results["methods"].values() for run in method["runs"].values()]
-        files = [folder / DESCRIPTION, *(folder / str(run["path"]) / "metrics.jsonl" for run in runs)]
+        methods = comparison.results["methods"].values()
+        runs = [folder / str(run["path"]) for method in methods for run in method["runs"].values()]
+        version_by_run = {run: read_manifest(run).get("versions", {}).get("polyfed") for run in runs}
+        if {*version_by_run.values()} != {package_versions()["polyfed"]}:
+            return None
+        files = [folder / DESCRIPTION, *(run / "metrics.jsonl" for run in runs)]
         is_newest = max(file.stat().st_mtime_ns for file in files) <= (folder / RESULTS).stat().st_mtime_ns
     except (UserError, OSError):
         return None
