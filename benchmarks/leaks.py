@@ -2,7 +2,7 @@
 
     python benchmarks/leaks.py run --out benchmarks/results/leaks.json      about 30 minutes of one core
     python benchmarks/leaks.py hearts                                       columns of a table; a few minutes
-    python benchmarks/leaks.py page                                         writes the tables of docs/security.md
+    python benchmarks/leaks.py page                                         writes those of docs/security/how_much_leaks.md
 
 Four clients with 60 training images each of scikit-learn's digits (8 × 8 pixels), dealt by Dirichlet 1.0; a perceptron of
 64-32-10 (methods that bring networks: their own, small; methods with adapters: rank 4 on the first layer, frozen below); SGD
@@ -44,7 +44,7 @@ from polyfed.simulation.settings import Settings
 from polyfed.testing import example_of
 
 RESULTS = Path(__file__).parent / "results" / "leaks.json"
-PAGE = Path(__file__).parent.parent / "docs" / "security.md"
+PAGE = Path(__file__).parent.parent / "docs" / "security" / "how_much_leaks.md"
 START, END = "<!-- leaks: written by benchmarks/leaks.py page -->", "<!-- end of leaks -->"
 START_COLUMNS, END_COLUMNS = "<!-- columns: written by benchmarks/leaks.py page -->", "<!-- end of columns -->"
 ROUNDS, IMAGES, FEW, ATTACKED, ITERATIONS, RESTARTS = 10, 60, 4, 2, 300, 2
@@ -241,7 +241,7 @@ def table_of_columns(results):
 
 
 def tables(results):
-    """The tables of docs/security.md, as text: all methods, then protections."""
+    """The tables of docs/security/how_much_leaks.md, as text: all methods, then protections."""
     head = (
         "| method | accuracy | members found | image, as trained | image, one step | labels counted |\n"
         + "|---" * 6

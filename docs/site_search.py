@@ -28,7 +28,14 @@ WORDS = {
     "compare.md": "learning rate tune tuning hyperparameter hyperparameters search",
     "data.md": "data image images text texts string strings label labels imagefolder dataset datasets numpy dataloader "
     "dirichlet non iid partition skew",
-    "deploy.md": "sees firewall port ports hospital hospitals two",
+    "deploy.md": "hospital hospitals two deploy deployment flower",
+    "deploy/failures.md": "fails failed offline unavailable timeout",
+    "deploy/machines.md": "docker container containers kubernetes ram hardware",
+    "deploy/network.md": "firewall port ports proxy nginx tls",
+    "deploy/noise.md": "budget ledger",
+    "deploy/options.md": "disclose consent",
+    "deploy/secure_sums.md": "secure aggregation secagg bonawitz masks",
+    "deploy/who_learns_what.md": "sees learns server",
     "export.md": "export save load model serve serving onnx predict prediction inference production download",
     "faq.md": "custom decided undecided converged rounds longer resume checkpoint crash interrupted windows macos error "
     "optimizer optimiser loss reproducible",
@@ -47,6 +54,8 @@ WORDS = {
     "report.md": "report page html print pdf subgroup subgroups",
     "scaling.md": "many clients bytes bandwidth communication traffic cost",
     "security.md": "leave leaves sent safe gdpr legal governance hipaa",
+    "security/bad_site.md": "bad byzantine poison poisoning malicious robust krum attack",
+    "security/how_much_leaks.md": "leak leaks reconstruct reconstruction membership inference",
     "tabular.md": "patients csv excel xlsx spreadsheet parquet pandas dataframe missing own imbalance "
     "unbalanced imbalanced repeated measurements visits longitudinal",
     "tasks.md": "regression forecast forecasting time series segmentation survival multilabel",

@@ -1,4 +1,4 @@
-"""Writes what each method's replies reveal, and to whom, into docs/deploy.md; the table is recorded, not typed.
+"""Writes what each method's replies reveal, and to whom, into docs/deploy/who_learns_what.md: recorded, not typed.
 
 python docs/tabulate_traffic.py              all methods, which takes minutes
 python docs/tabulate_traffic.py fedgen ...   these, and those without a row
@@ -13,7 +13,7 @@ from polyfed.algorithms import REGISTRY
 from polyfed.testing import example_of
 from polyfed.testing.disclosure_audit import find_how_reply_reaches_other_clients, find_revealed_facts
 
-PAGE = Path(__file__).with_name("deploy.md")
+PAGE = Path(__file__).parent / "deploy" / "who_learns_what.md"
 START, END = "<!-- traffic: written by docs/tabulate_traffic.py -->", "<!-- end of traffic -->"
 HEAD = [
     "| method | declared | facts that show in forms and numbers of a reply | what a site sends reaches other sites |",

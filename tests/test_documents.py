@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,18 @@ def test_commands_and_example_of_comparisons(tmp_path, monkeypatch, capsys):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("name", ["deploy", "security"])
+def test_a_long_subject_has_a_short_page_and_pages_that_begin_with_a_question(name):
+    """The first page is read in ten minutes, and leads to each of the others."""
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 2000
+    for page in (ROOT / "docs" / name).glob("*.md"):
+        assert f"]({name}/{page.name}" in text
+        title, first, *_ = page.read_text(encoding="utf-8").split("\n\n")
+        assert title.startswith("# ")
+        assert "?" in first, f"{page.name} begins with: {first}"
+
+
 @pytest.mark.lists
 def test_there_is_one_guide_to_a_method():
     """docs/add_a_method.md, whose code tests/test_site.py runs."""
@@ -182,11 +195,27 @@ def test_defaults_are_those_of_the_code_and_each_has_its_provenance():
     ] == []
 
 
+def anchors_of(document):
+    """The anchors of a page's headings and of its `<a id="...">`, as the site writes them."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = (re.sub(r"\]\([^)]*\)", "", title) for title in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE))
+    plain = (unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode().lower() for title in titles)
+    slugs = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip()) for title in plain}
+    return slugs | set(re.findall(r'<a id="([\w-]+)">', text))
+
+
 def test_links_between_documents_lead_somewhere():
-    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
-            if not target.startswith("http"):
-                assert (document.parent / target).exists(), f"{document.name} links to {target}"
+    """To a file, and to a heading in it; headings of the reference are made by the site."""
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
+    anchors = {document.resolve(): anchors_of(document) for document in documents}
+    for document in documents:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", document.read_text(encoding="utf-8")):
+            if target.startswith("http"):
+                continue
+            page = (document.parent / target).resolve() if target else document.resolve()
+            assert page.exists(), f"{document.name} links to {target}"
+            if anchor and page in anchors and page.parent.name != "api":
+                assert anchor in anchors[page], f"{document.name} links to {target}#{anchor}"
 
 
 def test_the_citation_is_of_this_version():

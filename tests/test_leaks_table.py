@@ -1,4 +1,4 @@
-"""The tables of docs/security.md on what leaks are what their script makes of the measurements."""
+"""The tables of docs/security/how_much_leaks.md on what leaks are what their script makes of the measurements."""
 
 import json
 import sys

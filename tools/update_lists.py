@@ -197,27 +197,32 @@ def configuration_page(text: str, methods: Sequence[Declared]) -> str:
     return between(text, start, end, wrapped(sentence, "  ", 150).removeprefix(start))
 
 
-def deployment_page(text: str, methods: Sequence[Declared], recorded: Sequence[str] = ()) -> str:
-    """Returns `docs/deploy.md` with the methods that disclose weights, those that have secure sums, and a row of the table
-    of traffic for each method; the traffic of a method without a row, and of those in `recorded`, is recorded."""
+def disclosure_page(text: str, methods: Sequence[Declared], recorded: Sequence[str] = ()) -> str:
+    """Returns `docs/deploy/who_learns_what.md` with the methods that disclose weights, and a row of the table of traffic for
+    each method; the traffic of a method without a row, and of those in `recorded`, is recorded."""
     import tabulate_traffic
 
-    from polyfed.simulation.rounds.replies.secure_aggregation import supports_secure_sum
-
     registry = load_registry()
-    table, _, rest = text.partition("The next table checks these statements")
+    table, _, rest = text.partition("## Checked on replies")
     rows = [line for line in table.splitlines() if line.startswith("| `")]
     (weights_row,) = (line for line in rows if "| **weights**: what training on its data makes of a network" in line)
     elsewhere = {name for line in rows if line != weights_row for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
     names = [method.name for method in methods if method.name not in elsewhere]
     if strange := [name for name in names if "weights" not in registry[name]().discloses]:
-        raise SystemExit(f"docs/deploy.md: say in the first table what `{strange[0]}` shows the server and other sites")
+        raise SystemExit(f"{DISCLOSURES}: say in the first table what `{strange[0]}` shows the server and other sites")
     first_cell = ", ".join(f"`{name}`" for name in names)
     table = table.replace(weights_row, f"| {first_cell} |" + weights_row.split(" |", 1)[1])
+    return tabulate_traffic.updated(table + _ + rest, recorded)
+
+
+def secure_sums_page(text: str, methods: Sequence[Declared]) -> str:
+    """Returns `docs/deploy/secure_sums.md` with the methods that have secure sums."""
+    from polyfed.simulation.rounds.replies.secure_aggregation import supports_secure_sum
+
+    registry = load_registry()
     summing = ", ".join(f"`{method.name}`" for method in methods if supports_secure_sum(registry[method.name]()))
     mean = re.compile(r"(?<=for methods whose server half is a mean: ).*?(?=; with an option)", flags=re.DOTALL)
-    rest = mean.sub(lambda _: wrapped(summing, "", 150), rest, count=1)
-    return tabulate_traffic.updated(table + _ + rest, recorded)
+    return mean.sub(lambda _: wrapped(summing, "", 150), text, count=1)
 
 
 def asynchronous_page(text: str, methods: Sequence[Declared]) -> str:
@@ -314,6 +319,7 @@ def method_page(text: str, methods: Sequence[Declared]) -> str:
     return site_blocks.filled(text)
 
 
+DISCLOSURES = "docs/deploy/who_learns_what.md"
 STATIC: Mapping[str, Callable[[str, Sequence[Declared]], str]] = {
     "src/polyfed/algorithms/__init__.py": registry_module,
     "mkdocs.yml": navigation,
@@ -326,7 +332,8 @@ LISTS: Mapping[str, Callable[[str, Sequence[Declared]], str]] = {
     "docs/index.md": with_count,
     "docs/methods.md": methods_page,
     "docs/configuration.md": configuration_page,
-    "docs/deploy.md": deployment_page,
+    DISCLOSURES: disclosure_page,
+    "docs/deploy/secure_sums.md": secure_sums_page,
     "docs/asynchronous.md": asynchronous_page,
     "docs/defaults.md": defaults_page,
     "src/polyfed/cli/recipes/leaderboard.yaml": leaderboard,
@@ -340,7 +347,7 @@ def update(recorded: Sequence[str] = (), check: bool = False) -> list[str]:
         if group is None:
             sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "src")]
             pages = {f"docs/methods/{method.module}.md": method_page for method in methods}
-            group = {**LISTS, "docs/deploy.md": lambda t, m: deployment_page(t, m, recorded), **pages}
+            group = {**LISTS, DISCLOSURES: lambda t, m: disclosure_page(t, m, recorded), **pages}
         for name, write in group.items():
             file = ROOT / name
             if not file.exists():

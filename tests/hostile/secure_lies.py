@@ -221,7 +221,7 @@ PREVENTED = {
     "masks of noise": ("mask", sent(words=lambda t: torch.randint(-(2**63), 2**63 - 1, t.shape))),
     "wrong shares of self-masks": ("hand out", wrong_shares),
 }
-"""What ends the round with a sentence, as docs/deploy.md says a site can."""
+"""What ends the round with a sentence, as docs/deploy/secure_sums.md says a site can."""
 AGAINST_ONE = {
     "shares of noise for one": (
         "share",

@@ -1,6 +1,6 @@
 """Secure sums against a site that lies to the server.
 
-A lie of one site of four costs at most what docs/deploy.md says one site can do: it is left out, or it shifts the sum by its
+A lie of one site of four costs at most what docs/deploy/secure_sums.md says: it is left out, or it shifts the sum by its
 own numbers, or it prevents the sum of a round, which ends with a sentence. What comes out of a round is otherwise exactly
 the sum of honest sites.
 """

@@ -48,7 +48,7 @@ def test_replies_reveal_what_the_method_declares(name):
 def test_the_documented_table_is_the_recorded_one(tabulate):
     text = tabulate.PAGE.read_text(encoding="utf-8")
     assert tabulate.updated(text, REGISTRY) == text, (
-        "docs/deploy.md is out of date: run python docs/tabulate_traffic.py"
+        "docs/deploy/who_learns_what.md is out of date: run python docs/tabulate_traffic.py"
     )
 
 

@@ -172,7 +172,7 @@ class Federation:
         return done.stdout
 
     def _certificates(self, made: int) -> None:
-        """With the commands of docs/deploy.md."""
+        """With the commands of docs/deploy/network.md."""
         self.server.set_clock(-made)
         etc, where = self.server.etc, self.server.machine.address
         new = "openssl req -newkey ec -pkeyopt ec_paramgen_curve:secp384r1 -nodes"

@@ -187,7 +187,7 @@ def _check_server_folder(unit: SystemdUnit, address: str | None) -> Findings:
         yield problem_finding(
             "token",
             f"{unit.file} names no --control-token-file: whoever reaches the port can start runs; see "
-            "docs/deploy.md, ports and proxies",
+            "docs/deploy/network.md",
         )
     else:
         yield from check_control_token_file("token", unit.find_file_of_option("--control-token-file", "control.token"))
@@ -213,7 +213,7 @@ def _check_server_addresses(unit: SystemdUnit, address: str | None, public_addre
         yield note_finding(
             "port",
             "the SuperLink listens on all networks; let it listen on 127.0.0.1 behind a proxy that passes the "
-            "sites' path alone (docs/deploy.md)",
+            "sites' path alone (docs/deploy/network.md)",
         )
     if (listen_address := _address_or_none(f"{host}:{port}" if ":" not in host else f"[{host}]:{port}")) is None:
         yield problem_finding("port", f"{unit.file}: --host {host} --port {port} is not an address")

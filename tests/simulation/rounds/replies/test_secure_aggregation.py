@@ -179,7 +179,7 @@ def test_methods_that_need_each_reply_refuse(method):
 
 
 def test_methods_with_a_mean_have_secure_sums():
-    """New methods may come; docs/deploy.md has the whole list."""
+    """New methods may come; docs/deploy/secure_sums.md has the whole list."""
     assert {name for name, m in REGISTRY.items() if supports_secure_sum(m())} >= {
         "fedavg", "fedavg_ft", "fedprox", "fedrep", "fedbn", "per_fedavg", "pfedme", "fedavg_kd", "flha_ghn", "fedpnas",
         "ca_fedpnas", "feddsnas", "ca_feddsnas", "lg_fedavg", "fedproto", "fd", "fml",
