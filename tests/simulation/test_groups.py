@@ -1,6 +1,7 @@
 """Groups in a run: ids stay in memory, files have numbers, workers keep them, and patients on both sides are said."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,6 +63,16 @@ def test_patients_on_both_sides_are_said():
     warn_of_test_leakage(clients_of(ids, np.arange(8) + 100))
     warn_of_test_leakage(clients_of([None] * 12, [None] * 8))
     warn_of_test_leakage(clients_of(ids, [3] * 8, time=True))  # later rows of the same patients
+
+
+def test_patients_whom_another_client_trains_on_are_said():
+    (north,) = clients_of(np.arange(12) // 3, np.arange(8) + 100)
+    south = replace(clients_of(np.arange(12) + 50, [3, 3, 2, 70, 71, None, None, 72])[0], id="south")
+    with pytest.warns(UserWarning, match="test examples of groups that other clients train on: 3 of 8 of 'south'; "):
+        warn_of_test_leakage([north, south])
+    warn_of_test_leakage([north, replace(south, test=north.test)])
+    (later,) = clients_of([3] * 12, [90] * 8, time=True)
+    warn_of_test_leakage([replace(later, id="west"), south])  # split by time within patients, perhaps
 
 
 def test_equal_inputs_with_other_targets_are_no_copies():

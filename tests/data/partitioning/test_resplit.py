@@ -173,3 +173,20 @@ def test_columns_stay_with_their_examples():
         for examples in (again.train, again.val, again.test):
             rows = torch.arange(len(examples))
             assert examples.batch(rows)[0][:, 0].tolist() == examples.column("number").tolist()
+
+
+def test_no_patient_is_lost_where_one_client_alone_has_validation_examples():
+    """A patient of both could be drawn for the validation set of one, which the other does not have."""
+
+    def examples(ids):
+        return Examples(torch.randn(len(ids), 3), torch.arange(len(ids)) % 2, group=list(ids))
+
+    north = pf.Client("north", None, examples("aabbccddkkllmm"), examples("eeffnn"), examples("gghhoo"))
+    south = pf.Client("south", None, examples("aabbccddeeff"), examples("gghh"))
+    for split_north, split_south in resplit_clients([north, south], 12):
+        assert len(split_south.train) + len(split_south.test) == 16
+        trained, validated = (
+            {name for part in parts for name in part.column("group").tolist()}
+            for parts in ((split_north.train, split_south.train), (split_north.val,))
+        )
+        assert not trained & validated

@@ -58,11 +58,12 @@ def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> li
     clients_by_split = []
     for k in range(splits):
         set_of_group: dict[str, str] = {}
-        redrawn = [
-            _redraw_sets(c, pool, derive_seed(seed, "resplit", k, c.id), set_of_group)
-            for c, pool in zip(clients, pools, strict=True)
-        ]
-        clients_by_split.append(refit_client_preprocessing(redrawn))
+        # First the clients without validation examples: their groups must not be in another client's validation set.
+        in_order = sorted(zip(clients, pools, strict=True), key=lambda member: member[0].val is not None)
+        redrawn = {
+            c.id: _redraw_sets(c, pool, derive_seed(seed, "resplit", k, c.id), set_of_group) for c, pool in in_order
+        }
+        clients_by_split.append(refit_client_preprocessing([redrawn[c.id] for c in clients]))
     return clients_by_split
 
 

@@ -5,6 +5,7 @@ categories, constants) are not leakage: the warning depends on how many more tes
 training examples repeat among themselves.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -38,7 +39,16 @@ _TEXTS: dict[int, list[str]] = {}  # the warnings of those that had any
 _WARNED: ContextVar[list[str] | None] = ContextVar("_WARNED", default=None)  # warnings within `limit_leak_warnings`
 
 Hashes = NDArray[np.int64]
-_GROUPS = "test examples of groups that are also trained on"
+_GROUPS = {
+    "group": "test examples of groups that are also trained on",
+    "other group": "test examples of groups that other clients train on",
+}
+_GROUP_ADVICE = {
+    "group": "split by group (a table's --data.group, Examples(..., group=...) and resplit), or give a time if later "
+    "examples are predicted",
+    "other group": "keep a group in one set at all clients, as a table's --data.group, resplit and folds do; if an id "
+    "means somebody else at each client, begin it with the client's name",
+}
 _KINDS = {
     "test": "test examples that are also training examples of the same client",
     "val": "validation examples that are also training examples of the same client",
@@ -54,7 +64,7 @@ class _Leak:
     Attributes:
         client: id of the client.
         kind: "test" or "val", examples among the client's own training examples; "other", test examples among those of
-            other clients.
+            other clients; "group", test examples of groups that the client trains on; "other group", that others do.
         num_leaked: how many are training examples.
         number: how many there are.
     """
@@ -104,11 +114,12 @@ def warn_of_test_leakage(clients: Sequence[Client]) -> None:
         texts.append(
             f"{'; '.join(sentences)}; scores of examples that were trained on say nothing about new data: give others"
         )
-    if leaks := list(_find_shared_groups(clients)):
-        texts.append(
-            f"{_GROUPS}: {_format_leaks(leaks)}; scores of them say little about new groups: split by group (a table's "
-            "--data.group, Examples(..., group=...) and resplit), or give a time if later examples are predicted"
-        )
+    group_leaks = list(_find_shared_groups(clients))
+    for kind, description in _GROUPS.items():
+        if leaks := [leak for leak in group_leaks if leak.kind == kind]:
+            texts.append(
+                f"{description}: {_format_leaks(leaks)}; scores of them say little about new groups: {_GROUP_ADVICE[kind]}"
+            )
     if texts:
         _TEXTS[group_key] = texts
     _warn_or_collect(texts, warned)
@@ -187,19 +198,26 @@ def _find_leaks(clients: Sequence[Client], between_clients: bool) -> Iterator[_L
 
 
 def _find_shared_groups(clients: Sequence[Client]) -> Iterator[_Leak]:
-    """Finds the test examples of groups that the same client trains on; such as patients with recordings in both sets.
+    """Finds the test examples of groups that the same client, or else another one, trains on; such as patients.
 
     Examples with a time are left out: they may be split within groups, into earlier and later ones.
     """
-    for client in clients:
-        train, test = client.train, client.test
-        if train.group is None or test.group is None or train.time is not None:
-            continue
-        trained = set(group_id_of_each_row(train.column(train.group)).tolist())
-        ids = group_id_of_each_row(test.column(test.group)).tolist()
-        num_leaked = sum(name in trained and not is_alone(name) for name in ids)
-        if num_leaked:
-            yield _Leak(client.id, "group", num_leaked, len(test))
+    trained_groups = [_group_ids(client.train) for client in clients]
+    num_training_clients = Counter(name for names in trained_groups for name in set(names))
+    for client, names in zip(clients, trained_groups, strict=True):
+        tested = _group_ids(client.test)
+        own_groups = set(names)
+        num_own = sum(name in own_groups for name in tested)
+        num_other = sum(num_training_clients[name] > (name in own_groups) for name in tested)
+        if num_own or num_other:
+            yield _Leak(client.id, "group" if num_own else "other group", num_own or num_other, len(client.test))
+
+
+def _group_ids(examples: Examples) -> list[str]:
+    """Returns the group of each example that has one; none of examples with a time."""
+    if examples.group is None or examples.time is not None:
+        return []
+    return [name for name in group_id_of_each_row(examples.column(examples.group)).tolist() if not is_alone(name)]
 
 
 def _suspicious_counts(
