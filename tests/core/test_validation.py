@@ -1,5 +1,6 @@
 """One check of declared types, for what files hold and for the fields of dataclasses."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -7,7 +8,14 @@ from typing import Any, Literal
 import pytest
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.validation import check_field_types, describe_annotation, field_types, parse_yaml, validation_error
+from polyfed.core.io.validation import (
+    check_field_types,
+    describe_annotation,
+    field_types,
+    parse_json,
+    parse_yaml,
+    validation_error,
+)
 
 
 @dataclass(frozen=True)
@@ -71,3 +79,15 @@ def test_callables_and_choices_are_described():
 ])  # fmt: skip
 def test_yaml_reads_no_number_that_people_read_otherwise(text, value):
     assert parse_yaml(text) == value
+
+
+@pytest.mark.parametrize(("text", "sentence"), [
+    ('{"seed": 0, "seed": 1}', "the key 'seed' stands twice; leave one out"),
+    ('[{"a": {"b": 1, "c": 2, "b": 1}}]', "the key 'b' stands twice; leave one out"),
+    ('{"loss": 1e999}', "it has 1e999, which a float cannot hold"),
+    ("[NaN]", "it has NaN, which is not a number"),
+])  # fmt: skip
+def test_json_with_two_meanings_is_refused(text, sentence):
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        parse_json(text)
+    assert parse_json('{"a": {"b": 1}, "b": -1.5e300, "c": [{"b": 1}, {"b": 2}]}')["b"] == -1.5e300

@@ -41,13 +41,16 @@ def parse_json(text: str | bytes) -> Any:
     """Returns the value that a JSON text represents.
 
     Raises:
-        ValueError: it is not JSON, is nested too deeply, or has NaN or Infinity, which JSON does not have.
+        ValueError: it is not JSON, is nested too deeply, has a key twice in one object, or has NaN, Infinity or a number
+            that a float cannot hold.
 
     >>> parse_json('{"loss": 0.5}'), parse_json("[]")
     ({'loss': 0.5}, [])
     """
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(
+            text, parse_constant=_refuse_constant, parse_float=_parse_finite, object_pairs_hook=_build_object
+        )
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if error_text := explain_exceeded_size_limit(value):
@@ -144,6 +147,21 @@ def _yaml_size_error(events: Iterable[Any]) -> str | None:
 
 def _refuse_constant(text: str) -> float:
     raise ValueError(f"it has {text}, which is not a number")
+
+
+def _parse_finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"it has {text[:30]}, which a float cannot hold")
+    return number
+
+
+def _build_object(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(entries)
+    if len(value) < len(entries):
+        twice = max(value, key=[key for key, _ in entries].count)
+        raise ValueError(f"the key {twice[:60]!r} stands twice; leave one out")
+    return value
 
 
 def explain_exceeded_size_limit(value: Any) -> str | None:
