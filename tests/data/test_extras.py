@@ -44,7 +44,7 @@ def test_pictures_of_a_parquet_file_have_the_same_bits(tmp_path, encode, without
 def test_the_hub_says_what_to_install_or_to_give(without_extras, name):
     without_extras()
     needs = r"^'.*' from the Hugging Face hub needs the package datasets, which is not installed: "
-    with pytest.raises(UserError, match=needs + r"pip install 'polyfed\[hub\]', or give path=... \(--data.path"):
+    with pytest.raises(UserError, match=needs + r"pip install 'polyfed\[hub\]', or give path=... with "):
         SOURCES[name]().load()
 
 

@@ -113,7 +113,7 @@ def test_a_message_names_the_option_in_every_form(tmp_path):
         marked = [f"{i}.5" if i % 10 >= 10 * share else "?" for i in range(60)]
         rows = {"chol": marked, "ill": [0, 1] * 30}
         for form, source in in_every_form(rows, tmp_path).items():
-            with pytest.raises(UserError, match=r"give missing=\['\?'\] \(--data.missing \?\)") as told:
+            with pytest.raises(UserError, match=r"give missing=\['\?'\];") as told:
                 pf.data.split_table(source, "ill", None)
             assert "'chol' holds numbers" in str(told.value), form
 
@@ -130,7 +130,7 @@ def test_texts_that_are_numbers_are_numbers_and_a_category_that_is_a_sign_is_tol
     )
     commas = {"age": ["61", "70,5", None, "50"] * 5, "n": range(20), "ill": [0, 1] * 10}
     assert pf.data.split_table(commas, "ill", None, decimal=",").dataset.train.x[1, 0] == 70.5
-    with pytest.raises(UserError, match=r"give decimal=',' \(--data.decimal ,\)"):
+    with pytest.raises(UserError, match=r"give decimal=','"):
         pf.data.split_table(commas, "ill", None)
     codes = {"plate": ["1_2", "12"] * 10, "n": range(20), "ill": [0, 1] * 10}  # int("1_2") is 12 in Python
     assert pf.data.split_table(codes, "ill", None, categorical="plate").feature_names[1:] == ("plate=12", "plate=1_2")

@@ -270,7 +270,7 @@ def test_other_words_for_events_are_named_by_positive(column):
     (client, *_) = sites.build_clients(lambda: nn.Linear(1, 1))
     assert int(client.train.labels[:, 1].sum()) in (3, 4)  # of 5 at this site: splits are stratified by events
     assert client.train.labels[:, 0].max() > 5  # times keep their unit
-    with pytest.raises(UserError, match=r"event 2, and an event is 1|holds texts; say which value .*--data.positive"):
+    with pytest.raises(UserError, match=r"event 2, and an event is 1|holds texts; say which value .*positive=..."):
         pf.data.split_table(_table(died=column), "days", "hospital", event="died")
     with pytest.raises(UserError, match="positive='gone' must be one of at most two values of 'died'"):
         pf.data.split_table(_table(died=column), "days", "hospital", event="died", positive="gone")
@@ -279,7 +279,7 @@ def test_other_words_for_events_are_named_by_positive(column):
 def test_columns_that_are_no_time_and_event_are_refused():
     with pytest.raises(
         UserError,
-        match=r"survival has 2 target columns, time and event, got days; give event=\.\.\. \(--data.target TIME",
+        match=r"survival has 2 target columns, time and event, got days; give target=\.\.\. and event=\.\.\.",
     ):
         pf.data.split_table(_table(), "days", "hospital", task="survival")
     with pytest.raises(UserError, match="event='died' is for survival, and the task is regression"):

@@ -22,6 +22,7 @@ from polyfed.cli.commands.deploy import flower_options
 from polyfed.cli.commands.results import audit_command, export_command, predict_command
 from polyfed.cli.commands.run import inspect_commands, look_command
 from polyfed.core.errors import ClientError, RoundError, UserError, did_you_mean
+from polyfed.core.io.advice import keep_options_in_errors
 from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust_code
 
 
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         if arguments[0] not in commands:
             choices = [*commands, "help", "version"]
             raise UserError(f"unknown command {arguments[0]!r}; {did_you_mean(arguments[0], choices)}")
-        with restore_trusted_names_afterwards():
+        with restore_trusted_names_afterwards(), keep_options_in_errors():
             parser = CommandParser("polyfed COMMAND", "")
             parser.add_flag("--trust-code", "execute the code that a file or run directory names")
             options, words = parser.parse_declared_options(arguments[1:])

@@ -117,8 +117,8 @@ class ComparisonPlan:
             raise UserError("cross_site=True keeps its matrices in the run directories; give out=...")
         if self.stop_when_decided and (self.folds is None or self.folds.repeats < 2):
             raise UserError(
-                "stop_when_decided deals folds again until the mean's answer is decided; give folds, and at least 2 "
-                "fold_repeats (--folds 5 --fold-repeats 4)"
+                "stop_when_decided deals folds again until the mean's answer is decided; give folds=5 "
+                "(--folds 5) and at least fold_repeats=2 (--fold-repeats 2)"
             )
         if self.parallel_runs != "auto" and not is_whole_number(self.parallel_runs, 1):
             raise UserError(f"parallel must be 'auto' or a number of runs from 1, got {self.parallel_runs!r}")

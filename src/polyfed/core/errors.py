@@ -9,14 +9,21 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
 
+from polyfed.core.io.advice import keep_advice_for_this_process
+
 _COLLECTED: ContextVar[list[str] | None] = ContextVar("_COLLECTED", default=None)
 
 
 class UserError(ValueError):
     """Raised when polyfed cannot work with something that the user gave: configuration, data or a file.
 
-    The command line prints the message without a traceback and exits with status 2.
+    The command line prints the message without a traceback and exits with status 2. Where a message names an argument of
+    Python and the option of the command line that does the same, as in `seeds=5 (--seeds 5)`, Python shows the argument
+    alone and the command the option.
     """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(keep_advice_for_this_process(str(message)))
 
 
 class ClientError(RuntimeError):
@@ -27,6 +34,7 @@ class ClientError(RuntimeError):
     """
 
     def __init__(self, round_number: int, client: str, phase: str, reason: str, trace: str = "") -> None:
+        reason = keep_advice_for_this_process(reason)
         super().__init__(f"round {round_number}, client {client!r}, phase {phase!r}: {reason}")
         self.round, self.client, self.phase, self.reason, self.trace = round_number, client, phase, reason, trace
 
@@ -92,7 +100,7 @@ def warn_of_data(text: str) -> None:
     collected = _COLLECTED.get()
     if collected is not None and text not in collected:
         collected.append(text)
-    warnings.warn(text, UserWarning, stacklevel=3)
+    warnings.warn(keep_advice_for_this_process(text), UserWarning, stacklevel=3)
 
 
 @contextmanager

@@ -132,13 +132,16 @@ def _build_table_clients(
     template = pool.preprocessor
     assert template is not None
     if shifts:
-        raise UserError("shifts change images and their labels, and these data are a table; leave --data.shifts out")
+        raise UserError(
+            "shifts change images and their labels, and these data are a table; leave them out "
+            "(shifts=None, --data.shifts null)"
+        )
     if config.global_test:
         raise UserError("global_test needs a common test set, which a table does not have; set global_test to 0")
     if len(public) and template.scope != "federated":
         raise UserError(
             "public_fraction needs one preprocessing for all sites, so that public examples are prepared as theirs are; "
-            "give --data.preprocess federated"
+            "give preprocess='federated' (--data.preprocess federated)"
         )
     rows_in_training = rows[: len(rows) - config.unseen]
     is_fitted_later = template.scope == "federated" and (not fits_preprocessing or len(rows) == 1)

@@ -90,5 +90,7 @@ def write_page(
     try:
         write_file_atomically(page, render_page(groups, details, notes, title).encode(), private=out is None)
     except OSError as error:
-        raise UserError(f"cannot write the page {page} ({error.strerror}); give another --out FILE.html") from error
+        raise UserError(
+            f"cannot write the page {page} ({error.strerror}); give another out=... (--out FILE.html)"
+        ) from error
     return page

@@ -105,7 +105,7 @@ class Survival(Task):
             cure = (
                 "the event comes after the time: swap the two columns"
                 if are_swapped
-                else "give 1 for the event (in a table, positive=... or --data.positive says which value is the event)"
+                else "give 1 for the event (in a table, positive=... (--data.positive) says which value is the event)"
             )
             raise UserError(
                 f"{name} targets: row {row} (the first is 0) has event {float(event[row]):g}, and an event is 1, or 0 for "

@@ -95,8 +95,8 @@ def test_resplit_and_folds_refuse_times():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"split": "time"}, "split=time needs a column of times; give --data.time COLUMN"),
-        ({"split": "time_within_group", "time": "day"}, "needs a column of groups; give --data.group COLUMN"),
+        ({"split": "time"}, "split=time needs a column of times; give time='COLUMN'"),
+        ({"split": "time_within_group", "time": "day"}, "needs a column of groups; give group='COLUMN'"),
         ({"split": "before"}, "unknown split 'before'"),
         ({"time": "dya"}, "time: the table has no column 'dya'; did you mean day"),
         ({"time": "hospital", "site": None}, "time: column 'hospital' must be numbers or dates"),

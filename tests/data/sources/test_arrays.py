@@ -86,7 +86,7 @@ def test_parquet_that_does_not_fit_is_refused(tmp_path, columns, fields, message
 
 
 def test_parquet_files_must_exist_and_be_parquet(tmp_path):
-    with pytest.raises(UserError, match=r"give path=... .--data.path. with a Parquet file"):
+    with pytest.raises(UserError, match=r"give path=... with a Parquet file"):
         Parquet().load()
     with pytest.raises(UserError, match="holds no Parquet file of training data"):
         Parquet(path=str(tmp_path)).load()
@@ -132,7 +132,7 @@ def test_imagefolder_that_does_not_fit_is_refused(picture_folder, tmp_path):
     with pytest.raises(UserError, match="classes without training pictures: dog"):
         ImageFolder(path=str(picture_folder)).load()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"holds no pictures; give path=... .--data.path."):
+    with pytest.raises(UserError, match=r"holds no pictures; give path=..."):
         ImageFolder(path=str(tmp_path / "empty")).load()
     with pytest.raises(UserError, match="one folder of pictures per class"):
         ImageFolder().load()
@@ -156,7 +156,7 @@ def test_npz_keeps_types_and_columns(tmp_path):
 
 def test_npz_that_does_not_fit_is_refused(tmp_path):
     file = tmp_path / "a.npz"
-    with pytest.raises(UserError, match=r"give path=... .--data.path. with an .npz file"):
+    with pytest.raises(UserError, match=r"give path=... with an .npz file"):
         Npz().load()
     np.savez(file, x=np.ones(3))
     with pytest.raises(UserError, match="holds x; give"):

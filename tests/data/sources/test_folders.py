@@ -58,7 +58,7 @@ def test_both_layouts_give_the_same_sites_and_classes(folder):
 
 def test_folders_of_sites_are_not_taken_for_classes(folder):
     with pytest.raises(
-        UserError, match=r"\(north, south\) have folders of the same names .*\(cat, owl\): give --data.layout"
+        UserError, match=r"\(north, south\) have folders of the same names .*\(cat, owl\): give layout='site/class'"
     ):
         ImageFolder(str(folder / "a")).load()
     save(folder / "a" / "north" / "loose.png", 1)
@@ -102,7 +102,7 @@ def test_a_table_lists_pictures(listed, folder):
     elsewhere.write_bytes(listed.read_bytes())
     assert len(ImageTable(str(elsewhere), folder=str(folder / "a")).load().train) == 20
     (folder / "a/south/owl/4.png").unlink()
-    with pytest.raises(UserError, match=r"pictures that do not exist in row 20, such as .*4.png.*--data.folder"):
+    with pytest.raises(UserError, match=r"pictures that do not exist in row 20, such as .*4.png.*give folder=..."):
         ImageTable(str(listed)).load()
     with pytest.raises(UserError, match="image: the table has no column 'file'"):
         ImageTable(str(listed), image="file").load()
@@ -138,7 +138,7 @@ def test_lazy_pictures_are_those_in_memory(listed, folder, write_images_parquet,
     with pytest.raises(UserError, match="holds 10 images, and the data 7; delete it"):
         Parquet(**lazy).load()
     with pytest.raises(
-        UserError, match=r"lazy images need --data.image-size, and --data.cache .* \.arrow, got image_size=None"
+        UserError, match=r"lazy images need image_size=..., and cache=... .* \.arrow, got image_size=None"
     ):
         Parquet(lazy=True, cache="a.arrow")
 

@@ -67,9 +67,7 @@ def test_emnist_is_turned_upright_and_letters_count_from_zero(tmp_path, write_id
     assert torch.equal(pool.train.x[:, 0], torch.from_numpy(GREY).transpose(1, 2))
     assert pool.train.y.tolist() == [0, 1, 2, 3, 4, 25]
     assert pool.class_names[25] == "Z"
-    with pytest.raises(
-        UserError, match=r"holds no training images; give path=... .--data.path. .*emnist-balanced-train-images"
-    ):
+    with pytest.raises(UserError, match=r"holds no training images; give path=... .*emnist-balanced-train-images"):
         EMNIST(path=str(tmp_path), subset="balanced").load()
     with pytest.raises(UserError, match="EMNIST: unknown subset 'letter'; did you mean letters"):
         EMNIST(subset="letter")
@@ -142,14 +140,12 @@ def test_hub_data_sets_are_read_like_files(monkeypatch, encode):
     "name", ["mnist", "fashion_mnist", "emnist", "cifar10", "cifar100", "sentiment140", "chest_xray14"]
 )
 def test_without_network_or_path_one_sentence_says_what_to_give(no_network, tmp_path, name):
-    with pytest.raises(
-        UserError, match=r"cannot load '.*' from the Hugging Face hub .*give path=... .--data.path."
-    ) as caught:
+    with pytest.raises(UserError, match=r"cannot load '.*' from the Hugging Face hub .*give path=...") as caught:
         SOURCES[name]().load()
     assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=r"'.*nowhere' does not exist; give path=... .--data.path."):
+    with pytest.raises(UserError, match=r"'.*nowhere' does not exist; give path=..."):
         SOURCES[name](path=str(tmp_path / "nowhere")).load()
-    with pytest.raises(UserError, match=r"give path=... .--data.path."):
+    with pytest.raises(UserError, match=r"give path=..."):
         SOURCES[name](path=str(tmp_path)).load()
 
 
@@ -167,7 +163,7 @@ def test_the_hub_s_client_does_not_retry_without_network(monkeypatch):
     before = datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
     start = time.perf_counter()
     with pytest.raises(UserError, match="cannot load 'polyfed/none'"):
-        hub.load_hub_tables("polyfed/none", "give path=... .--data.path.")
+        hub.load_hub_tables("polyfed/none", "give path=...")
     assert time.perf_counter() - start < 5
     after = datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
     assert after == before

@@ -86,25 +86,25 @@ def _read(data):
 @pytest.mark.parametrize(
     ("change", "fields", "message"),
     [
-        ({"note": [f"came by foot {i}" for i in range(80)]}, {}, "'note' has 80 different texts .*--data.drop note"),
-        ({"day": ["2020-01-02"] * 80}, {}, "'day' holds dates or times: leave it out .*--data.drop day"),
+        ({"note": [f"came by foot {i}" for i in range(80)]}, {}, "'note' has 80 different texts .*drop='note'"),
+        ({"day": ["2020-01-02"] * 80}, {}, "'day' holds dates or times: leave it out .*drop='day'"),
         ({"day": ["2.1.2020", "13.12.2021"] * 40}, {}, "'day' holds dates or times: leave it out"),
-        ({"lab": ["1.5"] * 78 + ["?", "?"]}, {}, r"'lab' holds numbers, and '\?' in rows 79 and 80: .*--data.missing \?"),
+        ({"lab": ["1.5"] * 78 + ["?", "?"]}, {}, r"'lab' holds numbers, and '\?' in rows 79 and 80: .*missing=\['\?'\]"),
         ({"lab": ["1,500", "12,700.5"] * 40}, {}, "a comma before three digits in rows 1, .*: if it separates"),
         ({"lab": ["1,5", "2,7"] * 40}, {}, "'lab' has numbers with a comma in rows 1, 2, .*: give decimal=','"),
-        ({"lab": [None] * 80}, {}, "'lab' has no value in any row: leave it out .drop='lab', --data.drop lab"),
+        ({"lab": [None] * 80}, {}, "'lab' has no value in any row: leave it out .drop='lab'"),
         ({"note": [f"came by foot {i}" for i in range(80)], "day": ["2020-01-02"] * 80, "lab": ["1.5"] * 79 + ["?"]}, {},
          "2 columns cannot be features as they are: 'note' has .* and 'day' holds dates or times; leave them out "
-         r".drop='note,day', --data.drop note,day.*; besides, column 'lab' holds numbers, and '\?' in row 80"),
+         r".drop='note,day'.*; besides, column 'lab' holds numbers, and '\?' in row 80"),
         ({"lab": ["999", "1,000"] * 40}, {}, "before three digits in rows 2, .*: if it separates thousands, take it out"),
         ({"lab": [1.0, np.inf] * 40}, {}, "'lab' has an infinite value, .* in rows 2, 4, 6, 8, 10 and 35 more"),
         ({"lab": [1.0, 1e39] * 40}, {}, r"'lab' has an infinite value, or one beyond 3e\+38, in rows 2, 4"),
         ({"hospital": ["north"] * 77 + [None, "south", " "]}, {}, "site: column 'hospital' has no value in rows 78 and 80"),
         ({"ill": ["yes", None] + ["no"] * 78}, {}, "target: column 'ill' has no value in row 2"),
         ({"ill": ["no"] * 80}, {}, "target 'ill' has only one value, 'no'"),
-        ({"ill": range(80)}, {}, "'ill' has 80 different whole numbers: give task='regression' .* if they are amounts"),
+        ({"ill": range(80)}, {}, "'ill' has 80 different whole numbers: give task='regression' if they are amounts"),
         ({}, {"target": "il"}, "target: the table has no column 'il'; did you mean ill"),
-        ({}, {"target": ""}, "give --data.target with the column to predict; the columns: age, sex"),
+        ({}, {"target": ""}, "give target=... with the column to predict; the columns: age, sex"),
         ({}, {"positive": "maybe"}, "positive='maybe' is not a value of target 'ill'; its values: no, yes"),
         ({}, {"columns": "age,ill"}, "column 'ill' cannot be a feature"),
         ({}, {"target": "cost,sex"}, "several targets must be numbers, got cost, sex"),
@@ -159,19 +159,17 @@ def test_names_of_sites_and_groups_that_look_like_numbers_stay_apart(tmp_path):
 
 def test_the_encoding_of_a_file_can_be_given(tmp_path):
     path = write(tmp_path, "größe,h,y\n1,x,0\n2,x,1\n", encoding="latin-1")
-    with pytest.raises(UserError, match=r"cannot be read as text in utf-8 .*--data.encoding latin-1"):
+    with pytest.raises(UserError, match=r"cannot be read as text in utf-8 .*encoding='latin-1'"):
         TableFile(path, "y", "h").load()
     assert TableFile(path, "y", "h", encoding="latin-1").load().preprocessor.feature_names == ("größe",)
     text = "size,h,y\n1,zürich,0\n2,genf,1\n"
     path = write(tmp_path, "size,h,y\n" + "3,genf,1\n" * 2000 + text[9:], encoding="latin-1")
-    with pytest.raises(
-        UserError, match=r"column 'h' of .* has texts that are not in utf-8; give --data.encoding latin-1"
-    ):
+    with pytest.raises(UserError, match=r"column 'h' of .* has texts that are not in utf-8; give encoding='latin-1'"):
         TableFile(path, "y", None).load()
-    with pytest.raises(UserError, match=r"cannot be read as CSV .*invalid UTF8 data\); give --data.encoding latin-1"):
+    with pytest.raises(UserError, match=r"cannot be read as CSV .*invalid UTF8 data\); give encoding='latin-1'"):
         TableFile(path, "y", "h").load()
     path = write(tmp_path, text, encoding="utf-16")
-    with pytest.raises(UserError, match=r"--data\.encoding utf-16"):
+    with pytest.raises(UserError, match="encoding='utf-16'"):
         TableFile(path, "y", "h").load()
     assert TableFile(path, "y", "h", encoding="utf-16").load().columns["h"].tolist() == ["zürich", "genf"]
 
@@ -196,9 +194,11 @@ def test_names_whose_accents_are_encoded_differently_are_told():
 
 def test_an_identifier_and_copies_are_told(tmp_path):
     data = frame().drop(columns=["patient", "cost", "lab"])
-    with pytest.warns(UserWarning, match=r"column 'visit_id' has a different whole number in each row.*--data.group"):
+    with pytest.warns(
+        UserWarning, match=r"column 'visit_id' has a different whole number in each row.*group='visit_id'"
+    ):
         TableFile(write(tmp_path, data.assign(visit_id=range(80))), "ill", "hospital").load()
-    with pytest.warns(UserWarning, match=r"column 'mark' has numbers of more than 15 digits.*--data.group mark"):
+    with pytest.warns(UserWarning, match=r"column 'mark' has numbers of more than 15 digits.*group='mark'"):
         TableFile(write(tmp_path, data.assign(mark=[2**60 + k for k in range(80)])), "ill", "hospital").load()
     copied = pd.concat([data.assign(lab=range(80)), data.assign(lab=range(80), hospital="south").head(3)])
     with pytest.warns(UserWarning, match=r"3 of 83 rows are copies of other rows, such as row 81 of row 1"):

@@ -218,7 +218,7 @@ def test_a_way_that_depends_on_the_inputs_is_refused(tmp_path):
         [pf.Client("a", Jumps, (x[:3], torch.arange(3)), (x[3:], torch.arange(3)))], "local", rounds=1, workers=0
     )
     with pytest.raises(
-        UserError, match=r"cannot be written as torchscript .*other outputs for 3 examples.*--format weights"
+        UserError, match=r"cannot be written as torchscript .*other outputs for 3 examples.*format='weights'"
     ):
         export_model(run, "a", tmp_path / "a")
     assert not list(tmp_path.iterdir())

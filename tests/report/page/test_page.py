@@ -180,7 +180,7 @@ def test_a_run_without_a_round_is_refused_and_a_baseline_without_one_left_out(wr
 
 def test_a_page_that_cannot_be_written(write_run, tmp_path):
     write_run(tmp_path / "a", "fedavg", {"x": [0.5]})
-    with pytest.raises(UserError, match=r"give another --out FILE\.html"):
+    with pytest.raises(UserError, match=r"give another out=\.\.\."):
         show_report([tmp_path / "a"], Console(quiet=True), out=tmp_path / "nowhere" / "page.html")
 
 

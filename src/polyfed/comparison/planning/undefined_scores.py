@@ -32,7 +32,7 @@ def warn_of_undefined_scores(
     remedies = ["give fewer folds (folds=..., --folds)"] if plan.folds is not None else []
     remedies += ["leave small sites out"]
     if others := sorted(other.name for other in task.metrics if other.per_example is not None):
-        remedies.append(f"decide by a score that every example has (metrics, --metrics): {', '.join(others)}")
+        remedies.append(f"decide by a score that every example has (metrics=..., --metrics): {', '.join(others)}")
     remedy = "; or ".join(remedies)
     for seed, ids in clients_without_score.items():
         if len(ids) == len(clients):

@@ -98,7 +98,7 @@ def import_optuna() -> Any:
     Raises:
         UserError: optuna is not installed.
     """
-    check_extra_installed("optuna", "tune", "a search with trials", "leave out --trials")
+    check_extra_installed("optuna", "tune", "a search with trials", "leave out trials=... (--trials)")
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)

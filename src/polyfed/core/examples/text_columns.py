@@ -56,8 +56,7 @@ def refuse_columns(refusals: Sequence[ColumnRefusal]) -> None:
     >>> refuse_columns([ColumnRefusal("day", "holds dates or times"), ColumnRefusal("id", "has 9 texts in 9 rows")])
     Traceback (most recent call last):
     polyfed.core.errors.UserError: 2 columns cannot be features as they are: 'day' holds dates or times and 'id' has 9
-    texts in 9 rows; leave them out (drop='day,id', --data.drop day,id), or make numbers or categories of them
-    (categorical=..., --data.categorical)
+    texts in 9 rows; leave them out (drop='day,id'), or make numbers or categories of them (categorical=...)
     """
     unusable = [refusal for refusal in refusals if not refusal.cure]
     sentences = [str(refusal) for refusal in refusals if refusal.cure][:1]
@@ -184,7 +183,8 @@ def advise_encoding(file: Path) -> str:
             is_utf16 = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     except (OSError, UserError):
         is_utf16 = False
-    return f"give --data.encoding {'utf-16' if is_utf16 else 'latin-1'}, or save the file as UTF-8"
+    encoding = "utf-16" if is_utf16 else "latin-1"
+    return f"give encoding={encoding!r} (--data.encoding {encoding}), or save the file as UTF-8"
 
 
 def error_in_one_line(error: BaseException) -> str:

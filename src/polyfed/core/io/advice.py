@@ -1,6 +1,10 @@
 """Fits advice that names both an argument of Python and an option of the command line to where it is read."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_options_kept = False
 
 # An argument of Python, then the option of the command line that does the same: "drop='age', --data.drop age" or
 # "drop='age' (--data.drop age)".
@@ -30,3 +34,29 @@ def keep_advice_for_python(text: str) -> str:
     "Try values beyond (tune={'lr': [1, 3]}), then more rounds."
     """
     return _ARGUMENT_AND_OPTION_IN_PARENTHESES.sub(r"\1", _ARGUMENT_COMMA_OPTION.sub(r"\1", text))
+
+
+@contextmanager
+def keep_options_in_errors() -> Iterator[None]:
+    """Keeps the options of the command line in errors and warnings that this process makes in the `with` block."""
+    global _options_kept
+    before, _options_kept = _options_kept, True
+    try:
+        yield
+    finally:
+        _options_kept = before
+
+
+def keep_advice_for_this_process(text: str) -> str:
+    """Returns the text of an error or a warning, with the argument alone unless this process may work for the command.
+
+    The command, and a worker process, which does not know for whom it works, keep both: who prints the text chooses.
+
+    >>> keep_advice_for_this_process("give path=... (--data.path) with a file")
+    'give path=... with a file'
+    """
+    if _options_kept or "--" not in text:
+        return text
+    from multiprocessing import parent_process  # takes milliseconds, which a help text should not cost
+
+    return text if parent_process() is not None else keep_advice_for_python(text)

@@ -200,8 +200,8 @@ def check_untimed(clients: Sequence[Client], option: str) -> None:
     if timed := [client.id for client in clients if any(part.time for part in _sets_of_client(client).values())]:
         raise UserError(
             f"client {timed[0]!r} was split by time, and {option} would draw sets at random, and train on what came "
-            f"later; leave {option} out (several seeds on the same data: --seeds 0,1,2,3,4 --same-data), or give "
-            "--data.split random (in Python Examples without time)"
+            f"later; leave {option} out (several seeds on the same data: seeds=5 (--seeds 5 --same-data)), or give "
+            "Examples without time (split='random', --data.split random)"
         )
 
 

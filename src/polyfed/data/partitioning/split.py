@@ -107,8 +107,8 @@ class Split:
             return "random" if time is None else "time"
         for role, name in {"time": time, "group": group if self.split == "time_within_group" else ""}.items():
             if name is None and self.split != "random":
-                raise UserError(f"split={self.split} needs a column of {role}s; give --data.{role} COLUMN (in Python "
-                                f"{role}='COLUMN'), or split='random'")  # fmt: skip
+                raise UserError(f"split={self.split} needs a column of {role}s; give {role}='COLUMN' "
+                                f"(--data.{role} COLUMN), or split='random' (--data.split random)")  # fmt: skip
         return self.split
 
     @property
@@ -306,7 +306,8 @@ def _split_clients_by_time(
         if absent := [part for part in ("train", *shares) if shares.get(part, 1) > 0 and not len(sets[part])]:
             raise UserError(
                 f"{name}: its {len(rows)} rows have too few different times to train on earlier ones and test on later ones "
-                f"(its {absent[0]} set is empty); give --data.split random, or leave it out"
+                f"(its {absent[0]} set is empty); give split='random' (--data.split random), or "
+                "leave it out"
             )
         client_rows.append(ClientRows(rows[sets["train"]], rows[sets["val"]], rows[sets["test"]], name))
     return client_rows

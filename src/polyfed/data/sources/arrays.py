@@ -65,8 +65,8 @@ class Parquet(Source):
     def __post_init__(self) -> None:
         if self.lazy and (self.image_size is None or not (self.cache or "").endswith(".arrow")):
             raise UserError(
-                "lazy images need --data.image-size, and --data.cache with a file that ends in .arrow, got "
-                f"image_size={self.image_size} and cache={self.cache!r}"
+                "lazy images need image_size=... (--data.image-size), and cache=... (--data.cache) with a file that ends in "
+                f".arrow, got image_size={self.image_size} and cache={self.cache!r}"
             )
 
     def load(self) -> PooledDataset:

@@ -128,8 +128,8 @@ def _check_one_level(folder: Path) -> None:
     if len(shared) > 1 and not any(_list_pictures(outer, recursive=False) for outer in _list_subfolders(folder)):
         outer, inner = ", ".join(sorted(names_by_folder)[:3]), ", ".join(sorted(shared)[:3])
         raise UserError(
-            f"the folders of {str(folder)!r} ({outer}) have folders of the same names in them ({inner}): give --data.layout "
-            f"site/class if {outer} are sites, or class/site if they are classes"
+            f"the folders of {str(folder)!r} ({outer}) have folders of the same names in them ({inner}): give "
+            f"layout='site/class' (--data.layout site/class) if {outer} are sites, or class/site if they are classes"
         )
 
 
@@ -186,13 +186,14 @@ class ImageTable(Source):
         picture_folder = (
             expand_user_path(self.path).parent
             if self.folder is None
-            else resolve_existing_path(self.folder, "give --data.folder")
+            else resolve_existing_path(self.folder, "give folder=... (--data.folder)")
         )
         files = [picture_folder / name for name in column_as_texts(table, self.image).tolist()]
         if absent := [row for row, file in enumerate(files) if not file.is_file()]:
             raise UserError(
                 f"column {self.image!r} names pictures that do not exist in {format_row_numbers(np.array(absent))}, such as "
-                f"{str(files[absent[0]])!r}; give --data.folder with the folder where relative paths begin"
+                f"{str(files[absent[0]])!r}; give folder=... (--data.folder) with the folder where "
+                "relative paths begin"
             )
         y, names, task = read_targets(table, target_names, self.task, self.positive)
         x, transform = load_images_and_transform([files], self.grey, self.image_size, self.lazy)

@@ -144,7 +144,7 @@ class TableFile(Source):
             target_names = (*target_names, self.event)
         if not target_names:
             names = ", ".join(table.column_names)
-            raise UserError(f"give --data.target with the column to predict; the columns: {names}")
+            raise UserError(f"give target=... (--data.target) with the column to predict; the columns: {names}")
         roles = {"site": self.site, "group": self.group, "time": self.time}
         names_by_role = {"target": target_names} | {role: (name,) for role, name in roles.items() if name is not None}
         for role in ("columns", "drop", "categorical"):

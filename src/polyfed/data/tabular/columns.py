@@ -18,6 +18,7 @@ from polyfed.core.examples.text_columns import (
     refuse_columns,
     refuse_dates,
 )
+from polyfed.core.io.advice import keep_advice_for_this_process
 from polyfed.core.task import DEFAULT_TASK, Task, TaskSpec
 from polyfed.core.task_lookup import get_task
 from polyfed.data.formats.files import Table
@@ -85,8 +86,10 @@ def _infer_feature_column(table: Table, name: str, as_categories: bool) -> Colum
     present_values = [value for value in column.tolist() if value is not None]
     if signs := sorted(filter(has_no_letter_or_digit, set(present_values))):
         warnings.warn(
-            f"column {name!r} has the category {signs[0]!r}; if that means no value, give missing=[{signs[0]!r}] "
-            f"(--data.missing {signs[0]!r})",
+            keep_advice_for_this_process(
+                f"column {name!r} has the category {signs[0]!r}; if that means no value, give missing=[{signs[0]!r}] "
+                f"(--data.missing {signs[0]!r})"
+            ),
             UserWarning,
             stacklevel=2,
         )
@@ -198,7 +201,7 @@ def read_targets(
     if roles and len(names) != len(roles):
         raise UserError(
             f"{resolved_task} has {len(roles)} target columns, {' and '.join(roles)}, got {', '.join(names)}; give "
-            f"{roles[1]}=... (--data.target {roles[0].upper()} --data.{roles[1]} {roles[1].upper()})"
+            f"target=... (--data.target {roles[0].upper()}) and {roles[1]}=... (--data.{roles[1]} {roles[1].upper()})"
         )
     if positive is not None and not roles:
         raise UserError(f"positive={positive!r} is for two classes, and the task is {resolved_task}; leave it out")

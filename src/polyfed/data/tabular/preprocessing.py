@@ -19,6 +19,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples.text_columns import is_numeric_text
+from polyfed.core.io.advice import keep_advice_for_this_process
 from polyfed.core.io.number_format import format_row_numbers
 from polyfed.core.io.validation import validation_error
 from polyfed.core.task import Task, TaskSpec
@@ -364,9 +365,11 @@ def warn_of_changed_constants(columns_by_owner: Mapping[str, Sequence[str]]) -> 
     if not sentences:
         return
     warnings.warn(
-        "columns that had one value, or none, in all training rows have other values now, for which networks get 0: "
-        f"{_join_first(sentences, '; ')}. Give more rows to train on, leave the columns out (drop=..., --data.drop), "
-        "or scale by the rows of all sites (preprocess='federated', --data.preprocess federated)",
+        keep_advice_for_this_process(
+            "columns that had one value, or none, in all training rows have other values now, for which networks get 0: "
+            f"{_join_first(sentences, '; ')}. Give more rows to train on, leave the columns out (drop=..., --data.drop), "
+            "or scale by the rows of all sites (preprocess='federated', --data.preprocess federated)"
+        ),
         UserWarning,
         stacklevel=3,
     )

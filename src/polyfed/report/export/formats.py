@@ -93,8 +93,8 @@ def serialize_network(trained: TrainedModel, name: str) -> SerializedNetwork:
             message = str(error).strip().split("\n")[0][:200]
             reason = message if isinstance(error, _OutputsDifferError) else f"{type(error).__name__}: {message}"
             raise UserError(
-                f"the network of {trained.signature['client']!r} cannot be written as {name} ({reason}); give --format "
-                "weights, which writes everything but that"
+                f"the network of {trained.signature['client']!r} cannot be written as {name} ({reason}); give "
+                "format='weights' (--format weights), which writes everything but that"
             ) from error
     return SerializedNetwork(content, shape, run_exported is not None)
 

@@ -222,7 +222,7 @@ def _find_model(folder: Path, client: str | None) -> tuple[Path, Signature]:
     ids = {name: read_signature(models / f"{name}{SIGNATURE_SUFFIX}") for name in model_names}
     if client is None and len(model_names) > 1:
         client_ids = ", ".join(signature["client"] for signature in ids.values())
-        raise UserError(f"{folder} has models of several clients; give --client with one of {client_ids}")
+        raise UserError(f"{folder} has models of several clients; give client=... (--client) with one of {client_ids}")
     name = model_names[0] if client is None else safe_file_name(client)
     if name not in ids:
         raise UserError(

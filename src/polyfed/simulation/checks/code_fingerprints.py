@@ -21,6 +21,7 @@ from typing import Any
 
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.examples.examples import PartwiseTransform
+from polyfed.core.io.advice import keep_advice_for_this_process
 from polyfed.core.io.number_format import join_first_and_count_rest
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.simulation.checks.requirements import examples_by_split
@@ -80,8 +81,10 @@ def warn_of_changed_code(changed_names: Iterable[str], consequence: str = _LATER
                                     (changed_values, "the values that {} holds are not those", "the values")):  # fmt: skip
         if changed:
             warnings.warn(
-                f"{sentence.format(join_first_and_count_rest(changed, _SHOWN))} with which the run began: {consequence}; "
-                f"put {cure} back, or start another run with another out=... (--out)",
+                keep_advice_for_this_process(
+                    f"{sentence.format(join_first_and_count_rest(changed, _SHOWN))} with which the run began: "
+                    f"{consequence}; put {cure} back, or start another run with another out=... (--out)"
+                ),
                 UserWarning,
                 stacklevel=4,
             )

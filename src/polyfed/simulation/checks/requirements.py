@@ -78,8 +78,8 @@ def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any]
     """Raises a `UserError` if clients or public examples fail a requirement; names methods that would do."""
     if "public_data" in algorithm.requires and public is None:
         raise UserError(
-            f"{registry_name(algorithm)} needs public examples that are no client's data; give public=... (federate) "
-            "or --data.public_fraction"
+            f"{registry_name(algorithm)} needs public examples that are no client's data; give public=... "
+            "(--data.public_fraction)"
         )
     if "public_data" in algorithm.requires and public is not None:
         _check_public(clients, public)

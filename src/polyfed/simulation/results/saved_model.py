@@ -106,7 +106,9 @@ def load_saved_model(folder: str | Path, client: str | None = None) -> SavedMode
     clients = [_client_of_model(models, name) for name in model_names]
     name = (model_names[0] if len(model_names) == 1 else "") if client is None else safe_file_name(client)
     if not name:
-        raise UserError(f"{folder} has models of several clients; give --client with one of {', '.join(clients)}")
+        raise UserError(
+            f"{folder} has models of several clients; give client=... (--client) with one of {', '.join(clients)}"
+        )
     if name not in model_names:
         raise UserError(f"{folder} has no model of client {client!r}; {did_you_mean(str(client), clients)}")
     check_model_unchanged(folder, read_manifest(folder), name)

@@ -203,4 +203,6 @@ def write_look_page(look: Look, path: Path) -> None:
     try:
         write_file_atomically(path, page.encode(), private=False)
     except OSError as error:
-        raise UserError(f"cannot write the page {path} ({error.strerror}); give another --out FILE.html") from error
+        raise UserError(
+            f"cannot write the page {path} ({error.strerror}); give another out=... (--out FILE.html)"
+        ) from error

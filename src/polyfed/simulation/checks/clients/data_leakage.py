@@ -44,9 +44,9 @@ _GROUPS = {
     "other group": "test examples of groups that other clients train on",
 }
 _GROUP_ADVICE = {
-    "group": "split by group (a table's --data.group, Examples(..., group=...) and resplit), or give a time if later "
+    "group": "split by group (Examples with group=..., --data.group, and resplit), or give a time if later "
     "examples are predicted",
-    "other group": "keep a group in one set at all clients, as a table's --data.group, resplit and folds do; if an id "
+    "other group": "keep a group in one set at all clients, as --data.group of a table, resplit and folds do; if an id "
     "means somebody else at each client, begin it with the client's name",
 }
 _KINDS = {

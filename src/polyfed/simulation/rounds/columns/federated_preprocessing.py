@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
+from polyfed.core.io.advice import keep_advice_for_this_process
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.fixed_point import FRACTION_BITS
 from polyfed.core.state_dict import StateDict, StateDictSpec
@@ -223,8 +224,11 @@ def _warn_of_inexact_columns(template: TablePreprocessor, variance: Tensor, coun
     is_inexact = variance * count.clamp(min=1.0) < 100 * 2.0 ** -(FRACTION_BITS + 1)
     if inexact_names := [name for name, inexact in zip(names, is_inexact.tolist(), strict=False) if inexact]:
         warnings.warn(
-            f"the columns {', '.join(inexact_names)} vary by too little for secure sums, which are in fixed point, or "
-            "not at all: their spread is not exact; give them in a smaller unit, or leave them out (--data.drop)",
+            keep_advice_for_this_process(
+                f"the columns {', '.join(inexact_names)} vary by too little for secure sums, which are in fixed point, or "
+                "not at all: their spread is not exact; give them in a smaller unit, or leave them out "
+                "(drop=..., --data.drop)"
+            ),
             UserWarning,
             stacklevel=2,
         )
