@@ -40,6 +40,23 @@ def test_a_csv_file_is_looked_at(table, capsys):
     assert "https://" not in page
 
 
+def test_what_is_said_of_the_whole_table_stands_last(table, capsys):
+    lines = (table / "patients.csv").read_text().splitlines()
+    numbers = [f"{10_000 + 7919 * (k + 1) % 89_989}" for k in range(160)]
+    rows = [f"{number},{line}" for number, line in zip(["nummer", *numbers], lines, strict=True)]
+    (table / "patients.csv").write_text("\n".join([*rows, "99999,40,210,0.1,1,west"]) + "\n")
+    assert main(["look", "patients.csv", *WORDS]) == 0
+    out, err = capsys.readouterr()
+    assert "- too few examples to be divided into training and test: west (1).\n  A run refuses such a site;" in out
+    assert out.splitlines()[-1].startswith("- Column 'nummer' looks like an identifier (161 different whole numbers in")
+    assert "leave it out (--data.drop nummer)" in out
+    assert "identifier" not in err
+    assert main(["look", "patients.csv", *WORDS, "--json"]) == 0
+    assert "column 'nummer' looks like" in json.loads(capsys.readouterr().out)["warnings"][0]
+    assert main(["run", "patients.csv", *WORDS, "--data.drop", "nummer"]) == 2
+    assert "keep the largest alone (--data.partition.order largest --data.clients 2)" in capsys.readouterr().err
+
+
 def test_json_and_what_real_sites_would_show(table, capsys):
     assert main(["look", "patients.csv", *WORDS, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)

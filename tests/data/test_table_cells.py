@@ -68,7 +68,7 @@ MARKED = {
     "flag": ["0", "1", "?", "1", "0", "1"] * 8,
     "dose": [1, -9, 3, 4, 5, 6] * 8,
     "sex": ["f", "m", "f", "?", "m", "f"] * 8,
-    "row": list(range(48)),
+    "lab": list(range(48)),
     "ill": ["no", "yes"] * 24,
 }
 
@@ -91,7 +91,7 @@ def test_texts_that_stand_for_no_value_are_known_in_every_form_of_a_table(tmp_pa
             pool = pf.data.split_table(rows, "ill", None, missing=missing).dataset
             assert [(c.name, c.categories, c.missing) for c in pool.preprocessor.columns] == [
                 ("age", None, True), ("flag", None, True), ("dose", None, True), ("sex", ("f", "m"), True),
-                ("row", None, False),
+                ("lab", None, False),
             ], form  # fmt: skip
             expected = torch.tensor([61.5, torch.nan, 70, 55, 48.25, 66])
             assert torch.equal(pool.train.x[:6, 0].nan_to_num(-1.0), expected.nan_to_num(-1.0)), form

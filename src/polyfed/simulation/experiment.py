@@ -27,6 +27,7 @@ from polyfed.data import (
     make_clients,
     partition_fingerprint,
 )
+from polyfed.data.partitioning.partitions import Natural
 from polyfed.data.pooled_dataset import PooledDataset
 from polyfed.data.table import check_model_per_client
 from polyfed.models import ModelSpec
@@ -230,10 +231,13 @@ def load_participants(experiment: Experiment) -> Participants:
         raise UserError("test_fraction must be above 0, got 0.0: clients without test examples cannot be evaluated")
     data, public = make_clients(pool, experiment.split, experiment.partition, seed, experiment.shifts, augment, False)
     if untested := [d for d in data if not len(d.test)]:
+        largest = f"--data.partition.order largest --data.clients {len(data) - len(untested)}"
         raise UserError(
-            f"{untested[0].id} has {len(untested[0].train)} example, too few to test on; use fewer clients, or "
-            "a partition that gives each client at least 2; leave a site out that has so few rows"
-        )
+            f"{untested[0].id} has {len(untested[0].train)} example, too few to test on; "
+            + (f"take such a site out of the data, or keep the largest alone ({largest})"
+               if isinstance(experiment.partition, Natural) else
+               "use fewer clients, or a partition that gives each client at least 2")
+        )  # fmt: skip
     specs = [model_spec_for_data(m, pool) for m in experiment.models]
     client_specs = [specs[i % len(specs)] for i in range(len(data))]
     if experiment.sites:

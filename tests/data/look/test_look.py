@@ -310,7 +310,7 @@ def test_labels_targets_and_parts_of_inputs():
 
 
 def test_targets_of_a_table_are_shown_in_its_unit():
-    rows = [{"x": 37 * k % 60, "weight": 60.5 + k % 7, "site": "ab"[k % 2]} for k in range(60)]
+    rows = [{"x": 37 * k % 60 / 2, "weight": 60.5 + k % 7, "site": "ab"[k % 2]} for k in range(60)]
     seen = pf.look(pf.data.split_table(rows, "weight", "site", task="regression"))
     assert seen.sites["a"].numbers["weight"].statistics.mean == pytest.approx(63.4, abs=0.2)
 

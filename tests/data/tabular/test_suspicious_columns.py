@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+from sklearn import datasets
 
 from polyfed.core.errors import collect_data_warnings
 from polyfed.data import split_table
@@ -68,11 +69,75 @@ def test_a_group_answers():
     assert warned(voices(), "motor", group="subject", drop="total") == []
 
 
-def test_row_numbers_without_a_name():
+def rows_with(name, values):
     rng = np.random.default_rng(0)
-    rows = {"k": range(5, 105), "x": rng.normal(size=100), "y": [0, 1] * 50, "s": ["a"] * 50 + ["b"] * 50}
-    (text,) = warned({name: list(column) for name, column in rows.items()}, "y", "s")
-    assert text.startswith("column 'k' has a different value in each row, in order: the number of the row, or a time?")
+    n = len(values)
+    site = ["a"] * (n // 2) + ["b"] * (n - n // 2)
+    return {
+        name: list(values),
+        "x": rng.normal(size=n).tolist(),
+        "y": rng.permutation([0, 1] * n)[:n].tolist(),
+        "s": site,
+    }
+
+
+def case_numbers(n, repeated=0, seed=0):
+    numbers = np.random.default_rng(seed).choice(np.arange(100_000, 1_000_000), n, replace=False)
+    numbers[:repeated] = numbers[repeated : 2 * repeated]
+    return numbers.tolist()
+
+
+IDENTIFIERS = {
+    "row numbers": ("k", range(5, 105), "100 different whole numbers in 100 rows, in order"),
+    "row numbers in any order": ("k", np.random.default_rng(0).permutation(60), "which would repeat more often"),
+    "numbers of each site": ("k", [*range(40), *range(40)][::-1], "which would repeat more often"),
+    "long numbers": ("schluessel", case_numbers(200), "each of 6 digits and spread evenly"),
+    "long numbers with second visits": (
+        "key_",
+        case_numbers(200, 30),
+        "170 different whole numbers in 200 rows, each of 6",
+    ),
+    "a gap": ("akte", [None, *case_numbers(199)], "199 different whole numbers in 199 rows, each of 6 digits"),
+    "a few rows and a name": ("fallnr", case_numbers(24), "24 different whole numbers in 24 rows, and its name"),
+    "a name in the middle": ("patient_ID", case_numbers(24, 2), "22 different whole numbers in 24 rows, and its name"),
+}
+
+
+@pytest.mark.parametrize("case", IDENTIFIERS)
+def test_an_identifier_of_any_name(case):
+    name, values, words = IDENTIFIERS[case]
+    (text,) = warned(rows_with(name, values), "y", "s")
+    assert text.startswith(f"column {name!r} looks like an identifier (")
+    assert words in text
+    role = "time" if "in order" in text else "group"
+    assert f"leave it out (drop={name!r}, --data.drop {name}), or give {role}={name!r} (--data.{role} {name})" in text
+    assert not [text for text in warned(rows_with(name, values), "y", "s", drop=name) if "identifier" in text]
+
+
+MEASUREMENTS = {
+    "ages of few people": ("age", range(21, 81, 3)),
+    "uric acid": ("uric_acid", np.random.default_rng(0).permutation(np.arange(150, 600))[:90]),
+    "platelets": ("platelets", np.random.default_rng(0).normal(250_000, 50_000, 300).round()),
+    "incomes": ("income", np.random.default_rng(0).lognormal(10.5, 0.5, 300).round()),
+    "amounts with a fraction": ("k", np.arange(100)[::-1] + 0.5),
+    "counts": ("number_of_cells", np.random.default_rng(0).poisson(5000, 300)),
+}
+
+
+@pytest.mark.parametrize("case", MEASUREMENTS)
+def test_a_measurement_is_no_identifier(case):
+    name, values = MEASUREMENTS[case]
+    assert warned(rows_with(name, values), "y", "s") == []
+
+
+@pytest.mark.parametrize("name", ["breast_cancer", "diabetes", "wine"])
+def test_no_column_of_scikit_learns_tables_is_an_identifier(name):
+    data = getattr(datasets, f"load_{name}")(**({"scaled": False} if name == "diabetes" else {}))
+    task = "regression" if name == "diabetes" else "auto"
+    rows = dict(zip(data.feature_names, data.data.T.tolist(), strict=True))
+    assert not [
+        text for text in warned({**rows, "y": data.target.tolist()}, "y", None, task=task) if "identifier" in text
+    ]
 
 
 @pytest.mark.parametrize(

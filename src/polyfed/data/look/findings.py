@@ -79,7 +79,16 @@ def find_differences(look: SiteSummaries) -> list[SiteDifferenceFinding]:
 
 
 def _find_few_examples(look: SiteSummaries) -> Iterator[SiteDifferenceFinding]:
-    sites = {name: f"{site.rows}" for name, site in look.sites.items() if site.rows < _FEW_ROWS}
+    untested = {name: f"{site.rows}" for name, site in look.sites.items() if site.parts and "test" not in site.parts}
+    if untested:
+        yield SiteDifferenceFinding(
+            "few", "", tuple(untested), f"too few examples to be divided into training and test: {_list_sites(untested)}",
+            "a run refuses such a site; take its rows out of the data, or keep the largest sites alone (for four, "
+            "--data.partition.order largest --data.clients 4)",
+        )  # fmt: skip
+    sites = {
+        name: f"{site.rows}" for name, site in look.sites.items() if site.rows < _FEW_ROWS and name not in untested
+    }
     if sites:
         yield SiteDifferenceFinding(
             "few", "", tuple(sites), f"few examples: {_list_sites(sites)}",

@@ -39,8 +39,8 @@ from polyfed.tasks import infer_table_task
 
 _MOST_SUBGROUP_VALUES = 10  # different values of a column of numbers that is kept for scores of subgroups
 _PRECISE = 1e-5  # of a column's standard deviation: with a larger rounding error it is kept as float64
-_LARGEST_EXACT = 2.0**53  # up to which a floating-point number tells neighbouring whole numbers apart
-_IDENTIFIERS = frozenset({"id", "nr", "no", "number", "mrn"})
+LARGEST_EXACT = 2.0**53
+"""Sets up to which number a floating-point number tells neighbouring whole numbers apart."""
 
 
 def infer_feature_columns(table: Table, names: Sequence[str], categorical: Sequence[str]) -> tuple[Column, ...]:
@@ -74,13 +74,12 @@ def _infer_feature_column(table: Table, name: str, as_categories: bool) -> Colum
     if not as_categories and is_numeric_column(table, name):
         cells = column_as_numbers(table, name)
         is_floating = kinds.is_floating(column_as_arrow_array(table, name).type)
-        if not is_floating and bool((np.abs(cells) > _LARGEST_EXACT).any()):
+        if not is_floating and bool((np.abs(cells) > LARGEST_EXACT).any()):
             warn_of_data(
                 f"column {name!r} has numbers of more than 15 digits, the last of which are lost: an id? Leave it out "
                 f"(drop={name!r}, --data.drop {quote(name)}), or, if it is that of a patient, give group={name!r} "
                 f"(--data.group {quote(name)})"
             )
-        _warn_if_identifier(cells, name)
         return Column(name, None, bool(np.isnan(cells).any()))
     column = column_as_texts(table, name)
     present_values = [value for value in column.tolist() if value is not None]
@@ -116,22 +115,6 @@ def has_few_values(table: Table, name: str) -> bool:
     kind = column_as_arrow_array(table, name).type
     max_values = MOST_CATEGORIES if is_text_type(kind) else _MOST_SUBGROUP_VALUES if is_numeric_type(kind) else 0
     return bool(max_values) and pyarrow.compute.count_distinct(column_as_arrow_array(table, name)).as_py() <= max_values
-
-
-def has_identifier_name(name: str) -> bool:
-    """Returns whether a column's name is one that identifiers usually have, such as visit_id, nr or MRN."""
-    return bool(_IDENTIFIERS & {*name.lower().replace("-", "_").split("_"), name.lower()[-2:]})
-
-
-def _warn_if_identifier(cells: NDArray[np.float64], name: str) -> None:
-    are_whole_numbers = bool((cells == np.floor(cells)).all())
-    are_unique = len(np.unique(cells)) == len(cells) > 1
-    if are_whole_numbers and are_unique and has_identifier_name(name):
-        warn_of_data(
-            f"column {name!r} has a different whole number in each row and is used as a feature; if it is an identifier, "
-            f"leave it out (drop={name!r}, --data.drop {quote(name)}), and if it is that of a patient, give group={name!r} "
-            f"(--data.group {quote(name)})"
-        )
 
 
 def warn_of_duplicate_rows(table: Table, ignored_column: str | None) -> None:

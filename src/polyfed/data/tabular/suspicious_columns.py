@@ -1,5 +1,7 @@
 """Warns of columns of a table that look like ids, and of columns that are nearly equal to the target."""
 
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from shlex import quote
 from typing import Any
@@ -11,7 +13,7 @@ from torch import Tensor
 from polyfed.core.errors import warn_of_data
 from polyfed.core.io.terminal_text import fold_spelling
 from polyfed.data.formats.files import Table
-from polyfed.data.tabular.columns import has_identifier_name
+from polyfed.data.tabular.columns import LARGEST_EXACT
 from polyfed.data.tabular.table_reader import (
     column_as_arrow_array,
     column_as_numbers,
@@ -29,6 +31,13 @@ _MOST_COMPARED = 50  # columns that may be constant within the values of an id
 _CORRELATION = 0.94
 _AREA = 0.995  # AUC of a single column
 _PEOPLE = frozenset({"patient", "subject", "participant", "person", "mrn", "pid"})  # words in the names of their ids
+_ID_WORDS = frozenset({"id", "nr", "no", "number", "nummer", "case", "fall", "key", "index", "record", "row"}) | _PEOPLE
+_ID_ENDING = re.compile(r"(nr|nummer|number|(case|encounter|pat|patient|person|record|sample|subject|user|visit)id)$")
+_ALMOST_UNIQUE = 0.9  # share of different values in a column with such a name
+_REPEATS = 10  # pairs of equal numbers that chance would make, from which on to have hardly any says something
+_LEAST_EVEN = 100  # rows from which on evenly spread numbers differ from a bell curve
+_EVEN = 1.22  # Kolmogorov and Smirnov's statistic: nine of ten columns of evenly drawn numbers are below it
+_ROLES = {"group": "that of a patient with several rows", "time": "a time"}
 _LEAST_OF_CLASS = 10  # examples of a class for that AUC
 
 Codes = NDArray[np.int64]
@@ -62,22 +71,31 @@ def warn_of_suspicious_columns(
         site: the column of sites; None without one.
         roles: columns with another role (groups, times).
     """
+    sites = None if site is None else np.unique(column_as_texts(table, site).astype(str), return_inverse=True)[1]
+    identifiers = set()
+    for name in features:
+        if looks := _describe_identifier(table, name, sites):
+            identifiers.add(name)
+            role = "time" if "in order" in looks else "group"
+            otherwise = (
+                "" if roles else f", or give {role}={name!r} (--data.{role} {quote(name)}) if it is {_ROLES[role]}"
+            )
+            warn_of_data(
+                f"column {name!r} looks like an identifier ({looks}) and is used as a feature: if it is one, leave it out "
+                f"(drop={name!r}, --data.drop {quote(name)}){otherwise}"
+            )
     if table.num_rows < _LEAST_ROWS:
         return
     others = [name for name in table.column_names if name not in (*targets, *roles, site)]
     values = {name: numbers for name in others if (numbers := _values_as_codes(table, name)) is not None}
     codes = {name: numbers for name, numbers in values.items() if _has_whole_values(table, name)}
-    sites = None if site is None else np.unique(column_as_texts(table, site).astype(str), return_inverse=True)[1]
-    for name in features:
-        in_order = name in codes and not has_identifier_name(name)  # those are warned of where columns are read
-        if in_order and bool((np.diff(codes[name]) == 1).all() or (np.diff(codes[name]) == -1).all()):
-            warn_of_data(
-                f"column {name!r} has a different value in each row, in order: the number of the row, or a time? Leave it "
-                f"out (drop={name!r}, --data.drop {quote(name)}), or give time={name!r} (--data.time {quote(name)})"
-            )
     if not roles:
         for name in others:
-            if name in codes and (looks := _describe_id(name, values, sites, name in features)):
+            if (
+                name in codes
+                and name not in identifiers
+                and (looks := _describe_id(name, values, sites, name in features))
+            ):
                 cure = (
                     f"give group={name!r} (--data.group {quote(name)}) if it is that of a patient or the like (its rows "
                     "then count as one), or "
@@ -94,6 +112,54 @@ def warn_of_suspicious_columns(
                 f"{sentence}: is it known before the target is? If not, leave it out (drop={name!r}, --data.drop "
                 f"{quote(name)})"
             )
+
+
+def _describe_identifier(table: Table, name: str, sites: Codes | None) -> str:
+    """Returns in what a column of whole numbers looks like an identifier of rows, in a few words, or "" if it does not.
+
+    Numbers that were measured repeat at least as often as numbers drawn evenly from the same range. Those of cases hardly
+    do, in all rows or at each site. Longer ones, drawn from too wide a range for that, are spread evenly and have as many
+    digits each. Where rows are few or values repeat, the name decides.
+    """
+    if not is_numeric_column(table, name):
+        return ""
+    numbers = column_as_numbers(table, name)
+    present = ~np.isnan(numbers)
+    values = numbers[present]
+    if len(values) < 2 or bool((values != np.floor(values)).any()) or float(np.abs(values).max()) > LARGEST_EXACT:
+        return ""
+    different = np.unique(values)
+    counts = f"{len(different)} different whole numbers in {len(values)} rows"
+    steps = np.diff(values)
+    if len(values) >= _LEAST_ROWS and (bool((steps > 0).all()) or bool((steps < 0).all())):
+        return f"{counts}, in order"
+    by_site = [] if sites is None else [values[sites[present] == code] for code in np.unique(sites[present])]
+    if len(values) >= _LEAST_ROWS and (_hardly_repeats([values]) or _hardly_repeats(by_site)):
+        return f"{counts}, which would repeat more often if they were measured"
+    digits = len(str(int(different[0])))
+    if (
+        len(values) >= _LEAST_EVEN and 2 * len(different) >= len(values) and different[0] > 0
+        and digits >= 5 and len(str(int(different[-1]))) == digits and _are_spread_evenly(different)
+    ):  # fmt: skip
+        return f"{counts}, each of {digits} digits and spread evenly"
+    words = re.findall(r"[A-Z]?[a-zß-ÿ]+|[A-Z]+", name)
+    last = words[-1].lower() if words else ""
+    is_named_so = last in _ID_WORDS or _ID_ENDING.search(last) is not None
+    return f"{counts}, and its name" if is_named_so and len(different) >= _ALMOST_UNIQUE * len(values) else ""
+
+
+def _hardly_repeats(parts: Sequence[NDArray[np.float64]]) -> bool:
+    """Returns whether whole numbers repeat far more rarely within each part than evenly drawn ones of the same range."""
+    expected = sum(len(part) * (len(part) - 1) / 2 / (part.max() - part.min() + 1) for part in parts)
+    counts = [np.unique(part, return_counts=True)[1] for part in parts]
+    return bool(expected >= _REPEATS and sum((count * (count - 1)).sum() / 2 for count in counts) <= expected / 4)
+
+
+def _are_spread_evenly(different: NDArray[np.float64]) -> bool:
+    """Returns whether sorted numbers fill the range from the first to the last evenly."""
+    shares = (different - different[0]) / (different[-1] - different[0])
+    even = (np.arange(len(different)) + 0.5) / len(different)
+    return bool(np.abs(shares - even).max() * math.sqrt(len(different)) < _EVEN)
 
 
 def _values_as_codes(table: Table, name: str) -> Codes | None:

@@ -2,10 +2,14 @@
 
 import json
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from polyfed.cli.commands.argv import CommandParser, expand_optional_path
 from polyfed.core.errors import UserError
+from polyfed.core.io.advice import keep_advice_for_terminal
+from polyfed.core.io.number_format import capitalize_first, end_with_period
+from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 if TYPE_CHECKING:
     from polyfed.simulation.experiment import Experiment
@@ -43,15 +47,24 @@ def look_command(argv: list[str]) -> None:
     from polyfed.simulation.experiment import build_experiment
 
     experiment = build_experiment(config)
-    clients, class_names = _load_clients(experiment)
-    summary = look(
-        clients,
-        class_names=class_names,
-        between_sites=options.between_sites,
-        secure=options.between_sites and experiment.settings.secure,
-        out=out,
-    )
-    print(json.dumps(summary.to_json_dict(), ensure_ascii=False, indent=1) if options.json else str(summary))
+    with warnings.catch_warnings(record=True) as caught:  # above a long description nobody would read them
+        warnings.simplefilter("always")
+        clients, class_names = _load_clients(experiment)
+        summary = look(
+            clients,
+            class_names=class_names,
+            between_sites=options.between_sites,
+            secure=options.between_sites and experiment.settings.secure,
+            out=out,
+        )
+    remarks = list(dict.fromkeys(keep_advice_for_terminal(str(warning.message)) for warning in caught))
+    if options.json:
+        print(json.dumps(summary.to_json_dict() | {"warnings": remarks}, ensure_ascii=False, indent=1))
+    else:
+        print(summary)
+        if remarks:
+            lines = [f"- {end_with_period(capitalize_first(remark))}" for remark in remarks]
+            print("", "Besides:", *map(sanitise_for_terminal, lines), sep="\n")
     if out is not None:
         print(f"The page: {out}", file=sys.stderr if options.json else sys.stdout)
 
