@@ -31,6 +31,12 @@ CASES = {
     "codes with an underscore": ({"lab": [f"{k}_1" for k in ROWS]}, {}),
     "a row without a site": ({"site": ["a", "b", ""] * 20}, {}),
     "a row without a target": ({"ill": [0, 1, ""] * 20}, {}),
+    "rows without a target, dropped": ({"ill": [0, 1, ""] * 20}, {"missing_target": "drop"}),
+    "rows without a target, dropped, and a word": (
+        {"ill": ["", *[0, 1] * 29, ""], "lab": [*[1.5] * 57, "low", 1.5, 1.5]},
+        {"missing_target": "drop"},
+    ),
+    "amounts and gaps as the target": ({"ill": [*range(58), "", ""]}, {"missing_target": "drop"}),
     "many whole numbers as the target": ({"ill": list(ROWS)}, {}),
     "many whole numbers, a condition": ({"ill": list(ROWS)}, {"positive": ">30"}),
     "amounts as the target": ({"ill": [k + 0.5 for k in ROWS]}, {}),

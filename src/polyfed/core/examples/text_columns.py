@@ -152,9 +152,10 @@ def check_no_empty_cells(empty_rows: Sequence[int], name: str, role: str) -> Non
     """Raises a `UserError` if a column of this role has no value in some rows, the first of which is 0."""
     if len(empty_rows):
         which = "row" if len(empty_rows) == 1 else "rows"
+        option = " (missing_target='drop', --data.missing-target drop)" if role == "target" else ""
         raise UserError(
             f"{role}: column {name!r} has no value in {format_row_numbers(empty_rows)} (the first row below the names is "
-            f"1); fill it in, or drop the {which}"
+            f"1); fill it in, or drop the {which}{option}"
         )
 
 

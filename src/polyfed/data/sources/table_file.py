@@ -4,7 +4,7 @@ each row's site.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from polyfed.data.formats.files import Table
 from polyfed.data.pooled_dataset import PooledDataset, Source
 from polyfed.data.tabular.columns import (
     check_task_option,
+    drop_rows_without_target,
     has_few_values,
     infer_feature_columns,
     read_targets,
@@ -71,6 +72,8 @@ class TableFile(Source):
         delimiter: between the cells of a CSV file; "auto" infers it from the first line.
         decimal: "." or ",".
         encoding: of a CSV file, such as utf-8 or latin-1.
+        missing_target: what becomes of rows without a target (a label, a time or an event): "refuse" the table, or "drop"
+            these rows, with a warning that has their number at each site.
         schema: JSON file of columns, categories and classes that tables in different places have agreed on
             (`polyfed.data.merge_schemas`), in place of those of this table.
 
@@ -94,10 +97,11 @@ class TableFile(Source):
     delimiter: str = "auto"
     decimal: str = "."
     encoding: str = "utf-8"
+    missing_target: Literal["refuse", "drop"] = "refuse"
     schema: str | None = None
 
     def __post_init__(self) -> None:
-        check_field_types(self, "preprocess")
+        check_field_types(self, "preprocess", "missing_target")
         check_task_option(self.task)
         self._form()
         conflicting = [name for name in ("columns", "drop", "categorical", "positive") if getattr(self, name)]
@@ -160,9 +164,15 @@ class TableFile(Source):
             if name is not None:
                 check_no_missing_values(column_as_texts(table, name), name, role)
         choice = TASK_WITH_EVENTS if self.event is not None and self.task == "auto" else self.task
-        y, classes, task = read_targets(table, target_names, choice, self.positive)
+        labelled = table
+        if self.missing_target == "drop":
+            labelled = drop_rows_without_target(table, target_names, self.site)
+        y, classes, task = read_targets(labelled, target_names, choice, self.positive)
         if self.event is not None and not task.target_columns:
             raise UserError(f"event={self.event!r} is for survival, and the task is {task}; leave one of the two out")
+        if self.schema is None and labelled is not table:
+            self._feature_columns(table, target_names)  # which names rows by their place in the whole table
+        table = labelled
         if self.schema is None:
             features = self._feature_columns(table, target_names)
         else:

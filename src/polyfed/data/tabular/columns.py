@@ -154,6 +154,33 @@ def to_float32_unless_precision_lost(stored: Tensor, features: Sequence[Column])
     return stored if bool((error > _PRECISE * spread).any()) else stored.to(torch.float32)
 
 
+def drop_rows_without_target(table: Table, names: Sequence[str], site: str | None) -> Table:
+    """Returns the rows that have a value in each target; warns of the number of the others, at each site.
+
+    Raises:
+        UserError: no row has all targets.
+
+    >>> import pyarrow
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     drop_rows_without_target(pyarrow.table({"ill": [0, None], "age": [50, 60]}), ["ill"], None).to_pydict()
+    {'ill': [0], 'age': [50]}
+    """
+    is_labelled = np.all([[cell is not None for cell in column_as_texts(table, name)] for name in names], axis=0)
+    if is_labelled.all():
+        return table
+    joined = " and ".join(map(repr, names))
+    if not is_labelled.any():
+        raise UserError(f"target: no row has a value in {joined}")
+    sites = [] if site is None else column_as_texts(table, site)[~is_labelled].tolist()
+    counts = ", ".join(f"{name} {sites.count(name)}" for name in sorted_unique_texts(sites))
+    warn_of_data(
+        f"{int((~is_labelled).sum())} of {table.num_rows} rows have no value in the target {joined} and are left out"
+        f"{f' ({counts})' if counts else ''}"
+    )
+    return table.filter(is_labelled)
+
+
 def read_targets(
     table: Table, names: Sequence[str], task: TaskSpec, positive: str | None
 ) -> tuple[Tensor, tuple[str, ...], Task]:

@@ -141,12 +141,13 @@ def _check_cells(
     """Raises the library's error about columns that cannot be used, if the library would for certain."""
     used = {role: names_by_role[role] for role in ("site", "group", "time", "target")}
     for role, names in used.items():
-        for name in names:
+        for name in names if role != "target" or data.get("missing_target") != "drop" else ():
             check_no_empty_cells([row for row, cell in enumerate(cells[name]) if cell is None], name, role)
     targets = names_by_role["target"]
     if len(targets) == 1 and data.get("task", "auto") == "auto" and data.get("positive") is None:
-        numbers = {float(cell) for cell in cells[targets[0]] if cell is not None and is_numeric_text(cell)}
-        if all(map(float.is_integer, numbers)) and all(is_numeric_text(cell or "") for cell in cells[targets[0]]):
+        labels = [cell for cell in cells[targets[0]] if cell is not None]
+        numbers = {float(cell) for cell in labels if is_numeric_text(cell)}
+        if all(map(float.is_integer, numbers)) and all(map(is_numeric_text, labels)):
             check_whole_numbers_are_classes(len(numbers), targets[0])
     if data.get("schema") is not None:
         return
