@@ -123,6 +123,17 @@ QUICK = [  # words, exit status, and what is said
     ("run --logger wandb", 2, "cannot track with 'wandb'"),
     ("run --data table --data.site s --data.target t", 2, "give --data.path with a CSV or Parquet file"),
     ("run rows.csv.gz", 2, "rows.csv.gz is compressed; unpack it, and give the file that is in it"),
+    (
+        "look rows.json",
+        2,
+        "rows.json is neither data nor a configuration by its ending; save it as CSV (pandas.read_json('rows.json').to_csv(",
+    ),
+    (
+        "look rows.dat",
+        2,
+        "by its ending; --data table --data.path rows.dat for a CSV file, or give a table (.csv, .tsv, .txt, .parquet)",
+    ),
+    ("run settings.json --print_config", 0, "rounds: 7"),
     ("run nosuch.csv", 2, "'nosuch.csv' does not exist"),
     ("look ward.csv", 2, "a row belongs to, and --data.target with the column to predict; or, to divide rows among"),
     ("look ward.csv", 2, "--data.clients 4; the columns: id, day, ward, ill"),
@@ -186,6 +197,9 @@ def answers(tmp_path_factory):
     for name in ("ward.csv", "ward.txt"):
         (here / name).write_text(f"id,day,ward,ill\n{rows}")
     (here / "latin.csv").write_bytes("ward,ill\nKöln,1\n".encode("latin-1"))
+    (here / "rows.json").write_text('{"age": [50, 60], "ill": [0, 1]}')
+    (here / "rows.dat").write_text("age,ill\n50,0\n")
+    (here / "settings.json").write_text('{"rounds": 7, "data": "digits"}')
     (here / "bad.yaml").write_text("seed: 1\nrounds: ten\n")
     where = {"cwd": here, "env": {**os.environ, "COLUMNS": "200"}}
     command = [sys.executable, "-W", "error", "-c", PLAY, lines]

@@ -6,8 +6,9 @@ variant laid over it, with the scale laid over that, and with what the scale say
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple, final
 
 import yaml
@@ -15,6 +16,7 @@ import yaml
 from polyfed.cli.commands.argv import CommandParser, option_name
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.directory import read_config
 
 RECIPE_FOLDER = Path(__file__).parents[2] / "recipes"
@@ -161,11 +163,31 @@ def read_recipe(name_or_path: str) -> Recipe:
             f"{name_or_path} is a folder without config.yaml; give a run directory, a YAML file or a recipe; {data_hint}"
         )
     if name_or_path.endswith((".yaml", ".yml")) or place.exists():
-        config = read_config(place)
+        config = read_config(place) if place.suffix in (".yaml", ".yml") or place.is_dir() else _read_other_file(place)
         _require_data_section(place, config)
         return _parse_recipe(name_or_path, config)
     raise UserError(
         f"there is no recipe or file {name_or_path!r}; {did_you_mean(name_or_path, recipe_paths, _LISTING)}"
+    )
+
+
+def _read_other_file(file: Path) -> dict[str, Any]:
+    """Returns the configuration in a file of another suffix; refuses all else, since its suffix is not one of data."""
+    try:
+        config = read_config(file)
+    except UserError as error:
+        if isinstance(error.__cause__, OSError) or not file.is_file():
+            raise
+        config = {}
+    keys = {*_CHOICES, "variants", "scales", *(field.name for field in fields(Settings))}
+    if keys & config.keys() and isinstance(config.get("data", ""), str | Mapping):
+        return config
+    table = f"--data table --data.path {quote(str(file))} for a CSV file"
+    if file.suffix.startswith(".json"):
+        table = f"save it as CSV (pandas.read_json({file.name!r}).to_csv({file.stem + '.csv'!r}, index=False))"
+    raise UserError(
+        f"{file} is neither data nor a configuration by its ending; {table}, or give a table (.csv, .tsv, .txt, .parquet), "
+        "arrays (.npz), a configuration (.yaml), a run directory, or a name of polyfed list data or polyfed list recipes"
     )
 
 
