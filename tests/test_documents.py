@@ -251,3 +251,16 @@ def test_no_two_lines_of_the_changelog_begin_alike():  # merges double them
     lines = re.findall(r"^- .*", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     beginnings = [line[:30] for line in lines]
     assert [line for line in lines if beginnings.count(line[:30]) > 1] == []
+
+
+def test_the_landing_page_leads_to_every_how_to_and_says_how_to_cite():
+    """In one click; what is below the page on deployment is a second one."""
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    (guides,) = [entry["How-to"] for entry in config["nav"] if "How-to" in entry]
+    pages = [page for entry in guides for page in entry.values() if isinstance(page, str)]
+    assert [page for page in [*pages, "deploy.md", "security.md"] if f"]({page}" not in text] == []
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    for field in ("title", "version", "license"):
+        assert re.search(rf"^  {field} += {{{re.escape(citation[field])}}}", text, flags=re.MULTILINE)
+    assert citation["repository-code"] in text
