@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -361,3 +362,16 @@ def test_a_column_that_is_constant_within_sites_is_one_finding():
     assert "which site a row is from" in kind.meaning
     (beds,) = (finding for finding in findings if finding.column == "beds")
     assert beds.kind == "constant"
+
+
+def test_a_factor_of_an_unknown_unit_is_said_with_the_shift():
+    """D-dimer in two units, which are twice as large in one; overlapping, so that neither unit nor shift was said."""
+    draw = random.Random(1)
+    factors = {"north": 1.0, "south": 2.0, "west": 1.0}
+    rows = [{"hospital": name, "dimer": factor * draw.lognormvariate(-1, 0.6), "age": draw.gauss(60, 9),
+             "thrombosis": draw.randint(0, 1)} for _ in range(150) for name, factor in factors.items()]  # fmt: skip
+    findings = kinds(pf.look(pf.data.split_table(rows, "thrombosis", "hospital")))
+    assert list(findings) == [("shift", "dimer")]
+    assert findings["shift", "dimer"].sites == ("south",)
+    assert re.search(r"mean and spread (1\.9|2|2\.1) times as large", findings["shift", "dimer"].text)
+    assert findings["shift", "dimer"].meaning.startswith("another unit? If not: ")

@@ -14,7 +14,11 @@ from polyfed.data.look.counts import MIN_COUNT, NOT_SHOWN
 from polyfed.data.look.number_statistics import GRADES, NumberStatistics
 from polyfed.data.look.site_columns import IMAGE_SIZE, LookColumn
 from polyfed.data.look.summaries import SiteDataStatistics, SiteSummaries
-from polyfed.data.look.units import describe_scale_difference, describe_unit_difference
+from polyfed.data.look.units import (
+    describe_common_factor,
+    describe_scale_difference,
+    describe_unit_difference,
+)
 
 FEW = 10
 """Sets the number of examples of a class, or of events, below which a site has few."""
@@ -216,8 +220,10 @@ class _NumberColumn:
             describe = describe_scale_difference if self._is_of_images else describe_unit_difference
             if text := describe(site, reference):
                 units[name] = f"mean {site.mean:.3g}: {text}"
-            elif abs(site.mean - reference.mean) > _SHIFT * math.sqrt((site.sd**2 + reference.sd**2) / 2):
-                shifts[name] = f"{site.mean:.3g} ± {site.sd:.2g}"
+                continue
+            factor = "" if self._is_of_images else describe_common_factor(site, reference)
+            if factor or abs(site.mean - reference.mean) > _SHIFT * math.sqrt((site.sd**2 + reference.sd**2) / 2):
+                shifts[name] = f"{site.mean:.3g} ± {site.sd:.2g}{factor and ', '}{factor}"
         if units:
             yield SiteDifferenceFinding(
                 "unit", self._name, tuple(units),
@@ -236,6 +242,8 @@ class _NumberColumn:
                 if self._is_of_images
                 else "scaled by its own rows a site loses this difference, and scaled over all sites it keeps it; try both"
             )
+            if any(" times as " in text for text in shifts.values()):
+                meaning = f"another unit? If not: {meaning}"
             yield SiteDifferenceFinding(
                 "shift", self._name, tuple(shifts),
                 f"{self._name} lies elsewhere at {_list_sites(shifts)}; the middle site has {reference.mean:.3g} ± "

@@ -11,6 +11,11 @@ _FACTORS = {
 _MEANS, _SPREADS = 1.25, 2.0  # largest ratios to a factor
 _LARGE = 8.0  # factors that natural differences between sites hardly reach
 _APART = 1.5  # sums of standard deviations between the means, for small factors
+_COMMON, _ALIKE, _ERRORS = (
+    1.8,
+    1.5,
+    4.0,
+)  # least factor; largest ratio of its two estimates; standard errors between means
 
 
 def describe_unit_difference(site: NumberStatistics, reference: NumberStatistics) -> str:
@@ -28,6 +33,21 @@ def describe_unit_difference(site: NumberStatistics, reference: NumberStatistics
         return ""
     examples = f" ({_FACTORS[factor]}?)" if _FACTORS[factor] else ""
     return f"a factor of about {factor:g}{examples}"
+
+
+def describe_common_factor(site: NumberStatistics, reference: NumberStatistics) -> str:
+    """Returns the factor by which mean and spread differ alike, as in a unit that is not known; "" if they do not.
+
+    >>> north, south = NumberStatistics(90.0, 45.0, 0.5, 9.0), NumberStatistics(90.0, 90.0, 1.0, 36.0)
+    >>> describe_common_factor(south, north)
+    'mean and spread 2 times as large'
+    """
+    means, spreads = _ratios_of_means_and_spreads(site, reference)
+    error = (site.sd**2 / site.count + reference.sd**2 / reference.count) ** 0.5
+    is_alike = max(means / spreads, spreads / means) <= _ALIKE
+    if not is_alike or means < _COMMON or abs(site.mean - reference.mean) <= _ERRORS * error:
+        return ""
+    return f"mean and spread {means:.2g} times as {'large' if site.mean > reference.mean else 'small'}"
 
 
 def describe_scale_difference(site: NumberStatistics, reference: NumberStatistics) -> str:
