@@ -11,7 +11,9 @@ epoch, minibatches of 16, FLHA-GHN at a rate of 0.1; accuracy on 359 digits that
 - alone: the last three, each client alone, rate 0.05;
 - tied: networks without norms of which a convolution is used 1 to 4 times: its weight is generated of the mean of its
   nodes' latents, of the first node's, or one for each use; s with zero bias; rate 0.03;
-- distillation: 10 rounds of the teacher and 15 of the student, or 10 of both;
+- distillation: 10 rounds of the teacher and 15 of the student, or 10 of both; Arch 1, 2 or 3 as the teacher;
+- concatenation: ResNet-18 and the three hybrids of appendix B, of which other blocks concatenate, two or four in each;
+- chains: Table 2's networks of 4, 7, 10 and 13 layers, rate 0.03, without the pooling between convolutions;
 - augmented: Fashion-MNIST at 14×14 pixels, 64 images a client, rate 0.03: cropped and mirrored, or not; tested on 1,000 of
   the published test images;
 - stem: mosaics of Fashion-MNIST (28×28, several labels each), 64 a client, networks with the first convolution of the
@@ -36,6 +38,7 @@ from polyfed.data.sources.published.mosaics import FashionMosaics
 from polyfed.data.sources.published.vision import FashionMNIST
 from polyfed.hypernetworks import generated_network, ghn_start
 from polyfed.models import ModelSpec, build
+from polyfed.models import flha as networks_of_flha
 
 RESULTS = Path(__file__).parent / "results" / "deviations_flha.json"
 ROUNDS, IMAGES, WIDTH = 25, 52, 8
@@ -69,6 +72,20 @@ class Tied(nn.Module):
 def build_without_pooling(name, shape, classes):
     network = build(name, shape, classes, width=WIDTH, stem="xray")
     network.pool1 = nn.Identity()
+    return network
+
+
+def build_hybrid(blocks, shape, classes):
+    """A ResNet-18 whose blocks at these positions concatenate."""
+    with replace_in(networks_of_flha, _HYBRIDS={1: blocks}):
+        return build("resnet18_hybrid", shape, classes, width=WIDTH)
+
+
+def build_chain(num_layers, pools, shape, classes):
+    network = build("flha_chain", shape, classes, width=WIDTH, num_layers=num_layers)
+    for name, part in network.named_children():
+        if isinstance(part, nn.MaxPool2d) and not pools:
+            setattr(network, name, nn.Identity())
     return network
 
 
@@ -107,6 +124,16 @@ def tied_clients(seed, is_tied=True):
     return four_clients(seed, networks=[partial(Tied, uses, is_tied) for uses in (1, 2, 3, 4)])
 
 
+def hybrid_clients(seed, *blocks):
+    hybrids = [partial(build_hybrid, positions, (1, 8, 8), 10) for positions in blocks]
+    return four_clients(seed, networks=["resnet18", *hybrids])
+
+
+def chain_clients(seed, pools):
+    networks = [partial(build_chain, num_layers, pools, (1, 8, 8), 10) for num_layers in (4, 7, 10, 13)]
+    return four_clients(seed, networks=networks)
+
+
 def unpooled_clients(seed):
     networks = [partial(build_without_pooling, name, (1, 28, 28), 10) for name in ARCHITECTURES]
     return four_clients(seed, data="mosaics", images=64, networks=networks)
@@ -143,6 +170,14 @@ def form(method, clients=four_clients, rounds=ROUNDS, replaced=nullcontext, scor
     return Form(method, clients, rounds, replaced, score)
 
 
+def with_hybrids(*blocks):
+    return form(FLHA, lambda seed: hybrid_clients(seed, *blocks))
+
+
+def with_teacher(name):
+    return form(replace(DISTILLATION, teacher={"name": name, "width": WIDTH}))
+
+
 def with_small_network(name):
     return partial(four_clients, networks=(*ARCHITECTURES[:3], name))
 
@@ -166,6 +201,16 @@ FORMS = {
     "distillation": {
         "default": form(DISTILLATION),
         "10 rounds of the student": form(DISTILLATION, rounds=20),
+        **{f"teacher {name}": with_teacher(name) for name in ARCHITECTURES[1:]},
+    },
+    "concatenation": {
+        "default": with_hybrids(*networks_of_flha._HYBRIDS.values()),
+        "first blocks": with_hybrids((0, 2), (2, 4), (4, 6)),
+        "four blocks": with_hybrids((0, 1, 2, 3), (2, 3, 4, 5), (4, 5, 6, 7)),
+    },
+    "chains": {
+        "default": form(SLOW, partial(chain_clients, pools=True)),
+        "no pooling": form(SLOW, partial(chain_clients, pools=False)),
     },
     "four": {
         "default": form(FLHA),

@@ -196,18 +196,18 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         client: Client,
         module: str,
         target: AlignmentTarget | NetworkKernelTarget,
-        pool: Examples,
-        rows: Tensor,
+        rad: tuple[Examples, Tensor],
         eta: float,
         seed: int,
     ) -> PerClientTerm | None:
         """Builds the alignment term of the local loss; None if its weight η is 0.
 
         The term is η·d(K_i, K̄) (eq. 5, 6) on `rad_batch` rows of X, which are drawn each time it is computed, for the
-        current parameters or for those at the epoch's start.
+        current parameters or for those at the epoch's start. `rad` is what `_pool_and_rad_rows` returns.
         """
         if eta == 0:
             return None
+        pool, rows = rad
         batch_rows = min(self.rad_batch or len(rows), len(rows))
         term = AlignmentTerm(pool, rows, module, target, self.distance, eta, batch_rows, type(self).__name__)
         if self.term == "minibatch":

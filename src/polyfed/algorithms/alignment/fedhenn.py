@@ -338,7 +338,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         if "target" in message.tensors:
             (matrix,) = message.tensors["target"].values()
             target = AlignmentTarget(matrix, self.sigma if self.kernel == "rbf" else None)
-            term = self._alignment_term(model, client, module, target, pool, rows, message.scalars["eta"], seed)
+            term = self._alignment_term(model, client, module, target, (pool, rows), message.scalars["eta"], seed)
         fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed, penalty=term)
         scalars = reply_scalars(client, fit_result.loss)
         if self.weighting == "capacity" and self.share == "representations":

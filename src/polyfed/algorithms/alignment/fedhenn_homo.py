@@ -103,12 +103,12 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     ) -> tuple[Message, ClientState]:
         """Trains the global model with the alignment term (eq. 5) for `local_epochs`; replies with W_i."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
-        pool, rows = self._pool_and_rad_rows(message, client_state, client)
+        rad = self._pool_and_rad_rows(message, client_state, client)
         eta, term = message.scalars["eta"], None
         if eta:
             module = self._representation_module(net.module, client.id, client.train)
             k_global = NetworkKernelTarget(net.module, self.sigma if self.kernel == "rbf" else None)
-            term = self._alignment_term(net.module, client, module, k_global, pool, rows, eta, seed)
+            term = self._alignment_term(net.module, client, module, k_global, rad, eta, seed)
         lr = message.scalars["lr"]
         fit_result = fit(net.module, client, self, lr=lr, seed=seed, penalty=term)
         reply, buffer_state = build_reply_and_client_state(net, client, fit_result.loss, self)

@@ -247,6 +247,16 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         return load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)
 
 
+class EvaluatesGlobalModel(Averaging, ABC):
+    """Evaluates the global model θ beside the client's network, as `server_...`."""
+
+    def other_models(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields a further network to evaluate, as (name, network): the global model with the client's buffers."""
+        yield "server", Averaging.personal_model(self, message, client_state, client, seed)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GlobalModelMethod(KeepsServerStateByClient, Averaging, ABC):
     """Trains one global model by averaging the clients' models; this model is the result for all clients.

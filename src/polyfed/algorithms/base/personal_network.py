@@ -1,14 +1,12 @@
 """Provides base classes of methods in which each client keeps a whole personal network from round to round."""
 
 from abc import ABC
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from polyfed.algorithms.base.averaging import Averaging
+from polyfed.algorithms.base.averaging import Averaging, EvaluatesGlobalModel
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.nn.buffers import load_model_for_eval
 from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state
 
 
@@ -30,7 +28,7 @@ class PersonalNetworkMethod(ABC):
         return fill_module(cached_module(client.model, client.train.device).module, client_state["model"])
 
 
-class PersonalBesideGlobalMethod(PersonalNetworkMethod, Averaging, ABC):
+class PersonalBesideGlobalMethod(PersonalNetworkMethod, EvaluatesGlobalModel, ABC):
     """Keeps a personal network for each client, next to the global model of all clients, and evaluates both.
 
     The client state has the personal network as "model", and as "trained" whether the client ever took part. The
@@ -47,14 +45,5 @@ class PersonalBesideGlobalMethod(PersonalNetworkMethod, Averaging, ABC):
         return (
             super().personal_model(message, client_state, client, seed)
             if client_state["trained"]
-            else self._load_global_model(message, client_state, client)
+            else Averaging.personal_model(self, message, client_state, client, seed)
         )
-
-    def other_models(
-        self, message: Message, client_state: dict[str, Any], client: Client, seed: int
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields a further network to evaluate on the client's data, as (name, network): the global model."""
-        yield "server", self._load_global_model(message, client_state, client)
-
-    def _load_global_model(self, message: Message, client_state: dict[str, Any], client: Client) -> nn.Module:
-        return load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)

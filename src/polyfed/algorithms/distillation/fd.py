@@ -9,22 +9,21 @@ from typing import ClassVar, Literal, final
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
+from polyfed.algorithms.base.averaging import ClientState, ServerState
 from polyfed.algorithms.base.heads.class_means import (
+    AveragesClassMeans,
     ClassMeans,
     class_means_from_sums,
     class_means_spec,
     class_means_with_weights,
-    make_incompatible_class_means_error,
 )
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers, restore_all_but_weights_and_set_eval
-from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, clone_tensors, state_dict_spec
+from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors, state_dict_spec
 from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
 
 # The server keeps "classes", the last round's mean of the replies, and "who" replied
@@ -33,7 +32,7 @@ from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FD(PersonalNetworkMethod, Averaging):
+class FD(PersonalNetworkMethod, AveragesClassMeans):
     """Trains each client's network to match, for each class, the mean output of the other clients' networks for their
     examples of this class.
 
@@ -112,10 +111,6 @@ class FD(PersonalNetworkMethod, Averaging):
     ) -> ServerState:
         """Returns the next server state: the mean output of the clients for each class, and the ids of these clients."""
         return {"classes": mean["classes"], "who": list(client_ids)}
-
-    def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Returns the error to raise if clients' networks have different numbers of outputs."""
-        return make_incompatible_class_means_error(self, error)
 
     # -- client ---------------------------------------------------------------------------------------------------
 

@@ -9,24 +9,22 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.averaging import Averaging, build_reply_and_client_state
+from polyfed.algorithms.base.averaging import build_reply_and_client_state
 from polyfed.algorithms.distillation.base.output_matching import softened_kl_divergence
 from polyfed.algorithms.distillation.base.shared_network import (
-    build_model_spec,
+    SharedNetworkMethod,
     check_network_factory_can_be_imported,
     client_with_shared_network,
     infer_shared_network_sizes,
 )
-from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
-from polyfed.core.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import call_network_on_copy_if_it_changes_inputs, logits_of, tree_map
-from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.method_card import MethodCard
-from polyfed.core.nn.buffers import load_client_model, recompute_norm_statistics_if_needed, tensors_to_send
+from polyfed.core.nn.buffers import load_client_model, recompute_norm_statistics_if_needed
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers, fill_module, initial_state
-from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
+from polyfed.core.state_dict import StateDict, StateDictSpec
 from polyfed.core.training.loop import ForwardPass, fit
 
 # "model": the teacher; "rounds_left" of its training; "taught": the clients that have received the trained teacher
@@ -37,7 +35,7 @@ ClientState = dict[str, Any]
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
+class FedAvgKD(SharedNetworkMethod):
     """Trains a common teacher network by FedAvg (phase 1), from which each client then trains its network by
     distillation (phase 2).
 
@@ -83,8 +81,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         leaderboard={"*": {}, "tweets": {"teacher": {"name": "lstm", "vocabulary": 5000}, "teacher_lr": 0.002}},
     )
 
-    traits: ClassVar[frozenset[str]] = frozenset({"one_version"})
-    requires: ClassVar[frozenset[str]] = frozenset({"model"})
+    network_field: ClassVar[str] = "teacher"
     teacher: str | Mapping[str, Any] = "mlp"
     teacher_lr: float = 0.1
     teacher_rounds: int | None = None
@@ -94,20 +91,10 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        options = {"name": self.teacher} if isinstance(self.teacher, str) else self.teacher
-        has_name = isinstance(options, Mapping) and isinstance(options.get("name"), str)
-        self._require(has_name, "teacher", "a network's name, or a mapping with it, as {name: resnet18, width: 16}")
-        object.__setattr__(self, "teacher", FrozenMapping(options))
-        build_model_spec(self._teacher_options, (1,), 1)  # refuses an unknown name
         self._positive("teacher_lr")
         self._at_least(1, "teacher_rounds")
         self._require(0 <= self.alpha <= 1, "alpha", "between 0 and 1")
         self._positive("temperature")
-
-    @property
-    def _teacher_options(self) -> Mapping[str, Any]:
-        assert isinstance(self.teacher, Mapping)
-        return self.teacher
 
     def _num_teacher_rounds(self, rounds: int) -> int:
         return (rounds + 1) // 2 if self.teacher_rounds is None else self.teacher_rounds
@@ -120,7 +107,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         Raises:
             UserError: `teacher_rounds` leaves no round for phase 2.
         """
-        check_network_factory_can_be_imported(self._teacher_options)
+        check_network_factory_can_be_imported(self._shared_options)
         teacher_rounds = self._num_teacher_rounds(server.rounds)
         if self.teacher_rounds is not None and teacher_rounds >= server.rounds:
             raise UserError(
@@ -146,17 +133,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         Raises:
             ValueError: the teacher is missing.
         """
-        if server_state["rounds_left"] == 0:
-            return {}
-        if not server_state["model"] and not reply.tensors.get("model"):
-            raise ValueError(
-                f"the reply holds the groups {sorted(reply.tensors)}; expected 'model', with the trained teacher"
-            )
-        return {"model": state_dict_spec(server_state["model"] or reply.tensors["model"])}
-
-    def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1, before the teacher network's number of outputs is known."""
-        return bool(server_state["model"])
+        return {} if server_state["rounds_left"] == 0 else super().reply_spec(server_state, message, reply)
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
@@ -166,23 +143,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
             return {**server_state, "taught": sorted({*server_state["taught"], *client_ids})}
         return {**server_state, **mean, "rounds_left": server_state["rounds_left"] - 1}
 
-    def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Returns the error for first teacher networks of different shapes, which cannot be averaged."""
-        return UserError(
-            f"FedAvgKD: the teachers of clients {error.first_client!r} and {error.other_client!r} differ "
-            f"({error.other_client!r}: {error.difference}); clients need inputs of one shape, and networks with the "
-            "same number of outputs"
-        )
-
     # -- client ---------------------------------------------------------------------------------------------------
-
-    def validate_network(self, client: Client) -> None:
-        """Raises an error unless the teacher network accepts the client's data."""
-        self.client_init(client, 0)
-
-    def auxiliary_network(self, client: Client) -> Architecture:
-        """Returns a factory that builds the teacher network for the client's input shape and number of outputs."""
-        return client_with_shared_network(self._teacher_options, self.client_init(client, 0), client)[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """Returns the client's network (the student), and the input shape and outputs of the teacher."""
@@ -190,7 +151,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         student = initial_state(client.model, seed)
         return {
             "seed": seed,
-            **infer_shared_network_sizes(self._teacher_options, student, client, "FedAvgKD", "teacher"),
+            **infer_shared_network_sizes(self._shared_options, student, client, "FedAvgKD", "teacher"),
             "student": student,
         }
 
@@ -203,13 +164,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         """
         if message.scalars["distil"]:
             return self._train_student(message, client_state, client, seed)
-        teacher_client, factory = client_with_shared_network(self._teacher_options, client_state, client)
-        initial_teacher = tensors_to_send(
-            initial_state(factory, client_state["seed"]), cached_module(factory).buffers, self.buffers
-        )
-        net = load_client_model(
-            teacher_client, message.tensors.get("model", initial_teacher), client_state, self.buffers
-        )
+        net, _ = self._load_shared_network(message, client_state, client)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
         reply, buffer_state = build_reply_and_client_state(net, client, fit_result.loss, self)
         return reply, {**client_state, **buffer_state}
@@ -252,7 +207,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
                 f"client {client.id!r} was sent the teacher in an earlier round, and lost it with its private state; "
                 "start the run again"
             )
-        teacher_client, _ = client_with_shared_network(self._teacher_options, client_state, client)
+        teacher_client, _ = client_with_shared_network(self._shared_options, client_state, client)
         return recompute_norm_statistics_if_needed(
             load_client_model(teacher_client, model, client_state, self.buffers),
             teacher_client,

@@ -24,7 +24,6 @@ from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import (
     extract_sent_tensors_and_client_state,
-    load_client_model,
     recompute_norm_statistics_if_needed,
 )
 from polyfed.core.nn.module_cache import (
@@ -133,9 +132,7 @@ class FedMRL(MutualLearningMethod, WrapsNetwork):
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[MatryoshkaPair, CachedModule]:
         """Returns the client's network joined with the received shared one, and the module of the shared one alone."""
-        shared_client, _ = client_with_shared_network(self._shared_options, client_state, client)
-        weights = self._shared_weights(message, client_state, client)
-        shared = load_client_model(shared_client, weights, client_state, self.buffers)
+        shared, _ = self._load_shared_network(message, client_state, client)
         personal = super().personal_model(message, client_state, client, seed)
         pair = MatryoshkaPair(personal, shared.module, client_state["form"], seed=0)
         fill_module(pair.projector, client_state["projector"])

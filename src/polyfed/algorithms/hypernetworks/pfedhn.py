@@ -251,7 +251,9 @@ class PFedHN(
     def _read_embeddings(self, server_state: ServerState, clients: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Returns the embeddings of some clients and their momentum, (B, E) each, after all steps of the server so far."""
         entries, now = [server_state["embeddings"][client] for client in clients], server_state["steps"]
-        initial = _initial_embeddings(server_state)[[_position_of_client(server_state, client) for client in clients]]
+        initial = _initial_embeddings(server_state)[
+            [bisect_left(server_state["clients"], client) for client in clients]
+        ]
         rows = torch.stack([entry.get("embedding", row) for entry, row in zip(entries, initial, strict=True)])
         velocity = torch.stack(
             [entry.get("velocity", torch.zeros_like(row)) for entry, row in zip(entries, rows, strict=True)]
@@ -326,10 +328,6 @@ def _parse_heads(heads: str) -> tuple[str, ...]:
     return tuple(json.loads(heads))
 
 
-def _position_of_client(server_state: ServerState, client: str) -> int:
-    return bisect_left(server_state["clients"], client)
-
-
 def _initial_embeddings(server_state: ServerState) -> Tensor:
     """Returns the embeddings of all clients before round 1, (N, E)."""
     first = server_state["network"]["trunk.0.weight"]
@@ -338,7 +336,7 @@ def _initial_embeddings(server_state: ServerState) -> Tensor:
 
 def _heads_of(server_state: ServerState, client: str) -> str:
     heads = _parse_heads(server_state["heads"])
-    return heads[0] if len(heads) == 1 else heads[_position_of_client(server_state, client)]
+    return heads[0] if len(heads) == 1 else heads[bisect_left(server_state["clients"], client)]
 
 
 def _group_by_heads(server_state: ServerState, clients: Sequence[str]) -> dict[str, list[str]]:

@@ -3,14 +3,19 @@ that keeps their mean where all clients' is (Zhang, Hua, Cao, Wang, Song, Xue, M
 Bias for Federated Learning in Representation Space", arXiv 2311.14975).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState, build_reply_and_client_state
+from polyfed.algorithms.base.averaging import (
+    ClientState,
+    EvaluatesGlobalModel,
+    ServerState,
+    build_reply_and_client_state,
+)
 from polyfed.algorithms.base.heads.last_layer import (
     NetworkWithShiftedRepresentation,
     find_last_layer,
@@ -29,7 +34,7 @@ from polyfed.core.training.loop import FitResult, ForwardPass, fit
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedDBE(Averaging, ValidatesNetworks, WrapsNetwork):
+class FedDBE(EvaluatesGlobalModel, ValidatesNetworks, WrapsNetwork):
     """Trains one global model by FedAvg, with a vector p_i for each client that is added to its representations, and a
     penalty on the distance of their mean from the mean of all clients.
 
@@ -158,9 +163,3 @@ class FedDBE(Averaging, ValidatesNetworks, WrapsNetwork):
     def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
         """Returns the client's network with a vector added to its representations; the caller loads the weights of both."""
         return NetworkWithShiftedRepresentation(network, weights["name"], weights["vector"])
-
-    def other_models(
-        self, message: Message, client_state: ClientState, client: Client, seed: int
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields a further network to evaluate, as (name, network): the global model with the client's buffers."""
-        yield "server", load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)

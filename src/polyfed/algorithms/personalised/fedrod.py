@@ -2,7 +2,6 @@
 and Chao, ICLR 2022, "On Bridging Generic and Personalized Federated Learning for Image Classification", arXiv 2107.00778).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from polyfed.algorithms.base.averaging import Averaging, ClientState, build_reply_and_client_state
+from polyfed.algorithms.base.averaging import ClientState, EvaluatesGlobalModel, build_reply_and_client_state
 from polyfed.algorithms.base.heads.class_means import count_outputs
 from polyfed.algorithms.base.heads.last_layer import (
     NetworkWithAddedHead,
@@ -29,7 +28,7 @@ from polyfed.core.training.loop import ForwardPass
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedRoD(Averaging, ValidatesNetworks, WrapsNetwork):
+class FedRoD(EvaluatesGlobalModel, ValidatesNetworks, WrapsNetwork):
     """Trains one generic model, with a loss that makes up for each client's imbalance of classes, and beside it for each
     client a personal head whose outputs are added to the generic ones.
 
@@ -114,9 +113,3 @@ class FedRoD(Averaging, ValidatesNetworks, WrapsNetwork):
     def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
         """Returns the client's network with a further head; the caller loads the weights of both."""
         return NetworkWithAddedHead(network, weights["name"], weights["weight"], weights["bias"])
-
-    def other_models(
-        self, message: Message, client_state: ClientState, client: Client, seed: int
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields a further network to evaluate, as (name, network): the generic model with the client's buffers."""
-        yield "server", load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)

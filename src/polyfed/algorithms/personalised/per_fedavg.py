@@ -2,21 +2,20 @@
 and Ozdaglar, NeurIPS 2020, algorithm 1).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.averaging import Averaging, ClientState, build_reply_and_client_state
+from polyfed.algorithms.base.averaging import ClientState, EvaluatesGlobalModel, build_reply_and_client_state
 from polyfed.algorithms.base.parameters import assign_parameters, clone_buffers, restore_buffers
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import (
     BufferPolicy,
     load_client_model,
-    load_model_for_eval,
     recompute_norm_statistics,
     recompute_norm_statistics_if_needed,
 )
@@ -29,7 +28,7 @@ MetaGradientVariant = Literal["fo", "hf"]
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PerFedAvg(Averaging):
+class PerFedAvg(EvaluatesGlobalModel):
     """Trains a global model by meta-learning, so that it is good for each client after one gradient step on the
     client's data.
 
@@ -143,12 +142,6 @@ class PerFedAvg(Averaging):
         if self.buffers == "recompute":
             recompute_norm_statistics(net.module, client.train)
         return net.module
-
-    def other_models(
-        self, message: Message, client_state: ClientState, client: Client, seed: int
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields a further network to evaluate, as (name, network): the global model without adaptation."""
-        yield "server", load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)
 
 
 def _add_scaled(points: list[Tensor], directions: list[Tensor], scale: float) -> list[Tensor]:

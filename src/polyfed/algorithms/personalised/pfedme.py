@@ -2,14 +2,20 @@
 NeurIPS 2020, algorithm 1).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.averaging import ClientState, ServerState, build_reply_and_client_state, interpolate
+from polyfed.algorithms.base.averaging import (
+    ClientState,
+    EvaluatesGlobalModel,
+    ServerState,
+    build_reply_and_client_state,
+    interpolate,
+)
 from polyfed.algorithms.base.parameters import assign_parameters, copy_trained_parameters_to_cpu
 from polyfed.algorithms.base.server_update import ServerUpdateMethod
 from polyfed.core.algorithm import Client, Message
@@ -23,7 +29,7 @@ from polyfed.core.vectorized.deferred_calls import PerClientTerm
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PFedMe(ServerUpdateMethod):
+class PFedMe(ServerUpdateMethod, EvaluatesGlobalModel):
     """Trains a personal model for each client that stays near the global model, and moves the global model towards the
     clients' personal models.
 
@@ -143,9 +149,3 @@ class PFedMe(ServerUpdateMethod):
         """Returns the personal model, with the global model's frozen parameters and sent buffers."""
         model = {**message.tensors["model"], **client_state.get("model", {})}
         return load_model_for_eval(client, model, client_state, self.buffers)
-
-    def other_models(
-        self, message: Message, client_state: ClientState, client: Client, seed: int
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields a further network to evaluate, as (name, network): the global model with the client's buffers."""
-        yield "server", load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)

@@ -10,11 +10,11 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
+from polyfed.algorithms.base.averaging import ClientState, ServerState
 from polyfed.algorithms.base.heads.class_means import (
+    AveragesClassMeans,
     class_means_from_sums,
     count_outputs,
-    make_incompatible_class_means_error,
 )
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.algorithms.prototypes.guiding_vectors import (
@@ -29,13 +29,12 @@ from polyfed.algorithms.prototypes.prototype_method import expected_class_means_
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.capabilities import ValidatesNetworks
-from polyfed.core.errors import UserError
 from polyfed.core.examples.groups import draw_rows_of_whole_groups
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers
 from polyfed.core.seeds import derive_seed, temporary_rng_seed, torch_generator
-from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec
+from polyfed.core.state_dict import StateDict, StateDictSpec
 from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
 from polyfed.models.structure import check_not_compiled
 
@@ -45,7 +44,7 @@ from polyfed.models.structure import check_not_compiled
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedL2G(PersonalNetworkMethod, Averaging, ValidatesNetworks):
+class FedL2G(PersonalNetworkMethod, AveragesClassMeans, ValidatesNetworks):
     """Trains each client's network, of any architecture, and guides it: its outputs (or representations) follow a vector
     for each class, which the server trains so that following it lowers the clients' losses on held-out examples.
 
@@ -143,10 +142,6 @@ class FedL2G(PersonalNetworkMethod, Averaging, ValidatesNetworks):
         }
         rate = self.server_lr or (0.1 if self.guide == "logits" else 100.0)
         return {**server_state, "guides": {"vectors": guides["vectors"] - rate * gradients}}
-
-    def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Returns the error to raise if clients' guiding vectors have different shapes."""
-        return make_incompatible_class_means_error(self, error)
 
     # -- client ---------------------------------------------------------------------------------------------------
 

@@ -4,18 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from polyfed.algorithms.base.averaging import Averaging, ServerState
-from polyfed.algorithms.base.heads.class_means import make_incompatible_class_means_error
+from polyfed.algorithms.base.averaging import ServerState
+from polyfed.algorithms.base.heads.class_means import AveragesClassMeans
 from polyfed.algorithms.prototypes.prototype_method import EvaluatedClassifier, PrototypeMethod, update_prototypes
 from polyfed.core.algorithm import ServerContext
-from polyfed.core.errors import UserError
 from polyfed.core.method_card import MethodCard
-from polyfed.core.state_dict import IncompatibleTensorsError, StateDict
+from polyfed.core.state_dict import StateDict
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedProto(PrototypeMethod, Averaging):
+class FedProto(PrototypeMethod, AveragesClassMeans):
     """Trains each client's network, of any architecture, and pulls its representation of each example towards the mean
     representation of the example's class over all clients.
 
@@ -74,7 +73,3 @@ class FedProto(PrototypeMethod, Averaging):
         p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic.
         """
         return {"prototypes": update_prototypes(server_state["prototypes"], mean["classes"])}
-
-    def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Returns the error to raise if clients' class means have different shapes."""
-        return make_incompatible_class_means_error(self, error)

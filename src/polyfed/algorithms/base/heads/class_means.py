@@ -6,6 +6,7 @@ over clients are enough to weigh means by class. The means are those of the netw
 the client's training examples.
 """
 
+from abc import ABC
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, final
 
@@ -144,12 +145,15 @@ def _replacement_error(head: nn.Linear, outputs: int) -> str:
     return "" if head.weight.requires_grad and head.bias.requires_grad else "is not trained"
 
 
-def make_incompatible_class_means_error(method: Averaging, error: IncompatibleTensorsError) -> UserError:
-    """Returns the `UserError` to raise if clients' class means differ in shape."""
-    return UserError(
-        f"{type(method).__name__}: the class means of {error.first_client!r} and {error.other_client!r} differ "
-        f"({error.difference}); {_REQUIREMENT}"
-    )
+class AveragesClassMeans(Averaging, ABC):
+    """Averages the clients' class means, whose shapes have to agree."""
+
+    def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
+        """Returns the error to raise if clients' class means have different shapes."""
+        return UserError(
+            f"{type(self).__name__}: the class means of {error.first_client!r} and {error.other_client!r} differ "
+            f"({error.difference}); {_REQUIREMENT}"
+        )
 
 
 def train_network_on_class_means(

@@ -6,28 +6,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
+from polyfed.algorithms.base.averaging import ClientState, ServerState
 from polyfed.algorithms.distillation.base.shared_network import (
-    build_model_spec,
+    SharedNetworkMethod,
     check_network_factory_can_be_imported,
     client_with_shared_network,
     infer_shared_network_sizes,
 )
 from polyfed.alignment.representations import compute_representations, representation_module_name
-from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
-from polyfed.core.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import call_network_on_copy_if_it_changes_inputs, logits_of
-from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.nn.buffers import (
     extract_sent_tensors_and_client_state,
-    load_client_model,
     recompute_norm_statistics_if_needed,
-    tensors_to_send,
 )
 from polyfed.core.nn.module_cache import (
     build_module,
@@ -37,21 +33,19 @@ from polyfed.core.nn.module_cache import (
     initial_state,
 )
 from polyfed.core.seeds import derive_seed
-from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
+from polyfed.core.state_dict import StateDict
 from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
 
 
 @dataclass(frozen=True, kw_only=True)
-class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork, ABC):
+class MutualLearningMethod(SharedNetworkMethod, ABC):
     """Trains two networks at each client, which learn from each other: the client's, of any architecture, and a shared
     one that the server averages.
 
     The own network θ_i and the shared s are trained on the same minibatches. Subclasses define the loss
     (`build_joint_loss`).
 
-    In round 1 the server sends nothing, since it does not know the shapes of the clients' data: every client starts s from
-    the same initial weights, which depend on the run's seed. `buffers` is the policy for s; buffers of θ_i stay with the
-    client.
+    `buffers` is the policy for s; buffers of θ_i stay with the client.
 
     Args:
         shared: the shared network s: a name of the zoo or module:factory, or a mapping with the name and arguments, as
@@ -60,23 +54,8 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
             the same.
     """
 
-    traits: ClassVar[frozenset[str]] = frozenset({"one_version"})
-    requires: ClassVar[frozenset[str]] = frozenset({"model"})
     shared: str | Mapping[str, Any] = "mlp"
     weighted: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        options = {"name": self.shared} if isinstance(self.shared, str) else self.shared
-        has_name = isinstance(options, Mapping) and isinstance(options.get("name"), str)
-        self._require(has_name, "shared", "a network's name, or a mapping with it, as {name: resnet18, width: 16}")
-        object.__setattr__(self, "shared", FrozenMapping(options))
-        build_model_spec(self._shared_options, (1,), 1)  # refuses an unknown name
-
-    @property
-    def _shared_options(self) -> Mapping[str, Any]:
-        assert isinstance(self.shared, Mapping)
-        return self.shared
 
     @abstractmethod
     def build_joint_loss(self, pair: "NetworkPair", client: Client) -> Callable[[ForwardPass], Tensor]:
@@ -101,30 +80,6 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
         )
 
-    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes of the first shared network that any client sent.
-
-        Raises:
-            ValueError: the reply has no network.
-        """
-        if not server_state["model"] and not reply.tensors.get("model"):
-            raise ValueError(
-                f"the reply holds the groups {sorted(reply.tensors)}; expected 'model', the trained network"
-            )
-        return {"model": state_dict_spec(server_state["model"] or reply.tensors["model"])}
-
-    def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1, before the shared network's number of outputs is known."""
-        return bool(server_state["model"])
-
-    def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Returns the error for first shared networks of different shapes, which cannot be averaged."""
-        return UserError(
-            f"{type(self).__name__}: the shared networks of clients {error.first_client!r} and {error.other_client!r} "
-            f"differ ({error.other_client!r}: {error.difference}); clients need inputs of one shape, and as many "
-            "outputs"
-        )
-
     # -- client ---------------------------------------------------------------------------------------------------
 
     @property
@@ -134,16 +89,12 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
 
     def validate_network(self, client: Client) -> None:
         """Raises an error if the shared network refuses the data, or the method divides by a loss that can be 0."""
-        self.client_init(client, 0)
+        super().validate_network(client)
         if self._divides_by_loss and client.task.loss_may_vanish:
             raise UserError(
                 f"{type(self).__name__} divides by the loss of a minibatch, which is 0 in the task {client.task} without an "
                 "event; set batch_size to 0, so that a minibatch is all of a client, or choose another method, such as fml"
             )
-
-    def auxiliary_network(self, client: Client) -> Architecture:
-        """Returns a factory that builds the shared network for the client's input shape and number of outputs."""
-        return client_with_shared_network(self._shared_options, self.client_init(client, 0), client)[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """Returns the client's network, and the input shape and outputs that the shared network needs."""
@@ -152,22 +103,11 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         form = infer_shared_network_sizes(self._shared_options, state, client, type(self).__name__, "shared")
         return {"seed": seed, **form, "own": state}
 
-    def _shared_weights(self, message: Message, client_state: ClientState, client: Client) -> StateDict:
-        """Returns the weights of the shared network: those in the message, or in round 1 the initial ones."""
-        _, factory = client_with_shared_network(self._shared_options, client_state, client)
-        initial_weights = tensors_to_send(
-            initial_state(factory, client_state["seed"]), cached_module(factory).buffers, self.buffers
-        )
-        return message.tensors.get("model", initial_weights)
-
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """Trains the client's network and the shared one for `local_epochs`; replies with the shared one."""
-        shared_client, _ = client_with_shared_network(self._shared_options, client_state, client)
-        net = load_client_model(
-            shared_client, self._shared_weights(message, client_state, client), client_state, self.buffers
-        )
+        net, _ = self._load_shared_network(message, client_state, client)
         pair = self.build_pair(
             self.personal_model(message, client_state, client, seed), net.module, client_state, client
         )
@@ -217,10 +157,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields a further network to evaluate, as (name, network): the shared network with the client's buffers."""
-        shared_client, _ = client_with_shared_network(self._shared_options, client_state, client)
-        net = load_client_model(
-            shared_client, self._shared_weights(message, client_state, client), client_state, self.buffers
-        )
+        net, shared_client = self._load_shared_network(message, client_state, client)
         yield "shared", recompute_norm_statistics_if_needed(net, shared_client, client_state, self.buffers)
 
 

@@ -2,19 +2,24 @@
 together with theirs.
 """
 
+from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 from torch import Tensor, nn
 
-from polyfed.core.algorithm import Client
+from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
+from polyfed.core.algorithm import Architecture, Client, Message
+from polyfed.core.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.pytree import input_spec_of, named_leaves
+from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.io.trusted_code import import_trusted_callable
-from polyfed.core.nn.module_cache import cached_module, fill_module
-from polyfed.core.state_dict import StateDict
+from polyfed.core.nn.buffers import load_client_model, tensors_to_send
+from polyfed.core.nn.module_cache import CachedModule, cached_module, fill_module, initial_state
+from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
 from polyfed.models import ModelSpec
 from polyfed.models.side_by_side import SideBySide
 
@@ -53,6 +58,82 @@ def check_network_factory_can_be_imported(network_options: Mapping[str, Any]) ->
     """Raises a `UserError` if a network's "module:factory" cannot be imported, before a run starts."""
     if ":" in network_options["name"]:
         import_trusted_callable(network_options["name"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedNetworkMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork, ABC):
+    """Averages a network that all clients train beside their own, of any architecture.
+
+    In round 1 the server sends nothing, since it does not know the shapes of the clients' data: every client starts the
+    shared network from the same initial weights, which depend on the run's seed.
+    """
+
+    traits: ClassVar[frozenset[str]] = frozenset({"one_version"})
+    requires: ClassVar[frozenset[str]] = frozenset({"model"})
+    network_field: ClassVar[str] = "shared"  # the field with the network's name and arguments
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        value = getattr(self, self.network_field)
+        options = {"name": value} if isinstance(value, str) else value
+        has_name = isinstance(options, Mapping) and isinstance(options.get("name"), str)
+        requirement = "a network's name, or a mapping with it, as {name: resnet18, width: 16}"
+        self._require(has_name, self.network_field, requirement)
+        object.__setattr__(self, self.network_field, FrozenMapping(options))
+        build_model_spec(self._shared_options, (1,), 1)  # refuses an unknown name
+
+    @property
+    def _shared_options(self) -> Mapping[str, Any]:
+        options: Mapping[str, Any] = getattr(self, self.network_field)
+        return options
+
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
+        """Returns the shapes and dtypes of the first shared network that any client sent.
+
+        Raises:
+            ValueError: the reply has no network.
+        """
+        if not server_state["model"] and not reply.tensors.get("model"):
+            raise ValueError(
+                f"the reply holds the groups {sorted(reply.tensors)}; expected 'model', the trained network"
+            )
+        return {"model": state_dict_spec(server_state["model"] or reply.tensors["model"])}
+
+    def reply_spec_is_known(self, server_state: ServerState) -> bool:
+        """Returns False in round 1, before the shared network's number of outputs is known."""
+        return bool(server_state["model"])
+
+    def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
+        """Returns the error for first shared networks of different shapes, which cannot be averaged."""
+        return UserError(
+            f"{type(self).__name__}: the {self.network_field} networks of clients {error.first_client!r} and "
+            f"{error.other_client!r} differ ({error.other_client!r}: {error.difference}); clients need inputs of one "
+            "shape, and as many outputs"
+        )
+
+    def validate_network(self, client: Client) -> None:
+        """Raises an error if the shared network refuses the client's data."""
+        self.client_init(client, 0)
+
+    def auxiliary_network(self, client: Client) -> Architecture:
+        """Returns a factory that builds the shared network for the client's input shape and number of outputs."""
+        return client_with_shared_network(self._shared_options, self.client_init(client, 0), client)[1]
+
+    def _shared_weights(self, message: Message, client_state: ClientState, client: Client) -> StateDict:
+        """Returns the weights of the shared network: those in the message, or in round 1 the initial ones."""
+        _, factory = client_with_shared_network(self._shared_options, client_state, client)
+        initial_weights = tensors_to_send(
+            initial_state(factory, client_state["seed"]), cached_module(factory).buffers, self.buffers
+        )
+        return message.tensors.get("model", initial_weights)
+
+    def _load_shared_network(
+        self, message: Message, client_state: ClientState, client: Client
+    ) -> tuple[CachedModule, Client]:
+        """Returns the shared network with the weights to train or evaluate, and the client with it for its own."""
+        shared_client, _ = client_with_shared_network(self._shared_options, client_state, client)
+        weights = self._shared_weights(message, client_state, client)
+        return load_client_model(shared_client, weights, client_state, self.buffers), shared_client
 
 
 @final

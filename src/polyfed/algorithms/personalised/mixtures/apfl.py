@@ -2,14 +2,14 @@
 algorithm 1).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.averaging import Averaging, ClientState, build_reply_and_client_state
+from polyfed.algorithms.base.averaging import ClientState, EvaluatesGlobalModel, build_reply_and_client_state
 from polyfed.algorithms.base.parameters import (
     assign_parameters,
     clone_buffers,
@@ -32,7 +32,7 @@ from polyfed.core.vectorized.stacked_module import (
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class APFL(Averaging):
+class APFL(EvaluatesGlobalModel):
     """Gives each client a mixture of its local model and the global model, with a mixing weight that is learnt for each
     client.
 
@@ -117,12 +117,6 @@ class APFL(Averaging):
             else {}
         )
         return load_model_for_eval(client, {**w, **mixture}, client_state, self.buffers)
-
-    def other_models(
-        self, message: Message, client_state: ClientState, client: Client, seed: int
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields a further network to evaluate, as (name, network): the global model with the client's buffers."""
-        yield "server", load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)
 
 
 @final
