@@ -192,6 +192,10 @@ def test_quiet_says_nothing_on_stderr_and_the_directory_has_a_default(polyfed, h
 def test_resume_of_a_finished_run_prints_its_table(polyfed):
     table = polyfed("run", *SMALL, "--quiet", "--out", "run")[0]
     assert polyfed("resume", "run", "--quiet") == (table, "")
+    assert polyfed("resume", "run") == (
+        table,
+        "This run was finished, and nothing was left to train. A new run of more rounds: polyfed run run --rounds 4\n",
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Implements `polyfed compare`: builds the plan of the comparison, runs it, and prints the results."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
@@ -113,6 +114,8 @@ def resume_comparison(folder: Path, options: CompareOptions, extra_arguments: Se
     validate_logger_names(options.logger)
     is_as_stored = options.budget is None and options.target is None and not options.logger
     if is_as_stored and (comparison := load_unchanged_comparison(folder)):
+        if not options.quiet:
+            print("This comparison was finished, and nothing was left to run.", file=sys.stderr)
         show_comparison(comparison, Console(), with_tables=options.tables)
         return
     _run_plan(read_comparison_plan(folder, options), options.logger, with_tables=options.tables)

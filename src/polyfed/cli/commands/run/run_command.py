@@ -1,9 +1,12 @@
 """Implements `polyfed run` and `resume`: runs an experiment with its baselines, and prints its tables."""
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from statistics import fmean
 from typing import Any, Literal
 
@@ -39,6 +42,7 @@ from polyfed.simulation.rounds.replies.regional_sums import supports_regions
 from polyfed.simulation.rounds.replies.secure_aggregation import supports_secure_sum
 from polyfed.simulation.rounds.start.preparation import check_method
 from polyfed.simulation.storage.directory import BASELINES, check_can_become_run_directory, read_config
+from polyfed.simulation.storage.run_files import RunFiles
 
 _ONE_SEED = "One seed: differences of a few points can be chance."
 
@@ -125,6 +129,7 @@ def resume_experiment(out: Path, *, quiet: bool = False) -> None:
     experiment = build_experiment(config)
     experiment_data = load_checked_participants(experiment)
     logger = validate_logger_names(list_loggers_of_run(out))
+    was_finished = all(map(_is_finished, run_folders_by_method(experiment, out).values()))
     main = _resume_method(experiment_data, out, _build_progress(out, quiet, logger))
     runs = {registry_name(experiment.algorithm): main}
     failed: dict[str, str] = {}
@@ -138,9 +143,21 @@ def resume_experiment(out: Path, *, quiet: bool = False) -> None:
                 runs[name] = _run_method(experiment, baseline, experiment_data, folder, progress)
         except (ClientError, RoundError) as error:
             failed[name] = str(error)
+    if was_finished and not quiet:
+        more = f"polyfed run {quote(str(out))} --rounds {2 * experiment.settings.rounds}"
+        print(
+            f"This run was finished, and nothing was left to train. A new run of more rounds: {more}", file=sys.stderr
+        )
     print_scores_by_client_and_traffic(runs, experiment_data, out, Console())
     _log_networks_to_mlflow(out, logger)
     _raise_if_failed(failed)
+
+
+def _is_finished(folder: Path) -> bool:
+    """Returns whether a directory holds a run that has ended."""
+    with suppress(UserError):
+        return RunFiles.read(folder).is_finished
+    return False
 
 
 def run_folders_by_method(experiment: Experiment, out: Path) -> dict[str, Path]:
