@@ -3,6 +3,7 @@
     python benchmarks/multicentre.py list
     python benchmarks/multicentre.py run [--only heart,brca] [--data FOLDER] [--work DIR]     all without --only
     python benchmarks/multicentre.py join [--only heart,brca] [--data FOLDER] [--work DIR]    rows of new methods
+    python benchmarks/multicentre.py again [--only heart,brca] [--data FOLDER] [--work DIR]   answers, without training
     python benchmarks/multicentre.py page                                docs/multicentre.md, from the results
 
 A federation is one call of `pf.compare` with `folds=5`: every example of a site is tested once per repeat, learning rates of
@@ -11,7 +12,8 @@ all methods are searched on validation examples, and simple models of each site 
 benchmarks/results/multicentre, one file a federation. `multicentre_sites.py` builds the federations, and docs/multicentre.md
 says where their data are from. `join` compares the methods of `NEWCOMERS` with `local` on the same sites, folds and seeds,
 and puts their rows under `joined` into the results that are there. Their gains are over the `local` of that comparison; the
-answers stay those of the first one.
+answers stay those of the first one. `again` computes the answers of the runs in --work with the code as it
+is now: it trains only simple models, leaves out what --work does not have, and keeps the minutes of the first time.
 """
 
 import argparse
@@ -28,6 +30,14 @@ import polyfed as pf
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "multicentre"
 FOLDS = 5
+JOINED = (
+    "best",
+    "skipped",
+    "failed",
+    "tuning",
+    "convergence",
+    "methods",
+)  # what is kept of a comparison of new methods
 
 
 def rounded(value):
@@ -139,14 +149,33 @@ def join(name, data, work):
     joined = condensed(results, federation)
     if joined["sites"] != content["sites"] or joined["rounds"] != content["rounds"]:
         raise SystemExit(f"{name}: sites or rounds are not those of {RESULTS / name}.json; run it again")
-    same = ("best", "skipped", "failed", "tuning", "convergence", "methods")
-    rows = {key: joined[key] for key in same}
+    rows = {key: joined[key] for key in JOINED}
     save(name, content | {"joined": {"minutes": round(minutes, 1), "load": round(load, 1), **rows}})
+
+
+def again(name, data, work):
+    """Computes the answers of the comparisons of a federation that are in `work`, and finished, with today's code."""
+    content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    federation = FEDERATIONS[name](data)
+    for out, methods in ((work / name, federation.methods), (work / f"{name}-joined", newcomers(federation))):
+        if not (out / "comparison.json").exists():
+            print(f"{name}: {out} has no finished comparison: left as it is", flush=True)
+            continue
+        results, _ = compare(name, federation, methods, out)
+        found = condensed(results, federation)
+        if found["sites"] != content["sites"] or found["rounds"] != content["rounds"]:
+            raise SystemExit(f"{name}: sites or rounds are not those of {RESULTS / name}.json")
+        if out.name == name:
+            content |= found
+        else:
+            content["joined"] |= {key: found[key] for key in JOINED}
+        content["again"] = sorted({*content.get("again", ()), "first" if out.name == name else "joined"})
+    save(name, content)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("list", "run", "join", "page"))
+    parser.add_argument("what", choices=("list", "run", "join", "again", "page"))
     parser.add_argument("--only", default=",".join(FEDERATIONS), help="federations, with commas between")
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--work", type=Path, default=Path("runs/multicentre"))
@@ -161,7 +190,7 @@ def main():
         if asked.what == "list":
             print(name)
         else:
-            (run if asked.what == "run" else join)(name, asked.data, asked.work)
+            {"run": run, "join": join, "again": again}[asked.what](name, asked.data, asked.work)
 
 
 if __name__ == "__main__":

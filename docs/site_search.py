@@ -9,6 +9,7 @@ WEIGHTS = {  # by the beginning of a page's address, the first that fits; 1 else
     "api/": 0.2,
     "results": 0.2,
     "leaderboard": 0.2,
+    "multicentre/": 0.2,
     "papers.md": 0.3,
     "benchmarks.md": 0.2,
     "defaults.md": 0.3,
@@ -25,7 +26,9 @@ WORDS = {
     "add_a_method.md": "custom method algorithm implement",
     "asynchronous.md": "straggler stragglers fedbuff fedasync",
     "choose.md": "method best recommend recommended",
-    "compare.md": "learning rate tune tuning hyperparameter hyperparameters search",
+    "compare.md": "who join",
+    "compare/fair.md": "learning rate tune tuning hyperparameter hyperparameters search optuna grid",
+    "compare/results.md": "comparison.json",
     "data.md": "data image images text texts string strings label labels imagefolder dataset datasets numpy dataloader "
     "dirichlet non iid partition skew",
     "deploy.md": "hospital hospitals two deploy deployment flower",

@@ -48,7 +48,7 @@ def test_the_site_is_built_strictly_and_whole(site):
 SEARCHED = {  # what people type -> the page that must be first
     "callback": "callbacks", "wandb": "callbacks", "early stopping": "callbacks",
     "choose method": "choose", "which method": "choose",
-    "compare": "compare", "learning rate": "compare", "hyperparameters": "compare",
+    "compare": "compare", "learning rate": "compare/fair", "hyperparameters": "compare/fair",
     "custom method": "add_a_method", "custom loss": "faq", "custom model": "networks", "own network": "networks",
     "csv": "tabular", "excel": "tabular", "tabular": "tabular", "patients": "tabular", "missing values": "tabular",
     "dataset": "data", "images": "data", "non-iid": "data",

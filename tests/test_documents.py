@@ -154,7 +154,7 @@ def test_commands_and_example_of_comparisons(tmp_path, monkeypatch, capsys):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["deploy", "security"])
+@pytest.mark.parametrize("name", ["compare", "deploy", "multicentre", "security"])
 def test_a_long_subject_has_a_short_page_and_pages_that_begin_with_a_question(name):
     """The first page is read in ten minutes, and leads to each of the others."""
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
@@ -259,7 +259,7 @@ def test_the_landing_page_leads_to_every_how_to_and_says_how_to_cite():
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     (guides,) = [entry["How-to"] for entry in config["nav"] if "How-to" in entry]
     pages = [page for entry in guides for page in entry.values() if isinstance(page, str)]
-    assert [page for page in [*pages, "deploy.md", "security.md"] if f"]({page}" not in text] == []
+    assert [page for page in [*pages, "compare.md", "deploy.md", "security.md"] if f"]({page}" not in text] == []
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     for field in ("title", "version", "license"):
         assert re.search(rf"^  {field} += {{{re.escape(citation[field])}}}", text, flags=re.MULTILINE)

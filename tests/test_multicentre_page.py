@@ -18,8 +18,21 @@ def sites(monkeypatch):
 
 def test_the_page_of_real_sites_is_made_of_the_measurements(sites, tmp_path):
     sites.write(ROOT / "benchmarks" / "results" / "multicentre", tmp_path)
-    ours, made = ((folder / "multicentre.md").read_text("utf-8") for folder in (ROOT / "docs", tmp_path))
-    assert ours == made, "run python benchmarks/multicentre.py page"
+    for page in ("multicentre.md", "multicentre/measured.md", *(f"multicentre/{name}.md" for name in sites.PAGES)):
+        ours, made = ((folder / page).read_text("utf-8") for folder in (ROOT / "docs", tmp_path))
+        assert ours == made, f"{page}: run python benchmarks/multicentre.py page"
+    assert sorted(name for _, _, names in sites.PAGES.values() for name in names) == sorted(sites.SECTIONS)
+    assert len((ROOT / "docs" / "multicentre.md").read_text("utf-8").split()) < 2000
+
+
+def test_the_page_says_which_answers_are_of_earlier_code(sites):
+    found = sites.read(ROOT / "benchmarks" / "results" / "multicentre")
+    text = (ROOT / "docs" / "multicentre.md").read_text("utf-8")
+    for name, one in found.items():
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| [{sites.SECTIONS[name][0]}]")]
+        assert ("¹" in row) == ("first" not in one.get("again", ()))
+        if "¹" in row:  # as docs/multicentre/measured.md says
+            assert {answer["answer"] for answer in (one["mean_answer"], *one["answers"])} == {"undecided"}, name
 
 
 def test_an_answer_on_real_sites_is_that_of_the_comparison(sites):

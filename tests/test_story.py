@@ -99,7 +99,7 @@ def test_the_sentences_of_readme_have_the_numbers_of_the_run(story, recorded):
 @pytest.mark.parametrize(
     ("row", "page"),
     [
-        ("6 sites with 10,908 tweets", "multicentre.md"),
+        ("6 sites with 10,908 tweets", "multicentre/tweets.md"),
         ("8 clients, four networks", "results/flha_ghn.md"),
         ("10 clients with digits", "leaderboard.md"),
         ("20 clients, five CNNs", "results/fedhenn.md"),

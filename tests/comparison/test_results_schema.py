@@ -34,7 +34,7 @@ def test_every_key_that_is_written_is_described():
 
 
 def test_the_docs_name_fields_that_there_are():
-    text = (Path(__file__).parents[2] / "docs" / "compare.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "compare" / "results.md").read_text(encoding="utf-8")
     table = text[text.index("## The results") : text.index("## Predictions")]
     names = [name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
     assert len(names) > 15
