@@ -120,8 +120,8 @@ class SendsPrivateState(Local):
         reply, client_state = super().local_update(message, client_state, client, seed)
         return Message({"secret": {"w": client_state["model"]["head.weight"].clone()}}, reply.scalars), client_state
 
-    def reply_spec(self, server_state, message):
-        return None
+    def reply_spec(self, server_state, message, reply):
+        return {group: state_dict_spec(tensors) for group, tensors in reply.tensors.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +137,8 @@ class SendsInputs(FedAvg):
         reply, client_state = super().local_update(message, client_state, client, seed)
         return Message({**reply.tensors, "some": {"x": client.train.x[3:5].clone()}}, reply.scalars), client_state
 
-    def reply_spec(self, server_state, message):
-        return None
+    def reply_spec(self, server_state, message, reply):
+        return {group: state_dict_spec(tensors) for group, tensors in reply.tensors.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class SendsLabels(SendsInputs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SendsWhatItMustNot(SendsInputs):
+class SendsWhatItMustNot(FedAvg):
     def local_update(self, message, client_state, client, seed):
         reply, client_state = super().local_update(message, client_state, client, seed)
         return Message({"model": {"luck": torch.ones(1)}}, reply.scalars), client_state

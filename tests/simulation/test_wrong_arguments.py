@@ -139,7 +139,7 @@ def test_a_server_half_without_a_return_is_named():
 @pytest.mark.parametrize(
     ("member", "returned", "message"),
     [
-        ("dispatch", {}, "Wrong: dispatch must return a polyfed.Message, got dict"),
+        ("dispatch", {}, "Wrong: dispatch must return a polyfed.Message, .*, got dict"),
         ("local_update", None, r"Wrong.local_update must return two things, .*, got NoneType"),
         ("local_update", (1, 2, 3), r"Wrong.local_update must return two things, .*, got a tuple of 3"),
         ("personal_model", {}, "Wrong.personal_model must return a torch.nn.Module, got dict"),

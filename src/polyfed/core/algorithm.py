@@ -49,6 +49,7 @@ from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.text_labels import share_classes
 from polyfed.core.io.keyword_names import check_keyword_names, suggest_keywords
+from polyfed.core.method_definition import check_is_dataclass, check_overridden_parts
 from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.task import DEFAULT_TASK, Loss, Task, TaskSpec
@@ -267,7 +268,8 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     Every random choice comes from `seed`, which the caller derives from (run seed, round, client id, purpose).
 
     Raises:
-        TypeError: when a class is made whose `requires`, `discloses` or `traits` has an unknown word.
+        TypeError: when a class is made whose `requires`, `discloses` or `traits` has an unknown word, or with a part that
+            takes other arguments than here; and for hyper-parameters that are no fields of a dataclass.
     """
 
     requires: ClassVar[frozenset[str]] = frozenset()
@@ -290,6 +292,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
         check_declared_words_are_known(cls, cls.__name__)
+        check_overridden_parts(cls)
         if cls.dispatch is Algorithm.dispatch and cls.dispatch_all is Algorithm.dispatch_all and not isabstract(cls):
             raise TypeError(f"{cls.__name__} must define dispatch or dispatch_all")
         last = next(kind for kind in cls.__mro__ if {"dispatch", "dispatch_all"} & vars(kind).keys())
@@ -303,6 +306,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
         """Checks the names of the fields."""
+        check_is_dataclass(cls)
         if not fields.keys() <= getattr(cls, "__dataclass_fields__", {}).keys():
             _check_field_names(cls, fields)  # Python's own error names no field that would do
         return super().__new__(cls)

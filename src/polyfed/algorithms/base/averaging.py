@@ -13,6 +13,7 @@ from polyfed.algorithms.base.robust_sum import build_robust_sum, robust_error
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.capabilities import KeepsServerStateByClient
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_format import join_first_and_count_rest
 from polyfed.core.messages.lora import AdapterMode, factorise_mean_adapters
 from polyfed.core.nn.buffers import (
     HasBufferPolicy,
@@ -112,10 +113,17 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """Returns to every client the same message, the global model θ and the round's learning rate."""
-        return Message(
-            {group: server_state[group] for group in self.groups},
-            {"lr": self.lr_at(client_info.round, client_info.rounds)},
-        )
+        try:
+            tensors = {group: server_state[group] for group in self.groups}
+        except (KeyError, TypeError) as error:
+            is_mapping = isinstance(server_state, Mapping)
+            names = join_first_and_count_rest(sorted(server_state), 3) if is_mapping else type(server_state).__name__
+            raise UserError(
+                f"{type(self).__name__}: the server's state must have a mapping of tensors for each of "
+                f"groups={self.groups!r}, a tuple of names, and has {names}; server_init, and aggregate or server_step, "
+                "return it"
+            ) from error
+        return Message(tensors, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """Returns the names, shapes and dtypes of a reply's tensors, which are those that the server sent."""
@@ -145,6 +153,12 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         except IncompatibleTensorsError as error:  # of replies that a robust rule has held until now
             raise self.make_incompatible_replies_error(error) from error
         new_state = self.server_step(server_state, mean, total.client_ids)
+        for group in self.groups:
+            if lost := sorted(server_state.get(group, {}).keys() - new_state.get(group, {}).keys()):
+                raise UserError(
+                    f"{type(self).__name__}: group {group!r} of the server's state loses "
+                    f"{join_first_and_count_rest(lost, 3)} in server_step, which must return the whole state"
+                )
         new_state = new_state if self.aggregates_by_sum else self.update_state_from_single_replies(new_state, total)
         return {**new_state, **entries} if (entries := total.server_state_entries) else new_state
 

@@ -103,7 +103,8 @@ class InProcessEngine(Engine):
                         else:
                             loss = training_loss_without_penalties(client, algorithm)
                             metrics, outputs = self._evaluate(model, client, task, message, client_state, loss)
-                            for name, other_model in algorithm.other_models(message, client_state, client, task.seed):
+                            others = algorithm.other_models(message, client_state, client, task.seed)
+                            for name, other_model in (_check_is_named_network(algorithm, pair) for pair in others):
                                 metrics |= evaluate_client_with_outputs(
                                     restore_all_but_weights_and_set_eval(other_model),
                                     client,
@@ -113,7 +114,7 @@ class InProcessEngine(Engine):
                                 )[0]
                             result = TaskResult(task, metrics=metrics, predictions=outputs)
             except Exception as error:  # whatever a user's network or data may raise is reported, never swallowed
-                reason = f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {error}{_list_names_of_state(error, task)}"
                 failure = ClientError(task.round, task.client, task.phase, reason, traceback.format_exc())
                 failure.__cause__ = error
                 result = TaskResult(task, failure=failure)
@@ -190,6 +191,24 @@ def _check_is_network(algorithm: Any, returned: Any) -> None:
         raise TypeError(
             f"{type(algorithm).__name__}.personal_model must return a torch.nn.Module, got {type(returned).__name__}"
         )
+
+
+def _check_is_named_network(algorithm: Any, pair: Any) -> tuple[str, torch.nn.Module]:
+    """Returns what `other_models` yielded; raises a `TypeError` unless it is a name and a network."""
+    if isinstance(pair, tuple) and list(map(isinstance, pair, (str, torch.nn.Module))) == [True, True]:
+        return pair
+    raise TypeError(
+        f"{type(algorithm).__name__}.other_models must yield a name and a torch.nn.Module, as in `yield 'server', network`, "
+        f"got {type(pair).__name__}"
+    )
+
+
+def _list_names_of_state(error: Exception, task: ClientTask) -> str:
+    """Returns the end of an error about a name that a message or a private state lacks: the names that they have."""
+    if not isinstance(error, KeyError):
+        return ""
+    names = {"groups": task.message.tensors, "scalars": task.message.scalars, "private state": task.client_state or ()}
+    return "; " + ", ".join(f"{part}: {' '.join(sorted(values)) or 'none'}" for part, values in names.items())
 
 
 def _check_finite(algorithm: Algorithm[Any, Any], reply: Any, client_state: PyTree) -> None:

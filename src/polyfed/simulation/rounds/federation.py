@@ -260,10 +260,11 @@ class Federation:
         for client_info, message in zip(
             client_infos, self.algorithm.dispatch_all(checkpoint.state, client_infos), strict=True
         ):
-            if not isinstance(message, Message):
-                raise UserError(
-                    f"{registry_name(self.algorithm)}: dispatch must return a polyfed.Message, got {type(message).__name__}"
-                )
+            is_message = isinstance(message, Message)
+            if not is_message or not all(isinstance(group, Mapping) for group in message.tensors.values()):
+                result = "tensors that are in no group" if is_message else type(message).__name__
+                raise UserError(f"{registry_name(self.algorithm)}: dispatch must return a polyfed.Message, as in "
+                                f"Message({{'model': tensors by name}}, {{'lr': 0.1}}), got {result}")  # fmt: skip
             if follows_median:
                 median = median or CountedMedian.from_first_message(message)
                 message = announce_counted_median(message, median)

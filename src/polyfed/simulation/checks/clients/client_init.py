@@ -12,6 +12,7 @@ from polyfed.core.messages.lora import architecture_key_without_averaged_lora_ra
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import temporary_rng_seed
+from polyfed.core.serialization import check_serializable
 
 
 def check_client_init(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
@@ -19,6 +20,7 @@ def check_client_init(clients: Sequence[Client], algorithm: Algorithm[Any, Any])
 
     Raises:
         UserError: the method refuses this network: its last layer has no bias, say.
+        TypeError: a private state holds a value that a checkpoint cannot restore.
     """
     checked_kinds: set[tuple[str, str]] = set()
     for client in clients:
@@ -32,8 +34,12 @@ def check_client_init(clients: Sequence[Client], algorithm: Algorithm[Any, Any])
         checked_kinds.add(kind)
         try:
             with grad_enabled(), temporary_rng_seed(0):
-                algorithm.client_init(client, 0)
+                state = algorithm.client_init(client, 0)
         except UserError:
             raise
         except Exception:  # any other exception is reported in round 1, with client and traceback
             continue
+        part = f"{type(algorithm).__name__}.client_init: the private state"
+        check_serializable(state, part)
+        if not isinstance(state, dict):
+            raise TypeError(f"{part} is a {type(state).__name__}, not a dict; return {{}} if there is none")
