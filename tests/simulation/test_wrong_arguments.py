@@ -115,7 +115,7 @@ def test_a_keyword_of_a_method_or_of_a_comparison_is_shown_where_it_belongs(call
 @pytest.mark.parametrize(
     ("method", "hint"),
     [
-        (FedProx, r"a class is none yet: FedProx\(\)$"),
+        (FedProx, r"a class is none yet: give FedProx\(\) or 'fedprox'$"),
         (["fedavg", "fml"], r"several are compared by polyfed\.compare\(clients, algorithms, \.\.\.\)$"),
         (3, r"for example polyfed\.algorithms\.FedAvg\(\)$"),
     ],
@@ -123,6 +123,12 @@ def test_a_keyword_of_a_method_or_of_a_comparison_is_shown_where_it_belongs(call
 def test_what_is_no_method_says_how_to_give_one(method, hint):
     with pytest.raises(pf.UserError, match=f"^algorithm must be a method or its name, got .*; {hint}"):
         pf.federate(small_clients(), method, rounds=1)
+
+
+@pytest.mark.parametrize("methods", [FedProx, [FedProx], {"a": FedProx}])
+def test_a_class_among_the_methods_of_a_comparison_is_shown_as_an_object(methods):
+    with pytest.raises(pf.UserError, match=r"^algorithms must be .*FedProx'>; .*: give FedProx\(\) or 'fedprox'$"):
+        pf.compare(small_clients(), methods, rounds=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -258,7 +258,7 @@ def test_a_run_of_python_needs_its_network(tmp_path):
     with pytest.raises(UserError, match="is not the one that was trained"):
         read_trained_model(tmp_path / "r", "a", lambda: nn.Linear(4, 3))
     (tmp_path / "r/config.yaml").unlink()  # as in a site's folder
-    alone = export_model(tmp_path / "r", "a", tmp_path / "site", network=lambda: nn.Linear(4, 2), format="weights")
+    alone = export_model(tmp_path / "r", "a", tmp_path / "site", model=lambda: nn.Linear(4, 2), format="weights")
     assert "the run's method is in the records of the server" in (alone / "README.md").read_text()
     (tmp_path / "r/models/a.signature.json").unlink()
     with pytest.raises(UserError, match="as that of an older polyfed: `polyfed resume"):
@@ -382,7 +382,7 @@ def test_the_card_of_a_client_that_never_took_part_says_so(tmp_path, buffers):
         for source, place in ((run, "of_run"), (tmp_path / "run", "of_directory")):
             folder = export_model(
                 source, client, tmp_path / f"{client}-{place}", format="weights",
-                **({} if source is run else {"network": run.federation.clients[client].model}),
+                **({} if source is run else {"model": run.federation.clients[client].model}),
             )  # fmt: skip
             told = (folder / "README.md").read_text()
             assert ("never trained it" in told) == (client not in took)

@@ -31,10 +31,12 @@ def test_a_run_is_read_without_its_clients(run):
 
 def test_a_network_in_python_is_built_by_the_callers_function(run):
     saved = pf.load(run.out)
-    with pytest.raises(pf.UserError, match=r"function in Python.*give it: build=MyNetwork"):
+    with pytest.raises(pf.UserError, match=r"function in Python.*give it: model=MyNetwork"):
         saved.model("client-0")
     x = torch.arange(12.0).view(2, 6)
-    assert torch.equal(saved.predict("client-0", x, build=SmallNet), run.predict("client-0", x))
+    assert torch.equal(saved.predict("client-0", x, model=SmallNet), run.predict("client-0", x))
+    with pytest.warns(DeprecationWarning, match=r"predict\(build=...\) is deprecated; write model=..."):
+        assert torch.equal(saved.predict("client-0", x, build=SmallNet), run.predict("client-0", x))
     with pytest.raises(pf.UserError, match="no network of a client 'client-9'"):
         saved.model("client-9")
 

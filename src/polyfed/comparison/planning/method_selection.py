@@ -9,6 +9,7 @@ from polyfed.comparison.plan import EQUAL_FIELDS, Method
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
 from polyfed.core.training.config import TRANSFERABLE_FIELDS, LocalTraining
+from polyfed.simulation.rounds.start.preparation import how_to_give_method
 from polyfed.simulation.storage.configuration import find_method_class
 
 DEFAULT_METHODS = {"local": Local, "fedavg": FedAvg, "fedavg_ft": FedAvgFT}
@@ -31,7 +32,7 @@ def select_methods(
     >>> list(select_methods(["pfedla", "local"]))
     ['fedavg', 'fedavg_ft', 'pfedla', 'local']
     """
-    if isinstance(methods, str | Algorithm):
+    if isinstance(methods, str | Algorithm | type):
         methods = [methods]
     if isinstance(methods, Iterator):
         methods = list(methods)
@@ -51,9 +52,7 @@ def select_methods(
             else method
         )
         if not isinstance(built, Algorithm):
-            raise UserError(
-                f"algorithms must be names or methods, for example polyfed.algorithms.FedAvg(), got {method!r}"
-            )
+            raise UserError(f"algorithms must be names or methods, got {method!r}; {how_to_give_method(method)}")
         name = registry_name(built) if label is None else label
         if name in REGISTRY and name != registry_name(built):
             raise UserError(

@@ -2,6 +2,7 @@
 takes other arguments than it is called with.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import Parameter, signature
@@ -50,6 +51,32 @@ def suggest_keywords(target: Target) -> Target:
         return target
     checked: Target = _check_each_call(target, target.__name__)
     return checked
+
+
+def rename_keyword(old: str, new: str) -> Callable[[Target], Target]:
+    """Returns a decorator for functions whose argument `old` is deprecated, and is passed on as `new` with a warning.
+
+    >>> @rename_keyword("build", "model")
+    ... def load(path, model=None): return model
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     loaded = load("a", build=list)
+    >>> loaded, str(caught[0].message)
+    (<class 'list'>, 'load(build=...) is deprecated; write model=...')
+    """
+
+    def decorate(function: Any) -> Any:
+        @wraps(function)
+        def call(*values: Any, **named: Any) -> Any:
+            if old in named:
+                text = f"{function.__name__}({old}=...) is deprecated; write {new}=..."
+                warnings.warn(text, DeprecationWarning, stacklevel=2)
+                named[new] = named.pop(old)
+            return function(*values, **named)
+
+        return call
+
+    return decorate
 
 
 def suggest_keywords_and_fields(class_of_method: Callable[[str], type]) -> Callable[[Target], Target]:

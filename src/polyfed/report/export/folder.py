@@ -21,7 +21,7 @@ from polyfed.core.io.atomic_files import (
     open_file_for_overwrite,
     read_file,
 )
-from polyfed.core.io.keyword_names import suggest_keywords
+from polyfed.core.io.keyword_names import rename_keyword, suggest_keywords
 from polyfed.core.io.trusted_code import is_code_trusted
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.machine.package_versions import package_versions
@@ -63,6 +63,7 @@ class ExportedSignature(TypedDict):
     file: str | None
 
 
+@rename_keyword("network", "model")
 @suggest_keywords
 def export_model(
     run: Run | str | Path,
@@ -70,7 +71,7 @@ def export_model(
     to: str | Path,
     *,
     format: Format = "torchscript",
-    network: Architecture | None = None,
+    model: Architecture | None = None,
 ) -> Path:
     """Writes a client's trained network to a new folder, which can be used without polyfed and without the data.
 
@@ -83,8 +84,8 @@ def export_model(
         client: its id; None for the only one.
         to: folder to create.
         format: "torchscript", "onnx" (pip install 'polyfed[export]'), or "weights" for these alone.
-        network: builds the network, for a directory that does not say how: of clients that were made in Python, or of a
-            site.
+        model: builds the network, as `Client.model`, for a directory that does not say how: of clients that were made in
+            Python, or of a site.
 
     Returns:
         The folder.
@@ -106,14 +107,14 @@ def export_model(
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists; choose another folder")
     if isinstance(run, Run):
-        if network is not None:
-            raise UserError("network= is for directories; a run knows the networks of its clients")
+        if model is not None:
+            raise UserError("model= is for directories; a run knows the networks of its clients")
         ids = list(run.federation.clients)
         if client is None and len(ids) != 1:
             raise UserError(f"the run has several clients; name one of {', '.join(ids)}")
         trained = trained_model_of_run(run, ids[0] if client is None else client)
     else:
-        trained = read_trained_model(expand_user_path(run, "the run directory"), client, network)
+        trained = read_trained_model(expand_user_path(run, "the run directory"), client, model)
     contents = _folder_contents(trained, format)
     _write_folder(target, contents)
     return target

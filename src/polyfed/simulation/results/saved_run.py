@@ -17,6 +17,7 @@ from polyfed.core.examples.examples import Examples, Normalise
 from polyfed.core.examples.prediction_inputs import convert_inputs_to_examples_like
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import read_file
+from polyfed.core.io.keyword_names import rename_keyword
 from polyfed.core.io.number_format import NumberUnit
 from polyfed.core.io.validation import parse_json
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
@@ -103,15 +104,17 @@ class SavedRun:
         """
         return write_page_of(self.out, out, images_of)
 
-    def model(self, client: str, build: Callable[[], nn.Module] | None = None) -> nn.Module:
+    @rename_keyword("build", "model")
+    def model(self, client: str, model: Callable[[], nn.Module] | None = None) -> nn.Module:
         """Returns a client's personal network as stored at the end of the run, in evaluation mode on the CPU.
 
         Args:
             client: its id.
-            build: builds the client's network, for one that a function in Python built: its code is not in the directory.
+            model: builds the client's network, as `Client.model`, for one that a function in Python built: its code is not
+                in the directory.
 
         Raises:
-            UserError: there is no such network, or `build` is missing or builds another network.
+            UserError: there is no such network, or `model` is missing or builds another network.
         """
         stem, method = self._stem(client), build_method(read_section(self.config, "algorithm"))
         try:
@@ -120,12 +123,12 @@ class SavedRun:
                 description = parse_json(read_file(stem.with_name(f"{stem.name}.json")))
                 return fill_module(method.build_from_description(description), weights).eval()
             stored = self._signature(client)["network"]
-            if build is None and stored is None:
+            if model is None and stored is None:
                 raise UserError(
                     f"the network of {client!r} was built by a function in Python, which is not in {self.out}; give it: "
-                    "build=MyNetwork"
+                    "model=MyNetwork"
                 )
-            factory = build or spec_from_signature(stored)  # type: ignore[arg-type]
+            factory = model or spec_from_signature(stored)  # type: ignore[arg-type]
             network = wrap_network_if_method_wraps(method, build_module(factory, seed=0), weights)
             return fill_module(network, weights).eval()
         except UserError:
@@ -133,13 +136,14 @@ class SavedRun:
         except (OSError, ValueError) as error:
             raise UserError(f"the network of {client!r} in {self.out} cannot be built: {error}") from error
 
-    def predict(self, client: str, x: Any, build: Callable[[], nn.Module] | None = None) -> Tensor:
+    @rename_keyword("build", "model")
+    def predict(self, client: str, x: Any, model: Callable[[], nn.Module] | None = None) -> Tensor:
         """Returns a stored network's outputs for new inputs, prepared as the client's own were.
 
         Args:
             client: its id.
             x: inputs as for `Run.predict`; of a table, raw rows.
-            build: as for `model`.
+            model: as for `SavedRun.model`.
 
         Returns:
             Outputs, float32 on the CPU, shape (n, ...); for regression on a table in the unit of the target.
@@ -147,7 +151,7 @@ class SavedRun:
         Raises:
             UserError: as `model`; inputs of another form; or preprocessing by a function in Python, which is not stored.
         """
-        network, reference = self.model(client, build), self._example_like_those_of(client)
+        network, reference = self.model(client, model), self._example_like_those_of(client)
         examples = convert_inputs_to_examples_like(reference, x, f"the inputs for client {client!r}")
         with exclusive_single_torch_thread_with_grad():
             outputs = predict(network, examples)

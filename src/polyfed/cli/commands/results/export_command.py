@@ -40,5 +40,5 @@ def export_command(argv: list[str]) -> None:
     if options.model is not None:
         trust_code(options.model)  # the user's own word
     factory = None if options.model is None else import_trusted_callable(options.model)
-    folder = export_model(run, options.client, target, format=options.format or "torchscript", network=factory)
+    folder = export_model(run, options.client, target, format=options.format or "torchscript", model=factory)
     print(f"{folder} has {', '.join(sorted(path.name for path in folder.iterdir()))}; README.md says how to use it")

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polyfed.algorithms import REGISTRY
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.capabilities import BringsNetwork, describe_evaluated_network, manifest_entry_of_resolved_fields
 from polyfed.core.client_source import ClientSource, is_client_source
@@ -61,7 +62,7 @@ def check_and_build_federation(
         UserError: a client, the method, a setting or the data do not fit.
     """
     if not isinstance(algorithm, Algorithm):
-        raise UserError(f"algorithm must be a method or its name, got {algorithm!r}; {_how_to_give_methods(algorithm)}")
+        raise UserError(f"algorithm must be a method or its name, got {algorithm!r}; {how_to_give_method(algorithm)}")
     public_examples = None if public is None else as_examples(public, "public", labelled=False)
     if is_client_source(clients):
         return build_federation_of_source(clients, algorithm, settings, public_examples, metrics, resumed, sampler)  # type: ignore[arg-type]
@@ -145,10 +146,11 @@ def create_run_directory(
     return directory
 
 
-def _how_to_give_methods(value: Any) -> str:
+def how_to_give_method(value: Any) -> str:
     """Returns how to give a method, for a value that is none."""
     if isinstance(value, type) and issubclass(value, Algorithm):
-        return f"a class is none yet: {value.__name__}()"
+        name = next((name for name, kind in REGISTRY.items() if kind is value), None)
+        return f"a class is none yet: give {value.__name__}(){'' if name is None else f' or {name!r}'}"
     if isinstance(value, list | tuple | dict):
         return "several are compared by polyfed.compare(clients, algorithms, ...)"
     return "for example polyfed.algorithms.FedAvg()"
