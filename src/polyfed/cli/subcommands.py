@@ -20,7 +20,7 @@ from polyfed.comparison.storage.comparison_directory import check_can_hold_compa
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.terminal_text import sanitise_for_terminal
-from polyfed.simulation.storage.directory import check_can_become_run_directory
+from polyfed.simulation.storage.directory import check_can_become_run_directory, read_config
 from polyfed.simulation.storage.paths import choose_run_directory
 
 
@@ -111,6 +111,8 @@ def compare(argv: list[str]) -> None:
     early_checks.check_logger_names(compare_options.logger)
     if compare_options.method_config is None:  # which may name labels
         early_checks.check_algorithm_names(compare_options.algorithms)
+    else:
+        read_config(compare_options.method_config)
     out = expand_optional_path(others.out, "--out")
     if out is not None:
         check_can_hold_comparison(out)

@@ -83,16 +83,22 @@ def did_you_mean(name: str, choices: Iterable[str], listing: str = "") -> str:
     'did you mean fedprox? Choices: fedavg, fedprox'
     >>> did_you_mean("fedprx", ["fedavg", "fedprox", *map(str, range(20))], "polyfed list algorithms")
     'did you mean fedprox? All 22: polyfed list algorithms'
+    >>> did_you_mean("FedAvg-FT", ["fedavg", "fedavg_ft"])  # capitals, hyphens and spaces are no other name
+    'did you mean fedavg_ft? Choices: fedavg, fedavg_ft'
     """
     name, choices = str(name), sorted(choices)
+    same = [choice for choice in choices if _fold_name(choice) == _fold_name(name)]
+    close = same or difflib.get_close_matches(name.lower(), choices, n=3, cutoff=0.6)
     if listing and len(choices) > _FEW_CHOICES:
-        close = difflib.get_close_matches(name.lower(), choices, n=3, cutoff=0.6)
         nearest = difflib.get_close_matches(name.lower(), choices, n=3, cutoff=0.0)
         hint = f"did you mean {' or '.join(close)}?" if close else f"the nearest are {', '.join(nearest)}."
         return f"{hint} All {len(choices)}: {listing}"
-    close = difflib.get_close_matches(name.lower(), choices, n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{hint or ''}{'C' if hint else 'c'}hoices: {', '.join(choices)}"
+    return f"{hint}{'C' if hint else 'c'}hoices: {', '.join(choices)}"
+
+
+def _fold_name(name: str) -> str:
+    return "".join(filter(str.isalnum, name.casefold()))
 
 
 def warn_of_data(text: str) -> None:

@@ -10,11 +10,32 @@ from torch.nn import functional as F
 
 import polyfed as pf
 from polyfed.core.evaluation.metric import Metric
-from polyfed.core.evaluation.metrics import METRICS, metric_by_name, resolve_metrics, unpicklable_metric_error
+from polyfed.core.evaluation.metric_names import METRIC_NAMES, check_metric_names
+from polyfed.core.evaluation.metrics import (
+    METRICS,
+    is_built_in_metric,
+    metric_by_name,
+    resolve_metrics,
+    unpicklable_metric_error,
+)
 from polyfed.core.seeds import torch_generator
 from polyfed.core.task_lookup import get_task
 from polyfed.tasks.scores.entities import EntityF1
 from polyfed.tasks.tokens import token_accuracy
+
+
+def test_the_names_that_are_known_without_torch_are_those_of_the_metrics():
+    assert sorted(METRICS) == list(METRIC_NAMES)
+    options = ("sensitivity_at_95", "mae_at_3", "rmse_at_12", "entity_f1", "integrated_brier")
+    assert all(map(is_built_in_metric, options))
+    check_metric_names([*METRICS, *options, "my_module:cost", len])
+    for name in ("AUC", "mse", "auc_at_3"):
+        with pytest.raises(pf.UserError) as early:
+            check_metric_names(["accuracy", name])
+        with pytest.raises(pf.UserError) as late:
+            metric_by_name(name)
+        assert str(early.value) == str(late.value)
+
 
 G = torch_generator(5)
 TWO = torch.randn(200, 2, generator=G), torch.randint(0, 2, (200,), generator=G)

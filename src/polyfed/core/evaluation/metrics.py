@@ -5,14 +5,14 @@ examples, such as the AUC of a single class, is NaN. The metrics of a task are d
 """
 
 import pickle
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, final
 
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
+from polyfed.core.evaluation.metric_names import describe_unknown_metric
 from polyfed.core.io import trusted_code
 from polyfed.core.io.keyword_names import check_can_be_called
 from polyfed.core.task import Task, TaskSpec
@@ -53,14 +53,6 @@ def resolve_metrics(choice: Any, task: Task | TaskSpec) -> tuple[Metric, ...]:
     return tuple(resolved)
 
 
-_OTHER_NAMES = {
-    "acc": "accuracy", "auroc": "auc", "rocauc": "auc", "rocaucscore": "auc", "f1score": "f1", "auprc": "average_precision",
-    "prauc": "average_precision", "logloss": "log_loss", "crossentropy": "log_loss", "nll": "log_loss",
-    "brierscore": "brier", "sensitivity": "sensitivity_at_90", "concordance": "c_index", "mse": "rmse", "r2score": "r2",
-}  # fmt: skip
-"""Name that a metric has elsewhere, in small letters and without "_" -> the nearest that there is here, for suggestions."""
-
-
 def metric_by_name(name: str) -> Metric:
     """Returns polyfed's own metric of this name.
 
@@ -72,8 +64,7 @@ def metric_by_name(name: str) -> Metric:
     """
     metric = _find_built_in(name)
     if metric is None:
-        nearest = _OTHER_NAMES.get(re.sub("[ _-]", "", name.lower()), name)
-        raise UserError(f"unknown metric {name!r}; {did_you_mean(nearest, METRICS)}")
+        raise UserError(describe_unknown_metric(name))
     return metric
 
 

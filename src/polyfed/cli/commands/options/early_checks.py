@@ -14,13 +14,15 @@ import yaml
 
 from polyfed.cli.commands.argv import option_name
 from polyfed.cli.commands.options.table_checks import check_table
-from polyfed.cli.static_registry import ALGORITHMS, MODELS, StaticRegistry
+from polyfed.cli.static_registry import ALGORITHMS, MODELS, SOURCES, StaticRegistry
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
+from polyfed.core.evaluation.metric_names import check_metric_names
 from polyfed.core.io.atomic_files import check_directory_exists, read_file
 from polyfed.simulation.settings import Settings
 
 _LOGGERS = StaticRegistry("polyfed.simulation.monitoring.trackers", "LOGGERS")
+_TASKS = StaticRegistry("polyfed.tasks", "REGISTRY")
 _KEY = re.compile(r"(?:unknown key |--)([\w.-]+)")
 
 
@@ -36,7 +38,16 @@ def check_settings(config: Mapping[str, Any], words: Sequence[str] = ()) -> None
     Raises:
         UserError: a value out of range, or what `check_table` refuses.
     """
-    check_table(config.get("data"))
+    data = config.get("data")
+    source = data if isinstance(data, Mapping) else {}
+    if source.get("name") in SOURCES:  # data of one's own may have a task with other metrics
+        task = source.get("task", "auto")
+        name = task.get("name") if isinstance(task, Mapping) else task
+        if isinstance(name, str) and name != "auto" and ":" not in name and name not in _TASKS:
+            raise UserError(f"unknown task {name!r}; {did_you_mean(name, _TASKS)}")
+        if ":" not in str(name):
+            check_metric_names(config.get("metrics") or ())
+    check_table(data)
     names = [field.name for field in fields(Settings)]
     values = {name: config[name] for name in names if name in config and not name.startswith("compress")}
     try:

@@ -166,9 +166,10 @@ def read_recipe(name_or_path: str) -> Recipe:
         config = read_config(place) if place.suffix in (".yaml", ".yml") or place.is_dir() else _read_other_file(place)
         _require_data_section(place, config)
         return _parse_recipe(name_or_path, config)
-    raise UserError(
-        f"there is no recipe or file {name_or_path!r}; {did_you_mean(name_or_path, recipe_paths, _LISTING)}"
-    )
+    from polyfed.cli.static_registry import SOURCES
+
+    hint = did_you_mean(name_or_path, {*recipe_paths, *SOURCES}, f"{_LISTING}, polyfed list data")
+    raise UserError(f"there is no recipe or file {name_or_path!r}; {hint}")
 
 
 def _read_other_file(file: Path) -> dict[str, Any]:
