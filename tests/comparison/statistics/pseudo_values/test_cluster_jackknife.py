@@ -43,7 +43,7 @@ def test_each_group_is_left_out_in_turn(name, task, classes):
     """The closed forms equal the definition: G·A − (G − 1)·A without the group."""
     metric = METRICS[name]
     outputs, targets, of = drawn(task, classes=classes)
-    score, values = jackknife_pseudo_values_by_group(metric, outputs, targets, of, NUM_GROUPS)
+    score, values = jackknife_pseudo_values_by_group(metric, outputs, targets, of, NUM_GROUPS, targets)
     rest = [torch.from_numpy(np.flatnonzero(of != group)) for group in range(12)]
     expected = [12 * metric(outputs, targets) - 11 * metric(outputs[rows], targets[rows]) for rows in rest]
     assert score == pytest.approx(metric(outputs, targets))

@@ -35,7 +35,7 @@ def assign_group_numbers(groups: NDArray[Any] | None, num_examples: int) -> Grou
 
 
 def jackknife_pseudo_values_by_group(
-    metric: Metric, outputs: Tensor, targets: Tensor, groups: Groups, max_blocks: int
+    metric: Metric, outputs: Tensor, targets: Tensor, groups: Groups, max_blocks: int, classes: Tensor
 ) -> tuple[float, Values]:
     """Returns the score of outputs, and a pseudo-value (contribution) of each group of examples.
 
@@ -44,10 +44,12 @@ def jackknife_pseudo_values_by_group(
         outputs, targets: of the n examples.
         groups: from `assign_group_numbers`, shape (n,).
         max_blocks: number of blocks of groups that are left out in turn, for metrics without a closed form.
+        classes: of the examples, within which they vary, or the targets; each block gets its share of them.
 
     >>> from polyfed.core.evaluation.metrics import METRICS
     >>> outputs = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-    >>> jackknife_pseudo_values_by_group(METRICS["accuracy"], outputs, torch.tensor([0, 1, 1]), np.array([0, 0, 1]), 50)
+    >>> targets, groups = torch.tensor([0, 1, 1]), np.array([0, 0, 1])
+    >>> jackknife_pseudo_values_by_group(METRICS["accuracy"], outputs, targets, groups, 50, targets)
     (0.666..., array([0.333..., 0.833...]))
     """
     count = int(groups.max()) + 1
@@ -59,7 +61,8 @@ def jackknife_pseudo_values_by_group(
     elif metric.name == "r2":
         score, without = _r2_without_groups(outputs, targets, groups)
     else:
-        groups, count = _blocks_of_groups(targets, groups, max_blocks)
+        groups = block_of_each_group(classes, groups, max_blocks)[groups]
+        count = int(groups.max()) + 1
         score = metric(outputs, targets)
         rests = [torch.from_numpy(np.flatnonzero(groups != group)) for group in range(count)]
         without = np.array([metric(outputs[rest], targets[rest]) for rest in rests], dtype=np.float64)
@@ -148,13 +151,13 @@ def _r2_without_groups(outputs: Tensor, targets: Tensor, groups: Groups) -> tupl
         return float(1 - errors.sum() / squares.sum()), np.asarray(without)
 
 
-def _blocks_of_groups(targets: Tensor, groups: Groups, max_blocks: int) -> tuple[Groups, int]:
-    """Joins groups to at most `max_blocks` blocks, each with its share of groups with small and with large targets."""
+def block_of_each_group(classes: Tensor, groups: Groups, max_blocks: int) -> Groups:
+    """Returns the block of each group, of at most `max_blocks`, each with its share of groups of small and large classes."""
     count = int(groups.max()) + 1
-    if count <= max_blocks:
-        return groups, count
-    flat = np.asarray(targets.double().numpy()).reshape(len(targets), -1).mean(axis=1)
-    order = np.argsort(_sum_by_group(flat, groups) / np.bincount(groups), kind="stable")
-    block = np.empty(count, dtype=np.int64)
-    block[order] = np.arange(count) % max_blocks
-    return block[groups], max_blocks
+    flat = np.asarray(classes.double().numpy()).reshape(len(classes), -1).mean(axis=1)
+    block: Groups = np.arange(count)
+    if count > max_blocks:
+        block[np.argsort(_sum_by_group(flat, groups) / np.bincount(groups), kind="stable")] = (
+            np.arange(count) % max_blocks
+        )
+    return block

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from polyfed.comparison.statistics.pseudo_values.cluster_jackknife import (
     Groups,
+    block_of_each_group,
     classes_of_groups,
     jackknife_pseudo_values_by_group,
 )
@@ -58,7 +59,8 @@ def score_with_pseudo_values(
     ScoreWithPseudoValues(score=0.666..., pseudo_values=array([1., 0., 1.]))
     """
     if groups is not None:
-        score, values = jackknife_pseudo_values_by_group(metric, outputs, targets, groups, NUM_GROUPS)
+        classes = _classes_of_examples(metric, targets)
+        score, values = jackknife_pseudo_values_by_group(metric, outputs, targets, groups, NUM_GROUPS, classes)
     elif metric.per_example is not None:
         values = np.asarray(metric.per_example(outputs, targets), dtype=np.float64)
         score = float(values.mean())
@@ -82,19 +84,21 @@ def example_class_of_each_pseudo_value(
         count = int(groups.max()) + 1
         if metric.per_example is None and (metric.name == "auc" or count <= NUM_GROUPS):
             return classes_of_groups(targets, groups)
-        n = count if metric.per_example is not None or metric.name == "r2" else min(count, NUM_GROUPS)
-        return np.zeros(n, dtype=np.int64)
+        if metric.per_example is not None or metric.name == "r2":
+            return np.zeros(count, dtype=np.int64)
+        return _classes_of_blocks(classes_of_groups(targets, groups), block_of_each_group(targets, groups, NUM_GROUPS))
     has_classes = targets.dim() == 1 and not targets.is_floating_point()
     if metric.per_example is not None or metric.name in ("auc", "r2"):
         return (targets if has_classes and metric.name == "auc" else torch.zeros(n, dtype=torch.int64)).numpy()
-    return _classes_of_blocks(targets) if has_classes else np.zeros(min(n, NUM_GROUPS), dtype=np.int64)
+    if has_classes:
+        return _classes_of_blocks(targets.numpy(), _blocks_of_examples(targets))
+    return np.zeros(min(n, NUM_GROUPS), dtype=np.int64)
 
 
-def _classes_of_blocks(classes: Tensor) -> NDArray[np.int64]:
-    """Returns each block's rarest class, if not every block has an example of it; else 0."""
-    block = _blocks_of_examples(classes)
+def _classes_of_blocks(classes: NDArray[np.int64], block: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns each block's rarest class, if not every block has an example or group of it; else 0."""
     number = int(block.max()) + 1
-    _, code, counts = np.unique(classes.numpy(), return_inverse=True, return_counts=True)
+    _, code, counts = np.unique(classes, return_inverse=True, return_counts=True)
     class_of_block: NDArray[np.int64] = np.zeros(number, dtype=np.int64)
     for place in np.argsort(-counts, kind="stable"):
         if counts[place] < number:
