@@ -152,24 +152,6 @@ def norm_layer_tensor_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name in first if first[name] in of_norms)
 
 
-def buffer_names(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the persistent buffers, those that are in `state_dict()`.
-
-    >>> buffer_names(nn.BatchNorm1d(2))
-    ('running_mean', 'running_var', 'num_batches_tracked')
-    """
-    return tuple(name for name, tensor in _state_tensors(model).items() if not isinstance(tensor, nn.Parameter))
-
-
-def has_batch_norm(model: nn.Module) -> bool:
-    """Returns whether a module of the network is a BatchNorm (of any dimension, synchronised or not).
-
-    >>> has_batch_norm(nn.Sequential(nn.BatchNorm1d(2))), has_batch_norm(nn.LayerNorm(2))
-    (True, False)
-    """
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
-
-
 def tensor_names_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Returns `{module: names in `state_dict()`}` of modules' own tensors (pFedLA's layers).
 

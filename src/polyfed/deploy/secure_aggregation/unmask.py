@@ -45,40 +45,13 @@ def unmask_sum(
         RoundError: fewer than t sites have released shares, or the shares are inconsistent.
     """
     adverts = sorted(adverts, key=lambda advert: advert.name)
-    points = {advert.name: k for k, advert in enumerate(adverts, start=1)}
-    digest, survivor_names, sharing_names = (
+    digest, by_name = (
         compute_participants_digest(sum_id, adverts, threshold),
-        sorted(survivors),
-        sorted(sharing_sites),
+        {advert.name: advert for advert in adverts},
     )
-    if len(unmasking_shares) < threshold:
-        raise RoundError(
-            f"{len(unmasking_shares)} sites have released shares for the secure sum, which needs {threshold}"
-        )
-    shares: dict[str, dict[int, int]] = {v: {} for v in sharing_names}
-    for w in sorted(unmasking_shares):
-        tokens = {
-            points[v]: unmasking_shares[v].tokens[w]
-            for v in sorted(unmasking_shares)[:threshold]
-            if w in unmasking_shares[v].tokens
-        }
-        key = derive_released_shares_key(recover_secret(tokens) % PRIME, digest, w, survivor_names)
-        if len(unmasking_shares[w].bundle) != ELEMENT_BYTES * len(sharing_names) + crypto.TAG_BYTES:
-            continue
-        try:
-            bundle = field_elements_from_bytes(crypto.decrypt(key, unmasking_shares[w].bundle, digest))
-        except ValueError:
-            continue  # from a site that lies, or that got another list
-        for v, value in zip(sharing_names, bundle, strict=True):
-            shares[v][points[w]] = value
-    if lacking := sorted(v for v in sharing_names if len(shares[v]) < threshold):
-        raise RoundError(
-            f"the masks of {lacking[0]!r} cannot be removed from the secure sum: the sites' shares are inconsistent"
-        )
-    secrets = {v: recover_secret(dict(list(site_shares.items())[:threshold])) for v, site_shares in shares.items()}
-    if any(secret >= 2**256 for secret in secrets.values()):
-        raise RoundError("the masks cannot be removed from the secure sum: a site has released wrong shares")
-    by_name = {advert.name: advert for advert in adverts}
+    survivor_names, sharing_names = sorted(survivors), sorted(sharing_sites)
+    names = [advert.name for advert in adverts]
+    secrets = _recover_secrets(names, digest, threshold, survivor_names, sharing_names, unmasking_shares)
     masked_total = masked_total.copy()
     for v in survivor_names:
         masked_total -= crypto.generate_key_stream(
@@ -102,3 +75,43 @@ def unmask_sum(
                 raise RoundError(str(error)) from error
             masked_total = masked_total - pad if v < dropout else masked_total + pad
     return masked_total
+
+
+def _recover_secrets(
+    names: Sequence[str],
+    digest: bytes,
+    threshold: int,
+    survivors: Sequence[str],
+    sharing_sites: Sequence[str],
+    unmasking_shares: Mapping[str, UnmaskingShares],
+) -> dict[str, int]:
+    """Returns the secret of each site in U2 that its shares give; `names` are those of all sites, all sorted."""
+    points = {name: k for k, name in enumerate(names, start=1)}
+    if len(unmasking_shares) < threshold:
+        raise RoundError(
+            f"{len(unmasking_shares)} sites have released shares for the secure sum, which needs {threshold}"
+        )
+    shares: dict[str, dict[int, int]] = {v: {} for v in sharing_sites}
+    for w in sorted(unmasking_shares):
+        tokens = {
+            points[v]: unmasking_shares[v].tokens[w]
+            for v in sorted(unmasking_shares)[:threshold]
+            if w in unmasking_shares[v].tokens
+        }
+        key = derive_released_shares_key(recover_secret(tokens) % PRIME, digest, w, survivors)
+        if len(unmasking_shares[w].bundle) != ELEMENT_BYTES * len(sharing_sites) + crypto.TAG_BYTES:
+            continue
+        try:
+            bundle = field_elements_from_bytes(crypto.decrypt(key, unmasking_shares[w].bundle, digest))
+        except ValueError:
+            continue  # from a site that lies, or that got another list
+        for v, value in zip(sharing_sites, bundle, strict=True):
+            shares[v][points[w]] = value
+    if lacking := sorted(v for v in sharing_sites if len(shares[v]) < threshold):
+        raise RoundError(
+            f"the masks of {lacking[0]!r} cannot be removed from the secure sum: the sites' shares are inconsistent"
+        )
+    secrets = {v: recover_secret(dict(list(site_shares.items())[:threshold])) for v, site_shares in shares.items()}
+    if any(secret >= 2**256 for secret in secrets.values()):
+        raise RoundError("the masks cannot be removed from the secure sum: a site has released wrong shares")
+    return secrets

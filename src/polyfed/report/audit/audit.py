@@ -4,7 +4,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from polyfed.report.audit.attack_rates import attack_auc, true_positive_rate
 from polyfed.report.audit.attributes import (
     MOST_COLUMNS,
     MOST_VALUES,
-    AttributeAudit,
     Guesses,
     guess_attributes,
     measure_attributes,
@@ -43,7 +42,6 @@ from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.start.preparation import check_and_build_federation
-from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.configuration import restore_settings_and_method
 from polyfed.simulation.storage.directory import read_config, read_manifest
@@ -52,7 +50,6 @@ FEWEST_RUNS = 4
 _FEWEST_UNITS = 4
 _FEW_NON_MEMBERS = 100
 
-Observations = dict[str, list[NDArray[Any]]]
 ScoredExamples = tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.int64]]  # scores, members, units
 
 
@@ -103,6 +100,34 @@ def audit(
         is_comparison = (path / "comparison.yaml").is_file()
         cure = f"is a comparison; give one of its runs, such as {path}/METHOD/seed-0"
         raise UserError(f"{path} {cure if is_comparison else 'is not a run directory: it has no config.yaml'}")
+    federation = _rebuild_federation(path, clients, algorithm, public, metrics)
+    attacked = _choose_clients(list(federation.clients.values()), client)
+    for one_client in federation.clients.values():
+        _check_can_be_halved(one_client)
+    shadow_runs = _attack_shadow_runs(federation, attacked, runs, metrics, on_run)
+    exposed = [client] if client is not None else choose_most_exposed(attacked)
+    messages = attack_messages(federation, exposed, iterations, restarts)
+    effort = describe_effort(federation, messages, iterations, restarts)
+    report = _build_audit_report(attacked, shadow_runs, federation, messages, effort)
+    write_audit(path, report)
+    return report
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _ShadowRuns:
+    """Holds what shadow runs show, by client and run, and the largest ε of each client whose training had one."""
+
+    observations: Mapping[str, list[NDArray[Any]]]
+    memberships: Mapping[str, list[NDArray[Any]]]
+    guesses: Mapping[str, list[Guesses]]
+    epsilons: Mapping[str, float]
+
+
+def _rebuild_federation(
+    path: Path, clients: Iterable[Client] | None, algorithm: Algorithm[Any, Any] | None, public: Any, metrics: Any
+) -> Federation:
+    """Builds the federation of the run in a directory again, of the clients that were given or of its file's."""
     config, manifest = read_config(path), read_manifest(path)
     integrity.check_config_unchanged(path, config, manifest)
     settings, method = restore_settings_and_method(config, algorithm)
@@ -120,43 +145,33 @@ def audit(
         )
     metrics = metrics if settings.keep == "best" else None
     federation = check_and_build_federation(clients, method, settings, public, metrics, path)
-    everyone = list(federation.clients.values())
-    if data_fingerprint(everyone, federation.public) != manifest.get("data_fingerprint"):
+    if data_fingerprint(list(federation.clients.values()), federation.public) != manifest.get("data_fingerprint"):
         raise UserError(f"the clients are not those of the run in {path}; give those with which it was trained")
-    attacked = _choose_clients(everyone, client)
-    for one_client in everyone:
-        _check_can_be_halved(one_client)
-    observations: Observations = {attacked_client.id: [] for attacked_client in attacked}
-    memberships: Observations = {attacked_client.id: [] for attacked_client in attacked}
-    guesses: dict[str, list[Guesses]] = {attacked_client.id: [] for attacked_client in attacked}
-    epsilons: dict[str, float] = {}
+    return federation
+
+
+def _attack_shadow_runs(
+    federation: Federation, attacked: Sequence[Client], runs: int, metrics: Any, on_run: Callable[[int], object] | None
+) -> _ShadowRuns:
+    """Trains the shadow runs, and keeps what each shows of the attacked clients."""
+    everyone, settings = list(federation.clients.values()), federation.settings
+    ids, epsilons = [client.id for client in attacked], dict[str, float]()
+    shown = _ShadowRuns({i: [] for i in ids}, {i: [] for i in ids}, {i: [] for i in ids}, epsilons)
     for number in range(runs):
         seed = derive_seed(settings.seed, "audit", number)
         rows = {c.id: _draw_half(c.train, derive_seed(seed, c.id)) for c in everyone}
-        run = _train_shadow_run(
-            everyone, rows, method, dataclasses.replace(settings, seed=seed), federation.public, metrics
-        )
-        for one_client in attacked:
-            network = run.model(one_client.id)
-            guesses[one_client.id].append(guess_attributes(network, one_client.train))
-            outputs = predict(network, one_client.train)
-            observations[one_client.id].append(logit_scaled_confidence(outputs, one_client.train.labels.cpu()))
-            memberships[one_client.id].append(np.isin(np.arange(len(one_client.train)), rows[one_client.id]))
+        run = _train_shadow_run(federation, rows, seed, metrics)
+        for client in attacked:
+            network = run.model(client.id)
+            shown.guesses[client.id].append(guess_attributes(network, client.train))
+            outputs = predict(network, client.train)
+            shown.observations[client.id].append(logit_scaled_confidence(outputs, client.train.labels.cpu()))
+            shown.memberships[client.id].append(np.isin(np.arange(len(client.train)), rows[client.id]))
         for name, value in run.history[-1].get("epsilon", {}).items():
             epsilons[name] = max(value, epsilons.get(name, 0.0))
         if on_run is not None:
             on_run(number + 1)
-    exposed = [client] if client is not None else choose_most_exposed(attacked)
-    messages = attack_messages(federation, exposed, iterations, restarts)
-    effort = describe_effort(federation, messages, iterations, restarts)
-    attributes = measure_attributes(
-        [(c.train, number_units(c.train), guesses[c.id], memberships[c.id]) for c in attacked]
-    )
-    report = _build_audit_report(
-        attacked, observations, memberships, epsilons, federation, messages, attributes, effort
-    )
-    write_audit(path, report)
-    return report
+    return shown
 
 
 def _rebuild_clients(config: Mapping[str, Any], path: Path) -> tuple[Sequence[Client], Examples | None]:
@@ -219,36 +234,33 @@ def _draw_half(examples: Examples, seed: int) -> NDArray[np.int64]:
     return np.flatnonzero(np.isin(units, half))
 
 
-def _train_shadow_run(
-    clients: Sequence[Client],
-    rows: Mapping[str, NDArray[np.int64]],
-    method: Algorithm[Any, Any],
-    settings: Settings,
-    public: Examples | None,
-    metrics: Any,
-) -> Run:
+def _train_shadow_run(federation: Federation, rows: Mapping[str, NDArray[np.int64]], seed: int, metrics: Any) -> Run:
     halves = [
         dataclasses.replace(
             c, train=c.train.select(torch.as_tensor(rows[c.id], dtype=torch.int64, device=c.train.device))
         )
-        for c in clients
+        for c in federation.clients.values()
     ]
+    settings = dataclasses.replace(federation.settings, seed=seed)
     with warnings.catch_warnings():  # the checks of all clients have warned already
         warnings.simplefilter("ignore", UserWarning)
-        return run_federation(halves, method, settings, progress=SilentProgress(), public=public, metrics=metrics)
+        return run_federation(
+            halves, federation.algorithm, settings, progress=SilentProgress(), public=federation.public, metrics=metrics
+        )
 
 
 def _build_audit_report(
     clients: Sequence[Client],
-    observations: Observations,
-    memberships: Observations,
-    epsilons: Mapping[str, float],
+    shadow_runs: _ShadowRuns,
     federation: Federation,
     messages: tuple[MessageAudit, ...],
-    attributes: tuple[AttributeAudit, ...],
     effort: Sequence[str],
 ) -> AuditReport:
     entries, parts, first_unit = list[ClientAudit](), list[ScoredExamples](), 0
+    observations, memberships, epsilons = shadow_runs.observations, shadow_runs.memberships, shadow_runs.epsilons
+    attributes = measure_attributes(
+        [(c.train, number_units(c.train), shadow_runs.guesses[c.id], memberships[c.id]) for c in clients]
+    )
     for client in clients:
         members = np.stack(memberships[client.id])
         scores, units = score_members(np.stack(observations[client.id]), members), number_units(client.train)

@@ -84,16 +84,6 @@ def html_methods_table(run_group: RunGroup) -> Markup:
     columns += [f"gain{', points' if unit else ''}", "gain / lose"] if run_group.local_method else []
     columns += [f"p ({run_group.local_method.label})", "p (best)"] if is_comparison and run_group.local_method else []
     columns += ["MB", "seconds", "rounds"]
-    caption = "Methods, best mean first; MB are those of all sites, up and down"
-    if run_group.local_method:
-        caption += f"; gain over {run_group.local_method.label}"
-        caption += "; p, corrected for the number of methods, against it and against the best" if is_comparison else ""
-    if set(run_group.common_seeds) < set(run_group.seeds) and not is_comparison:
-        caption += (
-            f"; scores of the seeds that all have ({join_with_and(run_group.common_seeds)})"
-            if run_group.common_seeds
-            else ("; each method has scores of other seeds")
-        )
     rows, worst = [], 0 if run_group.score_format.higher_is_better else 100
     for method in sorted(run_group.methods, key=run_group.ranking_key, reverse=True):
         scores = [value for value in run_group.mean_score_by_participant(method).values() if not math.isnan(value)]
@@ -133,8 +123,27 @@ def html_methods_table(run_group: RunGroup) -> Markup:
         rows.append([*row, str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"])
     target, target_rows = _cost_to_target(run_group)
     return render_template(
-        "methods_table", caption=caption, columns=columns, rows=rows, target=target, target_rows=target_rows
+        "methods_table",
+        caption=_methods_table_caption(run_group, is_comparison=is_comparison),
+        columns=columns,
+        rows=rows,
+        target=target,
+        target_rows=target_rows,
     )
+
+
+def _methods_table_caption(run_group: RunGroup, *, is_comparison: bool) -> str:
+    caption = "Methods, best mean first; MB are those of all sites, up and down"
+    if run_group.local_method:
+        caption += f"; gain over {run_group.local_method.label}"
+        caption += "; p, corrected for the number of methods, against it and against the best" if is_comparison else ""
+    if set(run_group.common_seeds) < set(run_group.seeds) and not is_comparison:
+        caption += (
+            f"; scores of the seeds that all have ({join_with_and(run_group.common_seeds)})"
+            if run_group.common_seeds
+            else ("; each method has scores of other seeds")
+        )
+    return caption
 
 
 def _cost_to_target(run_group: RunGroup) -> tuple[str, list[list[str]]]:
@@ -194,30 +203,8 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
         "up": run_group.score_format.higher_is_better,
         "lines": [_curve_for_script(method) for method in methods],
     }
-    rows = []
-    for method in methods:
-        c = method.learning_curve_columns
-        for k in _evenly_spaced(len(c["rounds"])):
-            row = [
-                method.label,
-                f"{c['rounds'][k]:.0f}",
-                format_three_significant_digits(c["megabytes"][k]),
-                format_three_significant_digits(c["seconds"][k]),
-            ]
-            spread = (
-                [f"{format_number(c['low'][k], unit)} to {format_number(c['high'][k], unit)}"]
-                if len(run_group.seeds) > 1
-                else []
-            )
-            rows.append([*row, format_number(c["mean"][k], unit), *spread])
-    columns = [
-        "method",
-        "round",
-        "MB",
-        "seconds",
-        name,
-        *(["lowest to highest seed"] if len(run_group.seeds) > 1 else []),
-    ]
+    columns = ["method", "round", "MB", "seconds", name]
+    columns += ["lowest to highest seed"] if len(run_group.seeds) > 1 else []
     caption = f"{capitalize_first(name)} over sites, after each round that was evaluated."
     if len(run_group.seeds) > 1:
         seed_counts = {len(method.runs) for method in methods}
@@ -227,8 +214,27 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
         caption += " Against MB, a method that sends nothing is a dotted line at its last value."
     lines = [(method.label, _line_style(run_group, method)) for method in methods]
     return render_template(
-        "learning_curves", key=key, panels=panels, lines=lines, caption=caption, columns=columns, rows=rows
+        "learning_curves",
+        key=key,
+        panels=panels,
+        lines=lines,
+        caption=caption,
+        columns=columns,
+        rows=[row for method in methods for row in _learning_curve_rows(run_group, method)],
     )
+
+
+def _learning_curve_rows(run_group: RunGroup, method: MethodRuns) -> list[list[str]]:
+    """Returns the rows of a method's learning curve in the table, at most as many as fit."""
+    rows, c, unit = [], method.learning_curve_columns, run_group.score_format.unit
+    for k in _evenly_spaced(len(c["rounds"])):
+        row = [method.label, f"{c['rounds'][k]:.0f}"]
+        row += [format_three_significant_digits(c[column][k]) for column in ("megabytes", "seconds")]
+        row.append(format_number(c["mean"][k], unit))
+        if len(run_group.seeds) > 1:
+            row.append(f"{format_number(c['low'][k], unit)} to {format_number(c['high'][k], unit)}")
+        rows.append(row)
+    return rows
 
 
 def html_gains_over_local(run_group: RunGroup, key: str) -> Markup:

@@ -110,21 +110,26 @@ def svg_line_chart(
             parts.append(f'<path class="line level" d="M{left} {level:.1f}H{CHART_WIDTH - right}"/>')
         else:
             for piece in _segments_without_gaps(points):
-                if any(abs(a - b) > 0.5 for _, _, a, b in piece):
-                    edge = [f"{x:.1f} {a:.1f}" for x, _, a, _ in piece] + [
-                        f"{x:.1f} {b:.1f}" for x, _, _, b in reversed(piece)
-                    ]
-                    parts.append(f'<path class="band" d="M{"L".join(edge)}Z"/>')
-                if len(piece) > 1:
-                    parts.append(f'<path class="line" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y, _, _ in piece)}"/>')
-                if (has_dots and len(points) <= 30) or len(piece) == 1:
-                    parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>' for x, y, _, _ in piece]
+                parts += _line_with_band(piece, has_dots=has_dots and len(points) <= 30)
         parts.append("</g>")
     parts.append(f'<path class="cross" d="M0 {top}V{height - bottom}"/>')
     box = f' data-box="{left} {CHART_WIDTH - right} {top} {height - bottom} {x0} {x1} {y0} {y1}"'
     ends = f"from {format_axis_tick(x0, '')} to {format_axis_tick(x1, '')}"
     description = f"{len(curves)} lines over {x_label}, {ends}; the values are in the table below."
     return svg_element_with_title(key, title, description, height, parts, box)
+
+
+def _line_with_band(piece: Sequence[tuple[float, float, float, float]], *, has_dots: bool) -> list[str]:
+    """Draws a line without gaps, with its band; a single point is a dot."""
+    parts = []
+    if any(abs(a - b) > 0.5 for _, _, a, b in piece):
+        edge = [f"{x:.1f} {a:.1f}" for x, _, a, _ in piece] + [f"{x:.1f} {b:.1f}" for x, _, _, b in reversed(piece)]
+        parts.append(f'<path class="band" d="M{"L".join(edge)}Z"/>')
+    if len(piece) > 1:
+        parts.append(f'<path class="line" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y, _, _ in piece)}"/>')
+    if has_dots or len(piece) == 1:
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>' for x, y, _, _ in piece]
+    return parts
 
 
 def svg_bar_chart(
@@ -157,12 +162,8 @@ def svg_bar_chart(
     parts.append(svg_text((left + CHART_WIDTH) / 2, height - 6, x_label, "middle"))
     for k, bar in enumerate(finite_bars):
         y, a, b = top + k * step, *sorted((px(0), px(bar.value)))
-        spread = (
-            ""
-            if bar.low == bar.high
-            else f" ({format_number(bar.low, unit, signed)} to {format_number(bar.high, unit, signed)})"
-        )
-        description = escape(f"{bar.label}: {format_number(bar.value, unit, signed)}{spread}")
+        value, lowest, highest = (format_number(number, unit, signed) for number in (bar.value, bar.low, bar.high))
+        description = escape(f"{bar.label}: {value}" + (f" ({lowest} to {highest})" if bar.low != bar.high else ""))
         parts.append(f'<g data-t="{description}"><path class="hit" d="M0 {y:.1f}H{CHART_WIDTH}V{y + step:.1f}H0Z"/>')
         kind = "more" if bar.value >= 0 else "less"
         thick = step - (6 if labelled else step * 0.2)
@@ -174,15 +175,11 @@ def svg_bar_chart(
             parts.append(f'<path class="whisker" d="M{px(bar.low):.1f} {y + step / 2:.1f}H{px(bar.high):.1f}"/>')
         if labelled:
             parts.append(svg_text(left - 6, y + step / 2 + 4, labels[k], "end"))
-            end = max(b, px(bar.high)) + 4 if bar.value >= 0 else min(a, px(bar.low)) - 4
-            parts.append(
-                svg_text(
-                    end,
-                    y + step / 2 + 4,
-                    format_number_without_percent_sign(bar.value, unit, signed),
-                    "start" if bar.value >= 0 else "end",
-                )
-            )
+            number = format_number_without_percent_sign(bar.value, unit, signed)
+            if bar.value >= 0:
+                parts.append(svg_text(max(b, px(bar.high)) + 4, y + step / 2 + 4, number, "start"))
+            else:
+                parts.append(svg_text(min(a, px(bar.low)) - 4, y + step / 2 + 4, number, "end"))
         parts.append("</g>")
     if not labelled:
         parts.append(svg_text(-(top + height - bottom) / 2, 11, f"{len(finite_bars)} sites", "middle", rotated=True))
@@ -262,15 +259,11 @@ def svg_heat_map(
         svg_text(left - 4, top + (k + 0.5) * cell_height + 4, shorten_name(rows[k]), "end")
         for k in range(0, len(rows), label_step)
     ]
-    label_step = math.ceil((12 if upright else 1) / cell_width)
+    label_step, y = math.ceil((12 if upright else 1) / cell_width), top + inside + (6 if upright else 14)
+    anchor: Literal["end", "middle"] = "end" if upright else "middle"
     for k in range(0, len(columns), label_step):
-        x, y = left + (k + 0.5) * cell_width, top + inside + (6 if upright else 14)
-        anchor: Literal["end", "middle"] = "end" if upright else "middle"
-        parts.append(
-            svg_text(
-                x + (4 if upright else 0), y, shorten_name(columns[k]), anchor, rotated=upright, about_position=upright
-            )
-        )
+        x, name = left + (k + 0.5) * cell_width + (4 if upright else 0), shorten_name(columns[k])
+        parts.append(svg_text(x, y, name, anchor, rotated=upright, about_position=upright))
     if values.size <= _CELLS:
         has_text = values.size <= _WRITTEN and cell_width >= 19
         for (r, c), value in np.ndenumerate(values):
@@ -285,18 +278,23 @@ def svg_heat_map(
             f'height="{inside:.1f}" preserveAspectRatio="none" class="pixels"/>'
         )
     parts.append(svg_text((left + CHART_WIDTH) / 2, top + inside + below + 14, x_label, "middle"))
-    scale = png_data_url(palette[None, ::4])
-    base = height - 14
-    parts.append(
-        f'<image href="{scale}" x="{left + 60}" y="{base}" width="140" height="9" preserveAspectRatio="none"/>'
-    )
     ends = [f"{end:.0f}" if as_counts else f"{end:.2g}" for end in (0.0, high)]
-    parts += [svg_text(left + 55, base + 9, ends[0], "end"), svg_text(left + 205, base + 9, ends[1], "start")]
+    parts += _colour_scale(palette, ends, left, height - 14)
     description = (
         f"{len(rows)} by {len(columns)}, colours from {ends[0]} to "
         f"{ends[1]}{', by the square root' if sqrt_colours else ''}."
     )
     return svg_element_with_title(key, title, description, height, parts)
+
+
+def _colour_scale(palette: NDArray[np.uint8], ends: Sequence[str], left: float, y: float) -> list[str]:
+    """Draws the colours of a heat map in a row, between the values at their ends."""
+    scale = png_data_url(palette[None, ::4])
+    return [
+        f'<image href="{scale}" x="{left + 60}" y="{y}" width="140" height="9" preserveAspectRatio="none"/>',
+        svg_text(left + 55, y + 9, ends[0], "end"),
+        svg_text(left + 205, y + 9, ends[1], "start"),
+    ]
 
 
 def png_data_url(pixels: NDArray[np.uint8]) -> str:
