@@ -130,3 +130,13 @@ def test_the_stem_has_no_pooling():
         build_without_pooling("flha_arch1", (1, 28, 28), 10),
     )
     assert [network[:4](images).shape[2:] for network in (usual, other)] == [(7, 7), (14, 14)]
+
+
+def test_other_blocks_concatenate_and_chains_do_not_pool():
+    from deviations_flha import build_chain, build_hybrid
+
+    usual, other = build("resnet18_hybrid", (1, 8, 8), 10, width=8), build_hybrid((0, 1, 2, 3), (1, 8, 8), 10)
+    joins = [[part.join for part in network.modules() if hasattr(part, "join")] for network in (usual, other)]
+    assert joins == [["add", "concat", "add", "concat"] + ["add"] * 4, ["concat"] * 4 + ["add"] * 4]
+    chains = [build_chain(13, pools, (1, 8, 8), 10) for pools in (True, False)]
+    assert [chain[:-3](torch.rand(2, 1, 8, 8)).shape[2:] for chain in chains] == [(1, 1), (8, 8)]

@@ -55,8 +55,8 @@ class FedAvgKD(SharedNetworkMethod):
     Args:
         teacher: the teacher network: a name of the zoo or module:factory, or a mapping with the name and arguments, as
             {name: resnet18, width: 16}. "mlp" takes inputs of any shape except tokens, and concatenates inputs of several
-            parts (polyfed's choice); the paper has resnet18, its Arch 0. A teacher that is no better than a client's own
-            training does not help.
+            parts (polyfed's choice). The paper names no teacher; its recipes have resnet18, Arch 0. A teacher that is no
+            better than a client's own training does not help.
         teacher_lr: the teacher's learning rate, with a cosine schedule over its rounds (0.1, paper).
         teacher_rounds: rounds of the teacher's training, before the rounds of distillation; None takes half of all rounds,
             rounded up (polyfed's choice; the paper has 200 epochs for each).
