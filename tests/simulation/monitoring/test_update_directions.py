@@ -15,7 +15,7 @@ from polyfed.core.algorithm import Message
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.monitoring.update_directions import (
     SKETCH_SIZE,
-    _medians_of_others,
+    _values_and_medians_of_others,
     cosines_to_mean,
     describe_departing_clients,
     loss_change,
@@ -127,7 +127,7 @@ def test_medians_are_those_of_the_others():
             i: (value, statistics.median_high([other for j, other in values.items() if j != i]))
             for i, value in values.items()
         }
-        assert _medians_of_others({i: {"x": value} for i, value in values.items()}, "x") == expected
+        assert _values_and_medians_of_others({i: {"x": value} for i, value in values.items()}, "x") == expected
 
 
 @pytest.mark.parametrize("method", [FedAvg(lr=0.05), FedAvg(lr=0.15)])

@@ -50,12 +50,12 @@ def score_members(confidences: NDArray[np.float64], members: NDArray[np.bool_]) 
     scores = np.empty_like(confidences)
     for run in range(len(confidences)):
         others = np.arange(len(confidences)) != run
-        difference, centre, variance = _fit_two_means(confidences[others], members[others])
+        difference, centre, variance = _difference_middle_and_variance(confidences[others], members[others])
         scores[run] = difference * (confidences[run] - centre) / variance
     return scores
 
 
-def _fit_two_means(
+def _difference_middle_and_variance(
     confidences: NDArray[np.float64], members: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
     """Returns each example's mean of members minus non-members, the middle of both, and the variance."""

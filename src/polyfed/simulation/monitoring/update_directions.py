@@ -163,7 +163,7 @@ def describe_departing_clients(
     ]
 
 
-def _medians_of_others(rows: Mapping[str, Mapping[str, Any]], field: str) -> dict[str, tuple[float, float]]:
+def _values_and_medians_of_others(rows: Mapping[str, Mapping[str, Any]], field: str) -> dict[str, tuple[float, float]]:
     """Returns each client's value of a field, and the upper median of the other clients' values; empty for few clients.
 
     The upper one, since of two others one may lie.
@@ -180,7 +180,7 @@ def _opposed_clients(
     rows: Mapping[str, Mapping[str, Any]], earlier_records: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
     """Yields what each client that pulls against the others does, and the details of this round."""
-    for client, newest in _medians_of_others(rows, COSINE).items():
+    for client, newest in _values_and_medians_of_others(rows, COSINE).items():
         if newest[0] >= 0:  # most clients, so that their earlier rounds are not read
             continue
         rounds_of_client = [
@@ -195,7 +195,9 @@ def _opposed_clients(
             continue
         if statistics.fmean(rows_of_round[client][COSINE] for rows_of_round in largest) > _AGAINST:
             continue
-        medians = [_medians_of_others(rows_of_round, COSINE).get(client, (0.0, 0.0))[1] for rows_of_round in largest]
+        medians = [
+            _values_and_medians_of_others(rows_of_round, COSINE).get(client, (0.0, 0.0))[1] for rows_of_round in largest
+        ]
         if statistics.fmean(medians) >= _AGREE:
             yield (
                 f"the update of {client!r} pulls against the others",
@@ -205,7 +207,7 @@ def _opposed_clients(
 
 
 def _idle_clients(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    for client, (norm, median) in _medians_of_others(rows, "update_norm").items():
+    for client, (norm, median) in _values_and_medians_of_others(rows, "update_norm").items():
         if norm < _IDLE * median:
             yield (
                 f"{client!r} sends back almost what it has received",
@@ -216,8 +218,8 @@ def _idle_clients(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, 
 def _rising_losses(
     rows: Mapping[str, Mapping[str, Any]], earlier_records: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    changes = _medians_of_others(rows, LOSS_CHANGE)
-    for client, (loss, others) in _medians_of_others(rows, "train_loss").items():
+    changes = _values_and_medians_of_others(rows, LOSS_CHANGE)
+    for client, (loss, others) in _values_and_medians_of_others(rows, "train_loss").items():
         change, others_change = changes.get(client, (0.0, 0.0))
         stands_out = change > 0 and others_change <= 0 and loss > _ROSE * (loss - change) and loss > _ABOVE * others
         first = next((r["clients"][client]["train_loss"] for r in earlier_records

@@ -16,7 +16,7 @@ def update_last_losses(state: dict[str, Any], history: Sequence[Mapping[str, Any
     """
     losses: dict[str, float] = state.setdefault("losses", {})
     new_records = history[state.get("records", 0) :]
-    if new_records and not state.get("records") and not _has_losses(new_records):
+    if new_records and not state.get("records") and _replies_lack_losses(new_records):
         warnings.warn(
             "the sampler reads training losses, and the clients that took part sent none, so that it draws as if nobody had "
             "trained; let sites send them (disclose='train_loss'), or take another sampler",
@@ -29,7 +29,7 @@ def update_last_losses(state: dict[str, Any], history: Sequence[Mapping[str, Any
     return losses
 
 
-def _has_losses(records: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether a client has sent a training loss, or nobody has replied at all."""
+def _replies_lack_losses(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether clients have replied, and none of them with a training loss."""
     replied = any(record.get("replied") for record in records)
-    return not replied or any("train_loss" in row for record in records for row in record["clients"].values())
+    return replied and not any("train_loss" in row for record in records for row in record["clients"].values())

@@ -67,7 +67,7 @@ def judge_convergence(
         few = f"whether the {loss_name} still fell cannot be judged from {count_with_noun(len(rounds), 'evaluated round')}"
         return ConvergenceResult(None, f"{few}; it takes at least {MIN_EVALUATED_ROUNDS}")
     last, size = int(rounds[-1]), max(_WINDOW, math.ceil(len(rounds) / 3))
-    fall, end, p = _fit_line(rounds[-size:], mean[-size:])
+    fall, end, p = _estimate_fall(rounds[-size:], mean[-size:])
     total_fall = float(mean[0] - mean.min())
     if (
         end < _lowest_moving_average(mean[:-size])
@@ -134,7 +134,7 @@ def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[NDArray[
     return np.asarray(common, dtype=np.float64), np.asarray(values, dtype=np.float64)
 
 
-def _fit_line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float]:
+def _estimate_fall(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float]:
     """Fits a line; returns its fall over all x, its last value, and the one-sided p-value of a fall."""
     from scipy import stats  # imported late: other commands should not pay its half second
 

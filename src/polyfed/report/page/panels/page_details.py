@@ -178,13 +178,13 @@ def _comparison_class_counts(run_group: RunGroup, method_views: Mapping[str, Map
     if not counts_by_seed:
         note = "The examples of these sites have no classes to count."
         return PageDetails(class_note=note, method_views=method_views)
-    names = _count_names(results)
+    names = _names_of_counts(results)
     class_count = max(len(counts) for by_client in counts_by_seed.values() for counts in by_client.values())
     names += map(str, range(len(names), class_count))  # clients made in Python have no names of classes
     return PageDetails(counts_by_seed, names, "", method_views)
 
 
-def _count_names(results: Mapping[str, Any]) -> list[str]:
+def _names_of_counts(results: Mapping[str, Any]) -> list[str]:
     """Returns the names of what a comparison's task counts; those of classes if this process does not trust the task."""
     names = [str(name) for name in results.get("class_names") or ()]
     try:

@@ -153,11 +153,11 @@ def read_state_bytes(connection: sqlite3.Connection, row: StateRow) -> bytes:
     where, limits = (row.first, row.first + row.pieces), "id >= ? AND id < ?"
     size = connection.execute(f"SELECT sum(length(data)) FROM pieces WHERE {limits}", where).fetchone()[0]
     if (size or 0) > total_memory_bytes():
-        raise UserError(f"{_name_of_row(row)} has {size} bytes, more than the memory of this machine")
+        raise UserError(f"{_describe_row(row)} has {size} bytes, more than the memory of this machine")
     pieces = connection.execute(f"SELECT data FROM pieces WHERE {limits} ORDER BY id", where).fetchall()
     data = b"".join(piece for (piece,) in pieces)
     if _hash_row((row.part, row.client, row.round), data) != row.hash:
-        raise UserError(f"{_name_of_row(row)} does not match its checksum")
+        raise UserError(f"{_describe_row(row)} does not match its checksum")
     return data
 
 
@@ -185,7 +185,7 @@ def _hash_row(key: tuple[str, str, int], data: bytes) -> bytes:
     return hashlib.sha256(json.dumps(key).encode() + data).digest()
 
 
-def _name_of_row(row: StateRow) -> str:
+def _describe_row(row: StateRow) -> str:
     place = "" if row.part == PRIVATE_PART else f" in {row.part!r} of the server's state"
     return f"the state of client {row.client!r}{place}"
 
