@@ -21,8 +21,8 @@ from polyfed.core.state_dict import StateDict
 @final
 @dataclass(frozen=True, kw_only=True)
 class TAKFL(EnsembleDistillationMethod):
-    """Trains one model for each architecture: by FedAvg among the clients with this architecture, then by distilling the
-    clients of each architecture into it apart, and adding up what it learned from each.
+    """Trains one model for each architecture by FedAvg among its clients. Then the server distils the clients of each
+    architecture into it, one architecture after the other from the same weights, and adds up what it learned from each.
 
     From the average θ^p the server trains one student for each architecture q of the round, on T²·KL(q's mean outputs ‖
     student) + γ·T_self²·KL(θ^p's own outputs ‖ student) over public examples, softened by T and T_self. The task vector

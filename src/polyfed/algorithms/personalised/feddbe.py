@@ -35,8 +35,8 @@ from polyfed.core.training.loop import FitResult, ForwardPass, fit
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedDBE(EvaluatesGlobalModel, ValidatesNetworks, WrapsNetwork):
-    """Trains one global model by FedAvg, with a vector p_i for each client that is added to its representations, and a
-    penalty on the distance of their mean from the mean of all clients.
+    """Trains one global model by FedAvg, where each client adds a vector p_i of its own to its representations, and a
+    penalty keeps their mean near that of all clients.
 
     With the body f and the head g, client i minimises ℓ(g(f(x) + p_i), y) + κ/(2d)·‖z̄_i − z̄‖², where z̄_i is the moving mean
     of its d-dimensional representations f(x), and z̄ all clients' mean. p_i stays with the client. All clients have one

@@ -29,8 +29,8 @@ from polyfed.core.training.loop import ForwardPass
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedRoD(EvaluatesGlobalModel, ValidatesNetworks, WrapsNetwork):
-    """Trains one generic model, with a loss that makes up for each client's imbalance of classes, and beside it for each
-    client a personal head whose outputs are added to the generic ones.
+    """Trains one generic model, with a loss that makes up for each client's imbalance of classes, and a personal head for
+    each client, whose outputs are added to the generic ones.
 
     With the body f and the generic head g, client i predicts g(f(x)) + h_i(f(x)). The balanced softmax loss trains f and g,
     which the server averages; the client's ordinary loss trains h_i on top of both, which do not feel it. All clients

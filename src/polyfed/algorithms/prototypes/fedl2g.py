@@ -45,8 +45,8 @@ from polyfed.models.structure import check_not_compiled
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedL2G(PersonalNetworkMethod, AveragesClassMeans, ValidatesNetworks):
-    """Trains each client's network, of any architecture, and guides it: its outputs (or representations) follow a vector
-    for each class, which the server trains so that following it lowers the clients' losses on held-out examples.
+    """Trains each client's network, of any architecture, so that its outputs (or representations) follow a vector for each
+    class. The server trains these vectors to lower the losses that clients then have on held-out examples.
 
     A client minimises CE + ‖z(x) − v_y‖²/d, the mean over a minibatch of its study examples; z are the network's outputs
     (FedL2G-l) or the input of its last linear layer (FedL2G-f), of length d. Then it tries one such step from its trained

@@ -154,24 +154,29 @@ def _check_running_trial(folder: Path, authority: Path, running: Mapping[str, An
     yield from check_control_token_file("token", folder / "control.token")
 
 
-# -- a server ------------------------------------------------------------------------------------------------------------
+# -- a server, or a site: its unit -------------------------------------------------------------------------------------
 
 
-def _check_server_folder(unit: SystemdUnit, address: str | None) -> Findings:
-    options = unit.options
+def _check_unit(unit: SystemdUnit) -> Findings:
+    """Checks the program that a unit starts, and that it does not turn TLS off."""
     if unit.program is None:
         yield note_finding(
             "unit", f"{unit.file} is not there; files are looked for beside it, under the names that it would have"
         )
     else:
         yield from check_systemd_program("unit", unit.program)
-    public_address = None
-    if address is not None:
-        public_address = _address_or_none(address)
-    if "--insecure" in options:
+    if "--insecure" in unit.options:
         yield problem_finding(
             "TLS", f"{unit.file} has --insecure: whoever is on the way reads and changes what travels; take it out"
         )
+
+
+# -- a server ------------------------------------------------------------------------------------------------------------
+
+
+def _check_server_folder(unit: SystemdUnit, address: str | None) -> Findings:
+    options, public_address = unit.options, None if address is None else _address_or_none(address)
+    yield from _check_unit(unit)
     authority = unit.find_file_of_option("--ssl-ca-certfile", "ca.crt")
     pair = (
         unit.find_file_of_option("--ssl-certfile", "server.pem"),
@@ -269,16 +274,7 @@ def _check_key_files(folder: Path) -> Findings:
 
 def _check_site_folder(unit: SystemdUnit, address: str | None) -> Findings:
     options, unit_folder = unit.options, unit.file.parent
-    if unit.program is None:
-        yield note_finding(
-            "unit", f"{unit.file} is not there; files are looked for beside it, under the names that it would have"
-        )
-    else:
-        yield from check_systemd_program("unit", unit.program)
-    if "--insecure" in options:
-        yield problem_finding(
-            "TLS", f"{unit.file} has --insecure: whoever is on the way reads and changes what travels; take it out"
-        )
+    yield from _check_unit(unit)
     authority, key = (
         unit.find_file_of_option("--root-certificates", "ca.crt"),
         unit.find_file_of_option("--auth-supernode-private-key", "site.key"),

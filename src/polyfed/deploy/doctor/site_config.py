@@ -38,62 +38,58 @@ def parse_node_config(text: str) -> dict[str, Any]:
 
 def check_node_config(component: str, node_config: Mapping[str, Any]) -> Findings:
     """Yields a problem for each key that is missing, unknown, of a wrong type, or contradicts another."""
-    has_problem = False
+    problems = [*_node_config_problems(component, node_config)]
+    yield from problems
+    if node_config.get("max-epsilon") and not node_config.get("noise-multiplier"):
+        yield note_finding(
+            component,
+            "node-config: max-epsilon without noise-multiplier is the budget of each example or patient; this site takes "
+            "part in runs with algorithm.privacy only",
+        )
+    if not problems:
+        yield ok_finding(component, f"node-config of {node_config['client-id']!r} can be read")
+
+
+def _node_config_problems(component: str, node_config: Mapping[str, Any]) -> Findings:
     for word in (word for word in ("client-id", "site", "state-dir") if not node_config.get(word)):
-        has_problem = True
         yield problem_finding(
             component, f'node-config lacks {word}; \'client-id="north" site="/path/site.py" state-dir="/path/state"\''
         )
     for word, value in node_config.items():
         if word not in NODE_CONFIG_TYPES:
-            has_problem = True
             yield problem_finding(component, f"node-config has no {word!r}; {did_you_mean(word, NODE_CONFIG_TYPES)}")
         elif not isinstance(value, NODE_CONFIG_TYPES[word]) or (
             isinstance(value, bool) and NODE_CONFIG_TYPES[word] is not bool
         ):
-            has_problem = True
             yield problem_finding(
                 component,
                 f"node-config: {word} = {value!r} is of another type; write true, false, a number, or text in quotes",
             )
     if (name := node_config.get("client-id")) and not SITE_NAME_PATTERN.fullmatch(str(name)):
-        has_problem = True
         yield problem_finding(
             component, f"node-config: client-id = {name!r} is not a name; letters, digits, '-', '_' and '.'"
         )
     if node_config.get("secure") and not (node_config.get("key") and node_config.get("peers")):
-        has_problem = True
         yield problem_finding(
             component,
             'node-config: secure=true needs key="/path/site.key" and peers="/path/keys", a folder with NAME.pub of '
             "every site",
         )
     if node_config.get("noise-multiplier") and not node_config.get("clip-norm"):
-        has_problem = True
         yield problem_finding(
             component, "node-config: noise-multiplier needs clip-norm, the norm to which a change is limited"
         )
     if node_config.get("noise-multiplier") and node_config.get("disclose"):
-        has_problem = True
         yield problem_finding(
             component, "node-config: with noise-multiplier no numbers may leave the site; take disclose out"
         )
     protects_units = node_config.get("max-epsilon") and not node_config.get("noise-multiplier")
     disclosed = {word.strip() for word in str(node_config.get("disclose", "")).split(",")}
     if protects_units and (uncovered := sorted(disclosed & {"look", "errors", "seconds"})):
-        has_problem = True
         words = " or ".join(uncovered)
         yield problem_finding(
             component, f"node-config: with max-epsilon no {words} may leave the site; take it out of disclose"
         )
-    if protects_units:
-        yield note_finding(
-            component,
-            "node-config: max-epsilon without noise-multiplier is the budget of each example or patient; this site takes "
-            "part in runs with algorithm.privacy only",
-        )
-    if not has_problem:
-        yield ok_finding(component, f"node-config of {node_config['client-id']!r} can be read")
 
 
 def check_site_file_defines_client(component: str, file: Path) -> Findings:

@@ -71,7 +71,7 @@ def build_site(node_config: Mapping[str, Any]) -> Site:
 
 
 def _to_float(value: Any) -> Any:
-    """Returns a number, or a text that is one, as a float, and any other value as it is, for its check to name it."""
+    """Converts a number, or a text that is one, to a float; other values stay, so that their check can name them."""
     if isinstance(value, bool):
         return value
     try:
