@@ -22,7 +22,7 @@ from polyfed.tasks.simple_models.linear_models import LIBRARY, fit_logistic
 from polyfed.tasks.simple_models.tree_models import fit_trees
 
 _TASKS = frozenset({"classification", "multilabel"})
-_SENSITIVITY_NAME = re.compile(r"sensitivity_at_(\d{1,2}(?:\.\d+)?)")
+_SENSITIVITY_NAME = re.compile(scores.SENSITIVITY_PREFIX + r"(\d{1,2}(?:\.\d+)?)")
 
 
 @cache  # one object per name, so that two look-ups are equal

@@ -27,17 +27,15 @@ from torch import Tensor
 
 from polyfed.comparison.statistics.estimate import ALPHA, Estimate, estimate_from_half_width, t_quantile
 from polyfed.comparison.statistics.pseudo_values.cluster_jackknife import (
-    Groups,
     assign_group_numbers,
-    count_groups_of_classes,
 )
 from polyfed.comparison.statistics.pseudo_values.jackknife import (
     FloatArray,
     example_class_of_each_pseudo_value,
     score_with_pseudo_values,
 )
+from polyfed.comparison.statistics.pseudo_values.least_variance import least_example_variance
 from polyfed.core.evaluation.metric import Metric
-from polyfed.tasks.scores.score_functions import split_into_binary_problems
 
 
 @final
@@ -146,7 +144,7 @@ def score_seeds(
     defined = [pair for pair in pairs if pair is not None]
     if len(defined) < len(pairs):
         return None
-    least = _min_auc_variance(outputs_by_seed[0], targets, units) if metric.name == "auc" else 0.0
+    least = float(np.mean([least_example_variance(metric, outputs, targets, units) for outputs in outputs_by_seed]))
     values, table = np.array([score for score, _ in defined]), np.array([row for _, row in defined])
     size = len(targets) if units is None else int(units.max()) + 1
     return SeedScores(metric, values, table, example_class_of_each_pseudo_value(metric, targets, units), least, size)
@@ -168,23 +166,8 @@ def variance_components_of_difference(scores: SeedScores, rival_scores: SeedScor
         sign * (scores.values - rival_scores.values),
         sign * (scores.pseudo_values - rival_scores.pseudo_values),
     )
-    return _components_of_table(
-        values, table, scores.classes, (1.0, -1.0) if share else (), scores.min_example_variance, scores.num_examples
-    )
-
-
-def _min_auc_variance(outputs: Tensor, targets: Tensor, units: Groups | None) -> float:
-    """Returns a lower bound of the variance of an AUC with m positive and q negative examples, 1/(4mq).
-
-    If both networks order all examples correctly, the pseudo-values do not vary at all, and yet the next example may
-    be ordered wrongly. With groups, m and q are the numbers of groups with such examples.
-    """
-    problems = split_into_binary_problems(outputs, targets)
-    sizes = [
-        (int(positive.sum()), int((~positive).sum())) if units is None else count_groups_of_classes(positive, units)
-        for _, positive in problems
-    ]
-    return float(np.mean([1 / (4 * m * q) for m, q in sizes])) / len(sizes)
+    least = max(scores.min_example_variance, rival_scores.min_example_variance)
+    return _components_of_table(values, table, scores.classes, (1.0, -1.0) if share else (), least, scores.num_examples)
 
 
 def _components_of_table(

@@ -100,6 +100,10 @@ def _binary_average_precision(positive: NDArray[np.bool_], value: NDArray[np.flo
     )
 
 
+SENSITIVITY_PREFIX = "sensitivity_at_"
+"""Begins the names of metrics that are a sensitivity; the specificity follows, in per cent."""
+
+
 def sensitivity_at_specificity(percent: float, positive: NDArray[np.bool_], value: NDArray[np.float64]) -> float:
     """Returns the sensitivity at the lowest threshold at which the specificity is at least `percent` per cent."""
     negatives = np.sort(value[~positive])
