@@ -304,21 +304,6 @@ def test_a_few_events_decide_a_c_index_however_many_patients_were_censored():
         assert (len(classes), sorted(np.unique(classes, return_counts=True)[1])) == (NUM_GROUPS, [6, NUM_GROUPS - 6])
 
 
-def test_a_few_events_decide_a_c_index_of_patients_with_several_rows():
-    """Of 240 rows of 120 patients with five events, 9.7 % of comparisons of two sites made a false claim about a site."""
-    patients = np.arange(240) // 2
-    events = torch.from_numpy(patients % 24 == 0)  # of early and late times
-    targets = torch.stack([torch.from_numpy(patients + 1.0), events], dim=1)
-    for metric, truth in ((METRICS["c_index"], targets), (METRICS["f1"], events.long())):
-        classes = example_class_of_each_pseudo_value(metric, truth, patients)
-        assert (len(classes), sorted(np.unique(classes, return_counts=True)[1])) == (NUM_GROUPS, [5, NUM_GROUPS - 5])
-    rng = np.random.default_rng(1)
-    risk = torch.from_numpy(rng.normal(size=120)[patients])
-    outputs = [(risk + torch.from_numpy(rng.normal(size=120)[patients]))[:, None] for _ in range(2)]
-    components = estimate_variance_components(METRICS["c_index"], outputs[:1], outputs[1:], targets, patients)
-    assert components.degrees_of_freedom < 6
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "examples", "seeds"),
