@@ -20,7 +20,7 @@ def follow(estimate, norms, lie=(), norm_of_mean=None, rounds=12):
         bound = 3 * estimate.median
         counts = [sum(n <= estimate.median for n in norms), sum(n <= bound for n in norms)]
         counts = [a + sum(lying[k] for lying in lie) for k, a in enumerate(counts)]
-        estimate = estimate.follow(counts, len(norms) + len(lie), norm_of_mean)
+        estimate = estimate.next_estimate(counts, len(norms) + len(lie), norm_of_mean)
         estimates.append(estimate)
     return [e.median for e in estimates]
 
@@ -53,7 +53,7 @@ def test_no_lie_about_counts_moves_it_beyond_what_the_mean_supports(first, lies)
     estimate, highest = CountedMedian(first), max(first, 2 * math.sqrt(6) * 0.8)
     for lie in lies:
         counts = [sum(n <= estimate.median for n in NORMS) + lie[0], len(NORMS) + lie[1]]
-        before, estimate = estimate.median, estimate.follow(counts, 6, 0.8)
+        before, estimate = estimate.median, estimate.next_estimate(counts, 6, 0.8)
         assert estimate.median <= highest
         assert estimate.median >= min(before, 0.8) or counts[1] < 6
 
@@ -62,14 +62,14 @@ def test_counts_that_cannot_be_change_nothing():
     estimate = CountedMedian(2.0, 1.0, -1.0)
     for counts in ([-1, 2], [4, 4], [2, 1], [10**9, 0]):
         assert not are_counts_possible(counts, 3)
-        assert estimate.follow(counts, 3) is estimate
+        assert estimate.next_estimate(counts, 3) is estimate
 
 
 def test_it_begins_with_the_norm_of_what_the_server_sends():
     message = Message({"model": {"w": torch.tensor([3.0]), "n": torch.tensor(9)}, "draw": {"b": torch.tensor([4.0])}})
     assert CountedMedian.from_first_message(message).median == 1.0
     assert CountedMedian.from_first_message(Message()).median == 30.0
-    estimate = CountedMedian(5.0).follow([0, 1], 3)
+    estimate = CountedMedian(5.0).next_estimate([0, 1], 3)
     assert CountedMedian.from_server_state({COUNTED_MEDIAN: estimate.to_plain_list()}) == estimate
     assert CountedMedian.from_server_state({}) is None
 

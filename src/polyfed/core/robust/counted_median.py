@@ -42,7 +42,7 @@ class CountedMedian:
         direction: the sign of the last change of log M; 0 before the first.
 
     >>> start = CountedMedian(1.0)
-    >>> [round(start.follow([within, 4], 4).median, 3) for within in (0, 1, 2, 3, 4)]
+    >>> [round(start.next_estimate([within, 4], 4).median, 3) for within in (0, 1, 2, 3, 4)]
     [3.0, 3.0, 1.0, 0.316, 0.1]
     """
 
@@ -69,7 +69,9 @@ class CountedMedian:
         """Returns the estimate as the server state keeps it."""
         return [self.median, self.rate, self.direction]
 
-    def follow(self, counts: Sequence[int], num_clients: int, norm_of_mean: float | None = None) -> "CountedMedian":
+    def next_estimate(
+        self, counts: Sequence[int], num_clients: int, norm_of_mean: float | None = None
+    ) -> "CountedMedian":
         """Returns the estimate for the next round.
 
         Counts that cannot be change nothing. M rises to 2√n ‖Ū‖ at most, which half of the norms exceed only if updates

@@ -85,7 +85,7 @@ class CohortBatches:
         if (
             self._store is not None
         ):  # nothing but the order is drawn from the generators, so that it can be drawn at once
-            orders = [self._order(number) for number in range(len(examples))]
+            orders = [self._draw_rows_in_order(number) for number in range(len(examples))]
             longest = max(map(len, orders))
             self._rows = torch.stack([torch.cat([rows, rows[:1].expand(longest - len(rows))]) for rows in orders])
         self._orders: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(examples)
@@ -98,7 +98,7 @@ class CohortBatches:
         )
         self._counts = self._examples_by_step.to(self.device)
 
-    def _order(self, client: int) -> Tensor:
+    def _draw_rows_in_order(self, client: int) -> Tensor:
         """Returns the rows of the common store in the order in which the client sees them."""
         number, generator = len(self._examples[client]), self._generators[client]
         num_seen = sum(map(sum, self._plans[client]))

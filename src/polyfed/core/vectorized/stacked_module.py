@@ -109,7 +109,7 @@ class StackedNetworks(nn.Module):
             part.forward = partial(self._layer, STACKED_LAYERS[type(part)][0], part, mine)
         for part in self.module.modules():
             if type(part) is nn.Dropout and part.p > 0:
-                part.forward = partial(self._drop, part)  # type: ignore[method-assign]
+                part.forward = partial(self._apply_dropout_of_clients, part)  # type: ignore[method-assign]
             if type(part) is nn.MaxPool2d:
                 part.forward = partial(max_pool_channels_last, part)  # type: ignore[method-assign]
         return self
@@ -124,7 +124,7 @@ class StackedNetworks(nn.Module):
             return layer(part, weights, *inputs, None if self.valid_rows is None else self.valid_rows.device_counts)
         return layer(part, weights, *inputs)
 
-    def _drop(self, part: nn.Dropout, x: Tensor) -> Tensor:
+    def _apply_dropout_of_clients(self, part: nn.Dropout, x: Tensor) -> Tensor:
         """Applies dropout, with each client's mask as the client's network alone would draw it."""
         if not part.training:
             return x

@@ -32,10 +32,10 @@ def unit_of_score(score: str) -> NumberUnit:
     return score_format_of(score).unit
 
 
-def say_sites(text: str) -> str:
+def write_site_for_client(text: str) -> str:
     """Writes "site" where a text of a run or comparison says "client", as the page does everywhere.
 
-    >>> say_sites("each client at its own round; client-0 and all clients")
+    >>> write_site_for_client("each client at its own round; client-0 and all clients")
     'each site at its own round; client-0 and all sites'
     """
     return re.sub(r"\bclient(s?)\b(?![-\w])", r"site\1", text)
@@ -133,13 +133,13 @@ def omission_and_tuning_notes(run_group: RunGroup) -> list[str]:
         )
     sentences += [f"Left out: {end_with_period(text)}" for text in results["skipped"].values()]
     if results["tuning"]:
-        sentences.append(f"Searched {end_with_period(say_sites(results['tuning']['sentence']))}")
+        sentences.append(f"Searched {end_with_period(write_site_for_client(results['tuning']['sentence']))}")
         sentences += [
             f"{label} got {fields} of {count_with_noun(tuning['runs'], 'run')}."
             for label, tuning in results["tuning"]["methods"].items()
             if (fields := format_chosen_fields(tuning))
         ]
-    return [*sentences, f"Rounds: {end_with_period(say_sites(results['budget']['sentence']))}"]
+    return [*sentences, f"Rounds: {end_with_period(write_site_for_client(results['budget']['sentence']))}"]
 
 
 def _gain_sentence(run_group: RunGroup, method: MethodRuns) -> str:

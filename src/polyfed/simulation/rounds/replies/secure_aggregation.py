@@ -257,7 +257,7 @@ class SecureSum(ReplySum):
             return {}
         if norm is not None and norm > bound.max_norm * (1 + BOUND_TOLERANCE):
             norm = 0.0  # a site does not keep to the bound, so that the mean supports no higher one
-        median = (self._median or CountedMedian(bound.median)).follow(self._counts, len(self._ids), norm)
+        median = (self._median or CountedMedian(bound.median)).next_estimate(self._counts, len(self._ids), norm)
         return {COUNTED_MEDIAN: median.to_plain_list()}
 
     @property
