@@ -110,8 +110,12 @@ def __getattr__(name: str) -> Any:
 
 def _suggest_name(name: str) -> str:
     """Returns the end of an error, with the place or the nearest name of what was looked for; empty if there is none."""
-    homes = [home for home in ("algorithms", "data", "models", "tasks") if name in _public_names(home)]
-    near = [f"polyfed.{home}.{name}" for home in homes] or get_close_matches(name.lower(), __dir__(), n=1)
+    near = [
+        f"polyfed.{home}.{public_name}"
+        for home in ("algorithms", "data", "models", "tasks")
+        for public_name in _public_names(home)
+        if public_name.lower() == name.lower().replace("_", "") or public_name == name
+    ] or get_close_matches(name.lower(), __dir__(), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 

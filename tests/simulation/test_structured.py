@@ -89,7 +89,9 @@ def test_a_run_predicts_from_such_inputs():
     x, _ = inputs(4, 5)
     outputs = run.predict("c1", {"age": x["age"].numpy(), "image": x["image"]})
     torch.testing.assert_close(outputs, run.model("c1")(**x)["logits"].detach())
-    with pytest.raises(pf.UserError, match=r"client 'c1' have the parts \['0', '1'\], the client's \['age', 'image'\]"):
+    with pytest.raises(
+        pf.UserError, match=r"client 'c1' have the parts \['0', '1'\], the client's have the parts \['age', 'image'\]"
+    ):
         run.predict("c1", (x["age"], x["image"]))
 
 

@@ -169,6 +169,7 @@ def test_too_many_arguments_by_position_say_which_have_names():
 def test_a_name_that_polyfed_has_elsewhere_is_found():
     for name, message in {
         "FedAvg": r"did you mean polyfed\.algorithms\.FedAvg\?", "split_table": r"polyfed\.data\.split_table\?",
+        "fed_avg": r"did you mean polyfed\.algorithms\.FedAvg\?",
         "Federate": r"did you mean federate\?", "zzz": "'zzz'$", "_own": "'_own'$",
     }.items():  # fmt: skip
         with pytest.raises(AttributeError, match=message):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
+from inspect import currentframe
 
 from polyfed.core.io.advice import keep_advice_for_this_process
 
@@ -106,7 +107,17 @@ def warn_of_data(text: str) -> None:
     collected = _COLLECTED.get()
     if collected is not None and text not in collected:
         collected.append(text)
-    warnings.warn(keep_advice_for_this_process(text), UserWarning, stacklevel=3)
+    warnings.warn(keep_advice_for_this_process(text), UserWarning, stacklevel=_count_frames_of_polyfed())
+
+
+def _count_frames_of_polyfed() -> int:
+    """Returns the `stacklevel` with which a caller's warning shows the line of the user that called polyfed."""
+    depth, frame, level = 0, currentframe(), 1
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("polyfed."):
+            level = depth
+        depth, frame = depth + 1, frame.f_back
+    return level + 1
 
 
 @contextmanager

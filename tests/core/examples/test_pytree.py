@@ -150,7 +150,7 @@ def test_inputs_to_predict_have_the_parts_of_the_clients():
     assert (x["age"].item(), x["age"].dtype) == (60.0, torch.float32)
     torch.testing.assert_close(x["image"], IMAGES[:1] / 255)
     for wrong, sentence in (
-        (IMAGES, r"have the parts \[''\], the client's \['age', 'image'\]"),
+        (IMAGES, r"are one tensor, the client's have the parts \['age', 'image'\]"),
         ({"age": AGES, "image": IMAGES.float()}, "the inputs: 'image' are torch.float32, the client's are torch.uint8"),
         ({"age": AGES[:2], "image": IMAGES}, "'image' has 6 rows and 'age' 2 rows"),
         ({"age": AGES * torch.nan, "image": IMAGES}, "the inputs: 'age' have values that are NaN"),

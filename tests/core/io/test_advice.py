@@ -54,8 +54,9 @@ def test_an_error_names_the_argument_in_python_and_the_option_in_the_terminal(tm
     in_python = "the column 'age' is empty; leave it out (drop='age')"
     assert str(UserError(text)) == in_python
     assert str(ClientError(2, "north", "local", text)) == f"round 2, client 'north', phase 'local': {in_python}"
-    with pytest.warns(UserWarning, match=re.escape(in_python) + "$"):
+    with pytest.warns(UserWarning, match=re.escape(in_python) + "$") as warned:
         warn_of_data(text)
+    assert Path(warned[0].filename) == Path(__file__)  # the line of the user, not one inside of polyfed
     with keep_options_in_errors():
         error = UserError(text)
         assert str(error) == str(UserError(error)) == text  # whoever prints or stores it chooses

@@ -41,6 +41,13 @@ def test_a_network_in_python_is_built_by_the_callers_function(run):
         saved.model("client-9")
 
 
+def test_a_saved_run_is_exported_like_its_directory(run, tmp_path):
+    folder = pf.export_model(pf.load(run.out), "client-0", tmp_path / "a", format="weights", model=SmallNet)
+    assert (folder / "weights.safetensors").is_file()
+    with pytest.raises(pf.UserError, match=r"the run directory must be a path, got a Run; give its directory, \.out"):
+        pf.audit(run)
+
+
 def test_run_and_comparison_write_their_page(run, tmp_path):
     page = run.report(tmp_path / "page.html")
     assert page == tmp_path / "page.html"

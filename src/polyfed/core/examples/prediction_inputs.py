@@ -44,8 +44,9 @@ def convert_inputs_to_examples_like(reference: Examples, x: Any, name: str) -> E
         parts = dict(named_leaves(convert_inputs_to_tensors(x, name)))
         reference_parts = dict(named_leaves(reference.x))
         if parts.keys() != reference_parts.keys():
+            names_of_parts = f"have the parts {sorted(parts)}" if all(parts) else "are one tensor"
             raise UserError(
-                f"{name} have the parts {sorted(parts)}, the client's {sorted(reference_parts)}; give the same"
+                f"{name} {names_of_parts}, the client's have the parts {sorted(reference_parts)}; give the same"
             )
         transforms = reference.transform.transforms if isinstance(reference.transform, PartwiseTransform) else {}
         converted_parts = iter(

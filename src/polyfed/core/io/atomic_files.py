@@ -271,7 +271,8 @@ def expand_user_path(path: str | Path, label: str = "the path") -> Path:
     polyfed.core.errors.UserError: out is empty; give the path of a file or folder
     """
     if not isinstance(path, str | Path):
-        raise UserError(f"{label} must be a path, got a {type(path).__name__}")
+        raise UserError(f"{label} must be a path, got a {type(path).__name__}"
+                        f"{'; give its directory, .out' if hasattr(path, 'out') else ''}")  # fmt: skip
     text = str(path)
     if not text.strip():
         raise UserError(f"{label} is empty; give the path of a file or folder")

@@ -41,6 +41,7 @@ from polyfed.report.export.trained_model import (
 )
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.results.saved_model import SavedModel, convert_outputs_to_columns
+from polyfed.simulation.results.saved_run import SavedRun
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import build_method, describe_method_and_settings
 from polyfed.simulation.storage.directory import encode_json
@@ -66,7 +67,7 @@ class ExportedSignature(TypedDict):
 @rename_keyword("network", "model")
 @suggest_keywords
 def export_model(
-    run: Run | str | Path,
+    run: Run | SavedRun | str | Path,
     client: str | None,
     to: str | Path,
     *,
@@ -80,7 +81,7 @@ def export_model(
     not at all.
 
     Args:
-        run: what `federate` returned, the directory of a run, or a site's folder of a run.
+        run: what `federate` or `load` returned, the directory of a run, or a site's folder of a run.
         client: its id; None for the only one.
         to: folder to create.
         format: "torchscript", "onnx" (pip install 'polyfed[export]'), or "weights" for these alone.
@@ -114,7 +115,8 @@ def export_model(
             raise UserError(f"the run has several clients; name one of {', '.join(ids)}")
         trained = trained_model_of_run(run, ids[0] if client is None else client)
     else:
-        trained = read_trained_model(expand_user_path(run, "the run directory"), client, model)
+        folder = run.out if isinstance(run, SavedRun) else expand_user_path(run, "the run directory")
+        trained = read_trained_model(folder, client, model)
     contents = _folder_contents(trained, format)
     _write_folder(target, contents)
     return target

@@ -175,7 +175,8 @@ class Run:
     def model(self, client: str) -> nn.Module:
         """Returns a client's network as evaluated after the last round, or that of `keep`.
 
-        It is independent of the run, in evaluation mode on the CPU.
+        It is independent of the run, in evaluation mode on the CPU. It takes prepared inputs, as `examples.batch(rows)[0]`
+        gives them; `predict` prepares rows of a table and raw images itself.
 
         Raises:
             UserError: no client has this id.
