@@ -44,6 +44,10 @@ def test_a_network_in_python_is_built_by_the_callers_function(run):
 def test_a_saved_run_is_exported_like_its_directory(run, tmp_path):
     folder = pf.export_model(pf.load(run.out), "client-0", tmp_path / "a", format="weights", model=SmallNet)
     assert (folder / "weights.safetensors").is_file()
+    with pytest.warns(
+        DeprecationWarning, match=r"export_model\((to|network)=...\) is deprecated; write (out|model)=..."
+    ):
+        pf.export_model(run, "client-0", to=tmp_path / "b", format="weights", network=None)
     with pytest.raises(pf.UserError, match=r"the run directory must be a path, got a Run; give its directory, \.out"):
         pf.audit(run)
 

@@ -53,10 +53,10 @@ def suggest_keywords(target: Target) -> Target:
     return checked
 
 
-def rename_keyword(old: str, new: str) -> Callable[[Target], Target]:
-    """Returns a decorator for functions whose argument `old` is deprecated, and is passed on as `new` with a warning.
+def rename_keywords(**new_names: str) -> Callable[[Target], Target]:
+    """Returns a decorator that passes on deprecated arguments of a function by their new names, with a warning.
 
-    >>> @rename_keyword("build", "model")
+    >>> @rename_keywords(build="model")
     ... def load(path, model=None): return model
     >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
@@ -68,10 +68,10 @@ def rename_keyword(old: str, new: str) -> Callable[[Target], Target]:
     def decorate(function: Any) -> Any:
         @wraps(function)
         def call(*values: Any, **named: Any) -> Any:
-            if old in named:
-                text = f"{function.__name__}({old}=...) is deprecated; write {new}=..."
+            for old in new_names.keys() & named.keys():
+                text = f"{function.__name__}({old}=...) is deprecated; write {new_names[old]}=..."
                 warnings.warn(text, DeprecationWarning, stacklevel=2)
-                named[new] = named.pop(old)
+                named[new_names[old]] = named.pop(old)
             return function(*values, **named)
 
         return call

@@ -21,7 +21,7 @@ from polyfed.core.io.atomic_files import (
     open_file_for_overwrite,
     read_file,
 )
-from polyfed.core.io.keyword_names import rename_keyword, suggest_keywords
+from polyfed.core.io.keyword_names import rename_keywords, suggest_keywords
 from polyfed.core.io.trusted_code import is_code_trusted
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.machine.package_versions import package_versions
@@ -64,12 +64,12 @@ class ExportedSignature(TypedDict):
     file: str | None
 
 
-@rename_keyword("network", "model")
+@rename_keywords(network="model", to="out")
 @suggest_keywords
 def export_model(
     run: Run | SavedRun | str | Path,
     client: str | None,
-    to: str | Path,
+    out: str | Path,
     *,
     format: Format = "torchscript",
     model: Architecture | None = None,
@@ -83,7 +83,7 @@ def export_model(
     Args:
         run: what `federate` or `load` returned, the directory of a run, or a site's folder of a run.
         client: its id; None for the only one.
-        to: folder to create.
+        out: folder to create.
         format: "torchscript", "onnx" (pip install 'polyfed[export]'), or "weights" for these alone.
         model: builds the network, as `Client.model`, for a directory that does not say how: of clients that were made in
             Python, or of a site.
@@ -92,7 +92,7 @@ def export_model(
         The folder.
 
     Raises:
-        UserError: no such client, `to` exists, the run has no models, the network cannot be written in this format, or it
+        UserError: no such client, `out` exists, the run has no models, the network cannot be written in this format, or it
             is code that nobody allowed; nothing has been written.
 
     >>> import tempfile
@@ -103,7 +103,7 @@ def export_model(
     >>> sorted(path.name for path in folder.iterdir())
     ['README.md', 'network.ts', 'signature.json', 'weights.safetensors']
     """
-    target = expand_user_path(to, "the folder to create")
+    target = expand_user_path(out, "the folder to create")
     validate_format(format)
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists; choose another folder")

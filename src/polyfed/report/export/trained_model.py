@@ -285,7 +285,7 @@ def build_trained_network(
     elif factory is None and spec is None:
         raise UserError(
             f"the networks of {folder} were made in Python, and only that can build them: polyfed.export_model(run, ...) "
-            "after the run, or polyfed.export_model(folder, client, to, model=factory)"
+            "after the run, or polyfed.export_model(folder, client, out, model=factory)"
         )
     else:
         module = build_module(factory or spec_from_signature(spec), seed=0)  # type: ignore[arg-type]  # one of them is there
