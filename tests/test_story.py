@@ -62,7 +62,7 @@ def test_readme_says_it_in_few_lines(story):
     assert len(text.splitlines()) <= 110
     lines = [line for line in story.readme_code().splitlines() if line.strip()]
     assert len(lines) <= 10
-    shown = text.index("not decided  mean over clients")
+    shown = text.index("not decided  mean over sites")
     assert text.index("pip install .") < shown < text.index("**join**") < text.index("```python")
     blocks = re.findall(r"^```(?:text)?\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     assert max(len(line) for block in blocks for line in block.splitlines()) <= 115  # without a bar to scroll

@@ -34,6 +34,7 @@ def results(sites):
         "warnings": ["Look out."], "score_unit": "%", "score_label": "accuracy", "level": 0.95,
         "reference": "local",
         "mean_answer": answer(None, "join", 0.041, [0.01, 0.06]), "answers": sites,
+        "clients": [site["client"] for site in sites],
     }  # fmt: skip
 
 
@@ -50,10 +51,10 @@ def test_answers_are_ordered_and_the_next_commands_stand_last():
     assert lines == [
         "Look out.",
         "Gain in points of accuracy on new examples, with its 95 % interval",
-        "join         mean over clients  fedavg +4.1 [+1.0, +6.0] over training alone",
-        "join         c                  fedavg +3.0 [+1.0, +5.0] over training alone",
-        "stay alone   b                  fedavg -4.0 [-6.0, -2.0] over training alone",
-        "not decided  a                  fedavg +20.0 [-10.0, +50.0] over training alone",
+        "join         mean over sites  fedavg +4.1 [+1.0, +6.0] over training alone",
+        "join         c                fedavg +3.0 [+1.0, +5.0] over training alone",
+        "stay alone   b                fedavg -4.0 [-6.0, -2.0] over training alone",
+        "not decided  a                fedavg +20.0 [-10.0, +50.0] over training alone",
         "Page: polyfed report runs/a   Tables: polyfed show runs/a",
     ]
 
@@ -93,11 +94,13 @@ def test_compare_report_and_show_print_the_same_answers(comparison, capsys):
     assert report[-1].startswith("Everything on one page:")
     console = Console(file=io.StringIO(), width=80)
     show_directory(comparison.out, console=console)
-    shown = " ".join(console.file.getvalue().split())
-    for sentence in comparison.verdicts:
-        assert " ".join(sentence.split()) in shown
-    assert shown.rindex("go on: ") > shown.rindex(" ".join(comparison.verdicts[-1].split()))
-    assert any("mean over clients" in line for line in report)
+    shown = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    answers = [line.rstrip() for line in lines if line.startswith(("join", "stay", "not decided", "Gain"))]
+    assert len(answers) == 5
+    assert [line for line in shown if line in answers] == answers
+    assert [line.rstrip() for line in report if line.rstrip() in answers] == answers
+    assert shown[-1].startswith("go on: ")
+    assert any("mean over clients" in line for line in report), "simulated clients are no sites"
 
 
 def test_report_and_compare_have_one_scale(comparison, capsys):
@@ -120,3 +123,13 @@ def test_advice_names_the_option_here_and_the_argument_in_python():
     spaced = "leave it out (drop='mean radius', --data.drop 'mean radius'), or give group=... (--data.group)"
     assert keep_advice_for_python(spaced) == "leave it out (drop='mean radius'), or give group=..."
     assert keep_advice_for_terminal(spaced) == "leave it out (--data.drop 'mean radius'), or give --data.group"
+
+
+def test_terminal_and_python_say_site_unless_the_clients_are_simulated():
+    sites = [answer("north", "join", 0.03, [0.01, 0.05])]
+    content = results(sites) | {"warnings": ["Each client is small."], "verdicts": ["mean over clients: join with fedavg"]}
+    assert "Each site is small.\n" in printed(content)
+    assert str(Comparison(content)) == "Each site is small.\nmean over sites: join with fedavg"
+    simulated = content | {"clients": ["client-000", "client-001"]}
+    assert "Each client is small.\n" in printed(simulated)
+    assert str(Comparison(simulated)).endswith("mean over clients: join with fedavg")

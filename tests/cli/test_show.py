@@ -43,8 +43,6 @@ def test_what_is_shown_has_the_documented_schema(folders, capsys, name):
 def test_a_comparison_shows_answers_a_table_its_files_and_what_to_do(folders, capsys):
     assert main(["show", str(folders / "comparison")]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    found = pf.load(folders / "comparison")
-    assert all(" ".join(sentence.split()) in text for sentence in found.verdicts)
     for part in ("fedprox", "comparison.json", "go on: polyfed report", "finished"):
         assert part in text
 

@@ -53,7 +53,7 @@ def test_names_that_look_like_markup_and_a_score_that_is_missing(write_run, show
     folder = write_run(tmp_path / "a", "fedavg", {"[red]": [0.5], "south": [None]})
     text = shown(folder)
     assert rows_of(text, "own test examples") == [["fedavg", "1", "50.0 %", "50.0 % ([red])", "1.0"]]
-    assert rows_of(text, "each client") == [["[red]", "50.0 %"], ["south", "–"]]
+    assert rows_of(text, "each site") == [["[red]", "50.0 %"], ["south", "–"]]
     assert "more client" not in text
 
 

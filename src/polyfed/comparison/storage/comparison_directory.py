@@ -28,6 +28,7 @@ from polyfed.core.io.atomic_files import (
     write_file_atomically,
 )
 from polyfed.core.io.number_format import count_with_noun
+from polyfed.core.io.site_words import say_sites_of
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.machine.package_versions import package_versions
 from polyfed.simulation.results.across_sites.cross_site_scores import (
@@ -81,7 +82,7 @@ class Comparison:
         return "\n".join(self._sentences)
 
     def _repr_html_(self) -> str:
-        warnings = list(map(keep_advice_for_python, self.results.get("warnings", ())))
+        warnings = list(map(self._word_for_python, self.results.get("warnings", ())))
         answers = [text for text in self._sentences if text not in warnings]
         sentences = {"Before you rely on this:": list(dict.fromkeys(warnings)), "Answers:": answers}
         return comparison_html(repr(self), sentences, self.results, self.table())
@@ -89,7 +90,10 @@ class Comparison:
     @property
     def _sentences(self) -> list[str]:
         sentences = (*self.results.get("warnings", ()), *self.answers)
-        return list(dict.fromkeys(map(keep_advice_for_python, sentences)))
+        return list(dict.fromkeys(map(self._word_for_python, sentences)))
+
+    def _word_for_python(self, text: str) -> str:
+        return say_sites_of(self.results.get("clients") or (), keep_advice_for_python(text))
 
     def to_frame(self) -> Any:
         """Returns the scores of the comparison as a pandas `DataFrame`.

@@ -3,7 +3,6 @@ support.
 """
 
 import math
-import re
 from collections.abc import Sequence
 
 from polyfed.comparison.tuning.ranking import format_chosen_fields
@@ -15,6 +14,7 @@ from polyfed.core.io.number_format import (
     format_number,
     join_with_and,
 )
+from polyfed.core.io.site_words import say_sites
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import score_format_of
@@ -30,15 +30,6 @@ def unit_of_score(score: str) -> NumberUnit:
     ('%', '')
     """
     return score_format_of(score).unit
-
-
-def write_site_for_client(text: str) -> str:
-    """Writes "site" where a text of a run or comparison says "client", as the page does everywhere.
-
-    >>> write_site_for_client("each client at its own round; client-0 and all clients")
-    'each site at its own round; client-0 and all sites'
-    """
-    return re.sub(r"\bclient(s?)\b(?![-\w])", r"site\1", text)
 
 
 def describe_comparison(run_group: RunGroup) -> str:
@@ -133,13 +124,13 @@ def omission_and_tuning_notes(run_group: RunGroup) -> list[str]:
         )
     sentences += [f"Left out: {end_with_period(text)}" for text in results["skipped"].values()]
     if results["tuning"]:
-        sentences.append(f"Searched {end_with_period(write_site_for_client(results['tuning']['sentence']))}")
+        sentences.append(f"Searched {end_with_period(say_sites(results['tuning']['sentence']))}")
         sentences += [
             f"{label} got {fields} of {count_with_noun(tuning['runs'], 'run')}."
             for label, tuning in results["tuning"]["methods"].items()
             if (fields := format_chosen_fields(tuning))
         ]
-    return [*sentences, f"Rounds: {end_with_period(write_site_for_client(results['budget']['sentence']))}"]
+    return [*sentences, f"Rounds: {end_with_period(say_sites(results['budget']['sentence']))}"]
 
 
 def _gain_sentence(run_group: RunGroup, method: MethodRuns) -> str:

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from polyfed.cli.commands.terminal import PlainTable, print_line
+from polyfed.core.io.site_words import say_sites_of
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 _WORDS = {"join": "join", "stay": "stay alone", "undecided": "not decided"}
@@ -18,16 +20,20 @@ _LOG_WIDTH = 1000
 _MOST_DIGITS = 6  # after the decimal point
 
 
-def print_answers(results: Mapping[str, Any], out: Path | None, console: Console) -> None:
+def print_answers(
+    results: Mapping[str, Any], out: Path | None, console: Console, *, max_sites: int | None = _MAX_SITES
+) -> None:
     """Prints a comparison's warnings, the answers for mean and sites, and commands that show more.
 
     Args:
         results: the content of `comparison.json`.
         out: the comparison's directory; None if it was kept in memory.
         console: where to print.
+        max_sites: of more sites the rest is counted; None for all.
     """
+    say_sites = partial(say_sites_of, results.get("clients") or ())
     for sentence in results.get("warnings") or ():
-        print_line(console, sentence, style="yellow")
+        print_line(console, say_sites(sentence), style="yellow")
     mean, sites = results.get("mean_answer"), list(results.get("answers") or ())
     if mean is not None:
         points = "points of " if results["score_unit"] == "%" else ""
@@ -38,23 +44,23 @@ def print_answers(results: Mapping[str, Any], out: Path | None, console: Console
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True)
         table.add_column()
-        for row in (mean, *ranked[:_MAX_SITES]):
-            name = "mean over clients" if row["client"] is None else row["client"]
+        for row in (mean, *ranked[:max_sites]):
+            name = say_sites("mean over clients") if row["client"] is None else row["client"]
             table.add_row(
                 Text(_WORDS[row["answer"]], _STYLES[row["answer"]]),
                 name,
-                describe_answer(row, results["score_unit"], results.get("reference")),
+                say_sites(describe_answer(row, results["score_unit"], results.get("reference"))),
             )
         # In a terminal a long answer continues below its beginning, in a log each has one line.
         (console if console.is_terminal else Console(file=console.file, width=_LOG_WIDTH)).print(table)
         if not sites and not results.get("same_clients", True):
-            print_line(console, "No answers by client: each seed gives the clients other data (--same-data, --folds 5)")
-        if hidden := ranked[_MAX_SITES:]:
+            text = "No answers by client: each seed gives the clients other data (--same-data, --folds 5)"
+            print_line(console, say_sites(text))
+        if max_sites is not None and (hidden := ranked[max_sites:]):
             counts = {word: sum(row["answer"] == word for row in hidden) for word in _WORDS}
-            print_line(
-                console,
-                f"and {', '.join(f'{n} sites: {_WORDS[word]}' for word, n in counts.items() if n)} (polyfed show)",
-            )
+            noun = say_sites("clients")
+            text = ", ".join(f"{n} {noun}: {_WORDS[word]}" for word, n in counts.items() if n)
+            print_line(console, f"and {text} (polyfed show)")
     if out is not None:
         print_next_commands(console, Page=["report", str(out)], Tables=["show", str(out)])
 

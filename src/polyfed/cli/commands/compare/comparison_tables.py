@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from polyfed.comparison.storage.comparison_directory import Comparison
 from polyfed.comparison.tuning.ranking import format_chosen_fields
 from polyfed.core.errors import UserError
 from polyfed.core.io.number_format import count_with_noun
+from polyfed.core.io.site_words import client_heading, say_sites_of
 
 
 def show_comparison(comparison: Comparison, console: Console, *, with_tables: bool = False) -> None:
@@ -33,27 +35,30 @@ def show_comparison(comparison: Comparison, console: Console, *, with_tables: bo
 
 def _print_tables(comparison: Comparison, console: Console) -> None:
     results = comparison.results
+    say_sites = partial(say_sites_of, results["clients"])
     participants_text = f"{len(results['clients'])} clients, {count_with_noun(len(results['seeds']), 'seed')}"
     console.print(
-        _scores_table(results, f"{results['score_label']} of {participants_text}; {results['budget']['sentence']}")
+        _scores_table(
+            results, say_sites(f"{results['score_label']} of {participants_text}; {results['budget']['sentence']}")
+        )
     )
     if results["reference"] is not None:
         console.print(_gains_table(results))
     console.print(_costs_table(results))
     if results["tuning"] is not None:
-        print_line(console, f"searched {results['tuning']['sentence']}")
+        print_line(console, say_sites(f"searched {results['tuning']['sentence']}"))
         for label, tuning in results["tuning"]["methods"].items():
             if field_text := format_chosen_fields(tuning):
                 print_line(console, f"  {label}: {field_text} of {count_with_noun(tuning['runs'], 'run')}")
     for label, convergence in results["convergence"].items():
         if convergence["converged"] is not True:
-            print_line(console, f"{label}: {convergence['sentence']}")
+            print_line(console, say_sites(f"{label}: {convergence['sentence']}"))
     for note in results["notes"]:
-        print_line(console, f"note: {note}")
+        print_line(console, say_sites(f"note: {note}"))
     for line in _cross_site_lines(comparison):
         print_line(console, line)
     for sentence in (*comparison.verdicts, *results["covers"]):
-        print_line(console, sentence)
+        print_line(console, say_sites(sentence))
 
 
 def _cross_site_lines(comparison: Comparison) -> list[str]:
@@ -80,7 +85,9 @@ def _score_unit(content: Mapping[str, Any]) -> str:
 
 def _scores_table(content: Mapping[str, Any], title: str) -> PlainTable:
     unit = _score_unit(content)
-    table = _new_table(title, (f"mean {unit}".strip(), "95 % interval", "worst client", "p10", "p90"))
+    table = _new_table(
+        title, (f"mean {unit}".strip(), "95 % interval", f"worst {client_heading(content['clients'])}", "p10", "p90")
+    )
     for label, method in content["methods"].items():
         s = method["statistics"]
         spread = (_format_score(s[name], unit) for name in ("worst", "p10", "p90"))
@@ -104,10 +111,8 @@ def _scores_table(content: Mapping[str, Any], title: str) -> PlainTable:
 def _gains_table(content: Mapping[str, Any]) -> PlainTable:
     reference, best, unit = content["reference"], content["best"], _score_unit(content)
     gain_text = "points gained" if unit == "%" else f"gain of {content['score_label']}"
-    title = (
-        f"{gain_text} over {reference} (positive is better), clients that lose, and p; best by {content['best_by']}: "
-        f"{best}"
-    )
+    losers = f"{client_heading(content['clients'])}s that lose"
+    title = f"{gain_text} over {reference} (positive is better), {losers}, and p; best by {content['best_by']}: {best}"
     table = _new_table(title, ("gain", "95 % interval", "lose", f"p ({reference})", "p (best)"))
     for label, method in content["methods"].items():
         s = method["statistics"]

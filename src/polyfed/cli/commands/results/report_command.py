@@ -12,6 +12,7 @@ from rich.measure import Measurement
 from polyfed.cli.commands.compare.answer_lines import print_answers
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.io.number_format import count_with_noun, format_number
+from polyfed.core.io.site_words import client_heading
 from polyfed.report.data.run_groups import MethodRuns, RunGroup, read_run_groups
 from polyfed.report.data.run_records import RunRecord
 from polyfed.report.figures.alignment import RepresentationAlignment
@@ -72,7 +73,8 @@ def show_report(
 
 def _methods_table(run_group: RunGroup) -> PlainTable:
     """Builds the table with one row per method: its mean over clients and seeds, its worst client, and its traffic."""
-    title = f"{run_group.title}: {run_group.score_format.label} on each client's own test examples"
+    word = client_heading(run_group.clients)
+    title = f"{run_group.title}: {run_group.score_format.label} on each {word}'s own test examples"
     table = PlainTable(title=title, title_justify="left")
     table.add_column("method")
     several_seeds, unit = len(run_group.seeds) > 1, run_group.score_format.unit
@@ -80,7 +82,7 @@ def _methods_table(run_group: RunGroup) -> PlainTable:
         *(["seeds"] if several_seeds else []),
         "round",
         "mean",
-        "worst client",
+        f"worst {word}",
         "MB a run" if several_seeds else "MB",
     ):
         table.add_column(column, justify="right")
@@ -128,15 +130,16 @@ def _clients_table_of(run_group: RunGroup, methods: Sequence[MethodRuns]) -> Pla
     names = sorted({name for column in columns for name in column})
     hidden_clients = len(names) - MAX_CLIENTS
     hidden_methods = len(run_group.methods) - len(methods)
-    more = [f"{count_with_noun(hidden_clients, 'more client')}"] if hidden_clients > 0 else []
+    word = client_heading(run_group.clients)
+    more = [f"{count_with_noun(hidden_clients, f'more {word}')}"] if hidden_clients > 0 else []
     more += [count_with_noun(hidden_methods, "more method")] if hidden_methods else []
     table = PlainTable(
-        title=f"each client{f', of seed {run_group.seeds[0]}' if data_by_seed else ''}",
+        title=f"each {word}{f', of seed {run_group.seeds[0]}' if data_by_seed else ''}",
         title_justify="left",
         caption=f"and {' and '.join(more)} on the page" if more else None,
         caption_justify="left",
     )
-    table.add_column("client")
+    table.add_column(word)
     for method in methods:
         table.add_column(method.label, justify="right")
     for name in names[:MAX_CLIENTS]:

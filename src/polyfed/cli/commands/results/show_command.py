@@ -7,14 +7,15 @@ from typing import Any, Literal, Required, TypedDict
 
 from rich.console import Console
 
+from polyfed.cli.commands.compare.answer_lines import print_answers
 from polyfed.cli.commands.terminal import PlainTable, print_json, print_line
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_comparison, read_description
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import check_directory_exists
+from polyfed.core.io.site_words import client_heading
 from polyfed.simulation.storage.directory import BASELINES
 from polyfed.simulation.storage.run_files import RunFiles
 
-_STYLES = {"join ": "bold green", "stay ": "bold magenta", "not decided": "yellow"}
 JSON_FORMAT = 1
 """Sets the number that `--json` writes as `format`; it grows when a field is taken away or changes its meaning."""
 
@@ -85,10 +86,11 @@ def show_directory(folder: Path, *, as_json: bool = False, console: Console | No
             print_line(console, f"{kind.replace('_', ' ')} {label}: {reason}")
     for name, path in content["files"].items():
         print_line(console, f"{name}: {path}")
-    for sentence in content["warnings"]:
-        print_line(console, sentence, style="yellow")
-    for sentence in content.get("sentences", ()):
-        print_line(console, sentence, style=_style_of(sentence))
+    if "answers" in content:
+        print_answers(load_comparison(folder).results, None, console, max_sites=None)
+    else:
+        for sentence in content["warnings"]:
+            print_line(console, sentence, style="yellow")
     for command in content["next"]:
         print_line(console, f"go on: {command}", style="cyan")
 
@@ -142,12 +144,6 @@ def _describe_comparison(folder: Path) -> ShownDirectory:
     return content
 
 
-def _style_of(sentence: str) -> str:
-    """Returns the colour of a sentence with an answer, by its first words after the client."""
-    answer = sentence.partition(": ")[2]
-    return next((style for words, style in _STYLES.items() if answer.startswith(words)), "")
-
-
 def _find_paths(folder: Path, names: Sequence[str]) -> dict[str, str]:
     return {name: str(folder / name) for name in names if (folder / name).exists()}
 
@@ -170,10 +166,11 @@ def _build_table(content: ShownDirectory) -> PlainTable:
     unit, rows = content["score_unit"], content["table"]
     table = PlainTable(title=f"scores in {unit}" if unit else None, title_justify="left")
     if content["kind"] == "run":
+        heading = client_heading([row["client"] for row in rows[:-1]])
         scores = [name for name in rows[0] if name not in ("client", "num_examples") and not name.endswith("loss")]
         formatted_rows = [
             {
-                {"num_examples": "trained on"}.get(name, name): f"{row[name]:.0f}"
+                {"num_examples": "trained on", "client": heading}.get(name, name): f"{row[name]:.0f}"
                 if name == "num_examples" and row[name] is not None
                 else _format_value(row[name], unit if name in scores else "")
                 for name in rows[0]
@@ -182,11 +179,12 @@ def _build_table(content: ShownDirectory) -> PlainTable:
             for row in rows
         ]
     else:
+        word = client_heading(answer["client"] for answer in content["answers"])
         formatted_rows = [
             {
                 "method": row["method"], "mean": _format_value(row["mean"], unit),
                 "95 % interval": f"{_format_value(row['low'], unit)} to {_format_value(row['high'], unit)}",
-                "worst client": _format_value(row["worst"], unit), "gain": _format_value(row["gain"], unit),
+                f"worst {word}": _format_value(row["worst"], unit), "gain": _format_value(row["gain"], unit),
                 "MB": _format_value(row["megabytes"]),
             }
             for row in rows

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from polyfed.cli.commands.terminal import PlainTable, print_json, print_line
 from polyfed.core.algorithm import Client
+from polyfed.core.io.site_words import client_heading
 from polyfed.data import draw_class_counts
 from polyfed.data.tabular.columns import sorted_unique_texts
 from polyfed.data.tabular.preprocessing import TablePreprocessor
@@ -46,7 +47,7 @@ def show_class_counts(experiment: Experiment, plot: Path | None, *, as_json: boo
         title=f"training examples {task.counts_title}",
         title_justify="left",
     )
-    table.add_column("client")
+    table.add_column(client_heading([client.id for client in all_clients]))
     for name in (*names, "all", "test"):
         table.add_column(name, justify="right")
     counts = {c.id: task.class_counts(c.train.labels, len(names)) or () for c in all_clients}

@@ -22,6 +22,7 @@ from polyfed.core.errors import ClientError, RoundError, UserError, collect_data
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.io.atomic_files import create_private_folder_if_missing
+from polyfed.core.io.site_words import client_heading
 from polyfed.simulation.asynchronous.rules import parse_asynchronous
 from polyfed.simulation.checks.requirements import check_clients, check_networks_run, warn_of_single_client
 from polyfed.simulation.checks.settings.scheduling import supports_asynchronous
@@ -262,7 +263,8 @@ def print_scores_by_client_and_traffic(
     when = f"after round {runs[main].last.round}" if at_round == "last" else f"after the round with the {criterion}"
     sample = runs[main].table(at_round)[-1]
     some = f"; {sample['evaluated']} of {sample['of']} clients evaluated" if "evaluated" in sample else ""
-    title = f"{score.label} on each client's own test examples, {when}{some}"
+    word = client_heading(client for client in tables[main] if client != "mean")
+    title = f"{score.label} on each {word}'s own test examples, {when}{some}"
     table = _table_by_client(tables, [*baseline_names, main], score, experiment_data, title)
     if (
         baseline_names
@@ -292,7 +294,7 @@ def _table_by_client(
 ) -> PlainTable:  # fmt: skip
     """Returns a row for each client and one for their mean; the last of `methods` is the run's, the others baselines."""
     table = PlainTable(title=title, title_justify="left")
-    table.add_column("client")
+    table.add_column(client_heading(client for client in tables[methods[-1]] if client != "mean"))
     task, classes = experiment_data.clients[0].task, experiment_data.classes
     counted = []
     if classes:

@@ -15,6 +15,7 @@ from polyfed.core.io.number_format import (
     format_number,
     format_number_without_percent_sign,
 )
+from polyfed.core.io.site_words import say_sites
 from polyfed.report.data.answers import (
     ANSWER_LABELS,
     AnswerKind,
@@ -40,7 +41,6 @@ from polyfed.report.page.predictions.performance import (
     svg_roc_curve,
     svg_unit_square,
 )
-from polyfed.report.page.sentences import write_site_for_client
 
 _COUNTED: Mapping[AnswerKind, str] = {"join": "should join", "stay": "should stay alone", "undecided": "not decided"}
 _LISTED = 30  # sites up to which one table has all; more are grouped by their answer
@@ -82,7 +82,7 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
         ],
         mean_text=mean_text,
         facts=[_as_sentence(sentence) for sentence in _simple_model_verdicts(results)],
-        covers=[write_site_for_client(sentence) for sentence in results.get("covers") or ()],
+        covers=[say_sites(sentence) for sentence in results.get("covers") or ()],
         methods_table=_html_methods_table(run_group, level),
         figures=figures,
     )
@@ -164,7 +164,7 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
         columns=["method", score_format.mean_label, percent, "gain over training alone", percent, "worst site"],
         rows=[row for _, row in sorted(ranked, key=lambda row: row[0], reverse=True)],
         notes=[
-            f"{name.replace('_', ' ')}: {write_site_for_client(reference['sentence'])}"
+            f"{name.replace('_', ' ')}: {say_sites(reference['sentence'])}"
             for name, reference in references.items()
             if reference.get("sentence")
         ],

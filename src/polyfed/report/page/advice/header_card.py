@@ -15,6 +15,7 @@ from polyfed.core.io.number_format import (
     format_three_significant_digits,
     join_with_and,
 )
+from polyfed.core.io.site_words import say_sites
 from polyfed.report.data.answers import (
     ANSWER_LABELS,
     AnswerKind,
@@ -26,7 +27,6 @@ from polyfed.report.data.costs import MethodCost, cost_of_method, disclosures_of
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.page.elements import render_template
-from polyfed.report.page.sentences import write_site_for_client
 
 _MEANINGS: Mapping[AnswerKind, str] = {
     "join": "Together with the others, the site can expect better predictions for its new examples than with the best "
@@ -223,7 +223,7 @@ def _disclosure_fact(run_group: RunGroup, method: MethodRuns) -> KeyFact:
         return KeyFact("The server learns", "not known", "the method is not one of polyfed's")
     if not words:
         return KeyFact("The server learns", "nothing")
-    meanings = write_site_for_client("; ".join(words.values()))
+    meanings = say_sites("; ".join(words.values()))
     return KeyFact("The server learns", join_with_and([word.replace("_", " ") for word in words]), meanings)
 
 
@@ -234,5 +234,5 @@ def why_this_round(run_group: RunGroup, method: MethodRuns, cost: MethodCost) ->
     after = f"after round {low}" if low == high else f"after rounds {low} to {high}, one for each {unit},"
     scores = f"Scores of {method.label} are those {after} of {cost.planned_rounds}"
     if budget := (run_group.comparison_results.get("budget") or {}).get("sentence"):
-        return f"{scores.rstrip(',')}: {end_with_period(write_site_for_client(budget))}"
+        return f"{scores.rstrip(',')}: {end_with_period(say_sites(budget))}"
     return f"{scores.rstrip(',')}, the last that was evaluated."
