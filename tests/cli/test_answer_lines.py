@@ -127,7 +127,10 @@ def test_advice_names_the_option_here_and_the_argument_in_python():
 
 def test_terminal_and_python_say_site_unless_the_clients_are_simulated():
     sites = [answer("north", "join", 0.03, [0.01, 0.05])]
-    content = results(sites) | {"warnings": ["Each client is small."], "verdicts": ["mean over clients: join with fedavg"]}
+    content = results(sites) | {
+        "warnings": ["Each client is small."],
+        "verdicts": ["mean over clients: join with fedavg"],
+    }
     assert "Each site is small.\n" in printed(content)
     assert str(Comparison(content)) == "Each site is small.\nmean over sites: join with fedavg"
     simulated = content | {"clients": ["client-000", "client-001"]}

@@ -48,6 +48,10 @@ def test_hospitals_are_clients():
     assert sum(len(part) for c in clients for part in (c.train, c.val, c.test)) == 920
     assert torch.isfinite(clients[1].train.batch(torch.arange(10))[0]).all()
     assert Heart(positive=None).load().num_outputs == 5
+    pool = Heart().load()
+    assert pool.class_names == pool.preprocessor.classes == sites.class_names == ("no disease", "disease")
+    assert pool.train.y.equal((Heart(positive=None).load().train.y > 0).long()), "disease is 1 to 4, as in UCI's files"
+    assert Heart(positive=">1").load().class_names == ("<=1", ">1")
     with pytest.raises(UserError, match="positiv"):
         pf.data.heart(positiv=">0")
 

@@ -1,6 +1,6 @@
 """Reads UCI's Heart Disease data of four hospitals, which are part of polyfed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -20,6 +20,7 @@ COLUMNS = (
 )  # fmt: skip
 SITE = "hospital"
 POSITIVE = ">0"
+_CLASSES = ("no disease", "disease")  # as UCI's documentation calls num = 0, and 1 to 4
 
 
 @final
@@ -42,7 +43,7 @@ class Heart(Source):
 
     >>> pool = Heart().load()
     >>> len(pool.train), pool.class_names, sorted(set(pool.columns["hospital"].tolist()))
-    (920, ('<=0', '>0'), ['Cleveland', 'Hungary', 'Switzerland', 'VA'])
+    (920, ('no disease', 'disease'), ['Cleveland', 'Hungary', 'Switzerland', 'VA'])
     """
 
     site: str | None = SITE
@@ -58,7 +59,10 @@ class Heart(Source):
     def load(self) -> PooledDataset:
         """Reads the patients of all four hospitals as one data set."""
         options = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return TableFile(target="num", **options).build_dataset(read_heart_table(), warn=False)
+        pool = TableFile(target="num", **options).build_dataset(read_heart_table(), warn=False)
+        if self.positive != POSITIVE or pool.preprocessor is None:
+            return pool
+        return replace(pool, class_names=_CLASSES, preprocessor=replace(pool.preprocessor, classes=_CLASSES))
 
 
 def read_heart_table() -> Table:
