@@ -56,6 +56,25 @@ def test_early_refusals_are_those_of_the_library(case, tmp_path):
     assert refusal_by(lambda: check_table({"name": "table", **options})) == refusal_by(TableFile(**options).load)
 
 
+def test_all_that_is_wrong_with_a_table_is_said_at_once(tmp_path):
+    columns = COLUMNS | {
+        "ill": ["", *ROWS[1:]],
+        "day": [f"{k % 28 + 1:02}.01.2026" for k in ROWS],
+        "dose": ["1,5"] * 60,
+    }
+    file = tmp_path / "rows.csv"
+    with file.open("w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream, delimiter=";").writerows([columns, *zip(*columns.values(), strict=True)])
+    text = refusal_by(lambda: check_table({"name": "table", "path": str(file), "target": "ill", "site": "site"}))
+    for cure in ("--data.missing-target drop", "--data.task regression", "--data.drop day", "--data.decimal ,"):
+        assert cure in text
+    assert text.count("; besides, ") == 3
+    cured = {"missing_target": "drop", "task": "regression", "drop": "day", "decimal": ","}
+    assert not refusal_by(
+        lambda: check_table({"name": "table", "path": str(file), "target": "ill", "site": "site", **cured})
+    )
+
+
 def refusal_by(read):
     try:
         read()

@@ -5,7 +5,7 @@ Whatever these checks cannot read, such as Parquet files, is left to the library
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,17 +138,25 @@ def _read_cells(file: Path, header: Sequence[str], options: Mapping[str, Any]) -
 def _check_cells(
     cells: Mapping[str, Sequence[str | None]], names_by_role: Mapping[str, Sequence[str]], data: Mapping[str, Any]
 ) -> None:
-    """Raises the library's error about columns that cannot be used, if the library would for certain."""
+    """Raises the library's errors about columns that cannot be used, if the library would for certain; all in one."""
+    if errors := list(_find_errors(cells, names_by_role, data)):
+        raise UserError("; besides, ".join(errors))
+
+
+def _find_errors(
+    cells: Mapping[str, Sequence[str | None]], names_by_role: Mapping[str, Sequence[str]], data: Mapping[str, Any]
+) -> Iterator[str]:
     used = {role: names_by_role[role] for role in ("site", "group", "time", "target")}
     for role, names in used.items():
         for name in names if role != "target" or data.get("missing_target") != "drop" else ():
-            check_no_empty_cells([row for row, cell in enumerate(cells[name]) if cell is None], name, role)
+            empty_rows = [row for row, cell in enumerate(cells[name]) if cell is None]
+            yield from _list_errors(check_no_empty_cells, empty_rows, name, role)
     targets = names_by_role["target"]
     if len(targets) == 1 and data.get("task", "auto") == "auto" and data.get("positive") is None:
         labels = [cell for cell in cells[targets[0]] if cell is not None]
         numbers = {float(cell) for cell in labels if is_numeric_text(cell)}
         if all(map(float.is_integer, numbers)) and all(map(is_numeric_text, labels)):
-            check_whole_numbers_are_classes(len(numbers), targets[0])
+            yield from _list_errors(check_whole_numbers_are_classes, len(numbers), targets[0])
     if data.get("schema") is not None:
         return
     left_out = {name for names in used.values() for name in names} | {*names_by_role["drop"]}
@@ -162,7 +170,16 @@ def _check_cells(
         is_usable = has_commas or all(map(is_numeric_text, present)) or {*map(str.lower, present)} <= _TRUTH_VALUES
         if not present or not (is_usable or name in names_by_role["categorical"]):
             refusals.append(find_text_refusal(cells[name], name))
-    refuse_columns([refusal for refusal in refusals if refusal is not None])
+    yield from _list_errors(refuse_columns, [refusal for refusal in refusals if refusal is not None])
+
+
+def _list_errors(check: Callable[..., None], *arguments: Any) -> list[str]:
+    """Returns a list of the `UserError` that a check raises; [] if it raises none."""
+    try:
+        check(*arguments)
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def _split_names(names: Any, header: Sequence[str]) -> list[str]:

@@ -61,7 +61,7 @@ def look_command(argv: list[str]) -> None:
     if options.json:
         print(json.dumps(summary.to_json_dict() | {"warnings": remarks}, ensure_ascii=False, indent=1))
     else:
-        print(summary)
+        print("\n".join(map(keep_advice_for_terminal, str(summary).splitlines())))
         if remarks:
             lines = [f"- {end_with_period(capitalize_first(remark))}" for remark in remarks]
             print("", "Besides:", *map(sanitise_for_terminal, lines), sep="\n")
