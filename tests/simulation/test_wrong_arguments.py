@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -164,6 +165,51 @@ def test_too_many_arguments_by_position_say_which_have_names():
         pf.resume("runs/a", small_clients())
     with pytest.raises(TypeError, match=r"takes from 5 to 9 positional arguments but 10"):  # Python's own
         pf.Client(*range(9))
+
+
+def test_by_position_self_is_no_argument():
+    with pytest.raises(TypeError, match=r"^Privacy\(\) takes its arguments by name, as target_epsilon=\.\.\., "):
+        pf.Privacy(8.0)
+
+
+def test_a_network_in_place_of_the_function_that_builds_it_is_named_in_a_saved_run(tmp_path):
+    pf.federate(small_clients(2), "fedavg", rounds=1, out=tmp_path / "run", workers=0)
+    with pytest.raises(pf.UserError, match=r"got the network Linear; write model=lambda: MyNet\(\) instead"):
+        pf.load(tmp_path / "run").model("client-0", model=torch.nn.Linear(6, 3))
+
+
+def test_predict_takes_the_examples_of_a_client_and_refuses_inputs_with_labels():
+    clients = small_clients(2)
+    run = pf.federate(clients, "fedavg", rounds=1, workers=0)
+    outputs = run.predict("client-0", clients[0].test)
+    assert torch.equal(outputs, run.predict("client-0", clients[0].test.x))
+    with pytest.raises(pf.UserError, match=r"its parts have the shapes \(4,\), \(4, 6\): give one tensor$"):
+        run.predict("client-0", (torch.zeros(4, 6), torch.zeros(4)))
+
+
+def test_targets_and_sequences_that_are_no_tensor_yet_say_how_to_make_one():
+    x, times, events = torch.zeros(4, 6), torch.ones(4), torch.ones(4)
+    with pytest.raises(pf.UserError, match=r"tuple of 2 tensors: make one, torch.stack\(values, 1\) for columns"):
+        pf.Client("a", torch.nn.Identity, (x, (times, events)), (x, (times, events)), task="survival")
+    sequences = [torch.zeros(5, 3), torch.zeros(7, 3)]
+    with pytest.raises(pf.UserError, match=r"sequences of several lengths are padded: torch.nn.utils.rnn.pad_sequence"):
+        pf.Client("a", torch.nn.Identity, (sequences, [0, 1]), (sequences, [0, 1]))
+    with pytest.raises(pf.UserError, match=r"a class; give an object of it: Regression\(\)"):
+        pf.Client("a", torch.nn.Identity, (x, events), (x, events), task=pf.tasks.Regression)
+
+
+def test_masks_with_an_axis_of_one_channel_are_told_apart_from_volumes():
+    examples = torch.zeros(4, 1, 8, 8), torch.zeros(4, 1, 8, 8, dtype=torch.int64)
+    clients = [
+        pf.Client(name, partial(torch.nn.Conv2d, 1, 2, 1), examples, examples, task="segmentation") for name in "ab"
+    ]
+    with pytest.raises(pf.UserError, match=r"axis of one channel, .* leave it out, y.squeeze\(1\)"):
+        pf.federate(clients, "fedavg", rounds=1)
+
+
+def test_an_audit_takes_a_run_and_says_that_one_in_memory_has_no_directory():
+    with pytest.raises(pf.UserError, match="was kept in memory; train it with out=DIR"):
+        pf.audit(pf.federate(small_clients(2), "fedavg", rounds=1, workers=0))
 
 
 def test_a_name_that_polyfed_has_elsewhere_is_found():

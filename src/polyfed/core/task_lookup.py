@@ -30,8 +30,9 @@ def get_task(choice: Task | TaskSpec | Mapping[str, Any]) -> Task:
     options = dict(choice) if isinstance(choice, Mapping) else {"name": choice}
     name = options.pop("name", None)
     if not isinstance(name, str):
+        cure = f", a class; give an object of it: {choice.__name__}()" if isinstance(choice, type) else ""
         raise UserError(f"a task is a name, an object of a class on polyfed.tasks.Task, or a mapping with a name, got "
-                        f"{choice!r}")  # fmt: skip
+                        f"{choice!r}{cure}")  # fmt: skip
     task_class: type[Task] | None = registered_task_classes().get(name) or LOADED_TASK_CLASSES.get(name)
     if task_class is None and ":" not in name:
         raise UserError(f"unknown task {name!r}; {did_you_mean(name, registered_task_classes())}")

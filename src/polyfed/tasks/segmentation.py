@@ -146,6 +146,11 @@ class Segmentation(Task):
         """Checks that a network has a logit for each class at each pixel of the targets."""
         image = tuple(targets.shape[2 if self.masks else 1 :])
         if len(shape) != len(image) + 1:
+            if not self.masks and image[0] == 1 and shape[1:] == image[1:]:
+                raise UserError(
+                    f"{name}: targets have an axis of one channel, {format_batch_shape(image)}, and are the class of each "
+                    f"pixel, {format_batch_shape(image[1:])}; leave it out, y.squeeze(1)"
+                )
             raise UserError(
                 f"{name}: the network's outputs have shape {format_batch_shape(shape)}; segmentation of "
                 f"{_join_sides(image)} pixels needs {format_batch_shape(('classes', *image))}, as of the "

@@ -270,10 +270,21 @@ def to_number_tensor(value: Any, name: str) -> Tensor:
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        of_objects = "; give an array of numbers, x.astype('float32')" if isinstance(value, np.ndarray) else ""
-        remedy = f"; they hold texts: make numbers of them before; {_TABLE}" if holds_texts(value) else of_objects
+        remedy = (
+            f"; they hold texts: make numbers of them before; {_TABLE}" if holds_texts(value) else _join_advice(value)
+        )
         raise UserError(f"{name}: cannot be read as one tensor of numbers ({error}){remedy}") from error
     return tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor
+
+
+def _join_advice(value: Any) -> str:
+    """Returns the end of an error that says how to make one tensor of several, or numbers of an array of objects."""
+    if isinstance(value, np.ndarray):
+        return "; give an array of numbers, x.astype('float32')"
+    shapes = {tuple(part.shape) for part in value if hasattr(part, "shape")} if isinstance(value, list | tuple) else {}
+    if len(shapes) == 1:
+        return f"; it is a {type(value).__name__} of {len(value)} tensors: make one, torch.stack(values, 1) for columns"
+    return f"; its parts have the shapes {', '.join(map(str, sorted(shapes)))}: give one tensor" if shapes else ""
 
 
 def _plain_array(value: NDArray[Any], name: str) -> NDArray[Any]:

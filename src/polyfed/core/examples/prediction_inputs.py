@@ -22,7 +22,7 @@ def convert_inputs_to_examples_like(reference: Examples, x: Any, name: str) -> E
         reference: the examples whose form the inputs must have.
         x: a tensor or array, shape (n, ...), or a tuple or dict of them, as the client's are; images of uint8 may lack the
             axis of their one channel. For a client with a table, raw rows: a pandas frame, a mapping of columns, a list
-            of {name: value}, or a tensor as `client.test.x`, NaN where there is no value.
+            of {name: value}, or a tensor as `client.test.x`, NaN where there is no value. Or `Examples`, whose inputs count.
         name: the inputs' name in errors.
 
     Raises:
@@ -33,6 +33,8 @@ def convert_inputs_to_examples_like(reference: Examples, x: Any, name: str) -> E
             [3., 4.],
             [5., 6.]])
     """
+    if isinstance(x, Examples):
+        x = x.x if x.index is None else tree_map(lambda part: part[x.index], x.x)
     names = names_of_frame_columns(x)
     if reference.features and names and names != reference.features:
         raise UserError(f"{name} have other columns than the client's, or in another order; give frame"

@@ -203,9 +203,13 @@ def check_and_convert_inputs(x: Any, name: str = "inputs") -> Inputs:
     first_part = next(iter(rows))
     for part, number in rows.items():
         if number is None or number != rows[first_part]:
+            are_sequences = (
+                isinstance(inputs, tuple) and len({tensor.shape[1:] for _, tensor in named_leaves(inputs)}) == 1
+            )
+            padding = "; sequences of several lengths are padded: torch.nn.utils.rnn.pad_sequence(x, batch_first=True)"
             raise UserError(
                 f"{name} must have one row per example in each part, but {part!r} has {_describe_rows(number)} and "
-                f"{first_part!r} {_describe_rows(rows[first_part])}"
+                f"{first_part!r} {_describe_rows(rows[first_part])}{padding if are_sequences else ''}"
             )
     return inputs
 

@@ -91,7 +91,7 @@ def suggest_keywords_and_fields(class_of_method: Callable[[str], type]) -> Calla
 def _check_each_call(function: Any, name: str, class_of_method: Callable[[str], type] | None = None) -> Any:
     arguments = signature(function).parameters
     keywords = [key for key in arguments if key != "self"]
-    by_position = [key for key in arguments if arguments[key].kind is not Parameter.KEYWORD_ONLY]
+    by_position = [key for key in keywords if arguments[key].kind is not Parameter.KEYWORD_ONLY]
     others = ", ".join(f"{key}=..." for key in keywords[len(by_position) :][:3])
 
     @wraps(function)
@@ -100,8 +100,9 @@ def _check_each_call(function: Any, name: str, class_of_method: Callable[[str], 
             method = values[1] if len(values) > 1 else named.get(keywords[1])
             _refuse_field_of_method(unknown, method, class_of_method, f"{name}() has no argument")
         check_keyword_names(named, keywords, f"{name}() has no argument", _OTHER_ARGUMENTS, f"help(polyfed.{name})")
-        if others and len(values) > len(by_position):
-            raise TypeError(f"{name}() takes {', '.join(by_position)} by position, and all others by name, as {others}")
+        if others and len(values) - ("self" in arguments) > len(by_position):
+            first = f"{', '.join(by_position)} by position, and all others" if by_position else "its arguments"
+            raise TypeError(f"{name}() takes {first} by name, as {others}")
         return function(*values, **named)
 
     return call

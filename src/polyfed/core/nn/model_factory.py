@@ -38,6 +38,9 @@ def _call_with_seed(factory: Architecture, name: str, seed: int, device: torch.d
         except UserError:
             raise
         except Exception as error:
+            if isinstance(factory, nn.Module):
+                raise UserError(f"model must be a callable that builds a network, got the network {type(factory).__name__}; "
+                                "write model=lambda: MyNet() instead of model=MyNet()") from error  # fmt: skip
             raise UserError(f"the model factory {name} failed: {type(error).__name__}: {error}; "
                             "it is called without arguments, as lambda: MyNet(...)") from error  # fmt: skip
     if not isinstance(module, nn.Module):

@@ -40,6 +40,7 @@ from polyfed.simulation.experiment import check_ray_cluster_trusted, rebuild_cli
 from polyfed.simulation.federate import run_federation
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.results.run import Run
+from polyfed.simulation.results.saved_run import SavedRun
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.start.preparation import check_and_build_federation
 from polyfed.simulation.storage import integrity
@@ -55,7 +56,7 @@ ScoredExamples = tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.int64]
 
 @suggest_keywords
 def audit(
-    folder: str | Path,
+    folder: Run | SavedRun | str | Path,
     *,
     clients: Iterable[Client] | None = None,
     algorithm: Algorithm[Any, Any] | None = None,
@@ -76,8 +77,8 @@ def audit(
     Messages are those of all training examples, of the up to four clients that have the fewest.
 
     Args:
-        folder: a run directory; the result is written to `audit.json` in it, for the page of `polyfed report`, and
-            nothing else is changed.
+        folder: a run directory, or the run that `federate` or `load` returned; the result is written to `audit.json` in
+            it, for the page of `polyfed report`, and nothing else is changed.
         clients, algorithm, public: as they were given to `federate`; needed only if the run was not described by a file.
             `algorithm` is needed only if it is not in the registry.
         metrics: as for `federate`; needed only if one that is not built in chose the round that was kept.
@@ -95,7 +96,10 @@ def audit(
     polyfed.core.errors.UserError: an audit needs at least 4 runs, got runs=2
     """
     _check_options(runs, iterations, restarts, algorithm, on_run)
-    path = expand_user_path(folder, "the run directory")
+    run_folder = folder.out if isinstance(folder, Run | SavedRun) else folder
+    if run_folder is None:
+        raise UserError("an audit reads a run directory, and this run was kept in memory; train it with out=DIR")
+    path = expand_user_path(run_folder, "the run directory")
     if not (path / "config.yaml").is_file():
         is_comparison = (path / "comparison.yaml").is_file()
         cure = f"is a comparison; give one of its runs, such as {path}/METHOD/seed-0"
