@@ -1,5 +1,6 @@
 """A task of the user's own, the example of docs/tasks.md, from clients to the report."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -36,6 +37,19 @@ def clients_of(task):
 class StopAtOnce(pf.Callback):
     def on_round(self, record):
         return False
+
+
+def test_a_loss_that_cannot_be_trained_is_refused_before_round_1(counts):
+    for loss, message in (
+        (lambda self, outputs, targets: outputs.exp() - targets * outputs, r"got shape \(20, 1\)$"),
+        (
+            lambda self, outputs: outputs.mean(),
+            r"Wrong.* fails on outputs .* TypeError: .* It is called as loss\(outputs, ",
+        ),
+    ):
+        wrong = dataclasses.dataclass(frozen=True)(type("Wrong", (counts,), {"loss": loss, "__module__": __name__}))
+        with pytest.raises(pf.UserError, match=f"^the loss of the task .*{message}"):
+            pf.federate(clients_of(wrong()), "fedavg", rounds=1)
 
 
 class Line(nn.Linear):

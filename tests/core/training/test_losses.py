@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, FedFomo, Local
-from polyfed.core.errors import ClientError, UserError
+from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust_code
 from polyfed.core.nn.module_cache import build_module
@@ -114,8 +114,31 @@ def test_losses_and_weights_that_do_not_fit_are_refused():
         own(one, "hinge")
     with pytest.raises(UserError, match=r"a class, not a function; make one of it: loss=CrossEntropyLoss\(\)$"):
         own(one, nn.CrossEntropyLoss)
-    with pytest.raises(ClientError, match=r"must return one number, .* got \(20,\)"):
-        pf.federate(own(one, nn.CrossEntropyLoss(reduction="none")), FedAvg(), rounds=1, workers=0)
+    for loss, message in (
+        (
+            nn.CrossEntropyLoss(reduction="none"),
+            r"a client's loss must return a tensor with one number, .*, got shape \(20,\)",
+        ),
+        (
+            lambda outputs, targets: float(outputs.detach().mean()),
+            "must return a tensor with one number, .*, got a float",
+        ),
+        (
+            lambda targets, outputs: F.cross_entropy(outputs, targets),
+            r"'client-0': its loss fails on outputs of shape \(20, 3\)",
+        ),
+        (
+            nn.BCEWithLogitsLoss(),
+            r"targets of shape \(20,\) \(torch.int64\): ValueError: .* called as loss\(outputs, targets\)",
+        ),
+        (lambda outputs, targets: F.cross_entropy(outputs.detach(), targets), "'client-0': its loss has no gradient"),
+    ):
+        for train in (
+            lambda clients: pf.federate(clients, FedAvg(), rounds=1),
+            lambda clients: pf.compare(clients, FedAvg(), rounds=1),
+        ):
+            with pytest.raises(UserError, match=message):
+                train(own(one, loss))
     with pytest.raises(UserError, match="'client-0': class_weights and label_smoothing are of the task's loss"):
         pf.federate(own(one, F.cross_entropy), FedAvg(class_weights="balanced"), rounds=1, workers=0)
     with pytest.raises(UserError, match="has 2 numbers, but the network of client 'client-0' has 3 outputs"):

@@ -21,7 +21,7 @@ from polyfed.core.evaluation.metric import Metric
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.clients.undefined_scores import list_clients_without_score
 from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint
-from polyfed.simulation.checks.networks.trial_evaluation import check_metrics_work
+from polyfed.simulation.checks.networks.trial_evaluation import check_losses_and_metrics_work
 from polyfed.simulation.checks.settings.method_settings import check_settings_suit_method
 from polyfed.simulation.checks.settings.private_training import check_and_complete_privacy
 from polyfed.simulation.checks.settings.scheduling import check_scheduling
@@ -52,7 +52,7 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
         requirements.warn_of_single_client(client_set.ids, plan.methods.values())
         requirements.check_networks_run(client_set.clients)
         if settings.on_error == "raise":
-            check_metrics_work(client_set.clients[0], plan.metrics)
+            check_losses_and_metrics_work(client_set.clients, plan.metrics)
         check_sums_hide_single_values(client_set.clients, secure=settings.secure)
         settings.count_round_clients(len(client_set.ids))
         for label, method in plan.methods.items():

@@ -90,8 +90,10 @@ def _checked_client_loss(loss: Loss, device: torch.device) -> Loss:
     def checked_loss(outputs: Tensor, targets: Tensor) -> Tensor:
         value = loss(outputs, targets)
         if not isinstance(value, Tensor) or value.dim() != 0:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise UserError(f"a client's loss must return one number, the mean over the minibatch, got {shape}")
+            shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise UserError(
+                f"a client's loss must return a tensor with one number, the mean over the minibatch, got {shape}"
+            )
         return value
 
     return checked_loss

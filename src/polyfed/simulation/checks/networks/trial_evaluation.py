@@ -1,17 +1,67 @@
-"""Tests a user's own metrics before the first round, by computing each once."""
+"""Tests a user's own losses and metrics before the first round, by computing each once."""
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import is_built_in_metric
+from polyfed.core.examples.pytree import call_network, logits_of
 from polyfed.core.nn.deep_copy import deep_copy
+from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.seeds import temporary_rng_seed
+from polyfed.core.task_registry import registered_task_classes
+from polyfed.core.training.losses import build_loss
 from polyfed.simulation.checks.networks.network_layers import cached_module_of
 
+_TRIED = 32  # examples
 
-def check_metrics_work(client: Client, metrics: Sequence[Metric]) -> None:
+
+def check_losses_and_metrics_work(clients: Sequence[Client], metrics: Sequence[Metric]) -> None:
+    """Computes the user's losses and metrics on outputs of untrained networks, so that none fails in or after a round.
+
+    Raises:
+        UserError: a loss or a metric fails, or returns no number, or a loss has no gradient.
+    """
+    own_tasks = {
+        client.task: client for client in clients if type(client.task) not in registered_task_classes().values()
+    }
+    own_losses = {id(client.loss): client for client in clients if client.loss is not None}
+    for client in (*own_tasks.values(), *own_losses.values()):
+        if client.model is not None:
+            _check_loss_works(client)
+    _check_metrics_work(clients[0], metrics)
+
+
+@grad_enabled()
+def _check_loss_works(client: Client) -> None:
+    x, targets = client.train.batch(torch.arange(min(_TRIED, len(client.train))))
+    whose = f"client {client.id!r}: its loss" if client.loss is not None else f"the loss of the task {client.task}"
+    with temporary_rng_seed(0):
+        outputs = logits_of(call_network(deep_copy(cached_module_of(client).module).train(), x))
+        try:
+            value = build_loss(client.train, client.task, client.loss)(outputs, targets)
+        except UserError:
+            raise
+        except Exception as error:  # whatever the user's loss raises
+            raise UserError(
+                f"{whose} fails on outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)} "
+                f"({targets.dtype}): {type(error).__name__}: {error}. It is called as loss(outputs, targets), with what the "
+                "network returns, logits for classes"
+            ) from error
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise UserError(f"{whose} must return a tensor with one number, the mean over the minibatch, got {shape}")
+    if not value.requires_grad:
+        raise UserError(f"{whose} has no gradient, so that nothing can be trained; compute it of the outputs, without "
+                        "detach(), argmax() or NumPy")  # fmt: skip
+
+
+def _check_metrics_work(client: Client, metrics: Sequence[Metric]) -> None:
     """Computes the user's metrics on an untrained network's outputs, so that none fails after a round.
 
     Raises:

@@ -21,7 +21,7 @@ from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.clients.client_list import list_clients
 from polyfed.simulation.checks.code_fingerprints import code_fingerprint, find_changed_code, warn_of_changed_code
 from polyfed.simulation.checks.fingerprints import data_fingerprint, earlier_version_run_error
-from polyfed.simulation.checks.networks.trial_evaluation import check_metrics_work
+from polyfed.simulation.checks.networks.trial_evaluation import check_losses_and_metrics_work
 from polyfed.simulation.checks.settings.method_settings import check_settings_suit_method
 from polyfed.simulation.checks.settings.private_training import check_and_complete_privacy
 from polyfed.simulation.checks.settings.scheduling import check_scheduling
@@ -82,7 +82,7 @@ def check_and_build_federation(
         if not isinstance(algorithm, BringsNetwork):  # other methods look into the clients' networks, so these must run
             requirements.check_networks_run(clients)
             if settings.on_error == "raise":
-                check_metrics_work(clients[0], scores)
+                check_losses_and_metrics_work(clients, scores)
         check_method(clients, algorithm, public_examples)
     check_settings_suit_method(algorithm, settings, sorted(client.id for client in clients))
     device = choose_client_device(settings)
