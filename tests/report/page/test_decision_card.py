@@ -14,6 +14,9 @@ from polyfed.report.data.score_format import score_format_of
 from polyfed.report.page.advice.answer_table import WIDTH, gain_axis, html_answer_table, html_pooled_gains
 from polyfed.report.page.advice.decision import html_advice_section
 from polyfed.report.page.advice.header_card import html_header_card
+from polyfed.report.page.charts.caterpillar_plot import svg_caterpillar_plot
+from polyfed.report.page.charts.forest_plot import IntervalMark
+from polyfed.report.page.charts.svg_charts import CHART_WIDTH, estimate_text_width
 from polyfed.report.page.sentences import describe_comparison
 
 SITES = {"north": 60, "south": 50, "<i>west</i>": 40}
@@ -194,3 +197,10 @@ def test_the_card_says_why_it_is_of_a_method_that_does_not_lead_the_table(group)
         )
         card = html_header_card(changed)
         assert f"Gain and costs are those of fedavg, the best by validation examples{reason}. Scores of" in card
+
+
+def test_the_labels_of_the_axis_of_many_sites_are_whole():
+    marks = [IntervalMark("a site", value, -1.0, 1.0, "undecided") for value in (-0.5, 0.5)]
+    chart = svg_caterpillar_plot(marks, key="k", title="gains", x_label="gain", unit="%")
+    (place,) = re.findall(r'x="([\d.]+)"[^>]*>\+100<', chart)
+    assert float(place) + estimate_text_width("+100") / 2 <= CHART_WIDTH

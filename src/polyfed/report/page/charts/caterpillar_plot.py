@@ -22,6 +22,7 @@ from polyfed.report.page.charts.svg_charts import (
 _HEIGHT = 420  # of the lines of all sites together, if they are many
 _MOST = 9.0  # most space between two lines
 _TOP, _BOTTOM = 6, 44
+_EDGE = 24  # left and right of the values, so that the labels of the axis fit
 
 
 def svg_caterpillar_plot(
@@ -46,7 +47,7 @@ def svg_caterpillar_plot(
     height = round(_TOP + step * len(ranked) + _BOTTOM)
 
     def px(value: float) -> float:
-        return 10 + (value - low) / (high - low) * (CHART_WIDTH - 20)
+        return _EDGE + (value - low) / (high - low) * (CHART_WIDTH - 2 * _EDGE)
 
     parts = []
     for tick in choose_axis_ticks(low, high, max_ticks=5):

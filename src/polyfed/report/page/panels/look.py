@@ -2,12 +2,14 @@
 and a table.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import write_file_atomically
@@ -85,7 +87,7 @@ def _caption_of_column(column: LookColumn, marks: Mapping[tuple[str, str], str])
 
 def _numbers_table(look: Look, column: LookColumn, marks: Mapping[tuple[str, str], str]) -> Markup:
     if column.values is None:
-        columns = ["site", "values", "missing", "mean", "sd", "zeros", "1 %", "median", "99 %", "mark"]
+        columns = ["site", "values", "missing", "mean", "SD", "zeros", "1st percentile", "median", "99th", "mark"]
         rows = [
             [name, *_number_cells(site.numbers[column.name]), marks.get((column.name, name), "")]
             for name, site in look.sites.items()
@@ -126,14 +128,15 @@ def svg_site_histograms(
     """
     labels = [shorten_name(name) for name in sites]
     left = round(max(map(estimate_text_width, labels))) + 10
-    counts = {name: _bar_heights(look.sites[name], column) for name in sites}
+    counts = {name: np.clip(np.asarray(_bar_heights(look.sites[name], column), dtype=float), 0, None) for name in sites}
+    if column.values is None:
+        counts, low, high = _drop_empty_ends(counts, *look.summaries.edges[column.name])
     size = max(len(bars) for bars in counts.values())
     width = (CHART_WIDTH - left - 8) / size
     parts = []
     for k, name in enumerate(sites):
         base = 6 + (k + 1) * _ROW - 4
-        bars = np.clip(np.asarray(counts[name], dtype=float), 0, None)
-        shares = bars / max(bars.max(initial=0.0), 1e-9)
+        shares = counts[name] / max(counts[name].max(initial=0.0), 1e-9)
         kind = "less" if (column.name, name) in marks else "more"
         described = escape(f"{name}: {_describe_column(look.sites[name], column)}")
         parts.append(f'<g data-t="{described}"><path class="hit" d="M0 {base - _ROW + 4}H{CHART_WIDTH}V{base}H0Z"/>')
@@ -147,13 +150,12 @@ def svg_site_histograms(
         parts.append(f'<path class="grid" d="M{left} {base}H{CHART_WIDTH - 8}"/></g>')
     bottom = 6 + len(sites) * _ROW
     if column.values is None:
-        low, high = look.summaries.edges[column.name]
         inside = CHART_WIDTH - left - 8 - 2 * width
         parts += [
             svg_text(
-                left + width + share * inside, bottom + 12, format_axis_tick(low + share * (high - low), ""), "middle"
+                left + width + (value - low) / (high - low) * inside, bottom + 12, format_axis_tick(value, ""), "middle"
             )
-            for share in (0.0, 0.5, 1.0)
+            for value in _labeled_values(low, high, size - 2)
         ]
     else:
         step = max(1, round(len(column.values) / 8))
@@ -164,6 +166,33 @@ def svg_site_histograms(
         ]
     description = f"Histograms of {len(sites)} sites; the outer cells hold what lies outside the axis."
     return svg_element_with_title(key, f"Values of {column.name} at each site", description, bottom + 20, parts)
+
+
+def _drop_empty_ends(
+    counts: Mapping[str, NDArray[np.float64]], low: float, high: float
+) -> tuple[dict[str, NDArray[np.float64]], float, float]:
+    """Drops the inner cells at both ends of the axis that are empty at all sites, as beside values 0 and 1.
+
+    The first and the last cell hold what lies outside the axis, and stay.
+    """
+    occupied = np.flatnonzero(np.sum(list(counts.values()), axis=0)[1:-1])
+    if not len(occupied):
+        return dict(counts), low, high
+    first, last = int(occupied[0]), int(occupied[-1]) + 1
+    step = (high - low) / (len(next(iter(counts.values()))) - 2)
+    kept = {name: np.concatenate([bars[:1], bars[1 + first : 1 + last], bars[-1:]]) for name, bars in counts.items()}
+    return kept, low + first * step, low + last * step
+
+
+def _labeled_values(low: float, high: float, cells: int) -> list[float]:
+    """Returns the values that an axis names: its ends and its middle, or the numbers inside cells of one whole number.
+
+    >>> _labeled_values(-0.5, 1.5, 2), _labeled_values(20.0, 80.0, 20)
+    ([0.0, 1.0], [20.0, 50.0, 80.0])
+    """
+    if math.isclose(high - low, cells) and (low - 0.5).is_integer():
+        return [low + 0.5 + cell for cell in sorted({0, cells // 2, cells - 1})]
+    return [low, (low + high) / 2, high]
 
 
 def _bar_heights(site: SiteDataStatistics, column: LookColumn) -> Sequence[float]:
