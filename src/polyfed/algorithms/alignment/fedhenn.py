@@ -157,10 +157,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
             if not rad:
                 rad = self._rad_tensors(server_state, client_info, needs_pool=self.share == "representations")
                 target = self._mean_kernel(server_state, self._rad_rows(server_state, client_info))
-            groups, scalars = (
-                self._rad_and_pool_groups(server_state, client_info, rad),
-                self._round_scalars(server_state, client_info),
-            )
+            groups = self._rad_and_pool_groups(server_state, client_info, rad)
+            scalars = self._round_scalars(server_state, client_info)
             if self.share == "weights":
                 scalars["form"] = sorted(server_state["forms"]).index(client_info.architecture or "")
             yield Message({**groups, "target": target} if target else groups, scalars)
@@ -252,11 +250,9 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         """
         assert server.architectures is not None
         assert server.public is not None
-        architecture_by_client, by_client, capacities = (
-            {info.id: info.architecture or "" for info in server.clients},
-            {},
-            {},
-        )
+        architecture_by_client = {info.id: info.architecture or "" for info in server.clients}
+        by_client = {}
+        capacities = {}
         for j, weights in models.items():
             model = fill_module(cached_module(server.architectures[architecture_by_client[j]]).module, weights)
             try:

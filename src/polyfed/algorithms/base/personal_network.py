@@ -42,8 +42,6 @@ class PersonalBesideGlobalMethod(PersonalNetworkMethod, EvaluatesGlobalModel, AB
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
         """Returns the client's personal network, or the global model if it never took part."""
-        return (
-            super().personal_model(message, client_state, client, seed)
-            if client_state["trained"]
-            else Averaging.personal_model(self, message, client_state, client, seed)
-        )
+        if client_state["trained"]:
+            return super().personal_model(message, client_state, client, seed)
+        return Averaging.personal_model(self, message, client_state, client, seed)

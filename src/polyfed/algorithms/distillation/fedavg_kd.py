@@ -172,10 +172,8 @@ class FedAvgKD(SharedNetworkMethod):
     def _train_student(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        teacher, student = (
-            self._load_teacher(message, client_state, client),
-            self.personal_model(message, client_state, client, seed),
-        )
+        teacher = self._load_teacher(message, client_state, client)
+        student = self.personal_model(message, client_state, client, seed)
         hard = self.criterion(client)
 
         def loss(batch: ForwardPass) -> Tensor:

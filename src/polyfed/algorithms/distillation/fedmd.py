@@ -157,10 +157,8 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         The paper calls sending "communicate".
         """
         pool_state = self._pool_state(message, client_state)
-        model, pool = (
-            self.personal_model(message, client_state, client, seed),
-            self._public_examples(message, client_state, client),
-        )
+        model = self.personal_model(message, client_state, client, seed)
+        pool = self._public_examples(message, client_state, client)
         lr = message.scalars["lr"]
         if digest := message.tensors.get("digest"):
             options = replace(

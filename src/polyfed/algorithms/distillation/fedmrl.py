@@ -22,10 +22,7 @@ from polyfed.core.capabilities import WrapsNetwork
 from polyfed.core.errors import UserError
 from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.method_card import MethodCard
-from polyfed.core.nn.buffers import (
-    extract_sent_tensors_and_client_state,
-    recompute_norm_statistics_if_needed,
-)
+from polyfed.core.nn.buffers import extract_sent_tensors_and_client_state, recompute_norm_statistics_if_needed
 from polyfed.core.nn.module_cache import (
     CachedModule,
     build_module,

@@ -247,11 +247,9 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     def resolved_fields(self, server_state: ServerState) -> dict[str, str]:
         """Returns `{"head": description}` if `head: auto` chose another than the paper's "mlp", else {}."""
         config = self._config_of_message(server_state["ghn"])
-        return (
-            {"head": describe_message_size_of_heads(config)}
-            if self.head == "auto" and config.head == "factored"
-            else {}
-        )
+        if self.head == "auto" and config.head == "factored":
+            return {"head": describe_message_size_of_heads(config)}
+        return {}
 
     # -- client ---------------------------------------------------------------------------------------------------
 

@@ -145,10 +145,8 @@ class FedGH(HeadFromServerMethod, PersonalNetworkMethod, ValidatesNetworks, Algo
         model = self._load_with_global_head(message, client_state, client, seed)
         fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
         name = representation_module_name(model, client.train)
-        features, head = (
-            compute_representations(restore_all_but_weights_and_set_eval(model), client.train, module=name),
-            model.get_submodule(name),
-        )
+        features = compute_representations(restore_all_but_weights_and_set_eval(model), client.train, module=name)
+        head = model.get_submodule(name)
         assert isinstance(head, nn.Linear)
         sums_and_weights = class_means_with_weights(features, client.train.labels, head.out_features)
         return Message({"classes": sums_and_weights}, reply_scalars(client, fit_result.loss)), {

@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms.base.averaging import ClientState, ServerState
-from polyfed.algorithms.base.heads.class_means import (
-    AveragesClassMeans,
-    class_means_from_sums,
-    count_outputs,
-)
+from polyfed.algorithms.base.heads.class_means import AveragesClassMeans, class_means_from_sums, count_outputs
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.algorithms.prototypes.guiding_vectors import (
     compute_guiding_gradient,
@@ -162,11 +158,9 @@ class FedL2G(PersonalNetworkMethod, AveragesClassMeans, ValidatesNetworks):
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """Trains the network on study examples; replies with the gradient of the quiz loss for each vector."""
-        model, lr, label_loss = (
-            self.load_personal_network(client_state, client),
-            message.scalars["lr"],
-            self.criterion(client),
-        )
+        model = self.load_personal_network(client_state, client)
+        lr = message.scalars["lr"]
+        label_loss = self.criterion(client)
         study, quiz = split_study_and_quiz(client.train, client_state["quiz"])
         name = representation_module_name(model, client.train) if self.guide == "features" else None
         classes = count_outputs(model, client)

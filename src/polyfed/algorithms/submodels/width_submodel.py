@@ -146,10 +146,8 @@ class WidthSubmodelMethod(Averaging, ABC):
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """Trains the client's submodel for `local_epochs`; replies with the trained submodel."""
-        net, ratios = (
-            load_client_model(client, message.tensors["model"], client_state, self.buffers),
-            _width_ratios_of(message),
-        )
+        net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
+        ratios = _width_ratios_of(message)
         validate_head_width(net.module, ratios, client, type(self).__name__)
         with divide_layer_outputs_by_ratio(net.module, ratios):
             loss = self._local_loss(client, bool(ratios))

@@ -244,11 +244,9 @@ def reshape_to_broadcast(per_client_numbers: Tensor, like: Tensor) -> Tensor:
 
 def get_network_rng_states(network: nn.Module, device: torch.device) -> list[Tensor]:
     """Returns the states of a network's random number generators, one or one per stacked client."""
-    return (
-        [chance.state for chance in network.dropout_rngs]
-        if isinstance(network, StackedNetworks)
-        else [get_rng_state(device)]
-    )
+    if isinstance(network, StackedNetworks):
+        return [chance.state for chance in network.dropout_rngs]
+    return [get_rng_state(device)]
 
 
 def set_network_rng_states(network: nn.Module, device: torch.device, states: Sequence[Tensor]) -> None:

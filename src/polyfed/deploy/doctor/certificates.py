@@ -268,10 +268,8 @@ def _check_handshake(part: str, file: Path, key: Path, authority: Path, host: st
         server_context.load_cert_chain(file, key)
         client_context.check_hostname = host is not None
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-        server, client = (
-            server_context.wrap_bio(to_server, to_client, server_side=True),
-            client_context.wrap_bio(to_client, to_server, server_hostname=host),
-        )
+        server = server_context.wrap_bio(to_server, to_client, server_side=True)
+        client = client_context.wrap_bio(to_client, to_server, server_hostname=host)
         open_ends = [client, server]
         for _ in range(10):
             for end in list(open_ends):

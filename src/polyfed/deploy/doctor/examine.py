@@ -275,10 +275,8 @@ def _check_key_files(folder: Path) -> Findings:
 def _check_site_folder(unit: SystemdUnit, address: str | None) -> Findings:
     options, unit_folder = unit.options, unit.file.parent
     yield from _check_unit(unit)
-    authority, key = (
-        unit.find_file_of_option("--root-certificates", "ca.crt"),
-        unit.find_file_of_option("--auth-supernode-private-key", "site.key"),
-    )
+    authority = unit.find_file_of_option("--root-certificates", "ca.crt")
+    key = unit.find_file_of_option("--auth-supernode-private-key", "site.key")
     yield from check_ca_certificate_file("certificates", authority)
     yield from check_site_key_pair("keys", key)
     words: dict[str, Any] = {}

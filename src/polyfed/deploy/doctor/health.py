@@ -134,8 +134,6 @@ def _judge_busy_site(contact: ContactRecord, text: str) -> DoctorFinding:
         for finding in check_tls_server_and_clock(site, host, port, Path(contact["authority"]))
         if finding.level == "wrong"
     ]
-    return (
-        problem_finding(site, f"{text}; {problems[0]}")
-        if problems
-        else ok_finding(site, f"{text}; {superlink} answers")
-    )
+    if problems:
+        return problem_finding(site, f"{text}; {problems[0]}")
+    return ok_finding(site, f"{text}; {superlink} answers")

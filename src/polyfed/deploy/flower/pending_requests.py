@@ -79,10 +79,8 @@ class PendingRequests:
                 yield client, "is not connected; its SuperNode must run (flwr supernode list)"
                 continue
             record = envelope_to_record(envelope)
-            ttl, kind = (
-                2 * self._round_seconds + _TTL_MARGIN_SECONDS,
-                _MESSAGE_TYPES.get(envelope.head.get("phase", ""), "train"),
-            )
+            ttl = 2 * self._round_seconds + _TTL_MARGIN_SECONDS
+            kind = _MESSAGE_TYPES.get(envelope.head.get("phase", ""), "train")
             message = FlowerMessage(record, node, kind, ttl=ttl, group_id=str(round_number))
             # Flower returns None for a message that it does not accept.
             if accepted := [message_id for message_id in self._grid.push_messages([message]) if message_id]:

@@ -314,10 +314,8 @@ def run_supernode(arguments: list[str]) -> None:
         send_logs_to_stderr()
         node_config = node_config_as_json(options.node_config, flower["words"])
         site.send_and_keep_node_config(node_config)
-        authority, key = (
-            read_root_certificates(options.root_certificates, options.insecure),
-            read_key_pair(options.auth_supernode_private_key),
-        )
+        authority = read_root_certificates(options.root_certificates, options.insecure)
+        key = read_key_pair(options.auth_supernode_private_key)
         contact = ContactRecorder(json.loads(node_config), options.superlink, options.root_certificates)
         _wait_for_trial()
         with flower["connect"](

@@ -45,10 +45,8 @@ def unmask_sum(
         RoundError: fewer than t sites have released shares, or the shares are inconsistent.
     """
     adverts = sorted(adverts, key=lambda advert: advert.name)
-    digest, by_name = (
-        compute_participants_digest(sum_id, adverts, threshold),
-        {advert.name: advert for advert in adverts},
-    )
+    digest = compute_participants_digest(sum_id, adverts, threshold)
+    by_name = {advert.name: advert for advert in adverts}
     survivor_names, sharing_names = sorted(survivors), sorted(sharing_sites)
     names = [advert.name for advert in adverts]
     secrets = _recover_secrets(names, digest, threshold, survivor_names, sharing_names, unmasking_shares)

@@ -96,10 +96,8 @@ class DisclosureGuard:
         Raises:
             UserError: the budget does not allow the message, so that nothing may be sent.
         """
-        get_epsilon, delta = (
-            read_spent_epsilon if already_recorded else record_message_and_get_epsilon,
-            self.protection.delta,
-        )
+        get_epsilon = read_spent_epsilon if already_recorded else record_message_and_get_epsilon
+        delta = self.protection.delta
         epsilon = get_epsilon(self.ledger, self.data_set, self.protection)
         if not self.protection.noise_multiplier:
             return {}

@@ -82,11 +82,9 @@ def read_private_state(
     shown_path, description = file.relative_to(folder.parent), f"its private state after round {round_number}"
     try:
         with open_file(file) as stream:
-            checksum_line, owner_line, state = (
-                stream.readline(_MAX_LINE_BYTES),
-                stream.readline(_MAX_LINE_BYTES),
-                stream.read(),
-            )
+            checksum_line = stream.readline(_MAX_LINE_BYTES)
+            owner_line = stream.readline(_MAX_LINE_BYTES)
+            state = stream.read()
     except OSError as error:
         raise InvalidSiteStateError(
             f"{description} is lost: {shown_path} cannot be read ({error.strerror}); {_ADVICE}"
@@ -136,10 +134,8 @@ def write_private_state_and_delete_older(
     """
     target = _state_file(folder, round_number)
     create_private_folder_if_missing(target.parent, parents=True)
-    head, encoded = (
-        json.dumps(_describe_owner(folder, site, round_number, method_description)).encode() + b"\n",
-        serialize_state(private_state),
-    )
+    head = json.dumps(_describe_owner(folder, site, round_number, method_description)).encode() + b"\n"
+    encoded = serialize_state(private_state)
     with open_atomic_file(target) as file:
         file.write(f"{_compute_checksum(head, encoded)}\n".encode())
         file.write(head)

@@ -22,13 +22,7 @@ from polyfed.core.io.keyword_names import suggest_keywords
 from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.report.audit.attack_rates import attack_auc, true_positive_rate
-from polyfed.report.audit.attributes import (
-    MOST_COLUMNS,
-    MOST_VALUES,
-    Guesses,
-    guess_attributes,
-    measure_attributes,
-)
+from polyfed.report.audit.attributes import MOST_COLUMNS, MOST_VALUES, Guesses, guess_attributes, measure_attributes
 from polyfed.report.audit.audit_file import write_audit
 from polyfed.report.audit.audit_report import AuditReport, ClientAudit
 from polyfed.report.audit.likelihood_ratio import logit_scaled_confidence, score_members

@@ -105,10 +105,8 @@ def _html_group(
 ) -> Markup:
     """Renders the section of one group of runs; stores its learning curves in `curves`, from which the script draws."""
     is_decided = is_comparison_with_answers(run_group)
-    prediction_panels, view_panels = (
-        _prediction_panels(run_group, page_details, key),
-        _method_view_panels(page_details, key),
-    )
+    prediction_panels = _prediction_panels(run_group, page_details, key)
+    view_panels = _method_view_panels(page_details, key)
     results, notes = sentences.result_summary_sentences(run_group), sentences.omission_and_tuning_notes(run_group)
     quarters = {
         "Learning curves": html_learning_curves(run_group, key, curves),
@@ -169,11 +167,9 @@ def _html_group(
 def _prediction_panels(run_group: RunGroup, page_details: PageDetails, key: str) -> list[tuple[str, Markup]]:
     """Renders the panels made from test predictions, with headings, or one that says why there are none."""
     if page_details.predictions is None:
-        return (
-            [(_PREDICTIONS_HEADING, html_paragraph(page_details.predictions_note))]
-            if page_details.predictions_note
-            else []
-        )
+        if page_details.predictions_note:
+            return [(_PREDICTIONS_HEADING, html_paragraph(page_details.predictions_note))]
+        return []
     level, predictions = confidence_level_of(run_group), page_details.predictions
     panels = []
     if predictions.binary_questions:

@@ -71,11 +71,9 @@ class PageDetails:
 
 def html_methods_table(run_group: RunGroup) -> Markup:
     """Renders one row per method, with the cost of reaching a comparison's target score, if it has one."""
-    unit, several_seeds, is_comparison = (
-        run_group.score_format.unit,
-        len(run_group.seeds) > 1,
-        bool(run_group.comparison_results),
-    )
+    unit = run_group.score_format.unit
+    several_seeds = len(run_group.seeds) > 1
+    is_comparison = bool(run_group.comparison_results)
     columns = ["method", run_group.score_format.mean_label]
     compared_ends = is_comparison and any(method.statistics.get("interval") for method in run_group.methods)
     level = f"{100 * float(run_group.comparison_results.get('level', 0.95)):g} % interval"

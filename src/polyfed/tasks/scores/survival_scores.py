@@ -132,10 +132,8 @@ def integrated_brier(logits: Tensor, targets: Tensor, cuts: Sequence[float]) -> 
     if not is_observed.any() or not np.isfinite(survival).all():
         return math.nan
     survival, ends = survival[:, is_observed], ends[is_observed]
-    at_event, at_end = (
-        _probability_uncensored(time, event, time),
-        _probability_uncensored(time, event, np.nextafter(ends, np.inf)),
-    )
+    at_event = _probability_uncensored(time, event, time)
+    at_end = _probability_uncensored(time, event, np.nextafter(ends, np.inf))
     died = (time[:, None] <= ends) & event[:, None]
     alive = time[:, None] > ends
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -21,10 +21,7 @@ from polyfed.alignment.representations import compute_representations, represent
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import call_network_on_copy_if_it_changes_inputs, logits_of
-from polyfed.core.nn.buffers import (
-    extract_sent_tensors_and_client_state,
-    recompute_norm_statistics_if_needed,
-)
+from polyfed.core.nn.buffers import extract_sent_tensors_and_client_state, recompute_norm_statistics_if_needed
 from polyfed.core.nn.module_cache import (
     build_module,
     cached_module,
@@ -132,10 +129,8 @@ class MutualLearningMethod(SharedNetworkMethod, ABC):
     def _with_initial_bridge(self, client_state: ClientState, client: Client, seed: int) -> ClientState:
         """Returns the state with an initial matrix W_i from shared to the client's own representations."""
         _, factory = client_with_shared_network(self._shared_options, client_state, client)
-        shared, personal = (
-            cached_module(factory, client.train.device).module,
-            self.personal_model(Message(), client_state, client, seed),
-        )
+        shared = cached_module(factory, client.train.device).module
+        personal = self.personal_model(Message(), client_state, client, seed)
         columns, rows = (
             compute_representations(network, client.train.head()).shape[1] for network in (shared, personal)
         )

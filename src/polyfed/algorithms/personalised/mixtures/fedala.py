@@ -127,10 +127,8 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
 
         W_i ← clip(W_i − η·∇_W L_i(Θ̂_i), 0, 1).
         """
-        module, data = (
-            load_client_model(client, message.tensors["model"], client_state, self.buffers).module,
-            client.train,
-        )
+        module = load_client_model(client, message.tensors["model"], client_state, self.buffers).module
+        data = client.train
         device, theta_i, theta = data.device, client_state["model"], message.tensors["model"]
         mixing = _Mixing(
             module,

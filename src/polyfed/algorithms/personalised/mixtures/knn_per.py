@@ -83,10 +83,8 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """Returns the global model mixed with nearest neighbours' labels by the weight that suits best."""
-        network, data = (
-            restore_all_but_weights_and_set_eval(super().personal_model(message, client_state, client, seed)),
-            client.train,
-        )
+        network = restore_all_but_weights_and_set_eval(super().personal_model(message, client_state, client, seed))
+        data = client.train
         name = representation_module_name(network, data) if self.module is None else self.module
         features = compute_representations(network, data, module=name).to(data.device)
         neighbours = NearestNeighbourMixture(network, features, data.labels, self.k, name)

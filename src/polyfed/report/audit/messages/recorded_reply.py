@@ -74,11 +74,9 @@ def record_first_replies(federation: Federation, client_ids: Sequence[str]) -> d
     Raises:
         ClientError: the training of a client failed.
     """
-    algorithm, round_clients, secure = (
-        federation.algorithm,
-        federation.sample_round_clients(1),
-        federation.settings.secure,
-    )
+    algorithm = federation.algorithm
+    round_clients = federation.sample_round_clients(1)
+    secure = federation.settings.secure
     engine = InProcessEngine(algorithm, federation.clients, _CPU, federation.metrics, federation.reply_compression)
     start = federation.initial_checkpoint()
     tasks, replies, states = _train_clients(

@@ -83,11 +83,9 @@ def sensitivity_specificity_and_predictive_values(
     performance: Mapping[str, Any], threshold_index: int
 ) -> list[ShareOfExamples]:
     """Returns these four shares at a probability threshold, each as a count of examples and the total."""
-    hits, false_alarms, positives = (
-        performance["hits"][threshold_index],
-        performance["alarms"][threshold_index],
-        performance["yes"],
-    )
+    hits = performance["hits"][threshold_index]
+    false_alarms = performance["alarms"][threshold_index]
+    positives = performance["yes"]
     negatives = performance["n"] - positives
     true_negatives = negatives - false_alarms
     return [
