@@ -129,7 +129,7 @@ class _Keeps(Averaging):
         return {**server_state, **mean, **({"seen": {1: "a"}} if self.after else {})}
 
 
-@pytest.mark.parametrize(("after", "what"), [(False, "at 'seen' is a tuple"), (True, "at 'seen' is a dict")])
+@pytest.mark.parametrize(("after", "what"), [(False, "at 'seen' is a tuple"), (True, "at 'seen' has the key 1")])
 def test_server_state_that_would_not_come_back_is_refused(after, what):
     """A tuple would come back from a checkpoint as a list, a key that is not a string as a string."""
     with pytest.raises(TypeError, match=f"the server's state {what}"):

@@ -62,6 +62,12 @@ def test_other_names_of_arguments_and_further_ones_with_defaults_may_be_chosen()
         ),
         ({"client_init": lambda *_: None}, TypeError, "Mine.client_init: the private state is a NoneType, not a dict"),
         ({"server_init": lambda self, server: {"model": server.model()}}, TypeError, "state at 'model' is a SmallNet"),
+        ({"server_init": lambda *_: [torch.zeros(2)]}, TypeError, "Mine: the server's state is a list, not a dict"),
+        (
+            {"server_init": lambda *_: {"model": {1: 2}}},
+            TypeError,
+            "state at 'model' has the key 1; keep dicts with string",
+        ),
         ({"server_init": lambda *_: None}, pf.UserError, r"Mine: .* groups=\('model',\), .* has NoneType; server_init"),
         ({"groups": ("modle",)}, pf.UserError, r"each of groups=\('modle',\), a tuple of names, and has model;"),
         ({"groups": "model"}, pf.UserError, "each of groups='model', a tuple of names"),

@@ -150,9 +150,9 @@ def check_serializable(state: PyTree, name: str) -> None:
                 walk(inner, f"{path}/{position}")
         elif not isinstance(item, torch.Tensor) and type(item) not in (str, int, float, bool, type(None)):
             place = f" at {path!r}" if path else ""
-            raise TypeError(
-                f"{name}{place} is a {type(item).__name__}; keep dicts with string keys, lists, plain scalars and tensors"
-            )
+            keys = [key for key in item if not isinstance(key, str)] if isinstance(item, dict) else []
+            kind = f"has the key {keys[0]!r}" if keys else f"is a {type(item).__name__}"
+            raise TypeError(f"{name}{place} {kind}; keep dicts with string keys, lists, plain scalars and tensors")
 
     walk(state, "")
 

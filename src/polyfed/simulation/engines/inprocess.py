@@ -84,7 +84,7 @@ class InProcessEngine(Engine):
                             algorithm, algorithm.local_update(message, client_state, client, task.seed)
                         )
                         reply = fold_adapter_scales_into_reply(algorithm, client, reply)
-                        check_serializable(client_state, "the private state")
+                        check_serializable(client_state, f"{type(algorithm).__name__}: the private state")
                         _check_finite(algorithm, reply, client_state)
                         if not message_error(reply):  # an invalid reply is rejected later, unchanged
                             if self._compression is not None:

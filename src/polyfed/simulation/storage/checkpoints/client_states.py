@@ -210,7 +210,7 @@ def check_and_wrap_server_state(state: PyTree, algorithm: Algorithm[Any, Any], n
         name: of the state, for the error.
 
     Raises:
-        TypeError: a value that a checkpoint cannot restore.
+        TypeError: no dict, or a value that a checkpoint cannot restore.
     """
     names = algorithm.groups_by_client if isinstance(algorithm, KeepsServerStateByClient) else frozenset[str]()
     groups = groups_by_client(state)
@@ -218,6 +218,8 @@ def check_and_wrap_server_state(state: PyTree, algorithm: Algorithm[Any, Any], n
         groups |= {key: ClientStates.wrap_group(state[key]) for key in sorted(names & state.keys())}
     rest = without_groups({**state, **groups}) if groups else state
     check_serializable(rest, name)
+    if not isinstance(rest, dict | None):
+        raise TypeError(f"{name} is a {type(rest).__name__}, not a dict")
     rest = as_contiguous(rest)
     checked = {key: group.with_contiguous_changes(f"{name} at {key!r}") for key, group in groups.items()}
     return {**rest, **{key: state[key] for key in lists_of_clients(state, groups)}, **checked} if checked else rest
