@@ -184,7 +184,7 @@ def test_lazy_pictures_that_fail_are_named(folder):
     with pytest.raises(UserError, match=r"cannot read the image .*north/cat/2.png"):
         pool.train.batch(torch.arange(20))
     path.write_bytes(b"junk")
-    with pytest.raises(UserError, match=r"2.png' cannot be decoded"):
+    with pytest.raises(UserError, match=r"2.png' cannot be decoded \(it is no picture\); take it out"):
         source.load()
     (folder / "x.arrow").write_bytes(b"junk")
     with pytest.raises(UserError, match="cannot be read as an Arrow file of images"):

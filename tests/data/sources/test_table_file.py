@@ -98,6 +98,8 @@ def _read(data):
          "2 columns cannot be features as they are: 'note' has .* and 'day' holds dates or times; leave them out "
          r".drop='note,day'.*; besides, column 'lab' holds numbers, and '\?' in row 80"),
         ({"lab": ["999", "1,000"] * 40}, {}, "before three digits in rows 2, .*: if it separates thousands, take it out"),
+        ({"lab": ["1.5"] * 78 + ["low", "<5"]}, {}, r"numbers, and '<5' and 'low' in rows 79 and 80: .*=\['<5', 'low'\]"),
+        ({"lab": [f"{k}.5 %" for k in range(80)]}, {}, "'lab' has numbers with a sign such as % or € in .*: take"),
         ({"lab": [1.0, np.inf] * 40}, {}, "'lab' has an infinite value, .* in rows 2, 4, 6, 8, 10 and 35 more"),
         ({"lab": [1.0, 1e39] * 40}, {}, r"'lab' has an infinite value, or one beyond 3e\+38, in rows 2, 4"),
         ({"hospital": ["north"] * 77 + [None, "south", " "]}, {}, "site: column 'hospital' has no value in rows 78 and 80"),
@@ -126,14 +128,23 @@ def test_what_cannot_be_used_is_refused_with_its_column_and_rows(tmp_path, chang
     [
         (
             "a,b\n1,2\n73591\n",
-            r"cannot be read as CSV \(CSV parse error: Expected 2 columns, got 1\); cells",
+            r"cannot be read as CSV \(CSV parse error: Expected 2 columns, got 1\); line 3 has 1 cell, and the first line 2",
         ),  # and not the row
+        (
+            'a,b,h\n1,2,x\n"3,4,x\n5,6,y\n',
+            r"a quotation mark in line 3 is closed in line \d or not at all: mend line 3",
+        ),
+        ('a,b,h\n1,2,x\n"3' + ",4" * 99_999, "the row from line 3 on has no end: is a quotation mark there not closed"),
         ("a,b\n", "has no rows"),
+        ("Ill in 2024,,\na,b,h\n1,2,x\n", "it holds 'Ill in 2024' alone: take titles above the names out"),
         ("a,a,h\n1,2,x\n", "has two columns 'a'; rename one"),
         ("", "cannot be read as CSV"),
         ("PK\0\0", "is not a CSV file: it holds bytes that are not text"),
         ("PK\3\4 a spreadsheet", "is not a CSV file: .* save the sheet as CSV"),
-        ("a,b,\n1,2,3\n", "column 3 has values and no name; give it one in the first line"),
+        (
+            "a,b,\n1,2,3\n",
+            "column 3 has values and no name; give it one in the first line, or if it counts the rows, .*index=False",
+        ),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, text, message):
@@ -202,7 +213,7 @@ def test_an_identifier_and_copies_are_told(tmp_path):
     copied = pd.concat(
         [data.assign(lab=np.arange(80) / 2), data.assign(lab=np.arange(80) / 2, hospital="south").head(3)]
     )
-    with pytest.warns(UserWarning, match=r"3 of 83 rows are copies of other rows, such as row 81 of row 1"):
+    with pytest.warns(UserWarning, match=r"3 of 83 rows are copies of other rows \(row 81 is one of row 1\)"):
         TableFile(write(tmp_path, copied), "ill", "hospital").load()
 
 
@@ -213,9 +224,7 @@ def test_rows_without_a_target_are_left_out_and_counted(extra):
     data.loc[[10, 11], "died"] = None
     target = "days" if extra else "died"
     options = {"columns": ["age"], **extra}
-    with pytest.raises(
-        UserError, match=r"has no value in rows? .*drop the rows? \(missing_target='drop', --data.missing-"
-    ):
+    with pytest.raises(UserError, match=r"has no value in rows? .*drop the rows? \(missing_target='drop'\)"):
         pf.data.split_table(data, target, "hospital", **options)
     with warnings.catch_warnings(), collect_data_warnings() as texts:
         warnings.simplefilter("ignore")

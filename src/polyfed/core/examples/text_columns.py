@@ -20,6 +20,7 @@ MOST_CATEGORIES = 50
 MAX_MISSING_WORDS = 3  # different words among numbers that may all stand for no value
 _MOST_CLASSES = 20  # different whole numbers that are taken as classes by default
 _THOUSANDS_COMMA = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?")
+_NUMBER_WITH_SIGN = re.compile(r"[$£€]\s?[+-]?\d+([.,]\d+)*|[+-]?\d+([.,]\d+)*\s?[%$£€]")
 _DATE = re.compile(r"\d{1,4}([./-])\d{1,2}\1\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
 
 
@@ -97,14 +98,24 @@ def find_text_refusal(column: Sequence[str | None], name: str) -> ColumnRefusal 
         )
     different, words = len(set(present)), sorted(set(odd_texts))
     many = different > MOST_CATEGORIES or (different > 10 and 2 * different > len(present))
-    if odd and (
-        len(odd) <= 0.2 * len(present) or (many and len(words) <= MAX_MISSING_WORDS and different > len(words))
-    ):
+    are_few = len(odd) <= 0.2 * len(present) or (many and len(words) <= MAX_MISSING_WORDS and different > len(words))
+    if odd and (are_few or many) and all(map(_NUMBER_WITH_SIGN.fullmatch, odd_texts)):
+        return ColumnRefusal(
+            name,
+            f"has numbers with a sign such as % or € in {format_row_numbers(odd)}",
+            "take the sign out of the file",
+        )
+    if odd and are_few:
+        texts = (
+            join_with_and([repr(word) for word in words[:MAX_MISSING_WORDS]])
+            if len(words) <= MAX_MISSING_WORDS
+            else (f"texts such as {odd_texts[0]!r}")
+        )
         words = words[:MAX_MISSING_WORDS]
         return ColumnRefusal(
-            name, f"holds numbers, and {odd_texts[0]!r} in {format_row_numbers(odd)}",
-            f"if that means no value, give missing={words} (--data.missing {','.join(words)}); otherwise correct it, or "
-            f"take all as categories (categorical={name!r}, --data.categorical {quote(name)})",
+            name, f"holds numbers, and {texts} in {format_row_numbers(odd)}",
+            f"if that means no value, give missing={words} (--data.missing {quote(','.join(words))}); otherwise correct it, "
+            f"or take all as categories (categorical={name!r}, --data.categorical {quote(name)})",
         )  # fmt: skip
     if many:
         return ColumnRefusal(
@@ -145,6 +156,10 @@ def check_names_of_columns(header: Sequence[str], names: Sequence[str], role: st
     columns = [name for name in header if name]
     more = f" (nor {', '.join(map(repr, missing[1:6]))}{', ...' if missing[6:] else ''})" if missing[1:] else ""
     advice = did_you_mean(missing[0], columns) if columns else "its first line must name the columns, and it is empty"
+    if len(columns) == 1 and not advice.startswith("did you mean"):
+        advice = (
+            f"its first line must name the columns, and it holds {columns[0]!r} alone: take titles above the names out"
+        )
     raise UserError(f"{role}: the table has no column {missing[0]!r}{more}; {advice}")
 
 

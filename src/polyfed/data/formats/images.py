@@ -89,7 +89,7 @@ def decode_image(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[
     Raises:
         UserError: the bytes cannot be decoded; the message mentions `name`.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(file) as image:
@@ -106,8 +106,10 @@ def decode_image(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[
             return np.frombuffer(picture.tobytes(), np.uint8).reshape(shape)
     except Image.DecompressionBombError as error:
         raise UserError(f"{name} would have more than {MAX_PIXELS} pixels, and is not read; make it smaller") from error
+    except UnidentifiedImageError as error:
+        raise UserError(f"{name} cannot be decoded (it is no picture); take it out, or save it again") from error
     except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"{name} cannot be decoded ({error})") from error
+        raise UserError(f"{name} cannot be decoded ({error}); take it out, or save it again") from error
 
 
 def stack_images(pictures: Iterable[NDArray[np.uint8]], num: int) -> Tensor:

@@ -133,8 +133,8 @@ def warn_of_duplicate_rows(table: Table, ignored_column: str | None) -> None:
     first, last = (unique_rows.column(f"\0row_{which}").to_numpy() for which in ("min", "max"))
     duplicated = int(np.flatnonzero(first != last)[0])
     warn_of_data(
-        f"{copies} of {table.num_rows} rows are copies of other rows, such as row {last[duplicated] + 1} of row "
-        f"{first[duplicated] + 1}: a copy may come into the training set and its original into the test set; remove "
+        f"{copies} of {table.num_rows} rows are copies of other rows (row {last[duplicated] + 1} is one of row "
+        f"{first[duplicated] + 1}): a copy may come into the training set and its original into the test set; remove "
         "them, or give a column that keeps them together (group=..., --data.group)"
     )
 

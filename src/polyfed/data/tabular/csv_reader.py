@@ -1,5 +1,6 @@
 """Reads CSV files as Arrow tables; error messages name columns and rows, and no cell."""
 
+import csv
 import io
 import re
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import final
 from polyfed.core.errors import UserError
 from polyfed.core.examples.text_columns import advise_encoding, describe_undecodable_file, error_in_one_line
 from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, open_file
+from polyfed.core.io.number_format import count_with_noun
 from polyfed.data.formats.files import Table
 
 _DELIMITERS = (",", ";", "\t", "|")
@@ -83,7 +85,8 @@ def parse_csv_file(file: Path, form: CSVFormat) -> Table:
         )
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         is_encoding = "UTF8" in str(error) or "codec" in str(error)
-        cure = advise_encoding(file) if is_encoding else f"cells are separated by {separator!r}, rows by line"
+        cure = advise_encoding(file) if is_encoding else _locate_uneven_row(file, form.encoding, separator)
+        cure = cure or f"cells are separated by {separator!r}, rows by line"
         reason = re.sub(
             r"(Expected \d+ columns, got \d+).*", r"\1", error_in_one_line(error)
         )  # a row follows, with its cells
@@ -102,14 +105,43 @@ def parse_csv_file(file: Path, form: CSVFormat) -> Table:
     return _without_empty_rows_at_the_end(table)
 
 
+def _locate_uneven_row(file: Path, encoding: str, separator: str) -> str:
+    """Says which row has another number of cells than the first line, and what to do; "" if that cannot be told."""
+    start = width = 0
+    try:
+        with open_file(file) as stream, io.TextIOWrapper(stream, encoding, newline="") as text:
+            rows = csv.reader(text, delimiter=separator)
+            for cells in rows:
+                line, start = start + 1, rows.line_num
+                width = width or len(cells)
+                if cells and len(cells) != width:
+                    if rows.line_num > line:
+                        closed = f"is closed in line {rows.line_num} or not at all"
+                        return f"a quotation mark in line {line} {closed}: mend line {line}"
+                    return (
+                        f"line {line} has {count_with_noun(len(cells), 'cell')}, and the first line {width}: mend it, or "
+                        f"quote a text that holds {separator!r}"
+                    )
+    except csv.Error:
+        return f"the row from line {start + 1} on has no end: is a quotation mark there not closed?"
+    except (OSError, UnicodeDecodeError):
+        pass
+    return ""
+
+
 def _without_unnamed_empty_columns(table: Table, file: Path) -> Table:
     names = [name.strip() for name in table.column_names]
     for position in reversed(range(len(names))):
         if names[position]:
             continue
         if table.column(position).null_count < table.num_rows:
+            titles = [name for name in names if name]
             raise UserError(
-                f"{str(file)!r}: column {position + 1} has values and no name; give it one in the first line"
+                f"{str(file)!r}: its first line must name the columns, and it holds {titles[0]!r} alone: take titles above "
+                "the names out"
+                if len(titles) == 1
+                else f"{str(file)!r}: column {position + 1} has values and no name; give it one in the first line, or if it "
+                "counts the rows, as pandas writes them, write the file with to_csv(..., index=False)"
             )
         table = table.remove_column(position)
     return table.rename_columns([name for name in names if name])
