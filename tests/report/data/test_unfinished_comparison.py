@@ -28,7 +28,7 @@ def test_a_comparison_that_was_stopped(write_run, tmp_path):
     page = write_page_of(tmp_path, None).read_text(encoding="utf-8")
     assert all(note in page for note in notes)
     assert "<h1>Join, or train alone? " in page
-    assert '<p class="verdict">Not finished: there are no answers yet.</p>' in page
+    assert '<h2 class="verdict">Not finished: there are no answers yet.</h2>' in page
 
 
 def test_runs_that_cannot_be_compared_are_left_out(write_run, tmp_path):

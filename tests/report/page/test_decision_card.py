@@ -58,7 +58,7 @@ def test_the_line_below_the_heading_says_what_the_score_is(group):
     found = group()
     line = describe_comparison(found)
     assert line.startswith(
-        "3 sites, 3 methods, 2 seeds; AUC on each site's own test examples, after round 2. AUC: in how "
+        "3 sites with 150 test examples, 3 methods, 2 seeds; AUC on each site's own test examples, after round 2. AUC: "
     )
     accuracy = dataclasses.replace(found, score_format=score_format_of("accuracy"))
     assert describe_comparison(accuracy).endswith(", after round 2.")
@@ -92,7 +92,7 @@ def test_an_error_is_named_once_and_stands_below_the_number_if_its_name_is_long(
 ])  # fmt: skip
 def test_the_decision_is_one_sentence(group, kinds, sentence, kind):
     card = html_header_card(group(answers=answers(*kinds)))
-    assert f'<p class="verdict">{sentence}</p>' in card
+    assert f'<h2 class="verdict">{sentence}</h2>' in card
     meanings = re.findall('<p class="meaning">(?:<b>([^<]*):</b> )?', card)
     labels = [label for key, label in ANSWER_LABELS.items() if key in kinds]
     assert meanings == (labels if len(labels) > 1 else ["" for _ in labels])
@@ -152,7 +152,7 @@ def test_intervals_of_all_sites_are_drawn_on_one_axis(group):
     zeros = {re.search(r'class="axis" d="M([\d.]+)', row)[1] for row in rows}
     assert zeros == {f"{WIDTH / 2:.1f}"}
     assert [re.findall(r"<(rect|circle)", row) for row in rows] == [["circle"], ["rect"], []]
-    said = [re.search('class="say">([^<]*)<', row)[1] for row in rows]
+    said = [re.search('class="say(?: why)?">([^<]*)<', row)[1] for row in rows]
     assert said == ["with &lt;b&gt;.", "there is no interval.", "few examples."]
     assert "&lt;i&gt;a&lt;/i&gt;" in rows[0]
     assert re.findall("<td>([^<]*)</td>", rows[1]) == ["−1.000", "–", "ridge", "–"]
@@ -204,3 +204,16 @@ def test_the_labels_of_the_axis_of_many_sites_are_whole():
     chart = svg_caterpillar_plot(marks, key="k", title="gains", x_label="gain", unit="%")
     (place,) = re.findall(r'x="([\d.]+)"[^>]*>\+100<', chart)
     assert float(place) + estimate_text_width("+100") / 2 <= CHART_WIDTH
+
+
+def test_the_table_shows_what_a_score_rests_on_and_why_a_site_has_no_answer(group):
+    few = {"sentence": "s0: not decided: 9 test examples, 2 of the rarer class (ill), cannot answer",
+           "basis": "9 test examples, 2 of the rarer class (ill)", "rarest": 2}  # fmt: skip
+    many = {"basis": "9 test examples, 4 of the rarer class (ill)", "rarest": 4}
+    of_few, of_many = answers("undecided", "undecided")
+    table = html_advice_section(group(answers=[of_few | few, of_many | many]), None, "k")
+    assert '<th scope="col">test examples</th><th scope="col">rarer class</th></tr>' in table
+    assert "<td>9</td><td>2</td></tr>" in table
+    assert '<span class="say why">9 test examples, 2 of the rarer class (ill), cannot answer.</span>' in table
+    assert table.count("say why") == 1
+    assert "Right of the line at 0 joining is better" in table

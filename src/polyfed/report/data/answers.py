@@ -25,6 +25,7 @@ class SiteAnswer:
         sentence: as the comparison says it.
         compared_with: what the site has alone that does best, in the name that the comparison gives it.
         basis: what it rests on, in words.
+        rarest: test examples of the rarest class, or events, where they limit the score; else None.
 
     Raises:
         UserError: `kind` is none of the three.
@@ -43,12 +44,31 @@ class SiteAnswer:
     sentence: str = ""
     compared_with: str = ""
     basis: str = ""
+    rarest: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ANSWER_LABELS:
             raise UserError(
                 f"an answer is one of {', '.join(ANSWER_LABELS)}, got {self.kind!r}; make it again: polyfed compare DIR"
             )
+
+    @property
+    def is_unanswerable(self) -> bool:
+        """Whether the site's data say next to nothing, because its interval is missing or too wide."""
+        return self.kind == "undecided" and (
+            self.interval is None or "cannot answer" in self.sentence_without_site_and_advice()
+        )
+
+    def name_of_rarest(self) -> str:
+        """Returns what `rarest` counts, from the words of the basis.
+
+        >>> SiteAnswer("north", "join", basis="120 test examples, 4 of the rarer class (ill)", rarest=4).name_of_rarest()
+        'rarer class'
+        >>> SiteAnswer("north", "join", basis="120 test examples, 37 events", rarest=37).name_of_rarest()
+        'events'
+        """
+        _, _, words = self.basis.partition(f", {self.rarest} ")
+        return words.partition(" (")[0].removeprefix("of the ")
 
     def sentence_without_site_and_advice(self) -> str:
         """Returns the sentence without the site's name and the advice, which the page shows before it."""
@@ -92,6 +112,7 @@ def _parse_answer(entry: Any) -> SiteAnswer:
             str(entry.get("sentence") or ""),
             str(entry.get("over") or ""),
             str(entry.get("basis") or ""),
+            None if entry.get("rarest") is None else int(entry["rarest"]),
         )
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError(f"an answer is damaged: {entry!r} ({type(error).__name__}: {error}); make it again: polyfed compare "

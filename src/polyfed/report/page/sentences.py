@@ -33,8 +33,10 @@ def unit_of_score(score: str) -> NumberUnit:
 
 
 def describe_comparison(run_group: RunGroup) -> str:
-    """Says in one sentence how many sites, methods, seeds and rounds there are."""
+    """Says in one sentence how many sites, test examples, methods, seeds and rounds there are."""
     sites = count_with_noun(len(run_group.clients), "site")
+    if tested := (run_group.comparison_results.get("mean_answer") or {}).get("test_examples"):
+        sites += f" with {count_with_noun(tested, 'test example')}"
     rounds = sorted({run.scored_round for method in run_group.methods for run in method.runs})
     rounds_text = f"after round {rounds[0]}" if len(rounds) == 1 else f"after rounds {rounds[0]} to {rounds[-1]}"
     seeds = "one seed" if len(run_group.seeds) == 1 else f"{len(run_group.seeds)} seeds"

@@ -54,6 +54,8 @@ def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: 
     form = run_group.score_format
     rivals = {answer.compared_with for answer in answers}
     columns = ["gain", f"{100 * level:g} % interval", *(["compared with"] if len(rivals) > 1 else []), "test examples"]
+    if name_of_rarest := next((name for answer in answers if (name := answer.name_of_rarest())), ""):
+        columns.append(name_of_rarest)
     rows = []
     for answer in answers:
         cells = [
@@ -61,6 +63,7 @@ def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: 
             _format_interval(answer.interval, form),
             *([_name_of_rival(answer.compared_with)] if len(rivals) > 1 else []),
             "–" if answer.test_examples is None else str(answer.test_examples),
+            *(["–" if answer.rarest is None else str(answer.rarest)] if name_of_rarest else []),
         ]
         rows.append(
             {
