@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from polyfed.report.data.answers import ANSWER_LABELS, SiteAnswer
-from polyfed.report.data.costs import cost_of_method, disclosures_of_method
+from polyfed.report.data.costs import cost_of_method, describe_protection, disclosures_of_method
 from polyfed.report.data.predictions import read_group_predictions
 from polyfed.report.data.run_groups import read_run_groups
 from polyfed.report.data.score_format import score_format_of
@@ -49,8 +49,7 @@ def test_the_card_says_decision_gain_cost_disclosure_and_why_this_round(group):
     assert "95 % interval +0.010 to +0.050; over training alone" in texts
     assert "all sites, up and down; 0.667 MB for each" in texts
     assert (
-        texts[-1]
-        == "Gain and costs are those of fedavg. Scores of fedavg are those after round 2 of 2: equal local steps."
+        "Gain and costs are those of fedavg. Scores of fedavg are those after round 2 of 2: equal local steps." in texts
     )
 
 
@@ -217,3 +216,18 @@ def test_the_table_shows_what_a_score_rests_on_and_why_a_site_has_no_answer(grou
     assert '<span class="say why">9 test examples, 2 of the rarer class (ill), cannot answer.</span>' in table
     assert table.count("say why") == 1
     assert "Right of the line at 0 joining is better" in table
+
+
+def test_the_card_says_what_protects_the_data(group):
+    found = group()
+    assert (
+        "No row of a site&#39;s data is sent. These runs used no secure sums and no differential privacy in training; what "
+        "networks and messages reveal was not audited (polyfed audit)."
+    ) in html_header_card(found)
+    (method,) = (method for method in found.methods if method.label == "fedavg")
+    config = {"algorithm": {"name": "fedavg", "privacy": {"target_epsilon": 8.0}}}
+    runs = tuple(dataclasses.replace(run, uses_secure_sums=True, config=config) for run in method.runs)
+    (runs[0].folder / "audit.json").write_text("{}")
+    said = describe_protection(dataclasses.replace(method, runs=runs), {})
+    assert "used secure sums and differential privacy in training (ε at most 8); " in said
+    assert said.endswith("was audited, see the details.")

@@ -7,6 +7,8 @@ from typing import Any, final
 
 from polyfed.core.declared_words import meaning_of_disclosure
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_checks import is_number
+from polyfed.report.audit.audit_file import FILE as AUDIT_FILE
 from polyfed.report.data.run_groups import MethodRuns
 from polyfed.simulation.rounds.replies.secure_aggregation import effective_disclosures
 from polyfed.simulation.storage.configuration import build_method
@@ -56,9 +58,7 @@ def disclosures_of_method(method: MethodRuns, results: Mapping[str, Any]) -> dic
         method: the runs of the method.
         results: of its comparison, for the method's fields; empty for runs by themselves.
     """
-    run = method.runs[0]
-    entry = (results.get("methods") or {}).get(method.label) or {}
-    fields = run.config.get("algorithm") or {**entry.get("fields", {}), "name": entry.get("name", run.method)}
+    run, fields = method.runs[0], _fields_of_method(method, results)
     if ":" in str(fields.get("name", ":")):  # code of the user's, which a page does not run
         return None
     for candidate in (fields, {"name": fields["name"]}):
@@ -68,3 +68,31 @@ def disclosures_of_method(method: MethodRuns, results: Mapping[str, Any]) -> dic
             continue
         return {str(word): meaning_of_disclosure(word) for word in sorted(words)}
     return None
+
+
+def describe_protection(method: MethodRuns, results: Mapping[str, Any]) -> str:
+    """Says in one sentence what protects the sites' data beside that they stay where they are, and whether that was audited.
+
+    Args:
+        method: the runs of the method.
+        results: of its comparison, for the method's fields; empty for runs by themselves.
+    """
+    privacy = _fields_of_method(method, results).get("privacy")
+    epsilon = privacy.get("target_epsilon") if isinstance(privacy, Mapping) else None
+    bound = f" (ε at most {epsilon:g})" if is_number(epsilon) else ""
+    folders = [run.folder for run in method.runs if run.folder is not None]
+    was_audited = any((folder / AUDIT_FILE).exists() for folder in folders)
+    secure = "" if all(run.uses_secure_sums for run in method.runs) else "no "
+    return (
+        f"These runs used {secure}secure sums and {'' if privacy else 'no '}differential privacy in training{bound}; what "
+        f"networks and messages reveal was {'audited, see the details' if was_audited else 'not audited (polyfed audit)'}."
+    )
+
+
+def _fields_of_method(method: MethodRuns, results: Mapping[str, Any]) -> Mapping[str, Any]:
+    entry = (results.get("methods") or {}).get(method.label) or {}
+    fields: Mapping[str, Any] = method.runs[0].config.get("algorithm") or {
+        **entry.get("fields", {}),
+        "name": entry.get("name", method.runs[0].method),
+    }
+    return fields

@@ -7,6 +7,7 @@ from typing import NamedTuple, final
 
 from markupsafe import Markup
 
+from polyfed.core.declared_words import DISCLOSURES
 from polyfed.core.io.number_format import (
     count_with_noun,
     end_with_period,
@@ -23,7 +24,7 @@ from polyfed.report.data.answers import (
     parse_answer_for_mean_over_sites,
     parse_site_answers,
 )
-from polyfed.report.data.costs import MethodCost, cost_of_method, disclosures_of_method
+from polyfed.report.data.costs import MethodCost, cost_of_method, describe_protection, disclosures_of_method
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.page.elements import render_template
@@ -78,6 +79,7 @@ def html_header_card(run_group: RunGroup) -> Markup:
         method=method.label,
         why_method=_why_this_method(run_group, method),
         why_round=why_this_round(run_group, method, cost),
+        protection=_protection_sentence(run_group, method),
     )
 
 
@@ -225,6 +227,14 @@ def _disclosure_fact(run_group: RunGroup, method: MethodRuns) -> KeyFact:
         return KeyFact("The server learns", "nothing")
     meanings = say_sites("; ".join(words.values()))
     return KeyFact("The server learns", join_with_and([word.replace("_", " ") for word in words]), meanings)
+
+
+def _protection_sentence(run_group: RunGroup, method: MethodRuns) -> str:
+    """Says what protects the sites' data; empty if nothing is sent, or for a method that is not of polyfed."""
+    words = disclosures_of_method(method, run_group.comparison_results)
+    if not words or not words.keys() <= DISCLOSURES.keys():
+        return ""
+    return f"No row of a site's data is sent. {describe_protection(method, run_group.comparison_results)}"
 
 
 def why_this_round(run_group: RunGroup, method: MethodRuns, cost: MethodCost) -> str:
