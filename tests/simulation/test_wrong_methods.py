@@ -20,6 +20,11 @@ def _run(**parts):
     return pf.federate(small_clients(), _define(**parts)(), rounds=1, engine="inprocess", progress=False)
 
 
+def test_a_private_helper_may_have_a_name_like_one_of_the_base():
+    private = next(name for name in dir(Averaging) if name.startswith("_") and not name.startswith("__"))
+    assert _define(**{f"{private}s": lambda self: 0, private.strip("_"): lambda self: 0})
+
+
 def _refuse_to_train(self, message, client_state, client, seed):
     raise AssertionError("training began")
 

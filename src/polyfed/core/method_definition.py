@@ -1,5 +1,6 @@
 """Checks how the class of a method is written, before it can train: names and arguments of its parts, and its fields."""
 
+from collections.abc import Iterable
 from difflib import get_close_matches
 from inspect import Parameter, signature
 from types import FunctionType
@@ -22,10 +23,12 @@ def check_overridden_parts(kind: type) -> None:
             continue
         if isinstance(inherited.get(name), FunctionType):
             _check_takes_same_arguments(f"{kind.__name__}.{name}", part, inherited[name])
-        elif name not in inherited and (close := get_close_matches(name, inherited, n=1, cutoff=0.9)):
-            raise TypeError(
-                f"{kind.__name__}.{name} overrides nothing, and would not be called; did you mean {close[0]}?"
-            )
+        elif name not in inherited and not name.startswith("_") and (close := _find_close_name(name, inherited)):
+            raise TypeError(f"{kind.__name__}.{name} overrides nothing, and would not be called; did you mean {close}?")
+
+
+def _find_close_name(name: str, inherited: Iterable[str]) -> str:
+    return next(iter(get_close_matches(name, (n for n in inherited if not n.startswith("_")), n=1, cutoff=0.9)), "")
 
 
 def _check_takes_same_arguments(label: str, part: FunctionType, overridden: FunctionType) -> None:
