@@ -123,6 +123,24 @@ def test_networks_by_the_names_of_sites(table, capsys):
     assert "--model takes a network, or one for each site" in capsys.readouterr().err
 
 
+def test_options_of_a_table_without_their_section_are_told(table, capsys):
+    plain = ["patients.csv", "--target", "outcome", "--site", "hospital"]
+    assert main(["data", *plain]) == 2
+    assert "unknown option --target; did you mean --data.target?" in capsys.readouterr().err
+    assert main(["compare", *plain]) == 2
+    assert "number, got 'outcome'; for the column to predict give --data.target" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:column 'hospital' has", "ignore:1 of 121 rows")
+def test_a_site_of_one_row_may_be_another_spelling(table, capsys):
+    rows = (table / "patients.csv").read_text()
+    (table / "patients.csv").write_text(
+        rows + next(row for row in rows.splitlines() if "north" in row).replace("north", "North")
+    )
+    assert main(["data", "patients.csv", "--data.target", "outcome", "--data.site", "hospital"]) == 2
+    assert "North has 1 example, too few to test on; it may be another spelling of north" in capsys.readouterr().err
+
+
 def test_a_table_without_a_site_is_not_divided_unasked(table, capsys):
     assert main([*RUN, "--out", "r"]) == 2
     assert "give --data.site with the column that says which client a row belongs to" in capsys.readouterr().err

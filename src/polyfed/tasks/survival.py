@@ -14,7 +14,7 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import Floats, SimpleModel, SimpleModelInputs
-from polyfed.core.io.number_format import count_with_noun, format_batch_shape
+from polyfed.core.io.number_format import count_with_noun, format_batch_shape, format_row_numbers
 from polyfed.core.task import Task
 from polyfed.tasks.scores.survival_scores import (
     c_index,
@@ -115,6 +115,14 @@ class Survival(Task):
             row = int((time < 0).nonzero()[0, 0])
             raise UserError(
                 f"{name} targets: row {row} (the first is 0) has time {float(time[row]):g}, and a time is at least 0"
+            )
+
+    def check_table_column(self, values: NDArray[np.float64], name: str) -> None:
+        """Raises a `UserError` if a column of times or events has a value below 0."""
+        if len(odd := np.flatnonzero(values < 0)):
+            raise UserError(
+                f"target {name!r} has {values[odd[0]]:g} in {format_row_numbers(odd)} (the first row below the names is 1), "
+                "and a time is at least 0, an event 1 or 0; correct the table"
             )
 
     def num_outputs(self, targets: Tensor, names: Sequence[str] = ()) -> int:

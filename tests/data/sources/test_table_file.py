@@ -186,24 +186,6 @@ def test_the_encoding_of_a_file_can_be_given(tmp_path):
     assert TableFile(path, "y", "h", encoding="utf-16").load().columns["h"].tolist() == ["zürich", "genf"]
 
 
-def test_names_that_differ_in_case_alone_are_told():
-    table = {"x": range(8), "ward": list("aBabBaab"), "h": ["north", "North"] * 4, "y": ["no", "yes", "No", "YES"] * 2}
-    with pytest.warns(UserWarning, match="spell them alike") as told:
-        pf.data.split_table(table, "y", "h", drop=["x"])
-    texts = [str(warning.message) for warning in told]
-    for column, first, second in (("ward", "B", "b"), ("h", "north", "North"), ("y", "No", "no")):
-        assert any(f"column {column!r} has {first!r} and {second!r}, which are two different" in text for text in texts)
-
-
-def test_names_whose_accents_are_encoded_differently_are_told():
-    table = {"x": [*range(8)], "h": ["Köln", "Ko\u0308ln"] * 4, "ward": ["a b", "a  b"] * 4, "y": ["no", "yes"] * 4}
-    with pytest.warns(UserWarning, match="spell them alike") as told:
-        pf.data.split_table(table, "y", "h", drop=["x"])
-    texts = "".join(str(warning.message) for warning in told)
-    assert r"column 'h' has 'K\xf6ln' and 'Ko\u0308ln', which are two different values here" in texts
-    assert "column 'ward' has 'a  b' and 'a b'" in texts
-
-
 def test_an_identifier_and_copies_are_told(tmp_path):
     data = frame().drop(columns=["patient", "cost", "lab"])
     with pytest.warns(UserWarning, match=r"column 'visit_id' looks like an identifier .*drop='visit_id'"):

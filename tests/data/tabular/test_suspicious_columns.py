@@ -178,3 +178,27 @@ def test_no_value_of_a_row_is_shown():
     texts = warned(rows, "motor", categorical="subject", drop="total")
     assert texts
     assert "voice-" not in " ".join(texts)
+
+
+def test_names_that_differ_in_case_alone_are_told():
+    table = {"x": range(8), "ward": list("aBabBaab"), "h": ["north", "North"] * 4, "y": ["no", "yes", "No", "YES"] * 2}
+    with pytest.warns(UserWarning, match="spell them alike") as told:
+        split_table(table, "y", "h", drop=["x"])
+    texts = [str(warning.message) for warning in told]
+    for column, first, second in (("ward", "B", "b"), ("h", "north", "North"), ("y", "No", "no")):
+        assert any(f"column {column!r} has {first!r} and {second!r}, which are two different" in text for text in texts)
+
+
+def test_all_spellings_of_a_name_are_told():
+    table = {"x": [0, 1] * 20, "h": ["Hull", "hull", "HULL", "York"] * 10, "y": ["no", "no", "yes", "yes"] * 10}
+    with pytest.warns(UserWarning, match="'h' has 'Hull', 'hull' and 'HULL', which are 3 different values here"):
+        split_table(table, "y", "h")
+
+
+def test_names_whose_accents_are_encoded_differently_are_told():
+    table = {"x": [*range(8)], "h": ["Köln", "Ko\u0308ln"] * 4, "ward": ["a b", "a  b"] * 4, "y": ["no", "yes"] * 4}
+    with pytest.warns(UserWarning, match="spell them alike") as told:
+        split_table(table, "y", "h", drop=["x"])
+    texts = "".join(str(warning.message) for warning in told)
+    assert r"column 'h' has 'K\xf6ln' and 'Ko\u0308ln', which are two different values here" in texts
+    assert "column 'ward' has 'a  b' and 'a b'" in texts

@@ -9,7 +9,7 @@ from typing import Any, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.validation import check_field_types
 from polyfed.data.formats.files import Table
@@ -192,6 +192,11 @@ class TableFile(Source):
             if self.site is not None:
                 spellings[self.site] = tuple(dict.fromkeys(column_as_texts(table, self.site).tolist()))
             warn_of_names_that_look_alike(spellings)
+            if self.event is not None and not y[:, -1].any():
+                warn_of_data(
+                    f"event {self.event!r} is 0 in every row: without an event no risk can be learnt; if 0 means that it "
+                    "happened, give positive='0' (--data.positive 0)"
+                )
             warn_of_duplicate_rows(table, self.site)
             feature_names, own_roles = [c.name for c in features], [n for n in (self.group, self.time) if n is not None]
             warn_of_suspicious_columns(table, y, target_names, feature_names, self.site, own_roles)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import warn_of_data
+from polyfed.core.io.number_format import join_with_and
 from polyfed.core.io.terminal_text import fold_spelling
 from polyfed.data.formats.files import Table
 from polyfed.data.tabular.columns import LARGEST_EXACT
@@ -46,16 +47,16 @@ Codes = NDArray[np.int64]
 def warn_of_names_that_look_alike(names_by_column: Mapping[str, Sequence[str]]) -> None:
     """Warns of names (sites, classes, categories) that differ in capitals, spaces or accents' encoding alone."""
     for column, names in names_by_column.items():
-        first_of_spelling: dict[str, str] = {}
+        spellings: dict[str, list[str]] = {}
         for name in names:
-            other = first_of_spelling.setdefault(fold_spelling(name), name)
-            if other != name:
-                show = repr if other.casefold() == name.casefold() else ascii  # which tells accents apart
-                warn_of_data(
-                    f"column {column!r} has {show(other)} and {show(name)}, which are two different values here; if they "
-                    "mean the same, spell them alike in the table"
-                )
-                break
+            spellings.setdefault(fold_spelling(name), []).append(name)
+        if alike := next((several for several in spellings.values() if several[1:]), None):
+            show = repr if len({*map(str.casefold, alike)}) == 1 else ascii  # which tells accents apart
+            warn_of_data(
+                f"column {column!r} has {join_with_and([*map(show, alike)])}, which are "
+                f"{'two' if len(alike) == 2 else len(alike)} different values here; if they mean the same, spell them alike "
+                "in the table"
+            )
 
 
 def warn_of_suspicious_columns(

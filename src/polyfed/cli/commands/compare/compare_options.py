@@ -147,7 +147,7 @@ def build_compare_parser() -> CommandParser:
         "--target",
         "SCORE",
         "count rounds, MB and seconds until this score (default: the score of local)",
-        parse_decimal_number,
+        _parse_score,
     )
     parser.add_option(
         "--method-config", "FILE", "YAML file with fields of methods, by name or by a label of your own that names its "
@@ -251,3 +251,10 @@ def is_warmstart_key(key: str) -> bool:
     if section == "data":
         return key in UNSEEN_CLIENT_KEYS or field not in {*split.__dataclass_fields__, "shifts"}
     return section == "model" or key == "model"
+
+
+def _parse_score(text: str) -> float:
+    try:
+        return parse_decimal_number(text)
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{error}; for the column to predict give --data.target") from None

@@ -100,6 +100,9 @@ def partition_options_of_site_column(
     if site is None and column is None:
         if {"-h", "--help"} & set(argv):
             return {"data.partition.name": "natural"}
+        for name in (word.partition("=")[0] for word in argv):
+            if name in ("--site", "--target") and f"data.{name[2:]}" in fields:
+                raise UserError(f"unknown option {name}; did you mean --data.{name[2:]}?")
         values = {
             key: find_last_option_value(f"--data.{key}", argv) or config_values.get(f"data.{key}")
             for key in ("path", "target", "delimiter", "encoding")
