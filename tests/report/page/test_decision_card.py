@@ -17,6 +17,7 @@ from polyfed.report.page.advice.header_card import html_header_card
 from polyfed.report.page.charts.caterpillar_plot import svg_caterpillar_plot
 from polyfed.report.page.charts.forest_plot import IntervalMark
 from polyfed.report.page.charts.svg_charts import CHART_WIDTH, estimate_text_width
+from polyfed.report.page.sections import html_gains_over_local, html_learning_curves, html_methods_table
 from polyfed.report.page.sentences import describe_comparison
 
 SITES = {"north": 60, "south": 50, "<i>west</i>": 40}
@@ -231,3 +232,10 @@ def test_the_card_says_what_protects_the_data(group):
     said = describe_protection(dataclasses.replace(method, runs=runs), {})
     assert "used secure sums and differential privacy in training (ε at most 8); " in said
     assert said.endswith("was audited, see the details.")
+
+
+def test_a_comparison_of_folds_speaks_of_folds(group):
+    found = group(folds=2, fold_repeats=1)
+    assert ">folds that reach it</th>" in html_methods_table(found)
+    assert ">lowest fold</th>" in html_gains_over_local(found, "k")
+    assert "means of 2 folds" in html_learning_curves(found, "k", {})

@@ -17,7 +17,7 @@ BinaryPredictions = tuple[Floats, Bools]
 THRESHOLDS = np.arange(1, 100) / 100
 FALSE_ALARM_GRID = (
     np.arange(61) / 60
-)  # shares of false alarms at which a ROC curve is known; 5, 10 and 20 % are among them
+)  # false positive rates at which a ROC curve is known; 5, 10 and 20 % are among them
 _FEWEST = 10  # examples of a point of a calibration curve
 _POINTS = 10
 

@@ -38,7 +38,7 @@ from polyfed.report.page.sections import (
 )
 
 _TITLE_OF_NO_NAME = "comparison"  # what `compare` calls a comparison that is given no title
-_CLASSES_HEADING = "Label distribution: training examples of each class"
+_CLASSES_HEADING = "Label distribution of each site"
 _METHODS_ACROSS = 4  # up to which the table of clients' scores fits into half of the page
 _PREDICTIONS_HEADING = "ROC curves, calibration and confusion matrix"
 TASK_SECTIONS: Mapping[str, tuple[str, Callable[[GroupPredictions, str], Markup]]] = {
@@ -155,9 +155,9 @@ def _html_group(
         *prediction_panels,
         (curves_heading, html_bullet_list(judgements) + curves_figure),
         ("All methods: percentiles, tests, costs", html_methods_table(run_group)),
-        ("In sentences, and how to read them", html_bullet_list(results) + html_bullet_list(notes)),
+        ("All answers as sentences, and notes", html_bullet_list(results) + html_bullet_list(notes)),
         *other_quarters,
-        *([("Gain of each site by a model over all sites", pooled)] if pooled else []),
+        *([("Gain of each site by partial pooling over sites", pooled)] if pooled else []),
         *view_panels,
     ]
     decision = html_advice_section(run_group, page_details.predictions, key)

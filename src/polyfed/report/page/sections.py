@@ -31,6 +31,7 @@ from polyfed.report.page.charts.svg_charts import (
     svg_line_chart,
 )
 from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_paragraph, html_table, render_template
+from polyfed.report.page.sentences import name_of_repeat
 
 _AXES = {
     "rounds": ("rounds", "rounds"),
@@ -127,6 +128,7 @@ def html_methods_table(run_group: RunGroup) -> Markup:
         rows=rows,
         target=target,
         target_rows=target_rows,
+        repeat=name_of_repeat(run_group),
     )
 
 
@@ -202,11 +204,12 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
         "lines": [_curve_for_script(method) for method in methods],
     }
     columns = ["method", "round", "MB", "seconds", name]
-    columns += ["lowest to highest seed"] if len(run_group.seeds) > 1 else []
+    columns += [f"lowest to highest {name_of_repeat(run_group)}"] if len(run_group.seeds) > 1 else []
     caption = f"{capitalize_first(name)} over sites, after each round that was evaluated."
     if len(run_group.seeds) > 1:
         seed_counts = {len(method.runs) for method in methods}
-        seeds = f"{max(seed_counts)} seeds" if len(seed_counts) == 1 else "the seeds that a method has"
+        repeat = name_of_repeat(run_group)
+        seeds = f"{max(seed_counts)} {repeat}s" if len(seed_counts) == 1 else f"the {repeat}s that a method has"
         caption += f" Lines: means of {seeds}; bands: from the lowest to the highest of them."
     if any(not any(method.learning_curve_columns["megabytes"]) for method in methods) and len(methods) > 1:
         caption += " Against MB, a method that sends nothing is a dotted line at its last value."
@@ -237,7 +240,7 @@ def _learning_curve_rows(run_group: RunGroup, method: MethodRuns) -> list[list[s
 
 def html_gains_over_local(run_group: RunGroup, key: str) -> Markup:
     """Renders how much better each client scores than when it trains on its own data only, one chart per method."""
-    unit, local_method = run_group.score_format.unit, run_group.local_method
+    unit, local_method, repeat = run_group.score_format.unit, run_group.local_method, name_of_repeat(run_group)
     if local_method is None:
         reason = "has no score here" if run_group.comparison_results else "was not run"
         return html_paragraph(f"Training alone (local) {reason}, so that there is nothing to compare with.")
@@ -259,14 +262,14 @@ def html_gains_over_local(run_group: RunGroup, key: str) -> Markup:
         )
         caption += "" if run_group.score_format.higher_is_better else " A positive gain is better."
         if any(bar.low != bar.high for bar in bars):
-            caption += " Thin lines: from the lowest to the highest seed."
+            caption += f" Thin lines: from the lowest to the highest {repeat}."
         caption += f" Drawn are {len(drawn_gains)} of them, evenly." if len(drawn_gains) < len(gains) else ""
         rows = [
             [g.client, *(format_number_without_percent_sign(v, unit, signed=True) for v in (g.mean, g.low, g.high))]
             for g in drawn_gains
         ]
         numbers_html = html_table(
-            f"Gain of {method.label}, {axis_unit}", ["site", "mean", "lowest seed", "highest seed"], rows
+            f"Gain of {method.label}, {axis_unit}", ["site", "mean", f"lowest {repeat}", f"highest {repeat}"], rows
         )
         panels[method.label] = html_figure(chart, caption, numbers_html)
     if not panels:

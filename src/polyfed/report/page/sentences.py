@@ -32,6 +32,11 @@ def unit_of_score(score: str) -> NumberUnit:
     return score_format_of(score).unit
 
 
+def name_of_repeat(run_group: RunGroup) -> str:
+    """Returns what each of several runs of a method is called: "fold" of a comparison with folds, else "seed"."""
+    return "fold" if run_group.comparison_results.get("folds") else "seed"
+
+
 def describe_comparison(run_group: RunGroup) -> str:
     """Says in one sentence how many sites, test examples, methods, seeds and rounds there are."""
     sites = count_with_noun(len(run_group.clients), "site")
@@ -73,9 +78,12 @@ def result_summary_sentences(run_group: RunGroup) -> list[str]:
         sentences += [text for method in ranked[:_NAMED] if (text := _gain_sentence(run_group, method))]
     if not run_group.comparison_results:
         sentences.append(
-            "One seed: differences of a few points can be chance, and no test was made. polyfed compare runs several seeds."
-            if len(run_group.seeds) == 1
-            else f"{len(run_group.seeds)} seeds; bands and ranges go from the lowest to the highest. polyfed compare tests."
+            (
+                "One seed: differences of a few points can be chance, and no test was made."
+                if len(run_group.seeds) == 1
+                else f"{len(run_group.seeds)} seeds; bands and ranges go from the lowest to the highest; no test was made."
+            )
+            + ("" if run_group.is_unfinished else " polyfed compare runs several seeds and tests.")
         )
     return [*sentences, *_unfinished_sentences(run_group)]
 

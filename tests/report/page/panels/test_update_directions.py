@@ -10,7 +10,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg
 from polyfed.cli.commands.deploy.flower_command import show_newest_run
 from polyfed.cli.commands.results.report_command import show_report
-from polyfed.report.page.panels.update_directions import describe_robust_rule
+from polyfed.report.page.panels.update_directions import DIRECTIONS_HEADING, describe_robust_rule
 from polyfed.testing import small_clients
 
 
@@ -28,7 +28,7 @@ def run(tmp_path):
 
 def test_the_page_has_cosines_and_the_rule(run, tmp_path):
     page = page_of(tmp_path / "runs/run-1")
-    assert "In which direction each site changes" in page
+    assert DIRECTIONS_HEADING in page
     assert f"{run.history[1]['clients']['client-2']['update_cosine']:.2f}" in page
     assert "Replies are combined by the rule clip:0.01; its bound on the norm of an update was 0.01 in round 2." in page
     assert "The update of client-0 was scaled down in 2 rounds" in page
@@ -45,7 +45,7 @@ def test_the_status_of_a_deployment_has_the_bound(run, tmp_path, capsys):
 
 def test_a_page_of_secure_sums_has_no_cosine(tmp_path):
     pf.federate(small_clients(3), FedAvg(lr=0.05), rounds=1, workers=0, secure=True, out=tmp_path / "run")
-    assert "In which direction each site changes" not in page_of(tmp_path / "run")
+    assert DIRECTIONS_HEADING not in page_of(tmp_path / "run")
 
 
 def test_a_damaged_report_of_a_rule_is_passed_over():

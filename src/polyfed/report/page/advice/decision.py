@@ -239,8 +239,8 @@ def _html_roc_or_learning_curves(
             if performance is not None
         ]:
             curves = [svg_roc_curve(performance, style, k, None) for k, (performance, _, style) in enumerate(drawable)]
-            chart = svg_unit_square(f"{key}-roc", "ROC curve of all sites", "Sensitivity against the false alarm rate.",
-                          "false alarms (1 − specificity)", "sensitivity", curves)  # fmt: skip
+            chart = svg_unit_square(f"{key}-roc", "ROC curve of all sites", "Sensitivity against the false positive rate.",
+                          "false positive rate (1 − specificity)", "sensitivity", curves)  # fmt: skip
             texts = html_legend(
                 [describe_auc(name, performance) for performance, name, _ in drawable],
                 [style for _, _, style in drawable],

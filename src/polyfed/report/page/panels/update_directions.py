@@ -14,7 +14,7 @@ from polyfed.report.page.charts.svg_charts import COLOUR_COUNT, ChartLine, svg_l
 from polyfed.report.page.elements import html_bullet_list, html_figure, html_legend, html_table
 from polyfed.simulation.monitoring.update_directions import COSINE
 
-DIRECTIONS_HEADING = "In which direction each site changes"
+DIRECTIONS_HEADING = "Cosine of each site's update to the mean update"
 _DRAWN = 12  # clients
 _ROUNDS = 8  # in the table
 

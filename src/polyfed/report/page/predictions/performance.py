@@ -305,11 +305,11 @@ def _roc_figure(
     dot = " The dot is at the threshold chosen below." if any("hits" in slot[0] for slot in slots) else ""
     return {
         "chart": svg_unit_square(
-            f"{key}-roc", "ROC curve", "Sensitivity against the false alarm rate; numbers are below.",
-            "false alarms (1 − specificity)", "sensitivity", lines, "roc",
+            f"{key}-roc", "ROC curve", "Sensitivity against the false positive rate; numbers are below.",
+            "false positive rate (1 − specificity)", "sensitivity", lines, "roc",
         ),
         "texts": [describe_auc(name, performance, page_data["level"]) for performance, name, _ in slots],
-        "caption": f"ROC curve: sensitivity against the false alarm rate at every threshold. The diagonal is chance. "
+        "caption": f"ROC curve: sensitivity against the false positive rate at every threshold. The diagonal is chance. "
         f"{name_averaged_sites_and_seeds(predictions)}{dot} Intervals of AUC: {100 * page_data['level']:g} %, by the number "
         "of test examples (Newcombe).",
         "columns": ["method", *(f"sensitivity at {p} % specificity" for p in (95, 90, 80))],
