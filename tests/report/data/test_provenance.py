@@ -17,7 +17,7 @@ def origin_of(folder):
 
 
 def test_a_run_says_when_it_was_made_and_how_it_is_made_again(write_run, tmp_path):
-    data = {"name": "table", "path": "/home/someone/secret folder/brca.csv"}
+    data = {"name": "table", "path": "/home/someone/secret folder/brca.csv", "target": "relapse"}
     folder = write_run(tmp_path / "a", "fedavg", {"x": [0.5]}, data=data)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     (folder / "config.yaml").write_text(yaml.safe_dump({**config, "workers": 3, "ray_address": "10.0.0.1:6379"}))
@@ -28,10 +28,13 @@ def test_a_run_says_when_it_was_made_and_how_it_is_made_again(write_run, tmp_pat
     assert (origin.date, origin.fingerprint) == ("2 January 1970, 00:00 UTC", "abc123")
     assert (origin.command, origin.data_name) == ("polyfed run config.yaml", "brca")
     assert origin.versions == "torch 2.13, 2 cores"
-    assert yaml.safe_load(origin.configuration)["data"] == {"name": "table", "path": "brca.csv"}
+    assert yaml.safe_load(origin.configuration)["data"] == {"name": "table", "path": "brca.csv", "target": "relapse"}
     show_report([folder], Console(quiet=True), out=tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
-    assert "<h1>Brca: fedavg</h1>" in text
+    assert (
+        '<h1>Brca: fedavg</h1>\n<p class="facts">Outcome: <b>relapse</b>. Results of 2 January 1970, 00:00 UTC.</p>'
+        in text
+    )
     assert "<title>Brca: fedavg – polyfed</title>" in text
     assert "<summary>Configuration (config.yaml)</summary><pre>" in text
     for hidden in ("someone", "10.0.0.1", "Linux-host"):

@@ -1,6 +1,6 @@
 """Reads where the results on a page come from: when they were made, by which command, configuration, data and versions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
@@ -15,6 +15,7 @@ from polyfed.report.data.run_groups import RunGroup
 from polyfed.simulation.settings import EXECUTION_FIELDS
 from polyfed.simulation.storage.directory import read_manifest
 
+_NAMED_CLASSES = 4  # of an outcome
 _SEEDS_OF_COMPARE = (0, 1, 2, 3, 4)  # by default
 
 
@@ -31,6 +32,7 @@ class Provenance:
         fingerprint: of the data.
         versions: of Python and packages, and the machine's cores.
         data_name: of the data; empty for clients made in Python.
+        outcome: what is predicted: the target's column, with its classes or its time; empty where no column is named.
     """
 
     folder_name: str = ""
@@ -40,6 +42,7 @@ class Provenance:
     fingerprint: str = ""
     versions: str = ""
     data_name: str = ""
+    outcome: str = ""
 
 
 def read_provenance(run_group: RunGroup) -> Provenance:
@@ -62,6 +65,7 @@ def read_provenance(run_group: RunGroup) -> Provenance:
             str(manifest.get("data_fingerprint") or ""),
             ", ".join(versions),
             name_of_data(config),
+            _name_of_outcome(config, manifest.get("class_names") or ()),
         )
     try:
         description = read_description(comparison)
@@ -78,7 +82,25 @@ def read_provenance(run_group: RunGroup) -> Provenance:
         join_first_and_count_rest(prints, 3),
         ", ".join(versions),
         name_of_data(config),
+        _name_of_outcome(config, run_group.comparison_results.get("class_names") or ()),
     )
+
+
+def _name_of_outcome(config: Mapping[str, Any], class_names: Sequence[object]) -> str:
+    """Returns what a configuration's data ask to predict, in words; empty if they name no column.
+
+    >>> _name_of_outcome({"data": {"target": "days", "event": "died"}}, ())
+    'died (time in column days)'
+    >>> _name_of_outcome({"data": {"target": "outcome"}}, ["relapse", "well"])
+    'outcome (relapse or well)'
+    """
+    data = config.get("data")
+    target, event = (data.get("target"), data.get("event")) if isinstance(data, Mapping) else (None, None)
+    if not isinstance(target, str) or not target:
+        return ""
+    if isinstance(event, str) and event:
+        return f"{event} (time in column {target})"
+    return f"{target} ({' or '.join(map(str, class_names))})" if 1 < len(class_names) <= _NAMED_CLASSES else target
 
 
 def name_of_data(config: Mapping[str, Any]) -> str:
