@@ -37,6 +37,8 @@ from polyfed.comparison.statistics.pseudo_values.jackknife import (
 from polyfed.comparison.statistics.pseudo_values.least_variance import least_example_variance
 from polyfed.core.evaluation.metric import Metric
 
+_FEW_OF_CLASS = 6
+
 
 @final
 @dataclass(frozen=True)
@@ -213,7 +215,9 @@ def degrees_of_freedom(centred: FloatArray, classes: NDArray[np.int64]) -> float
     """Returns the degrees of freedom of that part of a score's variance which is due to test examples.
 
     They are Welch's over classes, bounded by the number of examples that contribute less one: few contribute where two
-    networks mostly agree ((Σ|c|)²/Σc² is their number if all contribute alike).
+    networks mostly agree ((Σ|c|)²/Σc² is their number if all contribute alike). If one of two classes has fewer than
+    `_FEW_OF_CLASS` examples, it bounds them too: the variance of so few may be estimated as next to nothing by chance, and
+    Welch's formula would then count the other class alone.
     """
     squares = centred**2
     total = float(squares.sum())
@@ -225,7 +229,9 @@ def degrees_of_freedom(centred: FloatArray, classes: NDArray[np.int64]) -> float
         if (share := float(squares[inside].sum()) / total) > 0:
             inverse += share**2 / max(int(inside.sum()) - 1, 0.5)
     contributing = float(np.abs(centred).sum()) ** 2 / total
-    return max(min(1 / inverse, contributing - 1), 0.5)
+    _, counts = np.unique(classes, return_counts=True)
+    rarest = counts.min() if len(counts) == 2 and counts.min() < _FEW_OF_CLASS else len(classes)
+    return max(min(1 / inverse, contributing - 1, float(rarest) - 1), 0.5)
 
 
 def estimate_client_means(components_by_client: Sequence[VarianceComponents], *, num_tests: int = 1) -> list[Estimate]:
