@@ -171,6 +171,24 @@ def test_rows_are_cards_on_a_phone(page):
         page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
+def test_the_keyboard_stops_at_a_table_only_where_it_scrolls(page):
+    state = (
+        "return [...document.querySelectorAll('.wide')].filter((b) => b.checkVisibility())"
+        ".map((b) => [b.tabIndex, b.scrollWidth > b.clientWidth])"
+    )
+    assert all((stop == 0) == scrolls for stop, scrolls in page.execute_script(state))
+    narrow = (
+        "document.querySelector('main').style.maxWidth = arguments[0]; return new Promise((r) => setTimeout(r, 200))"
+    )
+    page.execute_script(narrow, "300px")
+    try:
+        stops = page.execute_script(state)
+        assert any(stop == 0 for stop, _ in stops)
+        assert all((stop == 0) == scrolls for stop, scrolls in stops)
+    finally:
+        page.execute_script(narrow, "")
+
+
 def test_the_heads_of_the_methods_table_wrap_before_a_column_is_cut(page):
     cut = page.execute_script(
         "const table = [...document.querySelectorAll('table')].find((t) => t.tHead.textContent.includes('worst site'));"

@@ -136,7 +136,7 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
         entry = {"mean": run_group.mean_score(method), "interval": statistics.get("interval")}
         if not is_local:
             entry |= {"gain": gain, "gain_interval": statistics.get("gain_interval")}
-        label = f"{method.label} (alone)" if is_local else method.label
+        label = f"training alone ({method.label})" if is_local else method.label
         ranked.append((run_group.ranking_key(method), [label, *_score_cells(entry, scores, run_group)]))
     references = run_group.comparison_results.get("references") or {}
     for name, reference in references.items():

@@ -72,5 +72,8 @@
   };
   const all = () => { for (const table of document.querySelectorAll(".wide > table")) dress(table); };
   document.addEventListener("drawn", all); // by curves.js
+  // The keyboard stops at a table only where it can scroll it.
+  const stops = new ResizeObserver((changes) => { for (const { target } of changes) target.tabIndex = target.scrollWidth > target.clientWidth ? 0 : -1; });
+  for (const box of document.querySelectorAll(".wide")) stops.observe(box);
   all();
 })();
