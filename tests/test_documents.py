@@ -83,11 +83,12 @@ def test_readme_commands(tmp_path, monkeypatch, capsys):
         "run", "report", "compare", "look", "reproduce", "flower", "list",
     }  # fmt: skip
     rows = [
-        f"{age},{age % 2},{hospital}"
+        f"{age},{age % 2},{hospital},{age - 10},{age // 2 % 2}"
         for hospital, first in (("north", 20), ("south", 60))
         for age in range(first, first + 20)
     ]
-    (tmp_path / "patients.csv").write_text("\n".join(["age,outcome,hospital", *rows]))
+    (tmp_path / "patients.csv").write_text("\n".join(["age,outcome,hospital,days,died", *rows]))
+    (tmp_path / "scans").mkdir()
     assert main(["run", "quickstart", "--rounds", "1", "--quiet", "--workers", "0", "--out", "runs/heart"]) == 0
     for command in [*commands, ["resume", "runs/heart"]]:
         if command[0] == "reproduce":

@@ -92,6 +92,20 @@ def test_one_version_is_named_everywhere():
     assert ("unreleased" in head) == (date is None)
 
 
+def test_the_changelog_says_each_thing_once():
+    lines = [line for line in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines() if line.startswith("- ")]
+    beginnings = [line[:30] for line in lines]
+    assert [start for start in beginnings if beginnings.count(start) > 1] == []
+
+
+def test_the_licence_covers_the_data_in_the_wheel():
+    """SPDX: polyfed's own code, and the heart data, whose licence asks for attribution."""
+    assert PROJECT["license"] == "Apache-2.0 AND CC-BY-4.0"
+    licences = [(ROOT / file).read_text(encoding="utf-8") for file in PROJECT["license-files"]]
+    assert "Apache License" in licences[0]
+    assert "CC BY 4.0" in licences[1]
+
+
 def test_the_notes_of_a_release_are_its_section_of_the_changelog(tmp_path):
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "notes", tmp_path / ".ci")
