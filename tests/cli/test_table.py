@@ -141,6 +141,15 @@ def test_a_site_of_one_row_may_be_another_spelling(table, capsys):
     assert "North has 1 example, too few to test on; it may be another spelling of north" in capsys.readouterr().err
 
 
+def test_a_folder_that_is_no_run_is_told_with_what_is_near(table, capsys):
+    (table / "runs/first").mkdir(parents=True)
+    assert main(["resume", "nowhere"]) == 2
+    assert capsys.readouterr().err == "polyfed: nowhere does not exist; newest in runs: runs/first\n"
+    (table / "scans/north/ill").mkdir(parents=True)
+    assert main(["look", "scans"]) == 2
+    assert capsys.readouterr().err.endswith("--data imagefolder --data.path scans --data.layout site/class\n")
+
+
 def test_a_table_without_a_site_is_not_divided_unasked(table, capsys):
     assert main([*RUN, "--out", "r"]) == 2
     assert "give --data.site with the column that says which client a row belongs to" in capsys.readouterr().err

@@ -285,7 +285,7 @@ def expand_user_path(path: str | Path, label: str = "the path") -> Path:
 
 
 def check_directory_exists(folder: Path) -> None:
-    """Raises a `UserError` with the nearest names beside it unless there is something at a path.
+    """Raises a `UserError` with the nearest names beside it, or the newest runs, unless there is something at a path.
 
     >>> check_directory_exists(Path("no/such/folder"))
     Traceback (most recent call last):
@@ -299,6 +299,9 @@ def check_directory_exists(folder: Path) -> None:
             raise UserError(
                 f"{folder} does not exist; did you mean {' or '.join(str(folder.parent / n) for n in names)}?"
             )
+        if folder.parent in (Path(), Path("runs")):  # where the command line puts runs
+            newest = sorted(Path("runs").iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)[:3]
+            raise UserError(f"{folder} does not exist; newest in runs: {', '.join(map(str, newest)) or 'nothing'}")
     raise UserError(f"{folder} does not exist")
 
 

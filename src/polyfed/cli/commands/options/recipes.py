@@ -155,9 +155,10 @@ def read_recipe(name_or_path: str) -> Recipe:
         )
     place = expand_user_path(name_or_path, "the recipe or file")
     if place.is_dir() and not (place / "config.yaml").exists():
+        has_sites = any(inner.is_dir() for inner in place.glob("*/*"))
         data_hint = (
             "or if it holds data, say of which kind (polyfed list data), such as --data imagefolder --data.path "
-            f"{name_or_path}"
+            f"{name_or_path}{' --data.layout site/class' if has_sites else ''}"
         )
         raise UserError(
             f"{name_or_path} is a folder without config.yaml; give a run directory, a YAML file or a recipe; {data_hint}"
