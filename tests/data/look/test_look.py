@@ -375,3 +375,16 @@ def test_a_factor_of_an_unknown_unit_is_said_with_the_shift():
     assert findings["shift", "dimer"].sites == ("south",)
     assert re.search(r"mean and spread (1\.9|2|2\.1) times as large", findings["shift", "dimer"].text)
     assert findings["shift", "dimer"].meaning.startswith("another unit? If not: ")
+
+
+def test_another_scale_of_columns_around_zero_is_seen_by_the_spread_alone():
+    draw = torch.Generator().manual_seed(0)
+    clients = []
+    for name, scale in (("north", 1.0), ("south", 1.0), ("west", 1000.0)):
+        x, other = (scale * torch.randn(60, 2, generator=draw) for _ in range(2))
+        y = torch.arange(60) % 2
+        clients.append(pf.Client(name, None, (x - x.mean(0), y), (other - other.mean(0), y)))
+    findings = [finding for finding in pf.look(clients).findings if finding.kind == "shift"]
+    assert [finding.sites for finding in findings] == [("west",), ("west",)]
+    assert all("spread" in f.text and "00 times as large" in f.text for f in findings)
+    assert all(f.meaning.startswith("another unit? If not: ") for f in findings)

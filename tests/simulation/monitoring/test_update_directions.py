@@ -190,6 +190,14 @@ def test_a_run_names_who_departs_and_records_cosines_and_changes_of_the_loss(mon
     assert not any("client-2" in s for record in run.history for s in record["warnings"])
 
 
+def test_a_huge_update_does_not_make_the_two_others_idle():
+    norms = {"a": 1.1, "b": 1.2, "huge": 500.0}
+    rows = {name: {"update_norm": norm} for name, norm in norms.items()}
+    assert describe_departing_clients({"round": 1, "clients": rows}) == []
+    (sentence,) = describe_departing_clients({"round": 1, "clients": {**rows, "a": {"update_norm": 0.001}}})
+    assert "'a' sends back almost what it has received (norm 0.001, the others' median 1.2)" in sentence
+
+
 def test_nothing_of_it_in_secure_sums():
     run = pf.federate(small_clients(4), FedAvg(lr=0.01), rounds=2, workers=0, secure=True)
     fields = {name for record in run.history for row in record["clients"].values() for name in row}

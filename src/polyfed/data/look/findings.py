@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 from polyfed.core.io.number_format import join_first_and_count_rest
 from polyfed.data.look.counts import MIN_COUNT, NOT_SHOWN
@@ -31,18 +31,7 @@ _BALANCE = 0.4  # difference of a class's share between sites
 _CODE_SHARE = 0.02
 _ONLY_HERE = 0.15  # share of a number that no other site has
 Kind = Literal["code", "unit", "empty", "classes", "few", "missing", "constant", "category", "balance", "shift"]
-_ORDER: tuple[Kind, ...] = (
-    "code",
-    "unit",
-    "empty",
-    "classes",
-    "few",
-    "missing",
-    "constant",
-    "category",
-    "balance",
-    "shift",
-)
+_ORDER: tuple[Kind, ...] = get_args(Kind)
 
 
 @final

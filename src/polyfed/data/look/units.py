@@ -11,6 +11,9 @@ _FACTORS = {
 _MEANS, _SPREADS = 1.25, 2.0  # largest ratios to a factor
 _LARGE = 8.0  # factors that natural differences between sites hardly reach
 _APART = 1.5  # sums of standard deviations between the means, for small factors
+_SPREAD_ALONE = (
+    50.0  # least ratio of spreads around means that cannot be compared, such as those of standardised columns
+)
 _COMMON, _ALIKE, _ERRORS = (
     1.8,
     1.5,
@@ -38,10 +41,17 @@ def describe_unit_difference(site: NumberStatistics, reference: NumberStatistics
 def describe_common_factor(site: NumberStatistics, reference: NumberStatistics) -> str:
     """Returns the factor by which mean and spread differ alike, as in a unit that is not known; "" if they do not.
 
+    Around means of about 0 it is that of the spreads, if it is large.
+
     >>> north, south = NumberStatistics(90.0, 45.0, 0.5, 9.0), NumberStatistics(90.0, 90.0, 1.0, 36.0)
     >>> describe_common_factor(south, north)
     'mean and spread 2 times as large'
+    >>> describe_common_factor(NumberStatistics(90.0, -9.0, 0.0, 9e7), NumberStatistics(90.0, 9.0, 0.0, 90.0))
+    'spread 1000 times as large'
     """
+    smaller, larger = sorted((site.sd, reference.sd))
+    if larger >= _SPREAD_ALONE * smaller:
+        return f"spread {float(f'{larger / smaller:.2g}'):g} times as {'large' if site.sd == larger else 'small'}"
     means, spreads = _ratios_of_means_and_spreads(site, reference)
     error = (site.sd**2 / site.count + reference.sd**2 / reference.count) ** 0.5
     is_alike = max(means / spreads, spreads / means) <= _ALIKE

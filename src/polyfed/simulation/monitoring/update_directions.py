@@ -163,16 +163,18 @@ def describe_departing_clients(
     ]
 
 
-def _values_and_medians_of_others(rows: Mapping[str, Mapping[str, Any]], field: str) -> dict[str, tuple[float, float]]:
-    """Returns each client's value of a field, and the upper median of the other clients' values; empty for few clients.
+def _values_and_medians_of_others(
+    rows: Mapping[str, Mapping[str, Any]], field: str, *, lower: bool = False
+) -> dict[str, tuple[float, float]]:
+    """Returns each client's value of a field, and the median of the other clients' values; empty for few clients.
 
-    The upper one, since of two others one may lie.
+    Of two in the middle it is the one that accuses less, since one may lie: the upper for what is too large, else the lower.
     """
     values = {i: float(row[field]) for i, row in rows.items() if isinstance(row.get(field), int | float)}
     ordered = sorted((value, i) for i, value in values.items() if math.isfinite(value))
     if len(ordered) < _FEWEST:
         return {}
-    middle = (len(ordered) - 1) // 2  # of the others: one place higher for those up to there
+    middle = (len(ordered) - 1 - lower) // 2  # of the others: one place higher for those up to there
     return {i: (value, ordered[middle + (rank <= middle)][0]) for rank, (value, i) in enumerate(ordered)}
 
 
@@ -207,7 +209,7 @@ def _opposed_clients(
 
 
 def _idle_clients(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    for client, (norm, median) in _values_and_medians_of_others(rows, "update_norm").items():
+    for client, (norm, median) in _values_and_medians_of_others(rows, "update_norm", lower=True).items():
         if norm < _IDLE * median:
             yield (
                 f"{client!r} sends back almost what it has received",
