@@ -48,8 +48,25 @@ def test_a_saved_run_is_exported_like_its_directory(run, tmp_path):
         DeprecationWarning, match=r"export_model\((to|network)=...\) is deprecated; write (out|model)=..."
     ):
         pf.export_model(run, "client-0", to=tmp_path / "b", format="weights", network=None)
-    with pytest.raises(pf.UserError, match=r"the run directory must be a path, got a Run; give its directory, \.out"):
-        pf.audit(run)
+    with pytest.raises(pf.UserError, match="client-9"):
+        pf.audit(run, client="client-9")
+
+
+def test_predictions_of_a_saved_run_are_those_of_the_run(run):
+    saved, kept = pf.load(run.out).predictions("client-0"), run.predictions("client-0")
+    assert torch.equal(saved.outputs, kept.outputs)
+    assert torch.equal(saved.targets, kept.targets)
+
+
+def test_a_comparison_gives_its_runs(tmp_path):
+    compared = pf.compare(small_clients(2), "fedavg", rounds=1, seeds=[3, 5], tune="none", out=tmp_path / "c", quiet=True,
+                          references=False)  # fmt: skip
+    assert compared.run("fedavg").out == tmp_path / "c" / "fedavg" / "seed-3"
+    assert compared.run("local", seed=5).config["seed"] == 5
+    with pytest.raises(pf.UserError, match="fedavg has no run with seed=4; choices: 3, 5"):
+        compared.run("fedavg", seed=4)
+    with pytest.raises(pf.UserError, match="no method 'fedavgg' in this comparison; did you mean fedavg"):
+        compared.run("fedavgg")
 
 
 def test_run_and_comparison_write_their_page(run, tmp_path):

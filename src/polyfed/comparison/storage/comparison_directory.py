@@ -37,6 +37,7 @@ from polyfed.simulation.results.across_sites.cross_site_scores import (
     read_cross_site,
 )
 from polyfed.simulation.results.display.frames import build_frame
+from polyfed.simulation.results.saved_run import SavedRun, load_run
 from polyfed.simulation.storage.directory import (
     describe_changed_files_of_run,
     is_left_by_a_start,
@@ -163,9 +164,7 @@ class Comparison:
         Raises:
             UserError: there is no such method, or its runs have no such scores.
         """
-        if method not in self.results["methods"]:
-            raise UserError(f"no method {method!r} in this comparison; {did_you_mean(method, self.results['methods'])}")
-        runs = self.results["methods"][method]["runs"].values()
+        runs = self._runs_of(method).values()
         folders = [self.out / run["path"] for run in runs if self.out is not None and run["path"] is not None]
         parts = [part for folder in folders if (part := read_cross_site(folder)) is not None]
         if not parts or len(parts) < len(runs):
@@ -174,6 +173,30 @@ class Comparison:
                 "cross_site=True and out=... from the beginning, or use run.cross_site()"
             )
         return average_cross_site(parts)
+
+    def run(self, method: str, seed: int | None = None) -> SavedRun:
+        """Returns one of the compared runs, with its networks and predictions, as in `comparison.run("fml").table()`.
+
+        Args:
+            method: its label in the comparison.
+            seed: None for the first one.
+
+        Raises:
+            UserError: no such method or seed, or the comparison was kept in memory.
+        """
+        runs = self._runs_of(method)
+        key = next(iter(runs)) if seed is None else str(seed)
+        if key not in runs:
+            raise UserError(f"{method} has no run with seed={seed!r}; choices: {', '.join(runs)}")
+        if self.out is None or runs[key]["path"] is None:
+            raise UserError("the runs of this comparison were kept in memory; compare with out=DIR")
+        return load_run(self.out / runs[key]["path"])
+
+    def _runs_of(self, method: str) -> Mapping[str, Any]:
+        methods: Mapping[str, Any] = self.results["methods"]
+        if method not in methods:
+            raise UserError(f"no method {method!r} in this comparison; {did_you_mean(method, methods)}")
+        return methods[method]["runs"]  # type: ignore[no-any-return]
 
     def table(self) -> list[dict[str, Any]]:
         """Returns a dict of scores and costs for each method, None where undefined.

@@ -73,7 +73,7 @@ def audit(
     Args:
         folder: a run directory, or the run that `federate` or `load` returned; the result is written to `audit.json` in
             it, for the page of `polyfed report`, and nothing else is changed.
-        clients, algorithm, public: as they were given to `federate`; needed only if the run was not described by a file.
+        clients, algorithm, public: as they were given to `federate`; needed only for a directory whose run no file describes.
             `algorithm` is needed only if it is not in the registry.
         metrics: as for `federate`; needed only if one that is not built in chose the round that was kept.
         runs: number of shadow runs, at least 4; more make the attack stronger.
@@ -90,6 +90,9 @@ def audit(
     polyfed.core.errors.UserError: an audit needs at least 4 runs, got runs=2
     """
     _check_options(runs, iterations, restarts, algorithm, on_run)
+    if isinstance(folder, Run) and clients is None:
+        clients = folder.federation.clients.values()
+        public = folder.federation.public if public is None else public
     run_folder = folder.out if isinstance(folder, Run | SavedRun) else folder
     if run_folder is None:
         raise UserError("an audit reads a run directory, and this run was kept in memory; train it with out=DIR")

@@ -36,6 +36,7 @@ from polyfed.simulation.storage.model_signature import (
 )
 from polyfed.simulation.storage.page_file import write_page_of
 from polyfed.simulation.storage.paths import safe_file_name
+from polyfed.simulation.storage.predictions.prediction_store import Predictions, read_predictions
 from polyfed.simulation.storage.run_files import RunFiles
 
 
@@ -157,6 +158,14 @@ class SavedRun:
             outputs = predict(network, examples)
         is_table = isinstance(reference.transform, TablePreprocessor)
         return reference.transform.unscale_outputs(outputs) if is_table else outputs  # type: ignore[union-attr]
+
+    def predictions(self, client: str, split: Literal["test", "val"] = "test", round: int | None = None) -> Predictions:
+        """Returns a client's outputs on test or validation examples, stored at evaluation, as `Run.predictions` does.
+
+        Raises:
+            UserError: there are none for this client, split or round, or the file is damaged.
+        """
+        return read_predictions(self.out, client, split=split, round=round)
 
     def _stem(self, client: str) -> Path:
         """Returns the path of a client's files without suffix; raises a `UserError` if its network is not there."""
