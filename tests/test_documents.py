@@ -168,6 +168,15 @@ def test_a_long_subject_has_a_short_page_and_pages_that_begin_with_a_question(na
 
 
 @pytest.mark.lists
+@pytest.mark.parametrize("page", ["networks", "tasks", "security/bad_site"])
+def test_the_examples_of_a_page_run_as_they_stand(page):
+    namespace = {"__name__": "my_tasks"}
+    for block in python_blocks(f"docs/{page}.md"):
+        if "hourly_load" not in block:  # a comparison, which tests/tasks/test_forecasting.py shortens
+            exec(compile(block, f"docs/{page}.md", "exec"), namespace)  # noqa: S102  # the page's own code
+            assert namespace["run"].history[-1]["train_loss"] < namespace["run"].history[0]["train_loss"]
+
+
 def test_there_is_one_guide_to_a_method():
     """docs/add_a_method.md, whose code tests/test_site.py runs."""
     assert python_blocks("CONTRIBUTING.md") == []

@@ -73,7 +73,7 @@ def audit(
     Args:
         folder: a run directory, or the run that `federate` or `load` returned; the result is written to `audit.json` in
             it, for the page of `polyfed report`, and nothing else is changed.
-        clients, algorithm, public: as they were given to `federate`; needed only for a directory whose run no file describes.
+        clients, algorithm, public: as they were given to `federate`; needed for a directory whose run no file describes.
             `algorithm` is needed only if it is not in the registry.
         metrics: as for `federate`; needed only if one that is not built in chose the round that was kept.
         runs: number of shadow runs, at least 4; more make the attack stronger.
