@@ -85,6 +85,7 @@ def test_unsuited_methods_are_left_out():
 def test_forecast():
     comparison = pf.compare(CountingSource(small_clients(6)), ["fedprox"], plan_only=True, **WORDS)
     assert comparison.results["plan"]["score"]
+    assert repr(comparison).startswith("Comparison(a plan, nothing trained; ")
 
 
 def test_refused(monkeypatch):

@@ -167,7 +167,16 @@ def test_too_many_arguments_by_position_say_which_have_names():
         pf.Client(*range(9))
 
 
+def test_the_name_of_a_network_says_how_it_is_given_in_python():
+    with pytest.raises(
+        pf.UserError, match=r"got str; .* pf\.models\.ModelSpec\('mlp', \{\}, input_shape, num_classes\)$"
+    ):
+        sites().build_clients("mlp")
+
+
 def test_by_position_self_is_no_argument():
+    with pytest.raises(TypeError, match=r"^FedAvg\(\) takes its fields by name, as lr=\.\.\., got 0\.1 by position$"):
+        FedAvg(0.1)
     with pytest.raises(TypeError, match=r"^Privacy\(\) takes its arguments by name, as target_epsilon=\.\.\., "):
         pf.Privacy(8.0)
 

@@ -1,5 +1,6 @@
 """What a user's own method may get wrong is said before training, or names the method, its part and what was expected."""
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -142,3 +143,12 @@ def test_hyper_parameters_that_no_run_would_keep_are_refused():
     assert (
         type("Mine", (Averaging,), {})().lr == Averaging().lr
     )  # without hyper-parameters of its own it needs no decorator
+
+
+def test_an_error_of_the_server_half_has_a_note_on_the_round_and_the_groups():
+    with pytest.raises(KeyError, match="control") as caught:
+        _run(server_step=lambda self, server_state, mean, client_ids: {"model": mean["control"]})
+    (note,) = caught.value.__notes__
+    assert re.fullmatch(
+        r"polyfed: round 1, in aggregate or server_step of .*Mine; groups of the server's state: model", note
+    )

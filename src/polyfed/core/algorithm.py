@@ -49,7 +49,7 @@ from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.text_labels import share_classes
 from polyfed.core.io.keyword_names import check_keyword_names, suggest_keywords
-from polyfed.core.method_definition import check_is_dataclass, check_overridden_parts
+from polyfed.core.method_definition import check_fields_are_named, check_is_dataclass, check_overridden_parts
 from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.task import DEFAULT_TASK, Loss, Task, TaskSpec
@@ -142,6 +142,8 @@ class Client:
                 if isinstance(model, nn.Module)
                 else "give a function that returns a new torch.nn.Module at each call, such as lambda: MyNet()"
             )
+            if isinstance(model, str):
+                cure = f"a network of polyfed's is pf.models.ModelSpec({model!r}, {{}}, input_shape, num_classes)"
             if hasattr(model, "train_dataset"):  # of transformers or the like
                 cure = (
                     "of a trainer give the network and the data: model=lambda: copy.deepcopy(trainer.model), train=..."
@@ -307,6 +309,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     def __new__(cls, *args: Any, **fields: Any) -> Self:
         """Checks the names of the fields."""
         check_is_dataclass(cls)
+        check_fields_are_named(cls, args)
         if not fields.keys() <= getattr(cls, "__dataclass_fields__", {}).keys():
             _check_field_names(cls, fields)  # Python's own error names no field that would do
         return super().__new__(cls)

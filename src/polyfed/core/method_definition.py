@@ -1,6 +1,6 @@
 """Checks how the class of a method is written, before it can train: names and arguments of its parts, and its fields."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from inspect import Parameter, signature
 from types import FunctionType
@@ -47,6 +47,14 @@ def _check_takes_same_arguments(label: str, part: FunctionType, overridden: Func
         raise TypeError(
             f"{label} takes ({names}), but gets ({right_names}): write def {label.split('.')[1]}(self, {right_names})"
         )
+
+
+def check_fields_are_named(kind: type, values: Sequence[Any]) -> None:
+    """Raises a `TypeError` for values by position, if a method has fields by name alone."""
+    fields = getattr(kind, "__dataclass_fields__", {})
+    if values and fields and all(field.kw_only for field in fields.values()):
+        example = "lr" if "lr" in fields else next(iter(fields))
+        raise TypeError(f"{kind.__name__}() takes its fields by name, as {example}=..., got {values[0]!r} by position")
 
 
 def check_is_dataclass(kind: Any) -> None:

@@ -76,7 +76,7 @@ class Comparison:
     def __repr__(self) -> str:
         seeds = count_with_noun(len(self.results["seeds"]), "seed")
         out = None if self.out is None else str(self.out)
-        return f"Comparison({', '.join(self.results['methods'])}; {seeds}, out={out!r})"
+        return f"Comparison({', '.join(self.results['methods']) or 'a plan, nothing trained'}; {seeds}, out={out!r})"
 
     def __str__(self) -> str:
         """Returns warnings and answers, a sentence a line, with what was left out or failed."""

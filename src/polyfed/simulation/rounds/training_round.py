@@ -237,9 +237,16 @@ def train_and_aggregate_round(
         raise RoundError(f"round {number} has {len(reply_ids)} valid replies of {len(round_clients)}, min_replies is "
                          f"{settings.min_replies} ({reasons})")  # fmt: skip
     aggregating = clock()
-    state, dropped = aggregator.aggregate(
-        federation.server_context(), leave_out_bad_replies=settings.on_error == "skip"
-    )
+    try:
+        state, dropped = aggregator.aggregate(
+            federation.server_context(), leave_out_bad_replies=settings.on_error == "skip"
+        )
+    except (LookupError, AttributeError, TypeError) as error:  # of a method's code; the message alone may be one word
+        names = (
+            f"; groups of the server's state: {', '.join(previous.state)}" if isinstance(previous.state, dict) else ""
+        )
+        error.add_note(f"polyfed: round {number}, in aggregate or server_step of {registry_name(algorithm)}{names}")
+        raise
     for i, reason in dropped.items():
         training.failures.append({"client": i, "phase": "aggregate", "reason": reason, "retried": False})
         progress.say(f"client {i!r}: {reason}; its reply is left out")
