@@ -52,6 +52,12 @@ def test_a_loss_that_cannot_be_trained_is_refused_before_round_1(counts):
             pf.federate(clients_of(wrong()), "fedavg", rounds=1)
 
 
+def test_names_in_place_of_metrics_are_refused(counts):
+    wrong = dataclasses.dataclass(frozen=True)(type("Wrong", (counts,), {"metrics": ("mae",), "__module__": __name__}))
+    with pytest.raises(pf.UserError, match=r"its metrics must be polyfed.Metric objects, got 'mae'$"):
+        pf.federate(clients_of(wrong()), "fedavg", rounds=1)
+
+
 class Line(nn.Linear):
     def __init__(self):
         super().__init__(4, 1)

@@ -21,14 +21,14 @@ _OTHER_NAMES = {
 """Name that a metric has elsewhere, in small letters and without "_" -> the nearest that there is here, for suggestions."""
 
 
-def describe_unknown_metric(name: str) -> str:
-    """Returns a sentence about a name that no metric has, with the nearest names.
+def describe_unknown_metric(name: str, names: Iterable[str] = METRIC_NAMES) -> str:
+    """Returns a sentence about a name that no metric has, with the nearest of `names`.
 
     >>> describe_unknown_metric("AUROC")[:47]
     "unknown metric 'AUROC'; did you mean auc? Choic"
     """
     nearest = _OTHER_NAMES.get(re.sub("[ _-]", "", name.lower()), name)
-    return f"unknown metric {name!r}; {did_you_mean(nearest, METRIC_NAMES)}"
+    return f"unknown metric {name!r}; {did_you_mean(nearest, names)}"
 
 
 def check_metric_names(names: Iterable[Any]) -> None:

@@ -37,6 +37,8 @@ def resolve_metrics(choice: Any, task: Task | TaskSpec) -> tuple[Metric, ...]:
     'R²'
     """
     task = get_task(task)
+    if strange := [metric for metric in task.metrics if not isinstance(metric, Metric)]:
+        raise UserError(f"the task {task}: its metrics must be polyfed.Metric objects, got {strange[0]!r}")
     choices = list(choice) if isinstance(choice, Iterable) and not isinstance(choice, str) else [choice]
     if choice is None or not choices:
         return (task.default_metric,)
@@ -121,7 +123,11 @@ def _resolve_metric(choice: Any, task: Task) -> Metric:
     if isinstance(choice, str):
         if (obstacle := task.unavailable_metrics.get(choice)) is not None:
             raise UserError(obstacle)
-        return _import_metric(choice, task) if ":" in choice else task.find_metric(choice) or metric_by_name(choice)
+        if ":" in choice:
+            return _import_metric(choice, task)
+        if (named := task.find_metric(choice) or _find_built_in(choice)) is None:
+            raise UserError(describe_unknown_metric(choice, [metric.name for metric in task.metrics]))
+        return named
     if not callable(choice):
         raise UserError(
             f"metrics must be names, functions f(outputs, targets) -> float or Metric objects, got {choice!r}"
