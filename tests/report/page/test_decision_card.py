@@ -155,7 +155,7 @@ def test_intervals_of_all_sites_are_drawn_on_one_axis(group):
     said = [re.search('class="say(?: why)?">([^<]*)<', row)[1] for row in rows]
     assert said == ["with &lt;b&gt;.", "there is no interval.", "few examples."]
     assert "&lt;i&gt;a&lt;/i&gt;" in rows[0]
-    assert re.findall("<td>([^<]*)</td>", rows[1]) == ["−1.000", "–", "ridge", "–"]
+    assert re.findall("<td>([^<]*)</td>", rows[1]) == ["−1.000", "–", "ridge regression", "–"]
     same = html_answer_table(told[:1], found, axis, 0.95)
     assert "gain over training alone, AUC" in same
     assert ">compared with<" not in same
@@ -166,7 +166,7 @@ def test_gains_shrunk_towards_all_sites_are_a_table_of_their_own(group):
     clients = {"north": {"interval": [0.01, 0.03]}, "south": {"interval": [-0.02, 0.01]}}
     found = dataclasses.replace(group(), comparison_results={"site_model": {"over": "ridge", "clients": clients}})
     table = html_pooled_gains(found, 0.95)
-    assert "Gain over ridge, shrunk towards the mean over sites" in table
+    assert "Gain over ridge regression, shrunk towards the mean over sites" in table
     assert re.findall("<td[^>]*>([^<]*)</td>", table) == ["+0.010 to +0.030", "−0.020 to +0.010"]
     assert html_pooled_gains(dataclasses.replace(found, comparison_results={}), 0.95) == ""
 
@@ -239,3 +239,18 @@ def test_a_comparison_of_folds_speaks_of_folds(group):
     assert ">folds that reach it</th>" in html_methods_table(found)
     assert ">lowest fold</th>" in html_gains_over_local(found, "k")
     assert "means of 2 folds" in html_learning_curves(found, "k", {})
+
+
+def test_a_model_of_a_site_alone_has_one_name_on_the_page(group):
+    rival = {"over": "cox_ridge", "sentence": "s0: not decided"}
+    references = {"cox_ridge": {"alone": True, "sentence": "fitted by each client", "scores": {"s0": 0.7}},
+                  "pooled_cox_ridge": {"alone": False, "sentence": "fitted to all", "scores": {"s0": 0.7}}}  # fmt: skip
+    (answer,) = answers("undecided")
+    mean = {**answer, "client": None, **rival}
+    found = group(task="survival", answers=[answer | rival], mean_answer=mean, references=references)
+    section = html_advice_section(found, None, "k")
+    assert "over Cox regression with a ridge penalty alone" in html_header_card(found)
+    assert "gain over Cox regression with a ridge penalty, AUC" in section
+    assert ">Cox regression with a ridge penalty alone</th>" in section
+    assert ">Cox regression with a ridge penalty (all data in one place, for reference)</th>" in section
+    assert "cox ridge" not in section

@@ -7,7 +7,10 @@ from typing import final
 
 from markupsafe import Markup
 
+from polyfed.comparison.verdicts.verdict_sentences import describe_local_alternative
+from polyfed.core.errors import UserError
 from polyfed.core.io.number_format import NumberUnit
+from polyfed.core.task import DEFAULT_TASK
 from polyfed.report.data.answers import ANSWER_LABELS, SiteAnswer
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.score_format import ScoreFormat
@@ -61,7 +64,7 @@ def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: 
         cells = [
             "–" if answer.gain is None else form.format_signed(answer.gain).removesuffix(" points"),
             _format_interval(answer.interval, form),
-            *([_name_of_rival(answer.compared_with)] if len(rivals) > 1 else []),
+            *([_short_name_of_rival(answer.compared_with, run_group)] if len(rivals) > 1 else []),
             "–" if answer.test_examples is None else str(answer.test_examples),
             *(["–" if answer.rarest is None else str(answer.rarest)] if name_of_rarest else []),
         ]
@@ -73,7 +76,7 @@ def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: 
                 "cells": cells,
             }
         )
-    over = f" over {_name_of_rival(next(iter(rivals)))}" if len(rivals) == 1 and rivals != {""} else ""
+    over = f" over {_short_name_of_rival(next(iter(rivals)), run_group)}" if len(rivals) == 1 and rivals != {""} else ""
     return render_template(
         "answer_table",
         rows=rows,
@@ -88,7 +91,7 @@ def html_pooled_gains(run_group: RunGroup, level: float) -> Markup:
     pooled = run_group.comparison_results.get("site_model")
     if not pooled:
         return Markup()
-    rival = _name_of_rival(str(pooled["over"]))
+    rival = _short_name_of_rival(str(pooled["over"]), run_group)
     caption = (
         f"Gain over {rival}, shrunk towards the mean over sites, most where a site has few examples. Such intervals hold on "
         "average over sites, and give no answer"
@@ -98,9 +101,18 @@ def html_pooled_gains(run_group: RunGroup, level: float) -> Markup:
     return html_table(caption, ["site", f"{100 * level:g} % interval"], rows)
 
 
-def _name_of_rival(compared_with: str) -> str:
-    """Returns what a site has alone, which a gain is over, in words; a dash if it is not known."""
-    return {"": "–", "local": "training alone"}.get(compared_with, compared_with.replace("_", " "))
+def name_of_rival(compared_with: str, run_group: RunGroup) -> str:
+    """Returns what a site has alone, which a gain is over, in the words of the comparison's sentences."""
+    task = run_group.comparison_results.get("task", DEFAULT_TASK)
+    try:
+        return describe_local_alternative(compared_with, "local", task)
+    except UserError:  # a task that this process does not trust
+        return f"{compared_with.replace('_', ' ')} alone"
+
+
+def _short_name_of_rival(compared_with: str, run_group: RunGroup) -> str:
+    name = name_of_rival(compared_with, run_group) if compared_with else "–"
+    return name if compared_with == "local" else name.removesuffix(" alone")
 
 
 def _format_interval(ends: Sequence[float] | None, form: ScoreFormat) -> str:

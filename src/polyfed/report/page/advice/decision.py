@@ -28,7 +28,7 @@ from polyfed.report.data.provenance import read_provenance
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import ScoreFormat
-from polyfed.report.page.advice.answer_table import gain_axis, html_answer_table
+from polyfed.report.page.advice.answer_table import gain_axis, html_answer_table, name_of_rival
 from polyfed.report.page.charts.caterpillar_plot import svg_caterpillar_plot
 from polyfed.report.page.charts.forest_plot import IntervalMark
 from polyfed.report.page.charts.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
@@ -142,7 +142,7 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
     for name, reference in references.items():
         scores = [float(value) for value in (reference.get("scores") or {}).values() if value is not None]
         mean_score, is_pooled = reference.get("mean"), not reference.get("alone", name != "pooled")
-        label = f"{name.replace('_', ' ')} ({'all data in one place, for reference' if is_pooled else 'alone'})"
+        label = _name_of_reference(name, run_group, is_pooled=is_pooled)
         rank = -math.inf if is_pooled or mean_score is None else score_format.positive_if_better(float(mean_score))
         ranked.append((rank, [label, *_score_cells(reference, scores, run_group)]))
     explanation = (
@@ -164,11 +164,20 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
         columns=["method", score_format.mean_label, percent, "gain over training alone", percent, "worst site"],
         rows=[row for _, row in sorted(ranked, key=lambda row: row[0], reverse=True)],
         notes=[
-            f"{name.replace('_', ' ')}: {say_sites(reference['sentence'])}"
+            f"{_name_of_reference(name, run_group, is_pooled=not reference.get('alone', name != 'pooled'))}: "
+            f"{say_sites(reference['sentence'])}"
             for name, reference in references.items()
             if reference.get("sentence")
         ],
     )
+
+
+def _name_of_reference(name: str, run_group: RunGroup, *, is_pooled: bool) -> str:
+    """Returns what a simple model, or a model trained on pooled data, is called in the table of methods."""
+    if not is_pooled:
+        return name_of_rival(name, run_group)
+    model = name_of_rival(name.removeprefix("pooled_"), run_group).removesuffix(" alone")
+    return f"{model} (all data in one place, for reference)"
 
 
 def _score_cells(entry: Mapping[str, Any], scores: Sequence[float], run_group: RunGroup) -> list[str]:

@@ -27,6 +27,7 @@ from polyfed.report.data.answers import (
 from polyfed.report.data.costs import MethodCost, cost_of_method, describe_protection, disclosures_of_method
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
+from polyfed.report.page.advice.answer_table import name_of_rival
 from polyfed.report.page.elements import render_template
 
 _MEANINGS: Mapping[AnswerKind, str] = {
@@ -159,8 +160,7 @@ def _mean_gain_of_answer(run_group: RunGroup, answer: SiteAnswer | None) -> KeyF
     if answer is None or answer.gain is None:
         return KeyFact("Mean gain", "–" if answer is not None else "")
     form, level = run_group.score_format, run_group.comparison_results.get("level", 0.95)
-    over = f"over {answer.compared_with.replace('_', ' ')} alone" if answer.compared_with not in ("", "local") else (
-        "over training alone")  # fmt: skip
+    over = f"over {name_of_rival(answer.compared_with or 'local', run_group)}"
     label = "" if form.unit == "%" else form.label
     value, parts = form.format_signed(answer.gain), [over]
     if answer.interval is not None:
