@@ -150,6 +150,21 @@ def test_a_folder_that_is_no_run_is_told_with_what_is_near(table, capsys):
     assert capsys.readouterr().err.endswith("--data imagefolder --data.path scans --data.layout site/class\n")
 
 
+@pytest.mark.filterwarnings("ignore:there is one client")
+def test_a_table_of_one_site_is_not_compared(table, capsys):
+    rows = (table / "patients.csv").read_text().splitlines()
+    (table / "patients.csv").write_text("\n".join([rows[0], *(row for row in rows if row.endswith("north"))]))
+    assert main(["compare", *BY_SITE[1:], "--algorithms", "fedavg", "--out", "c"]) == 2
+    assert "north is the one site, and nobody can join it" in capsys.readouterr().err
+
+
+def test_a_page_is_html(table, capsys):
+    assert main(["report", "run", "--out", "page.pdf"]) == 2
+    assert "--out must be an HTML file (.html), which a browser prints to PDF" in capsys.readouterr().err
+    assert main(["-v"]) == 2
+    assert "unknown option -v; give a command" in capsys.readouterr().err
+
+
 def test_a_table_without_a_site_is_not_divided_unasked(table, capsys):
     assert main([*RUN, "--out", "r"]) == 2
     assert "give --data.site with the column that says which client a row belongs to" in capsys.readouterr().err

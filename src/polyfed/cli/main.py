@@ -70,6 +70,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if arguments[0] not in commands:
             choices = [*commands, "help", "version"]
+            if arguments[0].startswith("-"):
+                raise UserError(f"unknown option {arguments[0]}; give a command (polyfed --help), or --version")
             raise UserError(f"unknown command {arguments[0]!r}; {did_you_mean(arguments[0], choices)}")
         with restore_trusted_names_afterwards(), keep_options_in_errors():
             parser = CommandParser("polyfed COMMAND", "")

@@ -9,6 +9,7 @@ from pathlib import Path
 from polyfed.cli.commands.argv import (
     CommandParser,
     expand_optional_path,
+    expand_page_path,
     has_help_flag,
     option_name,
     parse_decimal_number,
@@ -234,6 +235,7 @@ def report(argv: list[str]) -> None:
     options, directories = parser.parse_declared_options(argv)
     if not directories or any(word.startswith("-") for word in directories):
         raise UserError("polyfed report takes run directories, for instance polyfed report runs/a runs/b")
+    page = expand_page_path(options.out)
     column_names = [name for names in options.subgroup for name in names if name]
     from polyfed.cli.commands.options.early_checks import check_run_directory
 
@@ -244,7 +246,7 @@ def report(argv: list[str]) -> None:
 
     report_command.show_report(
         folders,
-        out=expand_optional_path(options.out, "--out"),
+        out=page,
         subgroups=list(dict.fromkeys(column_names)),
         show_images=options.images,
     )

@@ -172,6 +172,18 @@ def expand_optional_path(text: str | None, option: str) -> Path | None:
     return None if text is None else expand_user_path(text, option)
 
 
+def expand_page_path(text: str | None) -> Path | None:
+    """Converts the text of `--out` to the path of an HTML page; None if the option was not given.
+
+    >>> expand_page_path("page.pdf")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: --out must be an HTML file (.html), which a browser prints to PDF, got 'page.pdf'
+    """
+    if text is not None and not text.lower().endswith((".html", ".htm")):
+        raise UserError(f"--out must be an HTML file (.html), which a browser prints to PDF, got {text!r}")
+    return expand_optional_path(text, "--out")
+
+
 def option_name(word: str) -> str:
     """Returns the option's name in a word, without a value after "=" and with hyphens.
 

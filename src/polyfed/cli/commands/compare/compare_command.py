@@ -177,7 +177,7 @@ def _plan_default_folds(
 ) -> ComparisonPlan | None:  # fmt: skip
     """Plans folds if the data's sites are the clients and no option deals examples, so that each site has an answer.
 
-    None elsewhere, or if the sites' examples cannot be dealt into folds.
+    None elsewhere, or if the sites' examples cannot be dealt into folds. Raises a `UserError` if there is one site.
     """
     is_open = options.seeds is None and options.resplit is None and options.folds is None and not options.same_data
     if not is_open or not isinstance(experiment.partition, Natural):
@@ -185,9 +185,11 @@ def _plan_default_folds(
     folds = Folds(DEFAULT_NUM_SEEDS, options.fold_repeats or 1)
     plan = _plan_seeds_or_folds(options, description, methods, folds, title, out)
     try:
-        plan.build_client_set(plan.seeds[0])
+        clients = plan.build_client_set(plan.seeds[0]).clients
     except UserError:  # too few examples, or a time; what is wrong with the data is said without folds, too
         return None
+    if len(clients) == 1:
+        raise UserError(f"{clients[0].id} is the one site, and nobody can join it: give the rows of two sites or more")
     return plan
 
 

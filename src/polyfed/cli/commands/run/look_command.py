@@ -5,8 +5,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from polyfed.cli.commands.argv import CommandParser, expand_optional_path
-from polyfed.core.errors import UserError
+from polyfed.cli.commands.argv import CommandParser, expand_page_path
 from polyfed.core.io.advice import keep_advice_for_terminal
 from polyfed.core.io.number_format import capitalize_first, end_with_period
 from polyfed.core.io.terminal_text import sanitise_for_terminal
@@ -40,9 +39,7 @@ def look_command(argv: list[str]) -> None:
         words, recipe.configuration, "polyfed look", command_options=parser.option_names
     )
     table_checks.check_table(config.get("data"))
-    out = expand_optional_path(options.out, "--out")
-    if out is not None and out.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"--out must be an HTML file, got {options.out!r}")
+    out = expand_page_path(options.out)
     from polyfed.report.look import look
     from polyfed.simulation.experiment import build_experiment
 
