@@ -79,7 +79,7 @@ def html_methods_table(run_group: RunGroup) -> Markup:
     compared_ends = is_comparison and any(method.statistics.get("interval") for method in run_group.methods)
     level = f"{100 * float(run_group.comparison_results.get('level', 0.95)):g} % interval"
     columns += [level if is_comparison else "lowest to highest seed"] if several_seeds or compared_ends else []
-    columns += ["worst site", "10th percentile", "90th"]
+    columns += ["worst site", "10th percentile", "90th percentile"]
     columns += [f"gain{', points' if unit else ''}", "gain / lose"] if run_group.local_method else []
     columns += [f"p ({run_group.local_method.label})", "p (best)"] if is_comparison and run_group.local_method else []
     columns += ["MB", "seconds", "rounds"]

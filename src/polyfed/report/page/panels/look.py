@@ -87,7 +87,8 @@ def _caption_of_column(column: LookColumn, marks: Mapping[tuple[str, str], str])
 
 def _numbers_table(look: Look, column: LookColumn, marks: Mapping[tuple[str, str], str]) -> Markup:
     if column.values is None:
-        columns = ["site", "values", "missing", "mean", "SD", "zeros", "1st percentile", "median", "99th", "mark"]
+        percentiles = ["1st percentile", "median", "99th percentile"]
+        columns = ["site", "values", "missing", "mean", "SD", "zeros", *percentiles, "mark"]
         rows = [
             [name, *_number_cells(site.numbers[column.name]), marks.get((column.name, name), "")]
             for name, site in look.sites.items()
