@@ -121,8 +121,10 @@ class FedPAC(BodyAndHeadMethod):
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """Returns the body φ, the client's mixed head and, for training, each class's mean representation."""
-        common = super().dispatch(server_state, client_info)
-        groups = {"head": server_state["heads"].get(client_info.id)}
+        common, groups = (
+            super().dispatch(server_state, client_info),
+            {"head": server_state["heads"].get(client_info.id)},
+        )
         if client_info.purpose != "personal":
             groups["prototypes"] = server_state["prototypes"]
         return Message(
@@ -194,9 +196,11 @@ class FedPAC(BodyAndHeadMethod):
         features = compute_representations(
             restore_all_but_weights_and_set_eval(self.personal_model(message, client_state, client, seed)), client.train
         )
-        net = self._load_with_local_part(message, client_state, client)
-        lr = message.scalars["lr"]
-        y = client.train.labels
+        net, lr, y = (
+            self._load_with_local_part(message, client_state, client),
+            message.scalars["lr"],
+            client.train.labels,
+        )
         name, classes = representation_module_name(net.module, client.train), count_outputs(net.module, client)
         head_options, first_head_lr = replace(self, local_epochs=self.head_epochs, local_steps=None), self.head_lr
         head_seed, head_lr = derive_seed(seed, "head"), lr if first_head_lr is None else lr * first_head_lr / self.lr

@@ -157,22 +157,22 @@ def _attack_shadow_runs(
     """Trains the shadow runs, and keeps what each shows of the attacked clients."""
     everyone, settings = list(federation.clients.values()), federation.settings
     ids, epsilons = [client.id for client in attacked], dict[str, float]()
-    shown = _ShadowRuns({i: [] for i in ids}, {i: [] for i in ids}, {i: [] for i in ids}, epsilons)
+    shadow_runs = _ShadowRuns({i: [] for i in ids}, {i: [] for i in ids}, {i: [] for i in ids}, epsilons)
     for number in range(runs):
         seed = derive_seed(settings.seed, "audit", number)
         rows = {c.id: _draw_half(c.train, derive_seed(seed, c.id)) for c in everyone}
         run = _train_shadow_run(federation, rows, seed, metrics)
         for client in attacked:
             network = run.model(client.id)
-            shown.guesses[client.id].append(guess_attributes(network, client.train))
+            shadow_runs.guesses[client.id].append(guess_attributes(network, client.train))
             outputs = predict(network, client.train)
-            shown.observations[client.id].append(logit_scaled_confidence(outputs, client.train.labels.cpu()))
-            shown.memberships[client.id].append(np.isin(np.arange(len(client.train)), rows[client.id]))
+            shadow_runs.observations[client.id].append(logit_scaled_confidence(outputs, client.train.labels.cpu()))
+            shadow_runs.memberships[client.id].append(np.isin(np.arange(len(client.train)), rows[client.id]))
         for name, value in run.history[-1].get("epsilon", {}).items():
             epsilons[name] = max(value, epsilons.get(name, 0.0))
         if on_run is not None:
             on_run(number + 1)
-    return shown
+    return shadow_runs
 
 
 def _rebuild_clients(config: Mapping[str, Any], path: Path) -> tuple[Sequence[Client], Examples | None]:

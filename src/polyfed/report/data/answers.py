@@ -54,7 +54,7 @@ class SiteAnswer:
 
     @property
     def is_unanswerable(self) -> bool:
-        """Whether the site's data say next to nothing, because its interval is missing or too wide."""
+        """Returns whether the site's data say next to nothing, because its interval is missing or too wide."""
         return self.kind == "undecided" and (
             self.interval is None or "cannot answer" in self.sentence_without_site_and_advice()
         )

@@ -181,8 +181,10 @@ def _drop_empty_ends(
         return dict(counts), low, high
     first, last = int(occupied[0]), int(occupied[-1]) + 1
     step = (high - low) / (len(next(iter(counts.values()))) - 2)
-    kept = {name: np.concatenate([bars[:1], bars[1 + first : 1 + last], bars[-1:]]) for name, bars in counts.items()}
-    return kept, low + first * step, low + last * step
+    counts_left = {
+        name: np.concatenate([bars[:1], bars[1 + first : 1 + last], bars[-1:]]) for name, bars in counts.items()
+    }
+    return counts_left, low + first * step, low + last * step
 
 
 def _labeled_values(low: float, high: float, cells: int) -> list[float]:
