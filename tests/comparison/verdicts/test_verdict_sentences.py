@@ -393,3 +393,6 @@ def test_an_interval_that_says_nothing_is_not_told_as_two_numbers():
         assert high - low > 0.5
         assert one["sentence"].endswith("not decided: 8 test examples cannot answer")
         assert "points" not in one["sentence"]
+    falling = made(three_sites(8), losses={"local": FALLING})
+    assert all("cannot answer" not in one["sentence"] for one in falling["answers"])  # there is another reason
+    assert all(one["sentence"].endswith("local had not converged") for one in falling["answers"])

@@ -198,11 +198,10 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
         return f"{subject}: stay alone with {model}: {leader} is {much} worse{scored} on new examples {rests}"
     if row["answer"] == "stay":
         return f"{subject}: stay alone: {leader} is {much} worse{scored} than {rival} on new examples {rests}"
-    because = f"; {why_not}" if why_not else ""
-    if _is_too_wide(interval, content):
+    if _is_too_wide(interval, content) and not why_not:
         splits = "" if content["same_clients"] and not content["resplit"] else f"{len(content['seeds'])} splits of "
-        return f"{subject}: {first}not decided: {splits}{basis}{',' if ',' in basis else ''} cannot answer{because}"
-    between = _format_gains(interval[0], interval[1], unit, label)
+        return f"{subject}: {first}not decided: {splits}{basis}{',' if ',' in basis else ''} cannot answer"
+    between, because = _format_gains(interval[0], interval[1], unit, label), f"; {why_not}" if why_not else ""
     return f"{subject}: {first}not decided: {leader} is {between} than {rival} {rests}{because}"
 
 
