@@ -14,11 +14,7 @@ from polyfed.data.look.counts import MIN_COUNT, NOT_SHOWN
 from polyfed.data.look.number_statistics import GRADES, NumberStatistics
 from polyfed.data.look.site_columns import IMAGE_SIZE, LookColumn
 from polyfed.data.look.summaries import SiteDataStatistics, SiteSummaries
-from polyfed.data.look.units import (
-    describe_common_factor,
-    describe_scale_difference,
-    describe_unit_difference,
-)
+from polyfed.data.look.units import describe_common_factor, describe_scale_difference, describe_unit_difference
 
 FEW = 10
 """Sets the number of examples of a class, or of events, below which a site has few."""

@@ -11,14 +11,8 @@ _FACTORS = {
 _MEANS, _SPREADS = 1.25, 2.0  # largest ratios to a factor
 _LARGE = 8.0  # factors that natural differences between sites hardly reach
 _APART = 1.5  # sums of standard deviations between the means, for small factors
-_SPREAD_ALONE = (
-    50.0  # least ratio of spreads around means that cannot be compared, such as those of standardised columns
-)
-_COMMON, _ALIKE, _ERRORS = (
-    1.8,
-    1.5,
-    4.0,
-)  # least factor; largest ratio of its two estimates; standard errors between means
+_SPREAD_ALONE = 50.0  # least ratio of spreads, around means that cannot be compared, as of standardised columns
+_COMMON, _ALIKE, _ERRORS = 1.8, 1.5, 4.0  # least factor; largest ratio of its two estimates; standard errors of means
 
 
 def describe_unit_difference(site: NumberStatistics, reference: NumberStatistics) -> str:
@@ -48,9 +42,11 @@ def describe_common_factor(site: NumberStatistics, reference: NumberStatistics) 
     'mean and spread 2 times as large'
     >>> describe_common_factor(NumberStatistics(90.0, -9.0, 0.0, 9e7), NumberStatistics(90.0, 9.0, 0.0, 90.0))
     'spread 1000 times as large'
+    >>> describe_common_factor(south, NumberStatistics(90.0, 45.0, 0.5, 0.0))  # a constant has no scale
+    ''
     """
     smaller, larger = sorted((site.sd, reference.sd))
-    if larger >= _SPREAD_ALONE * smaller:
+    if smaller > 0 and larger >= _SPREAD_ALONE * smaller:
         return f"spread {float(f'{larger / smaller:.2g}'):g} times as {'large' if site.sd == larger else 'small'}"
     means, spreads = _ratios_of_means_and_spreads(site, reference)
     error = (site.sd**2 / site.count + reference.sd**2 / reference.count) ** 0.5
