@@ -37,7 +37,6 @@ from polyfed.simulation.results.across_sites.cross_site_scores import (
     read_cross_site,
 )
 from polyfed.simulation.results.display.frames import build_frame
-from polyfed.simulation.results.saved_run import SavedRun, load_run
 from polyfed.simulation.storage.directory import (
     describe_changed_files_of_run,
     is_left_by_a_start,
@@ -52,6 +51,7 @@ from polyfed.simulation.storage.paths import safe_file_name
 
 if TYPE_CHECKING:
     from polyfed.core.algorithm import Client
+    from polyfed.simulation.results.saved_run import SavedRun
 
 DESCRIPTION, RESULTS = "comparison.yaml", "comparison.json"
 RESULTS_FORMAT = 2  # of the results
@@ -174,7 +174,7 @@ class Comparison:
             )
         return average_cross_site(parts)
 
-    def run(self, method: str, seed: int | None = None) -> SavedRun:
+    def run(self, method: str, seed: int | None = None) -> "SavedRun":
         """Returns one of the compared runs, with its networks and predictions, as in `comparison.run("fml").table()`.
 
         Args:
@@ -190,6 +190,8 @@ class Comparison:
             raise UserError(f"{method} has no run with seed={seed!r}; choices: {', '.join(runs)}")
         if self.out is None or runs[key]["path"] is None:
             raise UserError("the runs of this comparison were kept in memory; compare with out=DIR")
+        from polyfed.simulation.results.saved_run import load_run
+
         return load_run(self.out / runs[key]["path"])
 
     def _runs_of(self, method: str) -> Mapping[str, Any]:

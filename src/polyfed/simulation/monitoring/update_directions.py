@@ -143,7 +143,7 @@ def describe_departing_clients(
 
     >>> rows = {"a": {"update_norm": 1.0}, "b": {"update_norm": 1.1}, "c": {"update_norm": 0.001}}
     >>> describe_departing_clients({"round": 2, "clients": rows})
-    ["round 2: 'c' sends back almost what it has received (norm 0.001, the others' median 1.1): does its training run, and
+    ["round 2: 'c' sends back almost what it has received (norm 0.001, the others' median 1): does its training run, and
     has it its examples?"]
     """
     rows, number = record["clients"], record["round"]
