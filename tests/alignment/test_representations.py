@@ -188,7 +188,7 @@ def test_noise_has_the_form_of_the_inputs_and_is_the_same_for_all_clients(dtype:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_there_is_no_noise_of_tokens(dtype: torch.dtype) -> None:
-    with pytest.raises(pf.UserError, match=r"rad='noise'.*torch.int.*use rad='public'.*public_fraction"):
+    with pytest.raises(pf.UserError, match=r"rad='noise'.*torch.int.*use rad='public' with public examples"):
         noise_like(examples(torch.ones(3, 25, dtype=dtype)), 4, seed=0)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from polyfed.cli.commands.options.table_checks import check_table
 from polyfed.core.errors import UserError
+from polyfed.core.io.advice import keep_options_in_errors
 from polyfed.data.sources.table_file import TableFile
 
 ROWS = range(60)
@@ -68,7 +69,8 @@ def test_all_that_is_wrong_with_a_table_is_said_at_once(tmp_path):
     file = tmp_path / "rows.csv"
     with file.open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream, delimiter=";").writerows([columns, *zip(*columns.values(), strict=True)])
-    text = refusal_by(lambda: check_table({"name": "table", "path": str(file), "target": "ill", "site": "site"}))
+    with keep_options_in_errors():
+        text = refusal_by(lambda: check_table({"name": "table", "path": str(file), "target": "ill", "site": "site"}))
     for cure in ("--data.missing-target drop", "--data.task regression", "--data.drop day", "--data.decimal ,"):
         assert cure in text
     assert text.count("; besides, ") == 3

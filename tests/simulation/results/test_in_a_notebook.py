@@ -114,7 +114,7 @@ def test_a_plot_of_a_comparison_draws_gains_with_their_intervals(comparison):
 
 def test_what_was_left_out_and_not_judged_is_said_however_quiet(comparison):
     (reason,) = comparison.skipped.values()
-    left_out = f"Left out fedmd: {reason}."
+    left_out = f"Left out fedmd: {reason}"
     unjudged = [sentence for sentence in comparison.answers if sentence.startswith("Convergence not judged for local,")]
     assert "cannot be judged from 2 evaluated rounds" in unjudged[0]
     for sentence in (left_out, *unjudged, *comparison.verdicts):
