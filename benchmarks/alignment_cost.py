@@ -22,6 +22,7 @@ import torch
 from polyfed.algorithms import FedHeNN
 from polyfed.alignment import AlignmentTarget, mean_kernel_features, mean_rbf_kernel
 from polyfed.alignment.representations import representation_module_name
+from polyfed.core.algorithm import Client
 from polyfed.core.examples.examples import Examples, Normalise
 from polyfed.core.seeds import torch_generator
 from polyfed.core.training.loop import fit
@@ -38,7 +39,8 @@ def one(rad_batch, steps, kernel):
     x = torch.randint(256, (RAD, 3, 32, 32), generator=generator, dtype=torch.uint8)
     pool = Examples(x, torch.zeros(RAD, dtype=torch.int64), transform=prepare)
     train = pool.select(torch.arange(BATCH))
-    model = ModelSpec("cnn_fedhenn_homo", {}, (3, 32, 32), 10)()
+    factory = ModelSpec("cnn_fedhenn_homo", {}, (3, 32, 32), 10)
+    model, client = factory(), Client("client", factory, train, train)
     method = FedHeNN(
         rad_batch=rad_batch or 0, batch_size=BATCH, local_steps=1, kernel="rbf" if kernel == "rbf" else "linear"
     )
@@ -48,7 +50,9 @@ def one(rad_batch, steps, kernel):
             target = AlignmentTarget(mean_rbf_kernel(parts, weights, method.sigma), method.sigma)
         else:
             target = AlignmentTarget(mean_kernel_features(parts, weights))
-        term = method._alignment_term(representation_module_name(model, train), target, pool, torch.arange(RAD), 1.0, 0)
+        term = method._alignment_term(
+            model, client, representation_module_name(model, train), target, (pool, torch.arange(RAD)), 1.0, 0
+        )
     seconds = []
     for k in range(steps + 1):  # the first one warms up
         start = time.perf_counter()

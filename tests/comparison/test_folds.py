@@ -163,7 +163,7 @@ def test_folds_are_dealt_again_until_the_mean_is_decided(tmp_path):
     assert early["mean_answer"]["answer"] == "join"
     assert early["fold_repeats"] < 4
     assert len(list((tmp_path / "early" / "local").iterdir())) == 3 * early["fold_repeats"]
-    with pytest.raises(pf.UserError, match="give folds, and at least 2 fold_repeats"):
+    with pytest.raises(pf.UserError, match="give folds=5 and at least fold_repeats=2"):
         pf.compare(sites(), ["fedavg"], **QUICK, stop_when_decided=True)
 
 

@@ -38,6 +38,7 @@ from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
+from polyfed.core.io.advice import keep_advice_for_this_process
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full, expand_user_path
 from polyfed.core.io.keyword_names import suggest_keywords_and_fields
 from polyfed.core.io.number_checks import is_whole_number
@@ -343,7 +344,7 @@ def _run_comparison(plan: ComparisonPlan, open_files: ExitStack) -> Comparison:
     plan.display.show_stage("intervals")
     content = build_results(inputs, plan.criteria)
     for sentence in content["warnings"]:
-        logging.getLogger("polyfed.comparison").warning("%s", sentence)
+        logging.getLogger("polyfed.comparison").warning("%s", keep_advice_for_this_process(sentence))
     if plan.out is not None:
         comparison_directory.write_comparison_results(plan.out, content)
     return Comparison(content, plan.out)

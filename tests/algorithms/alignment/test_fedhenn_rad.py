@@ -208,7 +208,7 @@ def test_steps_on_the_whole_rad_do_not_copy_the_mean_kernel(kernel: Any, number:
     target = AlignmentTarget(matrix @ matrix.T if sigma else matrix, sigma)
     method = FedHeNN(kernel=kernel, **OPTIONS | {"rad_batch": 0})
     (client,) = small_clients(1)
-    term = method._alignment_term(net, client, "2", target, Examples(x, torch.zeros(len(x))), rows, 2.0, 7)
+    term = method._alignment_term(net, client, "2", target, (Examples(x, torch.zeros(len(x))), rows), 2.0, 7)
     assert term is not None
     term(net)
     with Counting(1024**2) as seen:  # as many distances are there whose median is taken
