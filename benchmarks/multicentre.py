@@ -113,8 +113,22 @@ def save(name, content):
 def run(name, data, work):
     federation, load = FEDERATIONS[name](data), os.getloadavg()[0]
     results, minutes = compare(name, federation, federation.methods, work / name)
-    content = condensed(results, federation)
-    save(name, {"federation": name, "minutes": round(minutes, 1), "load": round(load, 1), **content})
+    content = {
+        "federation": name,
+        "minutes": round(minutes, 1),
+        "load": round(load, 1),
+        **condensed(results, federation),
+    }
+    save(name, content | joined_before(name, content))
+
+
+def joined_before(name, content):
+    """Rows that joined the committed results, if these have the sites and rounds of `content`, and what is of today."""
+    file = RESULTS / f"{name}.json"
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    same = all(before.get(key) == content[key] for key in ("sites", "rounds"))
+    kept = {"joined": before["joined"]} if same and "joined" in before else {}
+    return kept | {"again": sorted({"first", *(before.get("again", ()) if kept else ())})}
 
 
 NONE_SUITS = "no method that federates suits these clients: "
@@ -150,7 +164,8 @@ def join(name, data, work):
     if joined["sites"] != content["sites"] or joined["rounds"] != content["rounds"]:
         raise SystemExit(f"{name}: sites or rounds are not those of {RESULTS / name}.json; run it again")
     rows = {key: joined[key] for key in JOINED}
-    save(name, content | {"joined": {"minutes": round(minutes, 1), "load": round(load, 1), **rows}})
+    of_today = {"again": sorted({*content.get("again", ()), "joined"})}
+    save(name, content | {"joined": {"minutes": round(minutes, 1), "load": round(load, 1), **rows}} | of_today)
 
 
 def again(name, data, work):
