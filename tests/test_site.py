@@ -26,6 +26,7 @@ from polyfed.core.capabilities import (
     WrapsNetwork,
 )
 from polyfed.core.declared_words import TRAITS, NewDisclosure
+from polyfed.core.io.site_words import say_sites
 from polyfed.core.training.config import LocalTraining
 from polyfed.testing import AlgorithmContract
 
@@ -291,7 +292,7 @@ def test_the_tutorial_runs_as_it_stands(tmp_path, capsys, monkeypatch):
     for answer in (told["mean_answer"], *told["answers"]):
         low, high = answer["interval"]
         assert {"join": low > 0, "stay": high < 0, "undecided": low <= 0 <= high}[answer["answer"]]
-        assert answer["sentence"] in done.stdout
+        assert say_sites(answer["sentence"]) in done.stdout
     assert told["references"]["majority"]["mean"] > 0.7
     shown = re.findall(r"```\{ \.text \.output \}\n(.*?)```", text, flags=re.DOTALL)
     assert len(shown) == 7
