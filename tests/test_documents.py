@@ -168,7 +168,7 @@ def test_a_long_subject_has_a_short_page_and_pages_that_begin_with_a_question(na
 
 
 @pytest.mark.lists
-@pytest.mark.parametrize("page", ["networks", "tasks", "security/bad_site"])
+@pytest.mark.parametrize("page", ["networks", pytest.param("tasks", marks=pytest.mark.thorough), "security/bad_site"])
 def test_the_examples_of_a_page_run_as_they_stand(page):
     namespace = {"__name__": "my_tasks"}
     for block in python_blocks(f"docs/{page}.md"):

@@ -55,9 +55,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION, RESULTS = "comparison.yaml", "comparison.json"
 RESULTS_FORMAT = 2  # of the results
-SELECTION_RULE = (
-    "loss"  # by what rates and rounds are chosen; before, by the mean validation score, with no word in the description
-)
+SELECTION_RULE = "loss"  # by what rates and rounds are chosen; before, by the validation score, without this word
 
 
 @final

@@ -39,6 +39,7 @@ def test_without_ties_nothing_is_added():
     assert least_example_variance(METRICS["auc"], outputs, LABELS.long(), None) == pytest.approx(1 / (4 * 24 * 36))
 
 
+@pytest.mark.thorough
 def test_equal_methods_with_tied_scores_are_seldom_told_apart():
     """Without the bound 16 % of comparisons of ten sites said that one of two equal methods is better at a site."""
     rng, false = np.random.default_rng(0), 0
