@@ -102,6 +102,9 @@ def test_unknown_categories_give_zeros_and_are_told():
         UserError, match="column 'age' must hold numbers, as it did in the table of the run, got string"
     ):
         ready.encode({"age": ["old"], "sex": ["f"], "dose": [1], "stage": [1]})
+    with pytest.raises(UserError, match=r"a number in another form in row 1; write numbers as in 1234\.5") as refusal:
+        ready.encode({"age": ["53,300.00"], "sex": ["f"], "dose": [1], "stage": [1]})
+    assert "53" not in str(refusal.value)  # a measurement of a patient
 
 
 def test_it_can_be_saved_as_json_and_copied():

@@ -348,8 +348,11 @@ def _describe_non_numbers(table: Any, name: str) -> str:
         return str(kind)
     cells = column_as_texts(table, name)
     odd = [row for row, value in enumerate(cells.tolist()) if value is not None and not is_numeric_text(value)]
+    word = str(cells[odd[0]])[:40]
+    content = "a number in another form" if any(map(str.isdigit, word)) else repr(word)  # no measurement of a patient
     return (
-        f"{kind}: {str(cells[odd[0]])[:40]!r} in {format_row_numbers(np.array(odd))}; leave cells without a value empty"
+        f"{kind}: {content} in {format_row_numbers(np.array(odd))}; write numbers as in 1234.5, and leave cells without a "
+        "value empty"
     )
 
 
