@@ -348,12 +348,10 @@ def _describe_non_numbers(table: Any, name: str) -> str:
         return str(kind)
     cells = column_as_texts(table, name)
     odd = [row for row, value in enumerate(cells.tolist()) if value is not None and not is_numeric_text(value)]
-    word = str(cells[odd[0]])[:40]
-    content = "a number in another form" if any(map(str.isdigit, word)) else repr(word)  # no measurement of a patient
-    return (
-        f"{kind}: {content} in {format_row_numbers(np.array(odd))}; write numbers as in 1234.5, and leave cells without a "
-        "value empty"
-    )
+    word, place = str(cells[odd[0]])[:40], format_row_numbers(np.array(odd))
+    if any(map(str.isdigit, word)):  # a measurement of a patient, which is not shown
+        return f"{kind}: a number in another form in {place}; write numbers as in 1234.5"
+    return f"{kind}: {word!r} in {place}; leave cells without a value empty"
 
 
 def warn_of_changed_constants(columns_by_owner: Mapping[str, Sequence[str]]) -> None:
