@@ -154,7 +154,7 @@ def test_new_rows_with_a_text_among_numbers_are_refused_with_the_row():
 
 def test_odd_times_and_events_are_told():
     table = {"age": range(8), "h": ["north", "south"] * 4, "days": [3.0, 4, -5, 7, 8, -1, 2, 6], "died": [1, 0] * 4}
-    with pytest.raises(UserError, match=r"target 'days' has -5 in rows 3 and 6 .*a time is at least 0"):
+    with pytest.raises(UserError, match=r"target 'days' is below 0 in rows 3 and 6 .*a time is at least 0"):
         pf.data.split_table(table, "days", "h", event="died")
     table |= {"days": range(1, 9), "died": [0] * 8}
     with pytest.warns(UserWarning, match="event 'died' is 0 in every row: without an event no risk"):

@@ -121,8 +121,8 @@ class Survival(Task):
         """Raises a `UserError` if a column of times or events has a value below 0."""
         if len(odd := np.flatnonzero(values < 0)):
             raise UserError(
-                f"target {name!r} has {values[odd[0]]:g} in {format_row_numbers(odd)} (the first row below the names is 1), "
-                "and a time is at least 0, an event 1 or 0; correct the table"
+                f"target {name!r} is below 0 in {format_row_numbers(odd)} (the first row below the names is 1), and a time "
+                "is at least 0, an event 1 or 0; correct the table"
             )
 
     def num_outputs(self, targets: Tensor, names: Sequence[str] = ()) -> int:

@@ -18,6 +18,7 @@ from polyfed.core.seeds import torch_generator
 from polyfed.core.training.loop import fit
 from polyfed.core.training.losses import build_loss, sampling_weights
 from polyfed.simulation.checks.fingerprints import data_fingerprint
+from polyfed.simulation.checks.networks.trial_evaluation import check_losses_and_metrics_work
 from polyfed.simulation.checks.settings.training_options import check_training_options
 from polyfed.simulation.engines.factory import unpicklable_client_error
 from polyfed.simulation.engines.ray.object_store import store_clients, unflatten_tensor
@@ -106,6 +107,28 @@ def test_an_own_loss_is_kept_where_clients_are_placed_and_told_apart():
     weighted = pf.federate(clients, FedAvg(lr=0.1), rounds=1, workers=0)
     same = pf.federate(small_clients(), FedAvg(lr=0.1, class_weights=(1.0, 2.0, 3.0)), rounds=1, workers=0)
     assert_runs_equal(weighted, same)
+
+
+def test_losses_of_one_kind_are_tried_once_before_training():
+    """Each client may have class weights of its own, and a pass of each client's network would delay the start."""
+    built = []
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            built.append(len(x))
+            return super().forward(x)
+
+    one = small_clients(1)[0]
+    clients = [
+        pf.Client(f"client-{k}", lambda: Net(6, 3), one.train, one.test, loss=nn.CrossEntropyLoss(torch.rand(3) + k))
+        for k in range(4)
+    ]
+    counts = []
+    for several in (clients[:1], clients):
+        built.clear()
+        check_losses_and_metrics_work(several, ())
+        counts.append(len(built))
+    assert counts == [1, 1]
 
 
 def test_losses_and_weights_that_do_not_fit_are_refused():

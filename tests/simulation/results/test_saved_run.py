@@ -37,6 +37,8 @@ def test_a_network_in_python_is_built_by_the_callers_function(run):
     assert torch.equal(saved.predict("client-0", x, model=SmallNet), run.predict("client-0", x))
     with pytest.warns(DeprecationWarning, match=r"predict\(build=...\) is deprecated; write model=..."):
         assert torch.equal(saved.predict("client-0", x, build=SmallNet), run.predict("client-0", x))
+    with pytest.raises(TypeError, match=r"predict\(\) got build= and model=, which are one; leave build= out"):
+        saved.predict("client-0", x, build=SmallNet, model=SmallNet)
     with pytest.raises(pf.UserError, match="no network of a client 'client-9'"):
         saved.model("client-9")
 

@@ -109,7 +109,7 @@ def find_text_refusal(column: Sequence[str | None], name: str) -> ColumnRefusal 
         texts = (
             join_with_and([repr(word) for word in words[:MAX_MISSING_WORDS]])
             if len(words) <= MAX_MISSING_WORDS
-            else (f"texts such as {odd_texts[0]!r}")
+            else f"{len(words)} different texts"  # which may be notes about patients
         )
         words = words[:MAX_MISSING_WORDS]
         return ColumnRefusal(

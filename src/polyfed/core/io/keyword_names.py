@@ -69,6 +69,10 @@ def rename_keywords(**new_names: str) -> Callable[[Target], Target]:
         @wraps(function)
         def call(*values: Any, **named: Any) -> Any:
             for old in new_names.keys() & named.keys():
+                if new_names[old] in named:
+                    raise TypeError(
+                        f"{function.__name__}() got {old}= and {new_names[old]}=, which are one; leave {old}= out"
+                    )
                 text = f"{function.__name__}({old}=...) is deprecated; write {new_names[old]}=..."
                 warnings.warn(text, DeprecationWarning, stacklevel=2)
                 named[new_names[old]] = named.pop(old)

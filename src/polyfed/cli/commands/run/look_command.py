@@ -45,7 +45,7 @@ def look_command(argv: list[str]) -> None:
 
     experiment = build_experiment(config)
     with warnings.catch_warnings(record=True) as caught:  # above a long description nobody would read them
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)  # of polyfed; others keep the filters that they have
         clients, class_names = _load_clients(experiment)
         summary = look(
             clients,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
@@ -14,6 +14,7 @@ from polyfed.core.examples.pytree import call_network, logits_of
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.seeds import temporary_rng_seed
+from polyfed.core.task import Loss
 from polyfed.core.task_registry import registered_task_classes
 from polyfed.core.training.losses import build_loss
 from polyfed.simulation.checks.networks.network_layers import cached_module_of
@@ -30,11 +31,17 @@ def check_losses_and_metrics_work(clients: Sequence[Client], metrics: Sequence[M
     own_tasks = {
         client.task: client for client in clients if type(client.task) not in registered_task_classes().values()
     }
-    own_losses = {id(client.loss): client for client in clients if client.loss is not None}
+    # One of a kind is tried: losses that differ by client, as in their class weights, would take a pass for each.
+    own_losses = {_kind_of_loss(client.loss): client for client in clients if client.loss is not None}
     for client in (*own_tasks.values(), *own_losses.values()):
         if client.model is not None:
             _check_loss_works(client)
     _check_metrics_work(clients[0], metrics)
+
+
+def _kind_of_loss(loss: Loss) -> object:
+    """Returns what losses of one kind share: the class of a module, the function of a partial one, or the loss itself."""
+    return type(loss) if isinstance(loss, nn.Module) else id(getattr(loss, "func", loss))
 
 
 @grad_enabled()
