@@ -106,14 +106,15 @@ def test_guides_weigh_more_in_the_search_than_the_reference_and_results(site):
     assert min(boosts[page] for page in guides) > 1 > max(boosts[page] for page in other)
 
 
-EQUATIONS = [path for path in [*METHODS, DOCS / "add_a_method.md"] if "```math\n" in path.read_text(encoding="utf-8")]
+_GUIDES = [DOCS / "add_a_method.md", DOCS / "add_a_method" / "private_state.md"]
+EQUATIONS = [path for path in [*METHODS, *_GUIDES] if "```math\n" in path.read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize("path", EQUATIONS, ids=lambda path: path.stem)
 def test_an_equation_is_latex_whose_braces_and_rows_close(path):
     """Each method has one; a browser sets them in a slow test."""
     blocks = re.findall(r"^```math\n(.*?)^```$", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) == (1 if path in METHODS else 2)
+    assert len(blocks) == 1
     for block in blocks:
         plain = re.sub(r"\\[{}]", "", block)
         assert plain.count("{") == plain.count("}")

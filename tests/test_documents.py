@@ -155,7 +155,7 @@ def test_commands_and_example_of_comparisons(tmp_path, monkeypatch, capsys):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["compare", "deploy", "multicentre", "security"])
+@pytest.mark.parametrize("name", ["add_a_method", "compare", "deploy", "multicentre", "security"])
 def test_a_long_subject_has_a_short_page_and_pages_that_begin_with_a_question(name):
     """The first page is read in ten minutes, and leads to each of the others."""
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")

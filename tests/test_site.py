@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import polyfed
-from polyfed.algorithms import REGISTRY
+from polyfed.algorithms import REGISTRY, base
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.cli.main import main
 from polyfed.comparison.storage.comparison_directory import load_comparison
@@ -207,14 +207,36 @@ def test_modules_and_names_of_the_reference_are_there():
     assert {f"polyfed.algorithms.{kind.__name__}" for kind in REGISTRY.values()} <= set(named)
 
 
+GUIDE_TO_METHODS = [DOCS / "add_a_method.md", *sorted((DOCS / "add_a_method").glob("*.md"))]
+
+
+def test_an_author_of_a_method_imports_from_one_place():
+    """The guide's methods need no other module of polyfed, and each name of that place is an import from below."""
+    code = "\n".join(block for page in GUIDE_TO_METHODS for block in python_of(page))
+    places = set(re.findall(r"^(?:from|import) (polyfed[\w.]*)", code, flags=re.MULTILINE))
+    assert places == {"polyfed", "polyfed.algorithms.base", "polyfed.testing"}
+    assert sorted(set(base.__all__)) == sorted(base.__all__)
+    assert [name for name in base.__all__ if not hasattr(base, name)] == []
+    assert "base" in dir(polyfed.algorithms)
+    for package, name in ((polyfed, "Averaging"), (polyfed.algorithms, "fit")):
+        with pytest.raises(AttributeError, match=rf"did you mean polyfed\.algorithms\.base\.{name}\?"):
+            getattr(package, name)
+
+
+def test_completion_offers_what_is_public():
+    for package in (polyfed.algorithms, polyfed.data, polyfed.models, polyfed.tasks):
+        offered = {name for name in dir(package) if not name.startswith("_")}
+        assert offered - set(package.__all__) <= {"base", "lora"}
+
+
 @pytest.mark.slow
 def test_the_method_that_is_added_passes_its_tests(tmp_path):
-    (tmp_path / "test_median.py").write_text("\n".join(python_of(DOCS / "add_a_method.md")), encoding="utf-8")
+    code = "\n".join(block for page in GUIDE_TO_METHODS for block in python_of(page))
+    (tmp_path / "test_median.py").write_text(code, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_median.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     contract = [name for name in dir(AlgorithmContract) if name.startswith("test_")]
-    code = "\n".join(python_of(DOCS / "add_a_method.md"))
     methods, own = (
         len(re.findall(word, code, flags=re.MULTILINE)) for word in (r"\(AlgorithmContract\):$", r"^def test_")
     )
@@ -224,8 +246,8 @@ def test_the_method_that_is_added_passes_its_tests(tmp_path):
 
 
 def test_the_guide_has_every_rarer_member_and_every_base(blocks):
-    """What a method may derive from or override is in the tables of docs/add_a_method.md."""
-    text = (DOCS / "add_a_method.md").read_text(encoding="utf-8")
+    """What a method may derive from or override is in the tables of the guide."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in GUIDE_TO_METHODS)
     members = [
         name
         for name in [*vars(Algorithm), *vars(Averaging)]

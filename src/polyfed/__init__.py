@@ -112,7 +112,7 @@ def _suggest_name(name: str) -> str:
     """Returns the end of an error, with the place or the nearest name of what was looked for; empty if there is none."""
     near = [
         f"polyfed.{home}.{public_name}"
-        for home in ("algorithms", "data", "models", "tasks")
+        for home in ("algorithms", "algorithms.base", "data", "models", "tasks")
         for public_name in _public_names(home)
         if public_name.lower() == name.lower().replace("_", "") or public_name == name
     ] or get_close_matches(name.lower(), __dir__(), n=1)
@@ -122,7 +122,7 @@ def _suggest_name(name: str) -> str:
 @cache
 def _public_names(package: str) -> list[str]:
     """Returns `__all__` of a subpackage as it is written, without importing it, which takes seconds."""
-    text = (Path(__file__).parent / package / "__init__.py").read_text(encoding="utf-8")
+    text = Path(__file__).parent.joinpath(*package.split("."), "__init__.py").read_text(encoding="utf-8")
     names: list[str] = ast.literal_eval(text.partition("__all__ = ")[2].partition("]")[0] + "]")
     return names
 

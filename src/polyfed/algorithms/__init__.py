@@ -8,6 +8,7 @@ reads it, and each method's fields and docstring, from the source files: an impo
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from polyfed.algorithms import base
 from polyfed.algorithms.adapters.fedsa_lora import FedSALoRA
 from polyfed.algorithms.adapters.ffa_lora import FFALoRA
 from polyfed.algorithms.adapters.rolora import RoLoRA
@@ -160,8 +161,13 @@ if not TYPE_CHECKING:  # a type checker shall find misspelt names itself
         near = (
             [] if name.startswith("_") else get_close_matches(name.lower().replace("_", ""), classes, n=1, cutoff=0.7)
         )
-        hint = f"; did you mean polyfed.algorithms.{classes[near[0]]}?" if near else ""
+        place = classes[near[0]] if near else f"base.{name}" if name in base.__all__ else ""
+        hint = f"; did you mean polyfed.algorithms.{place}?" if place else ""
         raise AttributeError(f"module 'polyfed.algorithms' has no attribute {name!r}{hint}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "base"])
 
 
 __all__ = [

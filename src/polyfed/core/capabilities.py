@@ -94,14 +94,12 @@ def check_network_has_all_weights(method: Algorithm[Any, Any], network: nn.Modul
     if unknown := sorted(weights.keys() - unique_tensors(network).keys() - dict(network.state_dict()).keys()):
         name = type(method).__name__
         base = (
-            ""
-            if isinstance(method, WrapsNetwork)
-            else f"derive {name} from {WrapsNetwork.__module__}.WrapsNetwork, and "
+            "" if isinstance(method, WrapsNetwork) else f"derive {name} from polyfed.algorithms.base.WrapsNetwork, and "
         )
         cure = f"{base}build its evaluated network in {name}.wrap_network"
         raise UserError(
             f"weights do not fit the model: the personal model of {name} has {unknown[:3]}, and the client's network "
-            f"has not; {cure} (see docs/add_a_method.md)"
+            f"has not; {cure} (see docs/add_a_method/private_state.md)"
         )
 
 

@@ -83,3 +83,7 @@ __all__ = [
     "windows",
     "windows_by_series",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -130,3 +130,7 @@ class ModelSpec:
     def __call__(self) -> nn.Module:
         """Builds a new network from this description, as `build` does."""
         return build(self.name, self.input_shape, self.num_classes, **self.arguments)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "lora"])

@@ -55,3 +55,7 @@ def infer_task_of_targets(targets: Tensor) -> Task:
     if targets.dim() == 2:
         return Multilabel() if bool(((targets == 0) | (targets == 1)).all()) else Regression()
     return Classification() if targets.dim() == 1 and not targets.is_floating_point() else Regression()
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
