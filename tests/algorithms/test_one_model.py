@@ -180,37 +180,3 @@ class TestContract(AlgorithmContract):
     @pytest.fixture
     def algorithm(self, name: str) -> Any:
         return made(name, "all")
-
-
-def test_a_run_of_an_earlier_version_says_final(tmp_path: Any) -> None:
-    """`config.yaml` with the field's former name is read by `resume`, the command line and baselines."""
-    from polyfed.cli.commands.options.configuration_parser import parse_configuration
-    from polyfed.simulation.experiment import build_method_like
-    from polyfed.simulation.storage.configuration import build_method, restore_settings_and_method
-
-    fields = {"name": "fedavg", "final": "all"}
-    method = FedAvg(averaged_over="all")
-    assert build_method(fields) == method
-    assert build_method_like("fedavg", FedProx(), {"final": "all"}) == method
-    saved = parse_configuration(
-        [], {"algorithm": fields, "baselines": [{"name": "fedprox", "final": "all"}]}, "polyfed"
-    )
-    assert (saved["algorithm"]["averaged_over"], saved["baselines"][0]["averaged_over"]) == ("all", "all")
-    value = saved["algorithm"].pop("averaged_over")
-    config = {"algorithm": {**saved["algorithm"], "final": value}, "rounds": 1}
-    for brought in (None, method):
-        assert restore_settings_and_method(config, brought)[1].averaged_over == "all"  # type: ignore[attr-defined]
-    with pytest.raises(pf.UserError, match="averaged_over was 'all' and is now 'cohort'"):
-        restore_settings_and_method(config, FedAvg())
-
-
-def test_the_former_name_is_no_option_and_no_field() -> None:
-    from polyfed.cli.commands.options.configuration_parser import parse_configuration
-    from polyfed.simulation.storage.configuration import build_method
-
-    with pytest.raises(pf.UserError, match=r"unknown option --algorithm\.final"):
-        parse_configuration(["--algorithm.final", "all"], {}, "polyfed run")
-    with pytest.raises(pf.UserError, match="algorithm has no field 'finale'"):
-        build_method({"name": "fedavg", "finale": "all"})
-    with pytest.raises(pf.UserError, match="algorithm has no field 'final'"):
-        build_method({"name": "fedrep", "final": "all"})

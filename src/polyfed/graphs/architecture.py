@@ -56,8 +56,9 @@ neural network pass through all of them."""
 TRANSPOSED = "weight_transposed"
 """Role of a linear layer's weight in a network that keeps it with shape (c_in, c_out), as transformers' Conv1D does."""
 
-_FORMER_KEY = re.compile(r"([a-z0-9_]+)-(\d+)-(\d+)-k([\dx]*)-s([\dx]*)-g(\d+)-b([01])")
-_KEY = re.compile(_FORMER_KEY.pattern + r"-d([\dx]*)-([a-z0-9_+]+)(?:-([a-z]+_norm)-b([01]))?")
+_KEY = re.compile(
+    r"([a-z0-9_]+)-(\d+)-(\d+)-k([\dx]*)-s([\dx]*)-g(\d+)-b([01])-d([\dx]*)-([a-z0-9_+]+)(?:-([a-z]+_norm)-b([01]))?"
+)
 
 
 @final
@@ -219,16 +220,11 @@ class LayerType:
         """Returns the layer type that has this `key`.
 
         Raises:
-            UserError: the key is malformed, or from a version whose types had no dilation and activation.
+            UserError: the key is malformed.
 
         >>> LayerType.from_key("linear-64-10-k-s-g1-b1-d-tanh").activation
         'tanh'
         """
-        if _FORMER_KEY.fullmatch(key):
-            raise UserError(
-                f"{key!r} is a layer type without dilation and activation, from an earlier version of polyfed; train the "
-                "hypernetwork again"
-            )
         match = _KEY.fullmatch(key)
         if match is None:
             raise UserError(f"{key!r} is not a layer type; an example is 'conv2d-64-128-k3x3-s2x2-g1-b0-d1x1-relu'")

@@ -10,7 +10,6 @@ from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples
-from polyfed.core.io.former_fields import rename_former_fields
 from polyfed.core.io.terminal_text import fold_spelling
 from polyfed.core.io.trusted_code import check_code_trusted, import_trusted_dataclass
 from polyfed.core.io.validation import build_dataclass, validation_error
@@ -215,8 +214,7 @@ def build_method_like(
     """
     shared = {n: getattr(method, n) for n in TRANSFERABLE_FIELDS} if isinstance(method, LocalTraining) else {}
     method_class = find_method_class(name)
-    names = [f.name for f in dataclasses.fields(method_class)]  # type: ignore[arg-type]
-    return build_dataclass(method_class, {**shared, **rename_former_fields(fields or {}, names)}, name)
+    return build_dataclass(method_class, {**shared, **(fields or {})}, name)
 
 
 def load_participants(experiment: Experiment) -> Participants:

@@ -10,7 +10,7 @@ import polyfed as pf
 from polyfed.algorithms import FedProx, Local
 from polyfed.comparison.execution import final_runs
 from polyfed.comparison.planning.budget import Budget
-from polyfed.comparison.storage.comparison_directory import DESCRIPTION, load_comparison
+from polyfed.comparison.storage.comparison_directory import load_comparison
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.tuning.ranking import (
     POOLED_LOSS_WEIGHT,
@@ -230,17 +230,6 @@ def test_where_each_seed_deals_the_data_again_all_clients_have_one_choice(monkey
 def test_what_changes_the_meaning_of_the_loss_is_not_searched(field, values):
     with pytest.raises(pf.UserError, match=f"{field} cannot be searched: it changes the meaning of the loss"):
         pf.compare(two(), ["fedprox"], **QUICK, tune={field: values})
-
-
-def test_a_directory_of_a_version_that_chose_otherwise_is_refused_with_a_sentence(tmp_path):
-    words = QUICK | {"rounds": 1, "seeds": [0], "tune": "none", "out": tmp_path / "a"}
-    pf.compare(two(), ["fedprox"], **words)
-    file = tmp_path / "a" / DESCRIPTION
-    file.write_text(file.read_text().replace("choices: loss\n", ""))
-    with pytest.raises(
-        pf.UserError, match="begun by an earlier version of polyfed, which chose learning rates and rounds"
-    ):
-        pf.compare(two(), ["fedprox"], **words)
 
 
 def test_a_clients_own_loss_chooses_ends_and_leaves_out_models_of_another_loss():

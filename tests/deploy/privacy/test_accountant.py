@@ -212,7 +212,7 @@ def test_a_damaged_count_beside_the_book_opens_nothing(tmp_path, content):
     count.write_text(content)
     with pytest.raises(UserError, match=r"privacy-count.json is damaged .* Remove it if that ledger is the newest"):
         record_message_and_get_epsilon(book, "data", NOISY)
-    count.unlink()  # as a book of an earlier version has none
+    count.unlink()
     record_message_and_get_epsilon(book, "data", NOISY)
 
 

@@ -301,11 +301,3 @@ def test_the_state_of_a_method_with_much_of_it_comes_back(tmp_path):
     assert found.keys() == own.keys()
     assert torch.equal(found["preferences"], own["preferences"])
     assert all(torch.equal(found["before"][name], tensor) for name, tensor in own["before"].items())
-
-
-def test_a_field_that_has_another_name_now_is_the_same(tmp_path):
-    """`averaged_over` was `final`."""
-    write_private_state_and_delete_older(tmp_path / "a", "north", 1, {**METHOD, "final": "all"}, {"x": 1}, 0)
-    assert read_private_state(tmp_path / "a", "north", 1, {**METHOD, "averaged_over": "all"}) == {"x": 1}
-    with pytest.raises(InvalidSiteStateError, match='of a method with averaged_over = "all"'):
-        read_private_state(tmp_path / "a", "north", 1, {**METHOD, "averaged_over": "cohort"})

@@ -252,7 +252,6 @@ def init_server_state(server: ServerContext, options: LayerAggregationMethod, k:
     state = {
         "clients": ids,
         "layers": layers,
-        "same": {},  # unused; kept so that the format of checkpoints does not change
         "models": dict.fromkeys(ids, model),
         "hypernetworks": {},
         "seed": server.seed,

@@ -11,7 +11,7 @@ from polyfed.comparison.planning.client_set import ClientSet
 from polyfed.comparison.planning.method_selection import check_equal_training
 from polyfed.comparison.planning.undefined_scores import warn_of_undefined_scores
 from polyfed.comparison.storage import comparison_directory
-from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT, SELECTION_RULE
+from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.verdicts.answer_basis import count_client_examples
 from polyfed.core.capabilities import describe_evaluated_network
@@ -86,7 +86,7 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
     if not plan.panel.clients:
         del settings_kept["evaluate_clients"]
     description = {
-        "format": RESULTS_FORMAT, "choices": SELECTION_RULE, "title": plan.title, "task": client_set.clients[0].task.spec,
+        "format": RESULTS_FORMAT, "title": plan.title, "task": client_set.clients[0].task.spec,
         "metrics": [_metric_entry(metric) for metric in plan.metrics], "seeds": list(plan.seeds),
         "methods": {label: method_fields(method) for label, method in methods.items()},
         "evaluated": {label: describe_evaluated_network(method) for label, method in methods.items()},

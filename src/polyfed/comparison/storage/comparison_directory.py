@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 DESCRIPTION, RESULTS = "comparison.yaml", "comparison.json"
 RESULTS_FORMAT = 2  # of the results
-SELECTION_RULE = "loss"  # by what rates and rounds are chosen; before, by the validation score, without this word
 
 
 @final
@@ -332,12 +331,6 @@ def write_description(folder: Path, description: Mapping[str, Any], criteria: Re
     content = to_plain_values(description, "comparison")
     if (folder / DESCRIPTION).exists():
         before = read_description(folder)
-        if content.get("choices") != before.get("choices"):
-            raise UserError(
-                f"{folder} was begun by an earlier version of polyfed, which chose learning rates and rounds by the mean "
-                "validation score, and for all clients of local alike. Its results can still be shown (polyfed report "
-                f"{folder}); to compare anew, give the whole command again with another out=... (--out)"
-            )
         if differs := find_invalidating_change(before, content):
             raise UserError(
                 f"{folder} holds a comparison of something else: {differs}; choose another out=... (--out), or "

@@ -2,8 +2,8 @@
 `comparison.yaml` (`ComparisonDescription`).
 
 Scores are fractions as in `metrics.jsonl` (0.81, not 81); None means "not defined". Gains are positive where the method is
-better, whichever way the score counts. A field that is not `Required` may be missing, since an earlier version did not write
-it or it is not needed to show the results. Files are checked against these types when they are read.
+better, whichever way the score counts. A field that is not `Required` may be missing: it is not needed to show the
+results. Files are checked against these types when they are read.
 """
 
 from collections.abc import Mapping
@@ -327,8 +327,6 @@ class CriteriaEntry(TypedDict, total=False):
 class ComparisonDescription(TypedDict, total=False):
     """Describes `comparison.yaml`: every setting that changes the results."""
 
-    choices: str
-    """Names the examples by which learning rates and rounds are chosen."""
     title: str
     seeds: list[int]
     experiment: ExperimentEntry | None

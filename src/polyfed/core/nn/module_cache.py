@@ -264,7 +264,7 @@ def architectures_differ_only_in_frozen_values(first_hash: str, second_hash: str
     return first_hash != second_hash and first_hash.partition("-")[0] == second_hash.partition("-")[0]
 
 
-def _compute_architecture_hash(module: nn.Module, *, with_ties: bool = True) -> str:
+def _compute_architecture_hash(module: nn.Module) -> str:
     form = [(name, tuple(t.shape), str(t.dtype)) for name, t in module.state_dict().items()]
     parts = [
         (
@@ -283,7 +283,7 @@ def _compute_architecture_hash(module: nn.Module, *, with_ties: bool = True) -> 
     ]
     # A printed address differs from process to process, and a run is resumed in another one.
     printed = re.sub(r"0x[0-9a-f]+", "", f"{print_for_fingerprint(module)}\n{form}\n{parts}\n{functions}")
-    if with_ties and (further := first_name_by_alias(module)):
+    if further := first_name_by_alias(module):
         printed += f"\n{further}"
     frozen = hash_tensors(_frozen_by_name(module))
     return hashlib.sha256(printed.encode()).hexdigest()[:16] + (f"-{frozen}" if frozen else "")
@@ -301,11 +301,6 @@ def architecture_hash(module: nn.Module) -> str:
     if module not in _ARCHITECTURE_HASHES:
         _ARCHITECTURE_HASHES[module] = _compute_architecture_hash(module)
     return _ARCHITECTURE_HASHES[module]
-
-
-def legacy_architecture_hash(module: nn.Module) -> str:
-    """Returns the architecture hash as earlier versions of polyfed computed it, without regard to tied weights."""
-    return _compute_architecture_hash(module, with_ties=False)
 
 
 def _plain_attributes(part: nn.Module) -> dict[str, _PlainValue]:

@@ -117,7 +117,7 @@ def _count_file(file: Path) -> Path:
 def _check_not_older(file: Path, ledger: Ledger) -> None:
     """Raises a `UserError` if the ledger counts less than was sent, so that it must be an outdated copy."""
     count_file = _count_file(file)
-    if not count_file.exists():  # of an earlier version, or before the first message
+    if not count_file.exists():  # before the first message
         return
     try:
         entry_counts = parse_json(read_file(count_file))

@@ -25,7 +25,6 @@ from polyfed.core.io.atomic_files import (
     read_file,
     write_file_atomically,
 )
-from polyfed.core.io.former_fields import rename_former_fields
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.core.state_dict import PyTree
@@ -229,7 +228,7 @@ def _owner_difference(file_owner: _StateOwner, expected_owner: _StateOwner) -> s
         return "another run"
     if file_owner["round"] != expected_owner["round"]:
         return f"round {file_owner['round']}"
-    method = rename_former_fields(file_owner["method"], expected_owner["method"])
+    method = file_owner["method"]
     changed = [name for name, value in method.items() if expected_owner["method"].get(name) != value]
     return f"a method with {changed[0]} = {method[changed[0]]}" if changed else ""
 

@@ -1,7 +1,7 @@
 """Computes hashes of clients, examples and networks, by which a resumed run checks that they have not changed."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from polyfed.core.algorithm import Client
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import named_leaves
-from polyfed.core.nn.module_cache import build_module, cached_module, hash_tensors, legacy_architecture_hash
-from polyfed.core.nn.tied_weights import first_name_by_alias
+from polyfed.core.nn.module_cache import build_module, hash_tensors
 from polyfed.core.state_dict import view_as_bytes
 from polyfed.simulation.checks.requirements import architecture_keys_by_client, examples_by_split, stable_repr
 
@@ -45,33 +44,8 @@ def _describe_loss(client: Client) -> str:
     return "" if client.loss is None else stable_repr(client.loss)
 
 
-def earlier_version_run_error(run_fingerprint: str, clients: Sequence[Client], public: Examples | None) -> str | None:
-    """Returns an error if an earlier version of polyfed began the run with these clients; else None."""
-    modules = {c.id: cached_module(c.model).module for c in clients if c.model is not None}
-    further_names_of = next(filter(None, map(first_name_by_alias, modules.values())), None)
-    if not further_names_of:
-        return None
-    architecture_by_client = {client: legacy_architecture_hash(module) for client, module in modules.items()}
-    if run_fingerprint != data_fingerprint(clients, public, architecture_by_client):
-        return None
-    second, first = next(iter(further_names_of.items()))
-    return (
-        f"its networks have weights under several names ({second!r} is {first!r}), and it was begun by a version of polyfed "
-        "that kept such weights once for each name; this version keeps them once, and cannot go on from that. Finish the "
-        "run with the version that began it, or begin another in another folder. What it has written can be read as ever"
-    )
-
-
-def data_fingerprint(
-    clients: Sequence[Client], public: Examples | None = None, architecture_by_client: Mapping[str, str] | None = None
-) -> str:
-    """Hashes all clients (ids, tasks, architectures, examples) and public examples; a run resumes only with these.
-
-    Args:
-        clients: the clients.
-        public: public examples, if there are any.
-        architecture_by_client: client id -> name of its architecture, in place of the names of this version.
-    """
+def data_fingerprint(clients: Sequence[Client], public: Examples | None = None) -> str:
+    """Hashes all clients (ids, tasks, architectures, examples) and public examples; a run resumes only with these."""
     digest_by_storage: dict[Any, str] = {}
 
     def digest(tensor: Tensor | None) -> str:
@@ -87,10 +61,7 @@ def data_fingerprint(
     def digests(x: Any) -> Any:
         return digest(x) if isinstance(x, Tensor) else [(part, digest(tensor)) for part, tensor in named_leaves(x)]
 
-    total = hashlib.sha256()
-    architecture_by_client = (
-        architecture_keys_by_client(clients) if architecture_by_client is None else architecture_by_client
-    )
+    total, architecture_by_client = hashlib.sha256(), architecture_keys_by_client(clients)
     for client in sorted(clients, key=lambda c: c.id):
         total.update(repr((client.id, client.task.spec, architecture_by_client.get(client.id))).encode())
         total.update(_describe_loss(client).encode())

@@ -9,7 +9,6 @@ from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import is_built_in_metric, metric_path_or_name, resolve_metrics
-from polyfed.core.io.former_fields import rename_former_fields
 from polyfed.core.io.trusted_code import find_trusted_import_path, import_trusted_dataclass
 from polyfed.core.io.validation import build_dataclass, validation_error
 from polyfed.core.privacy.options import Privacy
@@ -63,7 +62,6 @@ def restore_settings_and_method(
     if isinstance(algorithm, LocalTraining):
         algorithm = algorithm.with_privacy_of_run(settings.rounds)
     current = _describe_method(algorithm)
-    saved = rename_former_fields(saved, current)
     declared_fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
     # A field that was added to the method after the run began had its default there.
     default_by_field = {
@@ -113,8 +111,7 @@ def build_method(fields: Mapping[str, Any]) -> Algorithm[Any, Any]:
     """
     arguments = dict(fields)
     method_class = find_method_class(str(arguments.pop("name", "")))
-    names = [f.name for f in dataclasses.fields(method_class)]  # type: ignore[arg-type]
-    return build_dataclass(method_class, rename_former_fields(arguments, names), "algorithm")
+    return build_dataclass(method_class, arguments, "algorithm")
 
 
 def find_method_class(name: str) -> type[Algorithm[Any, Any]]:

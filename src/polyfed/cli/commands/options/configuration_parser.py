@@ -38,7 +38,6 @@ from polyfed.cli.commands.options.site_options import (
 from polyfed.cli.commands.short_help import find_help_group_title
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES, read_value_or_outline_without_import
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.former_fields import rename_former_fields
 from polyfed.core.io.keyword_names import OTHER_NAMES
 from polyfed.core.io.trusted_code import import_trusted_callable, trust_code
 from polyfed.simulation.settings import Settings
@@ -212,7 +211,6 @@ def _parse_values(
 ) -> dict[str, Any]:  # fmt: skip
     """Parses all options' values; the configuration's come first, so that both are checked alike."""
     option_by_key = {option.key: option for option in options}
-    config_values = rename_former_fields(config_values, option_by_key)
     if unknown := sorted(config_values.keys() - option_by_key):
         raise UserError(f"unknown key {_unknown_key_message(unknown[0], option_by_key)}")
     for word in argv:
@@ -396,4 +394,4 @@ def _complete_baseline(entry: Any, program: str) -> Any:
         typed = _parse_values(options, config_values, [], program)["algorithm"]
     except UserError as error:
         raise UserError(f"baseline {name}: {error}") from error
-    return {field: typed[field] for field in rename_former_fields(entry, typed)}
+    return {field: typed[field] for field in entry}

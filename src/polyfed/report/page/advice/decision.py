@@ -52,7 +52,7 @@ def confidence_level_of(run_group: RunGroup) -> float:
 
 
 def is_comparison_with_answers(run_group: RunGroup) -> bool:
-    """Returns whether the group is a comparison with advice; those of earlier versions have none."""
+    """Returns whether the group is a comparison with advice."""
     return bool(run_group.comparison_results) and bool(
         run_group.comparison_results.get("answers") or run_group.comparison_results.get("mean_answer")
     )

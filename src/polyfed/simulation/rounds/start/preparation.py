@@ -20,7 +20,7 @@ from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_publ
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.clients.client_list import list_clients
 from polyfed.simulation.checks.code_fingerprints import code_fingerprint, find_changed_code, warn_of_changed_code
-from polyfed.simulation.checks.fingerprints import data_fingerprint, earlier_version_run_error
+from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.checks.networks.trial_evaluation import check_losses_and_metrics_work
 from polyfed.simulation.checks.settings.method_settings import check_settings_suit_method
 from polyfed.simulation.checks.settings.private_training import check_and_complete_privacy
@@ -165,9 +165,6 @@ def check_clients_are_those_of_run(directory: RunDirectory, federation: Federati
         _warn_of_other_versions(directory)
         return
     integrity.check_manifest_unchanged(out, fingerprint_now)
-    clients = [] if isinstance(federation.clients, SourceClients) else list(federation.clients.values())
-    if version_error := earlier_version_run_error(str(fingerprint_before), clients, federation.public):
-        raise UserError(f"the run in {out} cannot be resumed: {version_error}")
     raise UserError(
         f"the clients are not those of the run in {out}: its data fingerprint is {fingerprint_before}, theirs "
         f"is {fingerprint_now}; resume with the same ids, data and networks"
