@@ -302,6 +302,10 @@ def test_a_few_events_decide_a_c_index_however_many_patients_were_censored():
     for metric, truth in ((Survival().default_metric, many), (METRICS["f1"], many[:, 1].long())):
         classes = example_class_of_each_pseudo_value(metric, truth)
         assert (len(classes), sorted(np.unique(classes, return_counts=True)[1])) == (NUM_GROUPS, [6, NUM_GROUPS - 6])
+    nearly_all = torch.arange(191) < 48  # in 48 of 50 blocks: two blocks without one are no rare class
+    assert not example_class_of_each_pseudo_value(METRICS["f1"], nearly_all.long()).any()
+    halves = torch.arange(96) % 2  # of which a block has one, or both
+    assert not example_class_of_each_pseudo_value(METRICS["balanced_accuracy"], halves).any()
 
 
 @pytest.mark.thorough

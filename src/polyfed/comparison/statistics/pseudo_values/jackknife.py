@@ -27,6 +27,7 @@ from polyfed.tasks.scores.score_functions import split_into_binary_problems
 NUM_GROUPS = 50
 """Most groups of examples that are left out in turn, for metrics without a closed form: one example each up to this
 number."""
+_FEW_BLOCKS = 6  # so many blocks without a class are needed for the others to be a class of their own
 _PAIRS = 40_000  # positive x negative examples up to which comparing all pairs is faster than ranking
 FloatArray = NDArray[np.float64]
 
@@ -96,12 +97,16 @@ def example_class_of_each_pseudo_value(
 
 
 def _classes_of_blocks(classes: NDArray[np.int64], block: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns each block's rarest class, if not every block has an example or group of it; else 0."""
+    """Returns each block's rarest class, if not (nearly) every block has an example or group of it; else 0.
+
+    Without `_FEW_BLOCKS` few blocks without a class would be taken for a rare class, with next to no degrees of freedom.
+    """
     number = int(block.max()) + 1
+    most = number if number == len(block) else number - _FEW_BLOCKS + 1
     _, code, counts = np.unique(classes, return_inverse=True, return_counts=True)
     class_of_block: NDArray[np.int64] = np.zeros(number, dtype=np.int64)
     for place in np.argsort(-counts, kind="stable"):
-        if counts[place] < number:
+        if counts[place] < most:
             class_of_block[block[code == place]] = place + 1
     return class_of_block
 
