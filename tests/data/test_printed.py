@@ -1,5 +1,6 @@
 """What Python prints of data: their form and number, and nothing of a row."""
 
+import pytest
 import torch
 
 import polyfed as pf
@@ -21,6 +22,15 @@ def test_what_is_printed_of_a_table_holds_no_row():
         assert "61.4375" not in repr(shown)
         assert "array(" not in repr(getattr(shown, "train", shown))
         assert "tensor(" not in repr(shown)
+
+
+def test_the_name_of_a_network_is_answered_with_what_to_write():
+    sites = pf.data.split_table({"age": [*range(20)], "ill": [0, 1] * 10, "site": [*"aabb"] * 5}, "ill", "site")
+    for given in ("mlp", {"a": "mlp", "b": torch.nn.Identity}):
+        with pytest.raises(pf.UserError, match=r"the name 'mlp'; write pf\.models\.ModelSpec\('mlp', {}, \(1,\), 2\)$"):
+            sites.build_clients(given)
+    run = pf.federate(sites.build_clients(pf.models.ModelSpec("mlp", {}, (1,), 2)), "fedavg", rounds=1, workers=0)
+    assert run.last.round == 1
 
 
 def test_sites_named_by_numbers_are_listed_as_numbers(tmp_path, monkeypatch, capsys):

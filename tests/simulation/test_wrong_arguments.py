@@ -168,10 +168,12 @@ def test_too_many_arguments_by_position_say_which_have_names():
 
 
 def test_the_name_of_a_network_says_how_it_is_given_in_python():
-    with pytest.raises(
-        pf.UserError, match=r"got str; .* pf\.models\.ModelSpec\('mlp', \{\}, input_shape, num_classes\)$"
+    for call, sizes in (
+        (lambda: sites().build_clients("mlp"), r"\(3,\), 2\)$"),
+        (lambda: pf.Client("a", "mlp", 1, 2), "shape, "),
     ):
-        sites().build_clients("mlp")
+        with pytest.raises(pf.UserError, match=rf"got .*; .*write pf\.models\.ModelSpec\('mlp', {{}}, {sizes}"):
+            call()
 
 
 def test_by_position_self_is_no_argument():

@@ -143,7 +143,10 @@ class Client:
                 else "give a function that returns a new torch.nn.Module at each call, such as lambda: MyNet()"
             )
             if isinstance(model, str):
-                cure = f"a network of polyfed's is pf.models.ModelSpec({model!r}, {{}}, input_shape, num_classes)"
+                cure = (
+                    f"for a network of polyfed's write pf.models.ModelSpec({model!r}, {{}}, shape, outputs), such as "
+                    "ModelSpec('mlp', {}, (13,), 2) for rows of 13 numbers and two classes"
+                )
             if hasattr(model, "train_dataset"):  # of transformers or the like
                 cure = (
                     "of a trainer give the network and the data: model=lambda: copy.deepcopy(trainer.model), train=..."

@@ -72,11 +72,18 @@ class ClientTables:
             model: builds a network, as `Client.model`; or one such function per site, by its name.
 
         Raises:
-            UserError: a site without a network, or a name that is not a site; a site without test rows.
+            UserError: a site without a network or test rows, a name that is not a site, or the name of a network.
         """
         names = [part.id for part in self.client_data]
         if isinstance(model, Mapping):
             check_model_per_client(model, names)
+        networks: list[Any] = [*model.values()] if isinstance(model, Mapping) else [model]
+        for network in networks:
+            if isinstance(network, str):  # networks have names in a room above this one
+                spec = f"pf.models.ModelSpec({network!r}, {{}}, {tuple(self.dataset.input_shape)}, {self.num_outputs})"
+                raise UserError(
+                    f"model must be a function that builds a network, got the name {network!r}; write {spec}"
+                )
         if untested := [part.id for part in self.client_data if not len(part.test)]:
             raise UserError(f"site {untested[0]!r} has too few rows to test on; give it more, or leave it out")
         return [

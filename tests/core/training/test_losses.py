@@ -140,7 +140,7 @@ def test_losses_and_weights_that_do_not_fit_are_refused():
     for loss, message in (
         (
             nn.CrossEntropyLoss(reduction="none"),
-            r"a client's loss must return a tensor with one number, .*, got shape \(20,\)",
+            r"'client-0': its loss must return a tensor with one number, .*, got shape \(20,\)",
         ),
         (
             lambda outputs, targets: float(outputs.detach().mean()),

@@ -8,6 +8,7 @@ import pytest
 from matplotlib import pyplot
 
 import polyfed as pf
+from polyfed.simulation.results.display.remarks import list_remarks
 from polyfed.testing import small_clients
 
 WORDS = {"tune": "none", "references": False, "parallel": 1, "quiet": True}
@@ -52,6 +53,28 @@ def test_html_has_a_table_and_escapes_names(run):
     page = pf.federate(odd, "local", rounds=1, workers=0, progress=False)._repr_html_()
     assert "<b>client" not in page
     assert "&lt;b&gt;client-0" in page
+
+
+def test_what_failed_and_what_a_run_warns_of_is_shown_however_quiet_it_was(tmp_path):
+    def broken(outputs, targets):
+        raise IndexError("out of range")
+
+    first, second, third = small_clients()
+    second = pf.Client(second.id, second.model, second.train, second.test, loss=broken)
+    run = pf.federate(
+        [first, second, third], "fedavg", rounds=2, workers=0, quiet=True, on_error="skip", out=tmp_path / "a"
+    )
+    run.history[1]["warnings"].append("round 2: 'client-2' has a norm of 7")
+    line, sentence, warning = str(run).splitlines()
+    assert line == repr(run)
+    assert ", 'client-1' failed, 1 warning, out=" in line
+    assert sentence.startswith("client 'client-1' failed in 2 of 2 rounds: its loss fails on outputs of shape (26, 3)")
+    assert warning == "round 2: 'client-2' has a norm of 7"
+    assert html.escape(sentence) in run._repr_html_()
+    assert ", 'client-1' failed, out=" in repr(pf.load(run.out))
+    assert str(pf.load(run.out)).splitlines()[1] == sentence
+    assert html.escape(sentence) in pf.load(run.out)._repr_html_()
+    assert len(list_remarks([{"round": 1, "warnings": [f"'site-{k}' is far" for k in range(20)]}])) == 9
 
 
 def test_html_of_many_clients_is_short():

@@ -88,15 +88,30 @@ def _checked_client_loss(loss: Loss, device: torch.device) -> Loss:
         loss = copy.deepcopy(loss).to(device)  # its weights of classes, say
 
     def checked_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        value = loss(outputs, targets)
-        if not isinstance(value, Tensor) or value.dim() != 0:
-            shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise UserError(
-                f"a client's loss must return a tensor with one number, the mean over the minibatch, got {shape}"
-            )
+        try:
+            value = loss(outputs, targets)
+        except Exception as error:  # whatever the user's loss raises
+            raise UserError(f"its loss {describe_failed_loss(outputs, targets, error)}") from error
+        check_is_one_number(value, "its loss")
         return value
 
     return checked_loss
+
+
+def describe_failed_loss(outputs: Tensor, targets: Tensor, error: Exception) -> str:
+    """Returns the end of a sentence about a user's loss: on what it fails, how, and how it is called."""
+    return (
+        f"fails on outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)} ({targets.dtype}): "
+        f"{type(error).__name__}: {error}. It is called as loss(outputs, targets), with what the network returns, logits "
+        "for classes"
+    )
+
+
+def check_is_one_number(value: object, whose: str) -> None:
+    """Raises a `UserError` that begins with `whose` unless the value of a loss is a tensor with one number."""
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise UserError(f"{whose} must return a tensor with one number, the mean over the minibatch, got {shape}")
 
 
 def sampling_weights(examples: Examples, task: Task | str, sampler: str) -> Tensor | None:

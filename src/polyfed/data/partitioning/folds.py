@@ -80,7 +80,7 @@ def check_seeds_suit_resplit_or_folds(resplit: int | None, folds: Folds | None, 
     if folds is not None and len(seeds) != folds.num_runs:
         raise UserError(
             f"folds={folds.number} with fold_repeats={folds.repeats} needs {folds.num_runs} runs of each method, with a "
-            f"seed each; got {len(seeds)} seeds"
+            f"seed each; got {len(seeds)} seeds: leave them out"
         )
     if resplit is not None and len(seeds) != resplit:
         raise UserError(

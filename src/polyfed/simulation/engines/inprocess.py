@@ -13,7 +13,7 @@ from torch import Tensor
 from polyfed.algorithms import REGISTRY
 from polyfed.core.algorithm import Algorithm, Client, Message
 from polyfed.core.capabilities import BringsNetwork
-from polyfed.core.errors import ClientError
+from polyfed.core.errors import ClientError, UserError
 from polyfed.core.evaluation.evaluate import (
     MetricValues,
     compute_metrics,
@@ -114,7 +114,8 @@ class InProcessEngine(Engine):
                                 )[0]
                             result = TaskResult(task, metrics=metrics, predictions=outputs)
             except Exception as error:  # whatever a user's network or data may raise is reported, never swallowed
-                reason = f"{type(error).__name__}: {error}{_list_names_of_state(error, task)}"
+                kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+                reason = f"{kind}{error}{_list_names_of_state(error, task)}"
                 failure = ClientError(task.round, task.client, task.phase, reason, traceback.format_exc())
                 failure.__cause__ = error
                 result = TaskResult(task, failure=failure)

@@ -27,6 +27,7 @@ from polyfed.simulation.results.across_sites.cross_site_scores import CrossSiteS
 from polyfed.simulation.results.display.frames import build_frame, list_scores_by_round
 from polyfed.simulation.results.display.notebook_html import run_html, unit_of_column
 from polyfed.simulation.results.display.plots import plot_learning_curves
+from polyfed.simulation.results.display.remarks import list_remarks, summarise_remarks
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.evaluation_sample import has_other_clients_each_round
 from polyfed.simulation.sources.source_clients import SourceClients
@@ -79,11 +80,16 @@ class Run:
         return (
             f"Run({type(federation.algorithm).__name__}, "
             f"{count_with_noun(len(federation.client_registry.ids), 'client')}{evaluated}, "
-            f"{count_with_noun(len(self.history), 'round')}, {scored}, out={None if self.out is None else str(self.out)!r})"
+            f"{count_with_noun(len(self.history), 'round')}, {scored}{summarise_remarks(self.history)}, "
+            f"out={None if self.out is None else str(self.out)!r})"
         )
 
+    def __str__(self) -> str:
+        """Returns one line, and below it which clients failed and what the rounds warn of, if anything."""
+        return "\n".join([repr(self), *list_remarks(self.history)])
+
     def _repr_html_(self) -> str:
-        return run_html(repr(self), self.table(), self._units)
+        return run_html(repr(self), list_remarks(self.history), self.table(), self._units)
 
     @property
     def _units(self) -> dict[str, NumberUnit]:

@@ -26,6 +26,7 @@ from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_f
 from polyfed.simulation.results.display.frames import build_frame, list_scores_by_round
 from polyfed.simulation.results.display.notebook_html import run_html, unit_of_column
 from polyfed.simulation.results.display.plots import plot_learning_curves
+from polyfed.simulation.results.display.remarks import list_remarks, summarise_remarks
 from polyfed.simulation.storage.configuration import build_method, read_section
 from polyfed.simulation.storage.model_signature import (
     PREPROCESSING_SUFFIX,
@@ -54,11 +55,15 @@ class SavedRun:
     files: RunFiles
 
     def __repr__(self) -> str:
-        return f"SavedRun({self.files.describe()}, out={str(self.out)!r})"
+        return f"SavedRun({self.files.describe()}{summarise_remarks(self.history)}, out={str(self.out)!r})"
+
+    def __str__(self) -> str:
+        """Returns one line, and below it which clients failed and what the rounds warn of, if anything."""
+        return "\n".join([repr(self), *list_remarks(self.history)])
 
     def _repr_html_(self) -> str:
         evaluated = any(record["summary"] for record in self.history)
-        return run_html(repr(self), self.table() if evaluated else [], self._units)
+        return run_html(repr(self), list_remarks(self.history), self.table() if evaluated else [], self._units)
 
     @property
     def _units(self) -> dict[str, NumberUnit]:

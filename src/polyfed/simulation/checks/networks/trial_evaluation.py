@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
@@ -16,7 +16,7 @@ from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.core.task import Loss
 from polyfed.core.task_registry import registered_task_classes
-from polyfed.core.training.losses import build_loss
+from polyfed.core.training.losses import build_loss, check_is_one_number, describe_failed_loss
 from polyfed.simulation.checks.networks.network_layers import cached_module_of
 
 _TRIED = 32  # examples
@@ -28,11 +28,10 @@ def check_losses_and_metrics_work(clients: Sequence[Client], metrics: Sequence[M
     Raises:
         UserError: a loss or a metric fails, or returns no number, or a loss has no gradient.
     """
-    own_tasks = {
-        client.task: client for client in clients if type(client.task) not in registered_task_classes().values()
-    }
-    # One of a kind is tried: losses that differ by client, as in their class weights, would take a pass for each.
-    own_losses = {_kind_of_loss(client.loss): client for client in clients if client.loss is not None}
+    # One of a kind is tried, the first: losses that differ by client, as in their class weights, would take a pass for each.
+    backwards = list(reversed(clients))
+    own_tasks = {c.task: c for c in backwards if type(c.task) not in registered_task_classes().values()}
+    own_losses = {_kind_of_loss(c.loss): c for c in backwards if c.loss is not None}
     for client in (*own_tasks.values(), *own_losses.values()):
         if client.model is not None:
             _check_loss_works(client)
@@ -52,17 +51,11 @@ def _check_loss_works(client: Client) -> None:
         outputs = logits_of(call_network(deep_copy(cached_module_of(client).module).train(), x))
         try:
             value = build_loss(client.train, client.task, client.loss)(outputs, targets)
-        except UserError:
-            raise
-        except Exception as error:  # whatever the user's loss raises
-            raise UserError(
-                f"{whose} fails on outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)} "
-                f"({targets.dtype}): {type(error).__name__}: {error}. It is called as loss(outputs, targets), with what the "
-                "network returns, logits for classes"
-            ) from error
-    if not isinstance(value, Tensor) or value.dim() != 0:
-        shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise UserError(f"{whose} must return a tensor with one number, the mean over the minibatch, got {shape}")
+        except UserError as error:
+            raise UserError(f"client {client.id!r}: {error}") from error
+        except Exception as error:  # whatever the loss of the user's task raises
+            raise UserError(f"{whose} {describe_failed_loss(outputs, targets, error)}") from error
+    check_is_one_number(value, whose)
     if not value.requires_grad:
         raise UserError(f"{whose} has no gradient, so that nothing can be trained; compute it of the outputs, without "
                         "detach(), argmax() or NumPy")  # fmt: skip

@@ -45,17 +45,20 @@ def notebook_html(
     )
 
 
-def run_html(heading: str, table: Sequence[Mapping[str, Any]], units: Mapping[str, NumberUnit]) -> str:
-    """Returns HTML with a heading, and the scores of a run's clients and their means.
+def run_html(
+    heading: str, remarks: Sequence[str], table: Sequence[Mapping[str, Any]], units: Mapping[str, NumberUnit]
+) -> str:
+    """Returns HTML with a heading, remarks, and the scores of a run's clients and their means.
 
     Args:
         heading: one line about the run.
+        remarks: sentences on clients that failed, and warnings.
         table: rows of a dict each, such as `Run.table` returns.
         units: of the metrics, by their names; other columns are numbers.
     """
     columns = list(table[0]) if table else []
     rows = [[_format_cell(column, row[column], units) for column in columns] for row in table]
-    return notebook_html(heading, {}, columns, rows, "client")
+    return notebook_html(heading, {"Look at this first:": remarks}, columns, rows, "client")
 
 
 def _format_cell(column: str, value: Any, units: Mapping[str, NumberUnit]) -> str:
