@@ -44,6 +44,8 @@ CASES = {
     "many whole numbers as the target": ({"ill": list(ROWS)}, {}),
     "many whole numbers, a condition": ({"ill": list(ROWS)}, {"positive": ">30"}),
     "amounts as the target": ({"ill": [k + 0.5 for k in ROWS]}, {}),
+    "groups of ages": ({}, {"subgroups": "age=30:50"}),
+    "groups of a column that is not there": ({}, {"subgroups": ["agee=30:50", "ag"]}),
     "empty rows at the end": ({name: [*values[:-2], "", ""] for name, values in COLUMNS.items()}, {}),
 }
 

@@ -132,8 +132,8 @@ def split_table(
         test_fraction, val_fraction, public_fraction, split: see `polyfed.data.Split`.
         seed: of the random division.
         name: of the only site, if `site` is None.
-        options: task, event, group, time, columns, drop, categorical, positive, missing, preprocess, schema; for files
-            delimiter, decimal and encoding: see `TableFile`.
+        options: task, event, group, time, columns, drop, categorical, positive, missing, preprocess, subgroups, schema;
+            for files delimiter, decimal and encoding: see `TableFile`.
 
     Raises:
         UserError: a column that does not exist, or that no network can take; rows without a site or target.

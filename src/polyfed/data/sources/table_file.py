@@ -27,6 +27,7 @@ from polyfed.data.tabular.csv_reader import CSVFormat
 from polyfed.data.tabular.positive_class import is_condition_or_value_list
 from polyfed.data.tabular.preprocessing import Column, Scope, TablePreprocessor, encode_table
 from polyfed.data.tabular.schema import read_schema, recode_targets_to_schema
+from polyfed.data.tabular.subgroups import divide_columns_into_subgroups, split_column_and_cuts
 from polyfed.data.tabular.suspicious_columns import warn_of_names_that_look_alike, warn_of_suspicious_columns
 from polyfed.data.tabular.table_reader import (
     PATH_ADVICE,
@@ -74,6 +75,8 @@ class TableFile(Source):
         encoding: of a CSV file, such as utf-8 or latin-1.
         missing_target: what becomes of rows without a target (a label, a time or an event): "refuse" the table, or "drop"
             these rows, with a warning that has their number at each site.
+        subgroups: columns of numbers whose groups are kept with predictions, not their values: "age=50:65" with the numbers
+            that begin a new group, "age" for quartiles of all rows.
         schema: JSON file of columns, categories and classes that tables in different places have agreed on
             (`polyfed.data.merge_schemas`), in place of those of this table.
 
@@ -98,6 +101,7 @@ class TableFile(Source):
     decimal: str = "."
     encoding: str = "utf-8"
     missing_target: Literal["refuse", "drop"] = "refuse"
+    subgroups: list[str] | str = ""
     schema: str | None = None
 
     def __post_init__(self) -> None:
@@ -153,6 +157,8 @@ class TableFile(Source):
         names_by_role = {"target": target_names} | {role: (name,) for role, name in roles.items() if name is not None}
         for role in ("columns", "drop", "categorical"):
             names_by_role[role] = parse_column_names(getattr(self, role), table)
+        subgroups = parse_column_names(self.subgroups, table)
+        names_by_role["subgroups"] = tuple(split_column_and_cuts(entry, table.column_names)[0] for entry in subgroups)
         for role, role_names in names_by_role.items():
             check_columns_exist(table, role_names, role)
         if twice := [name for name in target_names if [*target_names, *roles.values()].count(name) > 1]:
@@ -200,7 +206,12 @@ class TableFile(Source):
             warn_of_duplicate_rows(table, self.site)
             feature_names, own_roles = [c.name for c in features], [n for n in (self.group, self.time) if n is not None]
             warn_of_suspicious_columns(table, y, target_names, feature_names, self.site, own_roles)
-        columns = self._subgroup_columns(table, target_names)
+        if unusable := {*names_by_role["subgroups"]} & {*target_names, *roles.values()}:
+            raise UserError(
+                f"subgroups names {min(unusable)!r} (--data.subgroups), which is the target, the site, the group or the "
+                "time; name other columns"
+            )
+        columns = self._subgroup_columns(table, target_names) | divide_columns_into_subgroups(table, subgroups)
         if self.time is not None:
             columns[self.time] = column_as_times(table, self.time)
         return PooledDataset(

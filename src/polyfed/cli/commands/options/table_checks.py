@@ -46,6 +46,10 @@ def check_table(data: Any) -> None:
         raise UserError(f"give --data.target with the column to predict; the columns: {', '.join(header)}")
     names_by_role = {"target": [*_split_names(data.get("target"), header), *_split_names(data.get("event"), header)]}
     names_by_role |= {role: _split_names(data.get(role), header) for role in _ROLES}
+    names_by_role["subgroups"] = [
+        entry if entry in header else entry.rpartition("=")[0] or entry
+        for entry in _split_names(data.get("subgroups"), header)
+    ]
     for role, names in names_by_role.items():
         check_names_of_columns(header, names, role)
     cells = _read_cells(expand_user_path(str(data["path"]), "the table"), header, data)

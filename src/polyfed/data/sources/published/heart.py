@@ -39,7 +39,7 @@ class Heart(Source):
         columns: features; none takes all 13.
         drop: columns that are not features.
         categorical: columns of numbers that are codes.
-        preprocess: see the source `table`.
+        preprocess, subgroups: see the source `table`.
 
     >>> pool = Heart().load()
     >>> len(pool.train), pool.class_names, sorted(set(pool.columns["hospital"].tolist()))
@@ -52,6 +52,7 @@ class Heart(Source):
     drop: list[str] | str = ""
     categorical: list[str] | str = "cp,restecg,thal"
     preprocess: Scope = "site"
+    subgroups: list[str] | str = ""
 
     def __post_init__(self) -> None:
         check_field_types(self, "preprocess")
@@ -96,7 +97,7 @@ def heart(
     Args:
         test_fraction, val_fraction, public_fraction: see `polyfed.data.Split`.
         seed: of the random division.
-        options: positive, columns, drop, categorical, preprocess: see `Heart`.
+        options: positive, columns, drop, categorical, preprocess, subgroups: see `Heart`.
 
     Raises:
         UserError: an unknown option, or one of a wrong type.

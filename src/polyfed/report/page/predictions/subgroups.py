@@ -3,6 +3,7 @@
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ def example_positions_by_group(column_values: Sequence[Any]) -> dict[str, list[i
     {'f': [0, 3], 'm': [1], 'not known': [2]}
     >>> list(example_positions_by_group([30, 40, 50, 60, 70, 80, 90, 100, 110]))
     ['30 to 50', '51 to 70', '71 to 90', '91 to 110']
+    >>> list(example_positions_by_group(["from 100", "9.5 to below 100", "below 9.5", "grade 3"]))
+    ['grade 3', 'below 9.5', '9.5 to below 100', 'from 100']
     """
     value_by_row = {k: v for k, v in enumerate(column_values) if v is not None and v == v and v != ""}
     numbers = all(map(is_number, value_by_row.values()))
@@ -73,13 +76,19 @@ def example_positions_by_group(column_values: Sequence[Any]) -> dict[str, list[i
         groups = _rows_by_quartile(value_by_row)
     else:
         frequent = {v for v, _ in Counter(value_by_row.values()).most_common(_GROUPS)}
-        order = sorted(frequent) if numbers else sorted(frequent, key=str)
+        order = sorted(frequent) if numbers else sorted(frequent, key=_order_of_text)
         groups = {str(v): [k for k, value in value_by_row.items() if value == v] for v in order}
         if rare_rows := [k for k, v in value_by_row.items() if v not in frequent]:
             groups["all other values"] = rare_rows
     if missing := [k for k in range(len(column_values)) if k not in value_by_row]:
         groups[_UNKNOWN] = missing
     return groups
+
+
+def _order_of_text(value: Any) -> tuple[float, int, str]:
+    """Returns a key that sorts texts by their numbers: "below 50", "50 to below 65", "from 65"."""
+    ends = [float(number) for number in re.findall(r"-?\d+\.?\d*(?:e[+-]?\d+)?", str(value))]
+    return max(ends, default=math.inf), -len(ends), str(value)
 
 
 def _rows_by_quartile(value_by_row: dict[int, Any]) -> dict[str, list[int]]:
@@ -196,7 +205,10 @@ def html_subgroup_scores(
         hint = (
             did_you_mean(column, columns) if columns else "the predictions have no columns beside targets and outputs"
         )
-        raise UserError(f"--subgroup {column!r}: the test examples have no such column; {hint}")
+        raise UserError(
+            f"--subgroup {column!r}: the test examples have no such column; {hint}. Numbers of a table need their groups "
+            f"before training, such as subgroups='{column}=50:65' (--data.subgroups {column}=50:65)"
+        )
     try:
         (metric,) = resolve_metrics([score_format.name], predictions.task)
     except UserError as error:
