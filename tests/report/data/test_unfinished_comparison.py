@@ -28,7 +28,22 @@ def test_a_comparison_that_was_stopped(write_run, tmp_path):
     page = write_page_of(tmp_path, None).read_text(encoding="utf-8")
     assert all(note in page for note in notes)
     assert "<h1>Join, or train alone? " in page
-    assert '<h2 class="verdict">Not finished: there are no answers yet.</h2>' in page
+    assert '<h2 class="verdict">Not finished: 4 of 4 runs are done, and there are no answers yet.</h2>' in page
+
+
+def test_an_unfinished_comparison_in_folds_counts_its_runs_and_speaks_of_folds(write_run, tmp_path):
+    fields = "seeds: [0, 1, 2]\nfolds: 3\nmethods: {local: {}, mine: {}}\n"
+    (tmp_path / "comparison.yaml").write_text(DESCRIPTION + fields + EXPERIMENT)
+    for seed in (0, 1):
+        write_run(tmp_path / f"local/seed-{seed}", "local", {"x": [0.5]}, seed=seed)
+        write_run(tmp_path / f"mine/seed-{seed}", "fedavg", {"x": [0.6]}, seed=seed)
+    write_run(tmp_path / "mine/seed-2", "fedavg", {"x": [0.6]}, seed=2, wanted=3)
+    page = write_page_of(tmp_path, None).read_text(encoding="utf-8")
+    assert "Not finished: 4 of 6 runs are done, and there are no answers yet.</h2>" in page
+    assert "Compared on the 2 folds that all methods below have." in page
+    visible = page.split("<script")[0].split("<footer>")[0].split("</style>")[1]
+    assert "lowest to highest fold" in visible
+    assert " seed" not in visible.replace("seed-", "")
 
 
 def test_runs_that_cannot_be_compared_are_left_out(write_run, tmp_path):
@@ -44,5 +59,5 @@ def test_runs_that_cannot_be_compared_are_left_out(write_run, tmp_path):
     assert seeds_by_label == {"mine": [0, 1], "local": [0, 1]}
     assert notes[-2:] == [
         f"The comparison is not finished; go on with it: polyfed.compare(clients, ..., out={str(tmp_path)!r})",
-        "Compared on the seeds that all methods below have: 0 and 1.",
+        "Compared on the 2 seeds that all methods below have.",
     ]

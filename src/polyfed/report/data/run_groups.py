@@ -13,7 +13,7 @@ import numpy as np
 
 from polyfed.comparison.storage import comparison_directory as comparison
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_format import join_with_and
+from polyfed.core.io.number_format import count_with_noun
 from polyfed.report.data.answers import parse_answer_for_mean_over_sites, parse_site_answers
 from polyfed.report.data.run_records import (
     DIGITS,
@@ -91,7 +91,8 @@ class RunGroup:
         methods: at least one.
         comparison_results: the content of `comparison.json`; empty without one.
         local_label: label of the line that trains alone, which gains are over; None if there is none.
-        is_unfinished: True for the finished runs of a comparison that has others to go.
+        progress: of an unfinished comparison how many of its runs are done, such as "13 of 15 runs"; else empty.
+        repeat: what each of several runs of a method is called, "fold" or "seed".
     """
 
     title: str
@@ -100,7 +101,8 @@ class RunGroup:
     methods: tuple[MethodRuns, ...]
     comparison_results: Mapping[str, Any]
     local_label: str | None
-    is_unfinished: bool = False
+    progress: str = ""
+    repeat: str = "seed"
 
     @property
     def local_method(self) -> MethodRuns | None:
@@ -115,9 +117,7 @@ class RunGroup:
     @cached_property
     def clients(self) -> tuple[str, ...]:
         """Returns the ids of all clients in the group's runs, in ascending order."""
-        return tuple(
-            sorted({client for method in self.methods for run in method.runs for client in run.score_by_client})
-        )
+        return tuple(sorted({name for method in self.methods for run in method.runs for name in run.score_by_client}))
 
     def client_name_with_seed(self, client: str, seed: int) -> str:
         """Returns a client's name on the page: its id, and the seed if seeds have different clients."""
@@ -221,19 +221,18 @@ def read_run_groups(folders: Sequence[Path]) -> RunGroups:
             groups.append(_finished_comparison_group(folder, notes))
             continue
         run_by_path = {path: read_run_record(path) for path in _run_directories(folder)}
-        evaluated_runs = {path: run for path, run in run_by_path.items() if run is not None}
-        if not evaluated_runs:
+        scored_runs = {path: run for path, run in run_by_path.items() if run is not None}
+        if not scored_runs:
             call = comparison.command_to_continue(folder) if is_comparison else f"polyfed resume {folder}"
             raise UserError(f"{folder} has no evaluated round yet; go on with it: {call}")
-        notes += [sentence for path in evaluated_runs for sentence in describe_changed_files_of_run(path)]
-        notes += [
-            f"{path} has no evaluated round yet and is left out" for path in run_by_path if path not in evaluated_runs
-        ]
+        notes += [sentence for path in scored_runs for sentence in describe_changed_files_of_run(path)]
+        unscored_paths = [path for path in run_by_path if path not in scored_runs]
+        notes += [f"{path} has no evaluated round yet and is left out" for path in unscored_paths]
         if is_comparison:
             notes.append(f"The comparison is not finished; go on with it: {comparison.command_to_continue(folder)}")
-            groups.append(_unfinished_comparison_group(folder, list(evaluated_runs.values()), notes))
+            groups.append(_unfinished_comparison_group(folder, list(scored_runs.values()), notes))
         else:
-            run_by_folder |= evaluated_runs
+            run_by_folder |= scored_runs
     runs_by_question: dict[str, list[RunRecord]] = {}
     for run in run_by_folder.values():
         runs_by_question.setdefault(_comparability_key(run), []).append(run)
@@ -274,11 +273,10 @@ def _group_runs(runs: Sequence[RunRecord]) -> RunGroup:
     groups = [tuple(sorted(group, key=lambda run: run.seed)) for group in runs_by_method.values()]
     method_list = [MethodRuns(_method_label(group, groups), group, {}) for group in groups]
     method_list.sort(key=lambda method: method.runs[0].method == _LOCAL)
-    drawn_from_seed = "data" in runs[0].config  # by a draw from the seed
+    same_clients = "data" not in runs[0].config  # which are dealt by a draw from the seed
     local_label = next((method.label for method in method_list if method.runs[0].method == _LOCAL), None)
-    return RunGroup(
-        _data_title(runs[0].config), runs[0].score_format, not drawn_from_seed, tuple(method_list), {}, local_label
-    )
+    title, score_format = _data_title(runs[0].config), runs[0].score_format
+    return RunGroup(title, score_format, same_clients, tuple(method_list), {}, local_label)
 
 
 def _method_settings(run: RunRecord) -> dict[str, Any]:
@@ -322,21 +320,23 @@ def _unfinished_comparison_group(folder: Path, runs: Sequence[RunRecord], notes:
     """
     description = comparison.read_description(folder)
     runs_by_label: dict[str, list[RunRecord]] = {}
-    for run in [run for run in runs if run.rounds_done >= run.planned_rounds] or runs:
+    finished_runs = [run for run in runs if run.rounds_done >= run.planned_rounds]
+    for run in sorted(finished_runs or runs, key=lambda run: run.seed):
         runs_by_label.setdefault(run.folder.parent.name if run.folder else run.method, []).append(run)
     seeds = set.intersection(*({run.seed for run in label_runs} for label_runs in runs_by_label.values()))
+    repeat = "fold" if description.get("folds") else "seed"
     if seeds:
-        notes.append(f"Compared on the seeds that all methods below have: {join_with_and(sorted(seeds))}.")
+        notes.append(f"Compared on the {count_with_noun(len(seeds), repeat)} that all methods below have.")
     methods = [
-        MethodRuns(
-            label, tuple(r for r in sorted(label_runs, key=lambda r: r.seed) if not seeds or r.seed in seeds), {}
-        )
+        MethodRuns(label, tuple(run for run in label_runs if not seeds or run.seed in seeds), {})
         for label, label_runs in runs_by_label.items()
     ]
     reference = description.get("reference")
     methods.sort(key=lambda line: line.label == reference)
+    planned = len(description.get("methods") or runs_by_label) * len(description.get("seeds") or seeds)
     title, same_clients = str(description.get("title", folder.name)), bool(description.get("same_clients"))
-    return RunGroup(title, runs[0].score_format, same_clients, tuple(methods), {}, reference, is_unfinished=True)
+    return RunGroup(title, runs[0].score_format, same_clients, tuple(methods), {}, reference,
+                    f"{len(finished_runs)} of {planned} runs", repeat)  # fmt: skip
 
 
 def _finished_comparison_group(folder: Path, notes: list[str]) -> RunGroup:
@@ -357,7 +357,8 @@ def _finished_comparison_group(folder: Path, notes: list[str]) -> RunGroup:
         _ = [parse_site_answers(results), parse_answer_for_mean_over_sites(results)]
         methods.sort(key=lambda line: line.label == results["reference"])
         same_clients = bool(results["same_clients"])
-        group = RunGroup(results["title"], score_format, same_clients, tuple(methods), results, results["reference"])
+        title, repeat = results["title"], "fold" if results.get("folds") else "seed"
+        group = RunGroup(title, score_format, same_clients, tuple(methods), results, results["reference"], "", repeat)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise UserError(
             f"{folder / comparison.RESULTS} is damaged ({type(error).__name__}: {error}); make it again: polyfed compare "

@@ -89,7 +89,7 @@ def _page_heading(run_group: RunGroup, origin: Provenance) -> str:
         data = capitalize_first(origin.data_name or run_group.title)
         if not results and not origin.data_name:
             data = origin.folder_name or data
-        if run_group.is_unfinished:
+        if run_group.progress:
             return f"Join, or train alone? {data}"
         return f"{data}: {join_first_and_count_rest([m.label for m in run_group.methods], 3)}"
     name = capitalize_first(origin.data_name or run_group.title)

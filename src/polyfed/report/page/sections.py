@@ -31,7 +31,6 @@ from polyfed.report.page.charts.svg_charts import (
     svg_line_chart,
 )
 from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_paragraph, html_table, render_template
-from polyfed.report.page.sentences import name_of_repeat
 
 _AXES = {
     "rounds": ("rounds", "rounds"),
@@ -78,7 +77,9 @@ def html_methods_table(run_group: RunGroup) -> Markup:
     columns = ["method", run_group.score_format.mean_label]
     compared_ends = is_comparison and any(method.statistics.get("interval") for method in run_group.methods)
     level = f"{100 * float(run_group.comparison_results.get('level', 0.95)):g} % interval"
-    columns += [level if is_comparison else "lowest to highest seed"] if several_seeds or compared_ends else []
+    columns += (
+        [level if is_comparison else f"lowest to highest {run_group.repeat}"] if several_seeds or compared_ends else []
+    )
     columns += ["worst site", "10th percentile", "90th percentile"]
     columns += [f"gain{', points' if unit else ''}", "gain / lose"] if run_group.local_method else []
     columns += [f"p ({run_group.local_method.label})", "p (best)"] if is_comparison and run_group.local_method else []
@@ -128,7 +129,7 @@ def html_methods_table(run_group: RunGroup) -> Markup:
         rows=rows,
         target=target,
         target_rows=target_rows,
-        repeat=name_of_repeat(run_group),
+        repeat=run_group.repeat,
     )
 
 
@@ -204,11 +205,11 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
         "lines": [_curve_for_script(method) for method in methods],
     }
     columns = ["method", "round", "MB", "seconds", name]
-    columns += [f"lowest to highest {name_of_repeat(run_group)}"] if len(run_group.seeds) > 1 else []
+    columns += [f"lowest to highest {run_group.repeat}"] if len(run_group.seeds) > 1 else []
     caption = f"{capitalize_first(name)} over sites, after each round that was evaluated."
     if len(run_group.seeds) > 1:
         seed_counts = {len(method.runs) for method in methods}
-        repeat = name_of_repeat(run_group)
+        repeat = run_group.repeat
         seeds = f"{max(seed_counts)} {repeat}s" if len(seed_counts) == 1 else f"the {repeat}s that a method has"
         caption += f" Lines: means of {seeds}; bands: from the lowest to the highest of them."
     if any(not any(method.learning_curve_columns["megabytes"]) for method in methods) and len(methods) > 1:
@@ -240,7 +241,7 @@ def _learning_curve_rows(run_group: RunGroup, method: MethodRuns) -> list[list[s
 
 def html_gains_over_local(run_group: RunGroup, key: str) -> Markup:
     """Renders how much better each client scores than when it trains on its own data only, one chart per method."""
-    unit, local_method, repeat = run_group.score_format.unit, run_group.local_method, name_of_repeat(run_group)
+    unit, local_method, repeat = run_group.score_format.unit, run_group.local_method, run_group.repeat
     if local_method is None:
         reason = "has no score here" if run_group.comparison_results else "was not run"
         return html_paragraph(f"Training alone (local) {reason}, so that there is nothing to compare with.")

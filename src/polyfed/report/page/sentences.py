@@ -32,11 +32,6 @@ def unit_of_score(score: str) -> NumberUnit:
     return score_format_of(score).unit
 
 
-def name_of_repeat(run_group: RunGroup) -> str:
-    """Returns what each of several runs of a method is called: "fold" of a comparison with folds, else "seed"."""
-    return "fold" if run_group.comparison_results.get("folds") else "seed"
-
-
 def describe_comparison(run_group: RunGroup) -> str:
     """Says in one sentence how many sites, test examples, methods, seeds and rounds there are."""
     sites = count_with_noun(len(run_group.clients), "site")
@@ -44,7 +39,7 @@ def describe_comparison(run_group: RunGroup) -> str:
         sites += f" with {count_with_noun(tested, 'test example')}"
     rounds = sorted({run.scored_round for method in run_group.methods for run in method.runs})
     rounds_text = f"after round {rounds[0]}" if len(rounds) == 1 else f"after rounds {rounds[0]} to {rounds[-1]}"
-    seeds = "one seed" if len(run_group.seeds) == 1 else f"{len(run_group.seeds)} seeds"
+    seeds = f"one {run_group.repeat}" if len(run_group.seeds) == 1 else f"{len(run_group.seeds)} {run_group.repeat}s"
     if folds := run_group.comparison_results.get("folds"):
         repeats = len(run_group.seeds) // folds
         seeds = f"{folds} folds" + (f", drawn {repeats} times" if repeats > 1 else "")
@@ -77,14 +72,13 @@ def result_summary_sentences(run_group: RunGroup) -> list[str]:
         ranked = sorted((x for x in scored_methods if x is not local_method), key=run_group.ranking_key, reverse=True)
         sentences += [text for method in ranked[:_NAMED] if (text := _gain_sentence(run_group, method))]
     if not run_group.comparison_results:
-        sentences.append(
-            (
-                "One seed: differences of a few points can be chance, and no test was made."
-                if len(run_group.seeds) == 1
-                else f"{len(run_group.seeds)} seeds; bands and ranges go from the lowest to the highest; no test was made."
-            )
-            + ("" if run_group.is_unfinished else " polyfed compare runs several seeds and tests.")
+        repeat = run_group.repeat
+        chance = f"One {repeat}: differences of a few points can be chance, and no test was made."
+        bands = (
+            f"{len(run_group.seeds)} {repeat}s; bands and ranges go from the lowest to the highest; no test was made."
         )
+        more = "" if run_group.progress else " polyfed compare runs several seeds and tests."
+        sentences.append((chance if len(run_group.seeds) == 1 else bands) + more)
     return [*sentences, *_unfinished_sentences(run_group)]
 
 

@@ -79,7 +79,7 @@ def _methods_table(run_group: RunGroup) -> PlainTable:
     table.add_column("method")
     several_seeds, unit = len(run_group.seeds) > 1, run_group.score_format.unit
     for column in (
-        *(["seeds"] if several_seeds else []),
+        *([f"{run_group.repeat}s"] if several_seeds else []),
         "round",
         "mean",
         f"worst {word}",

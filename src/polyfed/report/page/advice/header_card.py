@@ -173,8 +173,8 @@ def _mean_gain_of_answer(run_group: RunGroup, answer: SiteAnswer | None) -> KeyF
 
 def _summary_of_runs(run_group: RunGroup, method: MethodRuns) -> str:
     score, local = run_group.score_format, run_group.local_method
-    if run_group.is_unfinished:
-        return "Not finished: there are no answers yet."
+    if run_group.progress:
+        return f"Not finished: {run_group.progress} are done, and there are no answers yet."
     text = f"{method.label}: {score.mean_label} {format_number(run_group.mean_score(method), score.unit)}"
     if local is not None and local is not method and not math.isnan(run_group.mean_score(local)):
         text += f"; training alone: {format_number(run_group.mean_score(local), score.unit)}"
@@ -240,8 +240,7 @@ def _protection_sentence(run_group: RunGroup, method: MethodRuns) -> str:
 def why_this_round(run_group: RunGroup, method: MethodRuns, cost: MethodCost) -> str:
     """Returns a sentence that says after which round the scores are, and why after that one."""
     low, high = cost.scored_rounds
-    unit = "fold" if run_group.comparison_results.get("folds") else "seed"
-    after = f"after round {low}" if low == high else f"after rounds {low} to {high}, one for each {unit},"
+    after = f"after round {low}" if low == high else f"after rounds {low} to {high}, one for each {run_group.repeat},"
     scores = f"Scores of {method.label} are those {after} of {cost.planned_rounds}"
     if budget := (run_group.comparison_results.get("budget") or {}).get("sentence"):
         return f"{scores.rstrip(',')}: {end_with_period(say_sites(budget))}"

@@ -82,7 +82,7 @@ def _class_counts_and_panels(
         run = method.runs[0]
         if run.folder is None:
             continue
-        repeat = "fold 1" if run_group.comparison_results.get("folds") else f"seed {run.seed}"
+        repeat = "fold 1" if run_group.repeat == "fold" else f"seed {run.seed}"
         panel_name = f"{method.label}, {repeat}" if len(method.runs) > 1 else method.label
         panel_key = f"{key}-{position}"
         panels = {

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from polyfed.comparison.statistics.score_intervals import mean_score_with_interval
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.core.io.number_format import capitalize_first, format_count, join_with_and
+from polyfed.core.io.number_format import capitalize_first, format_count
 from polyfed.report.data.binary_stats import (
     FALSE_ALARM_GRID,
     BinaryPredictions,
@@ -323,8 +323,7 @@ def name_averaged_sites_and_seeds(predictions: GroupPredictions) -> str:
     sentence += ", which was not trained on it." if predictions.fold_of_rows else "."
     if len(predictions.seeds) == 1:
         return sentence if predictions.fold_of_rows else f"{sentence} One training (seed {predictions.seeds[0]})."
-    seeds = "" if predictions.fold_of_rows else f" (seeds {join_with_and(predictions.seeds)})"
-    return f"{sentence} Lines: means over {predictions.counted_seeds}{seeds}; bands: lowest to highest."
+    return f"{sentence} Lines: means over {predictions.counted_seeds}; bands: lowest to highest."
 
 
 def _sensitivity_at(performance: dict[str, Any], k: int) -> str:
