@@ -225,7 +225,7 @@ def test_data_prints_a_table_and_draws_it(polyfed, here, plot):
     out, err = polyfed("data", "fedavg_digits", "--data.clients", "3", *(["--plot", plot] if plot else []))
     assert err == ""
     assert out.startswith("training examples by class ")
-    assert re.search(r"^partition [0-9a-f]{16}, which is equal where", out, re.MULTILINE)
+    assert "partition" not in out
     assert len(re.findall(r"^\W*client-00\d", out, re.MULTILINE)) == 3
     assert [path.name for path in here.iterdir()] == ([plot] if plot else [])
     if plot:

@@ -197,7 +197,6 @@ def test_what_is_refused():
         (["fedavg"], {"target": "0.8"}, "a number such as 0.8, got '0.8'"),
         (["fedavg"], {"seeds": 0}, "seeds must be different whole numbers, such as"),
         (None, {}, "must be a list of names or methods"),
-        (["fedavg"], {"methods": ["fedavg"]}, "methods is a former name of algorithms"),
         ({"local": FedAvg()}, {}, "'local' is the name of another method than fedavg"),
         ({"tuning": FedAvg()}, {}, "'tuning' is a name in the directory"),
         ({1: FedAvg()}, {}, "label must be a word"),

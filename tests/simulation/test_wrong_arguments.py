@@ -63,6 +63,7 @@ def scored(outputs):
         (pf.federate, {"verbose": False}, r"'verbose'; did you mean progress\?"),
         (pf.compare, {"seed": 1}, r"^compare\(\) has no argument 'seed'; did you mean seeds"),
         (pf.compare, {"algorithm": "fml"}, r"did you mean algorithms\?"),
+        (pf.compare, {"methods": "fml"}, r"did you mean algorithms\?"),
         (
             pf.resume,
             {"rounds": 5},

@@ -68,7 +68,7 @@ seeds, in 99 with 5; one of 5 points in 25 and 56 (`benchmarks/verdicts.py`)."""
 @suggest_keywords_and_fields(get)
 def compare(
     clients: Iterable[Client] | ClientSource,
-    algorithms: Method | str | Sequence[Method | str] | Mapping[str, Method | str] | None = None,
+    algorithms: Method | str | Sequence[Method | str] | Mapping[str, Method | str],
     *,
     rounds: int,
     seeds: int | Sequence[int] | None = None,
@@ -112,7 +112,6 @@ def compare(
     callbacks: Iterable[Callback | RecordFunction] = (),
     progress: Progress | bool | RecordFunction | None = None,
     quiet: bool = False,
-    methods: Method | str | Sequence[Method | str] | Mapping[str, Method | str] | None = None,
 ) -> Comparison:
     """Trains several methods on the same clients with several seeds each, and returns a `Comparison` of their scores.
 
@@ -122,7 +121,7 @@ def compare(
 
     Args:
         clients: who takes part, as for `federate`; a client source too, of which `evaluate_clients` are compared.
-        algorithms, methods (its former name): a method or its name, several of them as a list, or either by label.
+        algorithms: a method or its name, several of them as a list, or either by label.
         rounds, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every, checkpoint_every,
             on_error, min_replies, compress, compress_down, cross_site, regions (of means), sampler, speeds, bandwidth,
             availability: of each run, as for `federate`.
@@ -171,8 +170,6 @@ def compare(
     >>> [row["method"] for row in comparison.table()]
     ['local', 'fedavg', 'fedavg_ft', 'fedprox']
     """
-    if algorithms is not None and methods is not None:
-        raise UserError("methods is a former name of algorithms; give one of the two")
     display = resolve_own_progress(progress, quiet=quiet)
     seeds, resplit, target = numpy_to_python(seeds), numpy_to_python(resplit), numpy_to_python(target)
     tune, trials, parallel = numpy_to_python(tune), numpy_to_python(trials), numpy_to_python(parallel)
@@ -219,12 +216,11 @@ def compare(
         }
     is_single = isinstance(metrics, str | Metric) or callable(metrics)
     metric_list = () if metrics is None else (metrics,) if is_single else tuple(metrics)
-    requested: Any = algorithms if methods is None else methods
-    selected = select_methods(requested, like)
+    selected = select_methods(algorithms, like)
     plan = ComparisonPlan(
         title=title,
         methods=selected,
-        unasked=labels_added_by_default(selected, requested),
+        unasked=labels_added_by_default(selected, algorithms),
         seeds=tuple(seeds),
         settings=settings,
         build_client_set=client_sets.__getitem__,

@@ -142,7 +142,7 @@ class Comparison:
 
     @property
     def verdicts(self) -> Sequence[str]:
-        """Returns the answers without what was left out, failed or could not be judged; a former name of `answers`."""
+        """Returns the answers without what was left out, failed or could not be judged."""
         return list(self.results["verdicts"])
 
     @property

@@ -133,21 +133,16 @@ def build_join_answers(
     if 0 < len(counted) < len(clients):  # the others have no interval of their own, and none in the mean
         basis = replace(basis, sentence=f"{len(counted)} of {len(clients)} clients with {basis.sentence}")
     return sites, _answer_entry(
-        content, None, leader, statistics.get("gain"), mean_gain, metric, basis, reason_undecided
+        content, None, leader, statistics.get("gain"), mean_gain, metric, basis, reason_undecided, sites
     )
 
 
 def _answer_entry(
-    content: Mapping[str, Any],
-    client: str | None,
-    leader: str | None,
-    gain: float | None,
-    rival_gain: GainOverRivals | None,
-    metric: Metric,
-    basis: AnswerBasis,
-    why_not: str,
-) -> dict[str, Any]:
-    """Builds the entry with the answer for a client, or for the mean if `client` is None."""
+    content: Mapping[str, Any], client: str | None, leader: str | None, gain: float | None,
+    rival_gain: GainOverRivals | None, metric: Metric, basis: AnswerBasis, why_not: str,
+    clients: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Builds the entry with the answer for a client, or for the mean over `clients` (their entries) if `client` is None."""
     interval, over = None, content["reference"]
     if rival_gain is not None:
         gain, over = round(rival_gain.estimate.value, _ROUNDED), name_of_method_or_reference(rival_gain.best_rival)
@@ -163,10 +158,10 @@ def _answer_entry(
         }
         for key, estimate in gains.items()
     }
-    return row | {"sentence": _answer_sentence(content, row, why_not)}
+    return row | {"sentence": _answer_sentence(content, row, why_not, clients)}
 
 
-def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not: str) -> str:
+def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not: str, clients: Sequence[Any]) -> str:
     """Formats an answer as a sentence."""
     subject = "mean over clients" if row["client"] is None else row["client"]
     unit, label = content["score_unit"], content["score_label"]
@@ -200,7 +195,8 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
         return f"{subject}: stay alone: {leader} is {much} worse{scored} than {rival} on new examples {rests}"
     if _is_too_wide(interval, content) and not why_not:
         splits = "" if content["same_clients"] and not content["resplit"] else f"{len(content['seeds'])} splits of "
-        return f"{subject}: {first}not decided: {splits}{basis}{',' if ',' in basis else ''} cannot answer"
+        cannot = f"{splits}{basis}{',' if ',' in basis else ''} cannot answer"
+        return f"{subject}: {first}not decided: {cannot}: {_explain_width(interval, unit, clients)}"
     between, because = _format_gains(interval[0], interval[1], unit, label), f"; {why_not}" if why_not else ""
     return f"{subject}: {first}not decided: {leader} is {between} than {rival} {rests}{because}"
 
@@ -209,6 +205,21 @@ def _is_too_wide(interval: Sequence[float], content: Mapping[str, Any]) -> bool:
     """Returns whether an interval of a gain is so wide that its ends say nothing."""
     score = "%" if content["score_unit"] == "%" else content["score"]
     return interval[1] - interval[0] > _WIDE.get(score, math.inf)
+
+
+def _explain_width(interval: Sequence[float], unit: str, clients: Sequence[Mapping[str, Any]]) -> str:
+    """Says how wide an interval is; for a mean over clients also who makes it wide, if one client does for the most part.
+
+    >>> rows = [{"client": c, "interval": [0, w], "basis": f"{n} test examples"} for c, w, n in (("a", 2, 9), ("b", 1, 80))]
+    >>> _explain_width([-0.4, 0.4], "%", rows)
+    'the interval is 80.0 points wide, mostly because of a (9 test examples)'
+    """
+    squares = [(row["interval"][1] - row["interval"][0]) ** 2 if row["interval"] else 0.0 for row in clients]
+    why = ""
+    if len(clients) > 1 and 2 * max(squares) > sum(squares):  # variances add up in a mean
+        widest = clients[squares.index(max(squares))]
+        why = f", mostly because of {widest['client']} ({widest['basis']})"
+    return f"the interval is {format_difference(interval[1] - interval[0], unit)} wide{why}"
 
 
 def describe_local_alternative(name: str, reference: str | None, task: TaskSpec) -> str:
@@ -334,12 +345,8 @@ def _estimation_sentences(content: Mapping[str, Any]) -> list[str]:
             "so that nothing is decided: give at least three."
         )
         return [estimated, level, once, training_examples_note]
-    return [
-        estimated,
-        level,
-        f"The intervals cover other seeds, from {seeds}, and other test examples.",
-        training_examples_note,
-    ]
+    seeds_note = f"The intervals cover other seeds, from {seeds}, and other test examples."
+    return [estimated, level, seeds_note, training_examples_note]
 
 
 def describe_limits_of_results(

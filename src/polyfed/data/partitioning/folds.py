@@ -130,7 +130,7 @@ def deal_folds(clients: Sequence[Client], folds: Folds) -> list[tuple[Client, ..
     check_untimed(clients, "folds")
     check_disjoint(clients, "folds")
     pools = [concat_sets(client, "folds") for client in clients]
-    dealt = []
+    dealt: list[Sequence[Client]] = []
     for repeat in range(folds.repeats):
         fold_of_group: dict[str, int] = {}
         fold_of_rows = [
@@ -150,8 +150,8 @@ def deal_folds(clients: Sequence[Client], folds: Folds) -> list[tuple[Client, ..
                 )
                 for client, pool, fold_of_row in zip(clients, pools, fold_of_rows, strict=True)
             ]
-            dealt.append(refit_client_preprocessing(members))
-    return dealt
+            dealt.append(members)
+    return refit_client_preprocessing(dealt)
 
 
 def unit_names(examples: Examples) -> NDArray[np.str_]:

@@ -3,7 +3,7 @@
 With few data, which examples happen to test a client decides more than the seed of its training.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +55,7 @@ def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> li
     check_untimed(clients, "resplit")
     check_disjoint(clients)
     pools = [concat_sets(client) for client in clients]
-    clients_by_split = []
+    clients_by_split: list[Sequence[Client]] = []
     for k in range(splits):
         set_of_group: dict[str, str] = {}
         # First the clients without validation examples: their groups must not be in another client's validation set.
@@ -63,27 +63,28 @@ def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> li
         redrawn = {
             c.id: _redraw_sets(c, pool, derive_seed(seed, "resplit", k, c.id), set_of_group) for c, pool in in_order
         }
-        clients_by_split.append(refit_client_preprocessing([redrawn[c.id] for c in clients]))
-    return clients_by_split
+        clients_by_split.append([redrawn[c.id] for c in clients])
+    return refit_client_preprocessing(clients_by_split)
 
 
-def refit_client_preprocessing(clients: Sequence[Client]) -> tuple[Client, ...]:
-    """Returns the clients with the preprocessing of table data fitted again to their present training rows.
+def refit_client_preprocessing(clients_by_split: Iterable[Sequence[Client]]) -> list[tuple[Client, ...]]:
+    """Returns each split's clients with the preprocessing of table data fitted again to their training rows of that split.
 
-    Regression targets keep their scale.
+    Regression targets keep their scale. Columns that are constant in the training rows of a split get one warning for all.
     """
-    refitted = refit_preprocessors({client.id: client.train for client in clients})
-    held_out_rows = {
-        c.id: [part.input_tensor[rows_in_stored_tensors(part)] for part in (c.test, c.val) if part is not None]
-        for c in clients
-        if c.id in refitted
-    }
-    warn_of_changed_constants(
-        {f"site {i!r}": refitted[i].changed_constant_columns(torch.cat(x)) for i, x in held_out_rows.items()}
-    )
-    return tuple(
-        _with_transform(client, refitted[client.id]) if client.id in refitted else client for client in clients
-    )
+    splits = [(clients, refit_preprocessors({c.id: c.train for c in clients})) for clients in clients_by_split]
+    changed: dict[str, dict[str, None]] = {}  # by site, in order
+    for clients, refitted in splits:
+        for c in clients:
+            if c.id in refitted:
+                held_out = [p.input_tensor[rows_in_stored_tensors(p)] for p in (c.test, c.val) if p is not None]
+                names = refitted[c.id].changed_constant_columns(torch.cat(held_out))
+                changed.setdefault(f"site {c.id!r}", {}).update(dict.fromkeys(names))
+    warn_of_changed_constants({site: tuple(names) for site, names in changed.items()})
+    return [
+        tuple(_with_transform(c, refitted[c.id]) if c.id in refitted else c for c in clients)
+        for clients, refitted in splits
+    ]
 
 
 def refit_preprocessors(trains: Mapping[str, Examples]) -> dict[str, TablePreprocessor]:

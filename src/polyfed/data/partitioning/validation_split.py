@@ -34,9 +34,10 @@ def hold_out_missing_validation_sets(clients: Sequence[Client], seed: int) -> tu
     [(16, 4), (21, 5)]
     """
     set_of_group = _sets_of_groups_that_are_not_split(clients)
-    return refit_client_preprocessing(
-        [_hold_out_validation(client, seed, set_of_group) if client.val is None else client for client in clients]
-    )
+    held_out = [
+        _hold_out_validation(client, seed, set_of_group) if client.val is None else client for client in clients
+    ]
+    return refit_client_preprocessing([held_out])[0]
 
 
 def _sets_of_groups_that_are_not_split(clients: Sequence[Client]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from polyfed.core.io.atomic_files import (
     open_file_for_overwrite,
     read_file,
 )
-from polyfed.core.io.keyword_names import rename_keywords, suggest_keywords
+from polyfed.core.io.keyword_names import suggest_keywords
 from polyfed.core.io.trusted_code import is_code_trusted
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.machine.package_versions import package_versions
@@ -64,7 +64,6 @@ class ExportedSignature(TypedDict):
     file: str | None
 
 
-@rename_keywords(network="model", to="out")
 @suggest_keywords
 def export_model(
     run: Run | SavedRun | str | Path,

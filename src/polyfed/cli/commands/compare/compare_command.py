@@ -1,6 +1,7 @@
 """Implements `polyfed compare`: builds the plan of the comparison, runs it, and prints the results."""
 
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
@@ -217,7 +218,10 @@ def _build_plan(
 
     @cache
     def load_and_deal(data_seed: int) -> tuple[Any, Any]:  # once where the same data are dealt again for each run
-        experiment_data = load_participants(build_experiment({**config, "seed": data_seed}))
+        with warnings.catch_warnings():
+            if is_redrawn:  # the sets of the file are not used, and those that are have a warning of their own
+                warnings.filterwarnings("ignore", message="columns that had one value")
+            experiment_data = load_participants(build_experiment({**config, "seed": data_seed}))
         check_networks_run(experiment_data.clients, experiment_data.pool.num_outputs)
         return experiment_data, redraw_clients(experiment_data.clients, resplit, folds, seeds)
 

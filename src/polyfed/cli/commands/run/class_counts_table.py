@@ -74,8 +74,6 @@ def show_class_counts(experiment: Experiment, plot: Path | None, *, as_json: boo
         print_json({"format": 1, "class_names": class_names, "partition": partition, "clients": client_entries})
         return
     console.print(table)
-    fingerprint = experiment_data.partition_fingerprint
-    print_line(console, f"partition {fingerprint}, which is equal where clients have the same rows")
     if has_counts and plot is not None:
         print_line(console, f"drawn in {plot}")
 
