@@ -15,7 +15,7 @@ WEIGHTS = {  # by the beginning of a page's address, the first that fits; 1 else
     "defaults.md": 0.3,
     "methods/": 0.6,
     "methods.md": 2.0,
-    "configuration.md": 1.5,
+    "configuration": 1.5,
     "glossary.md": 1.5,
     "index.md": 2.0,
     "scaling.md": 4.0,

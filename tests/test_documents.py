@@ -155,7 +155,9 @@ def test_commands_and_example_of_comparisons(tmp_path, monkeypatch, capsys):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["add_a_method", "compare", "deploy", "multicentre", "security"])
+@pytest.mark.parametrize(
+    "name", ["add_a_method", "compare", "configuration", "deploy", "multicentre", "scaling", "security"]
+)
 def test_a_long_subject_has_a_short_page_and_pages_that_begin_with_a_question(name):
     """The first page is read in ten minutes, and leads to each of the others."""
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
@@ -168,7 +170,9 @@ def test_a_long_subject_has_a_short_page_and_pages_that_begin_with_a_question(na
 
 
 @pytest.mark.lists
-@pytest.mark.parametrize("page", ["networks", pytest.param("tasks", marks=pytest.mark.thorough), "security/bad_site"])
+@pytest.mark.parametrize(
+    "page", ["networks", pytest.param("tasks", marks=pytest.mark.thorough), "security/bad_site", "scaling"]
+)
 def test_the_examples_of_a_page_run_as_they_stand(page):
     namespace = {"__name__": "my_tasks"}
     for block in python_blocks(f"docs/{page}.md"):

@@ -1,4 +1,4 @@
-"""What docs/scaling.md computes for many clients, beside the state that a few clients make (benchmarks/scaling.py)."""
+"""What docs/scaling/limits.md computes for many clients, beside the state of a few clients (benchmarks/scaling.py)."""
 
 import importlib.util
 import sys

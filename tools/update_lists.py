@@ -185,7 +185,7 @@ def readme(text: str, methods: Sequence[Declared]) -> str:
 
 
 def configuration_page(text: str, methods: Sequence[Declared]) -> str:
-    """Returns `docs/configuration.md` with the methods that a cohort trains together."""
+    """Returns `docs/configuration/engines.md` with the methods that a cohort trains together."""
     registry = load_registry()
     stacked, others = (
         ", ".join(f"`{method.name}`" for method in methods if registry[method.name].card.stacked is value)
@@ -331,7 +331,7 @@ LISTS: Mapping[str, Callable[[str, Sequence[Declared]], str]] = {
     "README.md": readme,
     "docs/index.md": with_count,
     "docs/methods.md": methods_page,
-    "docs/configuration.md": configuration_page,
+    "docs/configuration/engines.md": configuration_page,
     DISCLOSURES: disclosure_page,
     "docs/deploy/secure_sums.md": secure_sums_page,
     "docs/asynchronous.md": asynchronous_page,
