@@ -81,7 +81,7 @@ def test_what_was_shown_is_consistent_with_its_numbers(recorded):
     for client, answer in recorded["readme"]["answers"].items():
         low, high = answer["interval"]
         assert {"join": low > 0, "stay": high < 0, "undecided": low <= 0 <= high}[answer["answer"]]
-        words = f"{abs(100 * low):.1f} points worse and {abs(100 * high):.1f} points better"
+        words = f"fml {100 * answer['gain'] + 0.0:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
         assert answer["answer"] != "undecided" or words in printed, client
 
 

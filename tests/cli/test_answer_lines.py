@@ -132,7 +132,13 @@ def test_terminal_and_python_say_site_unless_the_clients_are_simulated():
         "verdicts": ["mean over clients: join with fedavg"],
     }
     assert "Each site is small.\n" in printed(content)
-    assert str(Comparison(content)) == "Each site is small.\nmean over sites: join with fedavg"
+    in_terminal = [line.rstrip() for line in printed(content, out=None).splitlines()]
+    assert str(Comparison(content)).splitlines() == in_terminal
+    assert in_terminal[2] == "join  mean over sites  fedavg +4.1 [+1.0, +6.0] over training alone"
+    without_sites = Comparison(content | {"answers": []})  # whose clients differ from seed to seed
+    assert str(without_sites) == "Each site is small.\nmean over sites: join with fedavg"
     simulated = content | {"clients": ["client-000", "client-001"]}
     assert "Each client is small.\n" in printed(simulated)
-    assert str(Comparison(simulated)).endswith("mean over clients: join with fedavg")
+    assert "join  mean over clients  fedavg +4.1" in str(Comparison(simulated))
+    many = content | {"answers": [answer(f"s{k}", "undecided", 0.01, [-0.1, 0.1]) for k in range(12)]}
+    assert str(Comparison(many)).endswith("\nand 4 sites: not decided (comparison.answers)")

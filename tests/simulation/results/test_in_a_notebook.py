@@ -142,17 +142,20 @@ def test_what_was_left_out_and_not_judged_is_said_however_quiet(comparison):
     assert "cannot be judged from 2 evaluated rounds" in unjudged[0]
     for sentence in (left_out, *unjudged, *comparison.verdicts):
         assert sentence in comparison.answers
+    for sentence in (left_out, *unjudged):
         assert str(comparison).splitlines().count(sentence) == 1
     assert {left_out, *unjudged} <= set(comparison.results["warnings"])
     assert {left_out, *unjudged} <= set(pf.load(comparison.out).answers)
     page = comparison.report().read_text("utf-8")
     assert page.partition("Before you rely on this")[2].partition("</div>")[0].count("Left out fedmd") == 1
     page = comparison._repr_html_()
-    assert page.count("<li>") == len(str(comparison).splitlines())
-    warnings, answers = page.partition("<p>Answers:</p>")[::2]
+    heading = "Gain in points of accuracy on new examples, with its 95 % interval"
+    assert page.count("<li>") == len(str(comparison).splitlines()) - 1
+    warnings, answers = page.partition(f"<p>{heading}:</p>")[::2]
     assert "<p>Before you rely on this:</p>" in warnings
     assert warnings.count("<li>") == len(comparison.results["warnings"])
-    assert comparison.verdicts[0] in answers
+    for line in str(comparison).partition(f"{heading}\n")[2].splitlines():
+        assert html.escape(line) in answers
     assert page.count("<tr>") == 1 + len(comparison.table())
 
 

@@ -17,6 +17,7 @@ import yaml
 from polyfed.comparison.planning.budget import Budget, ResultCriteria
 from polyfed.comparison.storage.continuation import find_first_difference, find_invalidating_change
 from polyfed.comparison.storage.results_schema import ComparisonDescription, results_error
+from polyfed.comparison.verdicts.answer_lines import build_answer_lines
 from polyfed.comparison.verdicts.summary import comparison_html, plot_comparison
 from polyfed.comparison.verdicts.warning_sentences import describe_omissions
 from polyfed.core.errors import UserError, did_you_mean
@@ -76,19 +77,23 @@ class Comparison:
         return f"Comparison({', '.join(self.results['methods']) or 'a plan, nothing trained'}; {seeds}, out={out!r})"
 
     def __str__(self) -> str:
-        """Returns warnings and answers, a sentence a line, with what was left out or failed."""
-        return "\n".join(self._sentences)
+        """Returns warnings, a line for each answer, and sentences on what was left out or failed."""
+        warnings, heading, answers, omissions = self._texts
+        return "\n".join([*warnings, *filter(None, [heading]), *answers, *omissions])
 
     def _repr_html_(self) -> str:
-        warnings = list(map(self._word_for_python, self.results.get("warnings", ())))
-        answers = [text for text in self._sentences if text not in warnings]
-        sentences = {"Before you rely on this:": list(dict.fromkeys(warnings)), "Answers:": answers}
-        return comparison_html(repr(self), sentences, self.results, self.table())
+        warnings, heading, answers, omissions = self._texts
+        texts = {"Before you rely on this:": warnings, f"{heading or 'Answers'}:": answers, "Left out:": omissions}
+        return comparison_html(repr(self), texts, self.results, self.table())
 
     @property
-    def _sentences(self) -> list[str]:
-        sentences = (*self.results.get("warnings", ()), *self.answers)
-        return list(dict.fromkeys(map(self._word_for_python, sentences)))
+    def _texts(self) -> tuple[list[str], str, list[str], list[str]]:
+        """Returns warnings, the heading and lines of answers (without a heading sentences), and what was left out."""
+        lines = build_answer_lines(self.results)
+        heading, *answers = ["", *self.verdicts] if lines is None or len(lines.rows) == 1 else lines.to_text()
+        texts = self.results.get("warnings", ()), answers, describe_omissions(self.results)
+        warnings, answers, omissions = ([self._word_for_python(text) for text in group] for group in texts)
+        return list(dict.fromkeys(warnings)), heading, answers, [text for text in omissions if text not in warnings]
 
     def _word_for_python(self, text: str) -> str:
         return say_sites_of(self.results.get("clients") or (), keep_advice_for_python(text))

@@ -45,20 +45,20 @@ def list_remarks(history: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _failures_by_client(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, str]]:
     """Returns `{client: {round: reason}}` of failures that were not repeated with success."""
-    found: dict[str, dict[int, str]] = {}
+    reasons_by_client: dict[str, dict[int, str]] = {}
     for record in history:
         for failure in record.get("failures", ()):
             if not failure.get("retried"):
-                found.setdefault(failure["client"], {})[record["round"]] = failure["reason"]
-    return found
+                reasons_by_client.setdefault(failure["client"], {})[record["round"]] = failure["reason"]
+    return reasons_by_client
 
 
 def _rounds_by_warning(history: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     """Returns `{text: rounds}`; texts that differ only in numbers are one, the last."""
-    found: dict[str, tuple[str, list[int]]] = {}
+    rounds_by_kind: dict[str, tuple[str, list[int]]] = {}
     for record in history:
         for sentence in record.get("warnings", ()):
             text = re.sub(r"^round \d+: ", "", sentence)
             kind = re.sub(r"(?<![\w'-])[-+]?\d[\d.e+-]*", "#", text)  # a client's name keeps its number
-            found[kind] = text, [*found.get(kind, ("", []))[1], record["round"]]
-    return dict(found.values())
+            rounds_by_kind[kind] = text, [*rounds_by_kind.get(kind, ("", []))[1], record["round"]]
+    return dict(rounds_by_kind.values())
