@@ -92,7 +92,7 @@ def test_a_new_method_is_put_into_every_list(lists):
     registry = written["src/polyfed/algorithms/__init__.py"]
     assert "from polyfed.algorithms.submodels.zeta import Zeta\n" in registry
     assert '    "zeta": Zeta,\n' in registry
-    assert '    "Zeta",\n' in registry
+    assert ' "Zeta",' in registry
     assert "- zeta: methods/zeta.md" in written["mkdocs.yml"]
     assert "::: polyfed.algorithms.Zeta\n" in written["docs/api/algorithms.md"]
     assert yaml.safe_load(written["mkdocs.yml"])["nav"]

@@ -89,8 +89,8 @@ def registry_module(text: str, methods: Sequence[Declared]) -> str:
     text = re.sub(r"(?:from polyfed\.algorithms\.[^\n]*\n)+", lambda _: imports, text, count=1)
     text = re.sub(r"(?<=\nREGISTRY: dict\[str, type\[Algorithm\[Any, Any\]\]\] = \{\n).*?(?=\}\n)", lambda _: entries, text,
                   count=1, flags=re.DOTALL)  # fmt: skip
-    listed = "".join(f'    "{name}",\n' for name in exported)
-    return re.sub(r"(?<=\n__all__ = \[\n).*?(?=\]\n)", lambda _: listed, text, count=1, flags=re.DOTALL)
+    listed = textwrap.indent(textwrap.fill(", ".join(f'"{name}"' for name in exported) + ",", 115), "    ") + "\n"
+    return re.sub(r"(?<=\n__all__ = \[\n).*?(?=\])", lambda _: listed, text, count=1, flags=re.DOTALL)
 
 
 def navigation(text: str, methods: Sequence[Declared]) -> str:

@@ -9,7 +9,7 @@ from polyfed.alignment.alignment_target import (
     mean_rbf_kernel,
     reduce_to_principal_components,
 )
-from polyfed.alignment.cka import cka, hsic, linear_cka, linear_kernel, rbf_cka, rbf_kernel
+from polyfed.alignment.cka import cka, linear_cka, rbf_cka, rbf_kernel
 from polyfed.alignment.procrustes import procrustes_distance
 from polyfed.alignment.public_examples import draw_public_rows, noise_like
 from polyfed.alignment.representations import compute_representations
@@ -20,9 +20,7 @@ __all__ = [
     "cka",
     "compute_representations",
     "draw_public_rows",
-    "hsic",
     "linear_cka",
-    "linear_kernel",
     "mean_kernel_features",
     "mean_rbf_kernel",
     "noise_like",

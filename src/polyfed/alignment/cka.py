@@ -25,16 +25,6 @@ _BLOCK = 256  # rows of an RBF kernel in memory at one time: 5 MB instead of 95 
 _MEDIAN_ROWS = 1024  # examples from which the median distance is computed at most; of more, evenly spaced ones
 
 
-def linear_kernel(a: Tensor) -> Tensor:
-    """Returns the inner products of all pairs of examples' representations, shape (L, L): K(p, q) = ⟨a_p, a_q⟩.
-
-    >>> linear_kernel(torch.tensor([[1.0], [2.0]]))
-    tensor([[1., 2.],
-            [2., 4.]])
-    """
-    return a @ a.T
-
-
 def rbf_kernel(a: Tensor, sigma: float = 0.5) -> Tensor:
     """Returns the RBF kernel matrix, (L, L): a similarity from 0 to 1 for each pair of examples.
 
@@ -52,31 +42,19 @@ def rbf_kernel(a: Tensor, sigma: float = 0.5) -> Tensor:
     return _rbf_kernel_rows(centred, centred, _squared_bandwidth(centred, sigma))
 
 
-def hsic(k: Tensor, m: Tensor) -> Tensor:
-    """Returns the Hilbert-Schmidt independence criterion (HSIC) of two kernel matrices of shape (L, L), a scalar.
-
-    HSIC(K, M) = tr(KHMH)/(L−1)², H = I − 11ᵀ/L.
-
-    >>> k = linear_kernel(torch.tensor([[1.0], [3.0]]))
-    >>> hsic(k, k).item()  # the square of the variance
-    4.0
-    """
-    return (_double_centre(k) * _double_centre(m)).sum() / (len(k) - 1) ** 2
-
-
 def cka(k: Tensor, m: Tensor) -> Tensor:
     """Returns the similarity of two kernel matrices by centred kernel alignment (CKA), from 0 to 1.
 
-    CKA(K, M) = HSIC(K, M)/√(HSIC(K, K)·HSIC(M, M)).
+    CKA(K, M) = HSIC(K, M)/√(HSIC(K, K)·HSIC(M, M)), where HSIC(K, M) = tr(KHMH)/(L−1)² and H = I − 11ᵀ/L.
 
     Args:
-        k, m: symmetric kernel matrices of the same L ≥ 2 examples.
+        k, m: symmetric kernel matrices of the same L ≥ 2 examples, such as `a @ a.T` of a representation.
 
     Raises:
         UserError: the numbers of examples differ, or are below 2.
 
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    >>> round(cka(linear_kernel(a), linear_kernel(3 * a.flip(1))).item(), 6)
+    >>> round(cka(a @ a.T, 9 * a @ a.T).item(), 6)
     1.0
     """
     check_same_number_of_examples(k, m)

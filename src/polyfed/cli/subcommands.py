@@ -226,7 +226,8 @@ def report(argv: list[str]) -> None:
     )
     parser.add_option(
         "--subgroup", "COLUMN", "also scores of groups of test examples, by one of their columns, such as sex, or "
-        "a number that polyfed compare --data.subgroups age=50:65 divided; several: sex,age, or the option again", split_names, repeatable=True,
+        "a number that polyfed compare --data.subgroups age=50:65 divided; several: sex,age, or the option again",
+        split_names, repeatable=True,
     )  # fmt: skip
     parser.add_flag(
         "--images", "segmentation: also each client's best, middle and worst test image, which are its data"

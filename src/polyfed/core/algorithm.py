@@ -136,23 +136,7 @@ class Client:
             raise UserError(f"a client's id must be a string that is not empty, got {id!r}")
         if not id.isascii() and any("\ud800" <= character <= "\udfff" for character in id):
             raise UserError(f"a client's id must be a text of Unicode, and {id!r} has half of a character")
-        if model is not None and (isinstance(model, nn.Module) or not callable(model)):
-            cure = (
-                "write model=lambda: MyNet() instead of model=MyNet()"
-                if isinstance(model, nn.Module)
-                else "give a function that returns a new torch.nn.Module at each call, such as lambda: MyNet()"
-            )
-            if isinstance(model, str):
-                cure = (
-                    f"for a network of polyfed's write pf.models.ModelSpec({model!r}, {{}}, shape, outputs), such as "
-                    "ModelSpec('mlp', {}, (13,), 2) for rows of 13 numbers and two classes"
-                )
-            if hasattr(model, "train_dataset"):  # of transformers or the like
-                cure = (
-                    "of a trainer give the network and the data: model=lambda: copy.deepcopy(trainer.model), train=..."
-                )
-            raise UserError(f"client {id!r}: model must be a callable that builds a network, got {type(model).__name__}; "
-                            f"{cure}")  # fmt: skip
+        _check_builds_network(id, model)
         try:
             task = get_task(task)
         except UserError as error:
@@ -162,34 +146,8 @@ class Client:
         if isinstance(loss, type):
             raise UserError(f"client {id!r}: loss is a class, not a function; make one of it: loss={loss.__name__}()")
         id = str.__str__(id)  # numpy's strings, say, are printed otherwise and seed other random numbers
-        sources = {"train": train, "test": test, "val": val, "global_test": global_test}
-        parts = {}
-        for name, source in sources.items():
-            if source is None:
-                continue
-            parts[name] = part = as_examples(source, f"client {id!r}: {name}", labelled=not task.makes_targets)
-            if part.classes is not None and not task.one_class_per_example:
-                raise UserError(f"client {id!r}: {name} labels are texts, and the task is {task}; give numbers, or task="
-                                "'classification'")  # fmt: skip
-        sets = share_classes({f"client {id!r}: {name}": part for name, part in parts.items()})
-        for name in sources:
-            owner = f"client {id!r}: {name}"
-            examples: Examples | None = sets.get(owner)
-            if examples is None and name in ("train", "test"):
-                raise UserError(f"client {id!r}: {name} examples are missing")
-            if examples is not None:
-                if not len(examples):
-                    raise UserError(
-                        f"client {id!r}: {name} has no examples; give at least one, or leave this client out"
-                    )
-                try:
-                    y = task.prepare_targets(task.complete_targets(examples.x, examples.y))
-                except UserError as error:
-                    raise UserError(f"{owner} {error}") from error
-                examples = examples if y is examples.y else replace(examples, y=y)
-                task.check_targets(examples.labels, owner)
-            object.__setattr__(self, name, examples)
-        for name, value in {"id": id, "model": model, "task": task, "loss": loss}.items():
+        sets = _convert_sets(id, {"train": train, "test": test, "val": val, "global_test": global_test}, task)
+        for name, value in {"id": id, "model": model, "task": task, "loss": loss, **sets}.items():
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
@@ -197,6 +155,50 @@ class Client:
         sets = {"train": self.train, "val": self.val, "test": self.test, "global_test": self.global_test}
         counts = [f"{len(examples)} {name}" for name, examples in sets.items() if examples is not None]
         return f"Client({self.id!r}, {', '.join(counts)}, {self.task.name or type(self.task).__name__})"
+
+
+def _check_builds_network(id: str, model: Any) -> None:
+    if model is None or (callable(model) and not isinstance(model, nn.Module)):
+        return
+    cure = "give a function that returns a new torch.nn.Module at each call, such as lambda: MyNet()"
+    if isinstance(model, nn.Module):
+        cure = "write model=lambda: MyNet() instead of model=MyNet()"
+    if isinstance(model, str):
+        cure = (f"for a network of polyfed's write pf.models.ModelSpec({model!r}, {{}}, shape, outputs), such as "
+                "ModelSpec('mlp', {}, (13,), 2) for rows of 13 numbers and two classes")  # fmt: skip
+    if hasattr(model, "train_dataset"):  # of transformers or the like
+        cure = "of a trainer give the network and the data: model=lambda: copy.deepcopy(trainer.model), train=..."
+    raise UserError(f"client {id!r}: model must be a callable that builds a network, got {type(model).__name__}; "
+                    f"{cure}")  # fmt: skip
+
+
+def _convert_sets(id: str, sources: Mapping[str, Any], task: Task) -> dict[str, Examples | None]:
+    """Returns a client's sets of examples by name; None for one without a source."""
+    parts = {}
+    for name, source in sources.items():
+        if source is not None:
+            owner = f"client {id!r}: {name}"
+            parts[owner] = as_examples(source, owner, labelled=not task.makes_targets)
+            if parts[owner].classes is not None and not task.one_class_per_example:
+                raise UserError(f"{owner} labels are texts, and the task is {task}; give numbers, or task="
+                                "'classification'")  # fmt: skip
+    parts, sets = share_classes(parts), dict[str, Examples | None]()
+    for name in sources:
+        owner = f"client {id!r}: {name}"
+        examples = parts.get(owner)
+        if examples is None and name in ("train", "test"):
+            raise UserError(f"{owner} examples are missing")
+        if examples is not None:
+            if not len(examples):
+                raise UserError(f"{owner} has no examples; give at least one, or leave this client out")
+            try:
+                y = task.prepare_targets(task.complete_targets(examples.x, examples.y))
+            except UserError as error:
+                raise UserError(f"{owner} {error}") from error
+            examples = examples if y is examples.y else replace(examples, y=y)
+            task.check_targets(examples.labels, owner)
+        sets[name] = examples
+    return sets
 
 
 @final

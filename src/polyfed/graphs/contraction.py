@@ -71,7 +71,7 @@ def fold_norms_into_previous_layers(graph: ArchitectureGraph) -> ArchitectureGra
     norm_after: dict[int, int] = {}
     for position, node in enumerate(graph.nodes):
         readers = [reader for reader in after[position] if _is_norm(graph.nodes[reader])]
-        if _is_layer(node) and len(readers) == 1 and before[readers[0]] == {position}:
+        if _has_weight_matrix(node) and len(readers) == 1 and before[readers[0]] == {position}:
             norm_after[position] = readers[0]
     sets_by_nodes = {weight_set.nodes: weight_set for weight_set in graph.generated_weights}
     nodes, moved = list(graph.nodes), dict[int, int]()
@@ -120,7 +120,7 @@ def _is_norm(node: Node) -> bool:
     return isinstance(node.type, LayerType) and node.type.is_norm
 
 
-def _is_layer(node: Node) -> bool:
+def _has_weight_matrix(node: Node) -> bool:
     return isinstance(node.type, LayerType) and node.type.is_matrix
 
 

@@ -138,9 +138,8 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
         return recompute_norm_statistics_if_needed(net, client, client_state, self.buffers)
 
     def _load_with_local_part(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
-        return load_client_model(
-            client, {**_body_tensors(message), **_head_tensors(message, client_state)}, client_state, self.buffers
-        )
+        head = message.tensors.get("head", client_state["head"])
+        return load_client_model(client, {**_body_tensors(message), **head}, client_state, self.buffers)
 
 
 def train_head_then_body(
@@ -181,10 +180,6 @@ def train_only(
 
 def _body_tensors(message: Message) -> StateDict:
     return message.tensors["model"] if "model" in message.tensors else message.tensors["draw"]
-
-
-def _head_tensors(message: Message, client_state: ClientState) -> StateDict:
-    return message.tensors.get("head", client_state["head"])
 
 
 def spec_of_sent_tensors(network_spec: StateDictSpec, reply: Message, group: str) -> StateDictSpec:

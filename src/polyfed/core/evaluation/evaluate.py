@@ -73,7 +73,7 @@ def compute_metrics(
     values = {metric.name: metric(outputs, targets) for metric in metrics or (task.default_metric,)}
     with torch.no_grad():
         value = float((task.loss if loss is None else loss)(outputs, targets))
-    return {name: _finite_or_none(value) for name, value in {**values, "loss": value}.items()}
+    return {name: value if np.isfinite(value) else None for name, value in {**values, "loss": value}.items()}
 
 
 def evaluate(model: nn.Module, examples: Examples, task: Task | str, loss: Loss | None = None) -> MetricValues:
@@ -175,10 +175,6 @@ def split_metric_column(column: str, metrics: Sequence[Metric]) -> tuple[str, st
         if column == name or column.endswith(f"_{name}"):
             return column.removesuffix(name), name
     return None
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if np.isfinite(value) else None
 
 
 def summarise_clients(

@@ -139,7 +139,7 @@ def _parse_entries(
             )
         if name in entries:
             raise ValueError(f"group {group[:80]!r}: tensor {name[:80]!r} comes twice")
-        form, begin = _tensor_spec((shape, dtype)), end
+        form, begin = (tuple(int(size or 0) for size in shape), dtype), end
         if kind != _UNCOMPRESSED:
             tensor = _reference_tensor(reference, group, name)
             try:
@@ -158,10 +158,6 @@ def _parse_entries(
             f"group {group[:80]!r}: {compressor.shared_entry!r} is {actual or 'missing'}, expected {expected or 'none'}"
         )
     return list(entries.values())
-
-
-def _tensor_spec(shape_and_dtype: tuple[tuple[int | None, ...], torch.dtype]) -> ShapeAndDtype:
-    return tuple(int(size or 0) for size in shape_and_dtype[0]), shape_and_dtype[1]
 
 
 def _promoted_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:

@@ -5,7 +5,7 @@ Networks are computed together only where a trial has shown that each then gets 
 does not know, examples of a batch may meet, a decision may hang on a number, or chance may be drawn from elsewhere.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, final
@@ -221,8 +221,10 @@ def _try_training_together(calls: Sequence[FitCall]) -> str | None:
                 outputs = logits_of(module(arranged))
             if _plain_attribute_values(module) != attributes:
                 return "the network changes attributes of its own as it runs"
-            grads = torch.autograd.grad(loss(outputs, y), _trained_parameters(module, trained), allow_unused=True)
-            alone.append([outputs.detach(), *(s for s in grads if s is not None), *_clone_all(module.buffers())])
+            parameters = [parameter for name, parameter in module.named_parameters() if name in trained]
+            grads = torch.autograd.grad(loss(outputs, y), parameters, allow_unused=True)
+            buffers = [buffer.clone() for buffer in module.buffers()]
+            alone.append([outputs.detach(), *(s for s in grads if s is not None), *buffers])
         module.train()
         together = _train_step_together(calls, batches, loss)
     except CannotStackError as reason:
@@ -264,14 +266,6 @@ def _train_step_together(
          *(buffers[name][i] if name in buffers else buffer for name, buffer in module.named_buffers())]
         for i, part in enumerate(parts)
     ]  # fmt: skip
-
-
-def _trained_parameters(module: nn.Module, trained: frozenset[str]) -> list[nn.Parameter]:
-    return [parameter for name, parameter in module.named_parameters() if name in trained]
-
-
-def _clone_all(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [tensor.clone() for tensor in tensors]
 
 
 def _plain_attribute_values(module: nn.Module) -> dict[tuple[str, str], Any]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.examples.examples import Examples
@@ -192,20 +193,7 @@ class TableFile(Source):
         if self.preprocess == "site":  # otherwise the type would depend on the rows at this site
             x = to_float32_unless_precision_lost(x, features)
         if warn:
-            spellings = {column.name: column.categories for column in features if column.categories is not None}
-            if len(target_names) == 1:
-                spellings[target_names[0]] = classes
-            if self.site is not None:
-                spellings[self.site] = tuple(dict.fromkeys(column_as_texts(table, self.site).tolist()))
-            warn_of_names_that_look_alike(spellings)
-            if self.event is not None and not y[:, -1].any():
-                warn_of_data(
-                    f"event {self.event!r} is 0 in every row: without an event no risk can be learnt; if 0 means that it "
-                    "happened, give positive='0' (--data.positive 0)"
-                )
-            warn_of_duplicate_rows(table, self.site)
-            feature_names, own_roles = [c.name for c in features], [n for n in (self.group, self.time) if n is not None]
-            warn_of_suspicious_columns(table, y, target_names, feature_names, self.site, own_roles)
+            self._warn_of_columns(table, features, target_names, y, classes)
         if unusable := {*names_by_role["subgroups"]} & {*target_names, *roles.values()}:
             raise UserError(
                 f"subgroups names {min(unusable)!r} (--data.subgroups), which is the target, the site, the group or the "
@@ -217,6 +205,24 @@ class TableFile(Source):
         return PooledDataset(
             Examples(x, y), None, classes, task, columns, preprocessor=preprocessor, group=self.group, time=self.time
         )
+
+    def _warn_of_columns(
+        self, table: Table, features: Sequence[Column], target_names: Sequence[str], y: Tensor, classes: tuple[str, ...]
+    ) -> None:
+        spellings = {column.name: column.categories for column in features if column.categories is not None}
+        if len(target_names) == 1:
+            spellings[target_names[0]] = classes
+        if self.site is not None:
+            spellings[self.site] = tuple(dict.fromkeys(column_as_texts(table, self.site).tolist()))
+        warn_of_names_that_look_alike(spellings)
+        if self.event is not None and not y[:, -1].any():
+            warn_of_data(
+                f"event {self.event!r} is 0 in every row: without an event no risk can be learnt; if 0 means that it "
+                "happened, give positive='0' (--data.positive 0)"
+            )
+        warn_of_duplicate_rows(table, self.site)
+        feature_names, own_roles = [c.name for c in features], [n for n in (self.group, self.time) if n is not None]
+        warn_of_suspicious_columns(table, y, target_names, feature_names, self.site, own_roles)
 
     def _feature_columns(self, table: Table, targets: Sequence[str]) -> tuple[Column, ...]:
         left_out = {

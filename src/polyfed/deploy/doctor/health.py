@@ -56,7 +56,7 @@ def check_health(folder: Path, clock: Callable[[], float] = time.time) -> Findin
             raise UserError(f"{unit.file}: --node-config cannot be read ({error}); texts need double quotes") from error
         if state is None:
             raise UserError(f"{folder} does not say where the site's states are; polyfed flower health STATE-DIR")
-        yield from _check_state_folder(Path(str(state)).expanduser(), clock)
+        yield from _check_contacts(Path(str(state)).expanduser(), clock)
 
 
 def _check_trial(project: DeploymentProject, clock: Callable[[], float]) -> Findings:
@@ -68,10 +68,10 @@ def _check_trial(project: DeploymentProject, clock: Callable[[], float]) -> Find
         "server", "127.0.0.1", running["port"], project.certificates_folder / "ca.crt"
     )
     for site in running["sites"]:
-        yield from _check_state_folder(trial_folder_of(project) / "sites" / site, clock)
+        yield from _check_contacts(trial_folder_of(project) / "sites" / site, clock)
 
 
-def _check_state_folder(folder: Path, clock: Callable[[], float]) -> Findings:
+def _check_contacts(folder: Path, clock: Callable[[], float]) -> Findings:
     contacts = read_contacts(folder)
     yield from (judge_contact(contact, clock()) for contact in contacts)
     if not contacts:

@@ -125,7 +125,7 @@ def log_comparison_to_trackers(results: Mapping[str, Any], folder: Path, tracker
         tracker_names: "tensorboard", "mlflow".
     """
     first = str(results["seeds"][0])
-    parent = _parent_run_id(results, folder) if "mlflow" in tracker_names else None
+    parent = _write_comparison_run(results, folder) if "mlflow" in tracker_names else None
     for label, method in results["methods"].items():
         for seed, run in method["runs"].items():
             path = None if run["path"] is None else folder / run["path"]
@@ -141,7 +141,7 @@ def log_comparison_to_trackers(results: Mapping[str, Any], folder: Path, tracker
                     log_models_once_to_mlflow(path)
 
 
-def _parent_run_id(results: Mapping[str, Any], folder: Path) -> str:
+def _write_comparison_run(results: Mapping[str, Any], folder: Path) -> str:
     """Creates or updates the MLflow run of a comparison with its results, and returns the run's id."""
     mlflow: Any = importlib.import_module("mlflow")
     server = mlflow.MlflowClient()

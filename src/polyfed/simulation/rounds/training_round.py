@@ -237,16 +237,7 @@ def train_and_aggregate_round(
         raise RoundError(f"round {number} has {len(reply_ids)} valid replies of {len(round_clients)}, min_replies is "
                          f"{settings.min_replies} ({reasons})")  # fmt: skip
     aggregating = clock()
-    try:
-        state, dropped = aggregator.aggregate(
-            federation.server_context(), leave_out_bad_replies=settings.on_error == "skip"
-        )
-    except (LookupError, AttributeError, TypeError) as error:  # of a method's code; the message alone may be one word
-        names = (
-            f"; groups of the server's state: {', '.join(previous.state)}" if isinstance(previous.state, dict) else ""
-        )
-        error.add_note(f"polyfed: round {number}, in aggregate or server_step of {registry_name(algorithm)}{names}")
-        raise
+    state, dropped = _compute_server_state(federation, previous, aggregator)
     for i, reason in dropped.items():
         training.failures.append({"client": i, "phase": "aggregate", "reason": reason, "retried": False})
         progress.say(f"client {i!r}: {reason}; its reply is left out")
@@ -254,12 +245,6 @@ def train_and_aggregate_round(
     if len(reply_ids) < settings.min_replies:
         raise RoundError(f"round {number} has {len(reply_ids)} replies that can be aggregated, min_replies is "
                          f"{settings.min_replies} ({next(iter(dropped.values()), '')})")  # fmt: skip
-    if state is None and previous.state is not None:
-        raise UserError(
-            f"{registry_name(algorithm)}: after round {number} the server's state is None; aggregate (or server_step) must "
-            "return the next state: does it end without a return?"
-        )
-    state = check_and_wrap_server_state(state, algorithm, f"{registry_name(algorithm)}: the server's state")
     seconds_server = training.seconds_dispatch + aggregator.seconds + clock() - aggregating
     record = {
         "round": number,
@@ -277,6 +262,29 @@ def train_and_aggregate_round(
     }
     states = previous.client_states | {i: result.client_state for i, result in training.results.items()}
     return Checkpoint(number, state, states, record)
+
+
+def _compute_server_state(
+    federation: Federation, previous: Checkpoint, aggregator: ReplyAggregator
+) -> tuple[Any, Mapping[str, str]]:
+    """Returns the server's next state, and why replies were left out, by client."""
+    method, number = registry_name(federation.algorithm), previous.round + 1
+    try:
+        state, dropped = aggregator.aggregate(
+            federation.server_context(), leave_out_bad_replies=federation.settings.on_error == "skip"
+        )
+    except (LookupError, AttributeError, TypeError) as error:  # of a method's code; the message alone may be one word
+        names = (
+            f"; groups of the server's state: {', '.join(previous.state)}" if isinstance(previous.state, dict) else ""
+        )
+        error.add_note(f"polyfed: round {number}, in aggregate or server_step of {method}{names}")
+        raise
+    if state is None and previous.state is not None:
+        raise UserError(
+            f"{method}: after round {number} the server's state is None; aggregate (or server_step) must "
+            "return the next state: does it end without a return?"
+        )
+    return check_and_wrap_server_state(state, federation.algorithm, f"{method}: the server's state"), dropped
 
 
 def _describe_training(

@@ -81,7 +81,7 @@ def build_federation_of_source(
         source, algorithm, first, network, registry.data_spec, registry.num_examples, registry.architectures
     )
     checker.check_number_of_examples(first)
-    clients.check_with(checker)
+    clients.set_checker(checker)
     federation = Federation(clients, algorithm, settings, public, registry, scores, sampler=sampler)
     check_scheduling(federation)
     return federation

@@ -59,7 +59,7 @@ class SourceClients(Mapping[str, Client]):
             return {}
         return ValueByClient(self.ids, _NumberAt(np.asarray(numbers, dtype=np.int64)[order]))
 
-    def check_with(self, checker: DrawnClientChecker) -> None:
+    def set_checker(self, checker: DrawnClientChecker) -> None:
         """Sets what checks each client when it is first made in a process."""
         self._checker = checker
 

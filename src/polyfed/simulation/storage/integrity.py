@@ -104,12 +104,12 @@ def check_config_unchanged(folder: Path, config: Mapping[str, Any], manifest: Ma
         raise UserError(sentence)
 
 
-def check_manifest_unchanged(folder: Path, fingerprint: str) -> None:
+def refuse_changed_manifest(folder: Path, data_fingerprint: str) -> None:
     """Raises a `UserError` if a run is resumed with other data because `manifest.json` was changed.
 
     Raises an error if the checkpoints store the hash of the given data: then the manifest was changed, not the data.
     """
-    if read_run_hashes_of_newest_checkpoint(folder / "checkpoint").get("data") == fingerprint:
+    if read_run_hashes_of_newest_checkpoint(folder / "checkpoint").get("data") == data_fingerprint:
         raise UserError(
             f"{folder / 'manifest.json'} was changed since the run began: its data_fingerprint is not that of the run, to "
             "which the checkpoints are bound; put back a copy of it"

@@ -3,7 +3,7 @@ and Alvarez, ICLR 2021).
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
@@ -284,11 +284,8 @@ def _model_weights(
     loss_before = loss(before)
     weights = {}
     for j, theta_j in sorted(models_by_position.items()):
-        distance = math.sqrt(sum(_squared_differences(before, theta_j)))
+        squares = (float((theta_j[name].to(torch.float64) - tensor).square().sum()) for name, tensor in before.items())
+        distance = math.sqrt(sum(squares))
         weight = (loss_before - loss(theta_j)) / distance if distance else 0.0
         weights[j] = weight if math.isfinite(weight) else 0.0
     return weights
-
-
-def _squared_differences(theta: StateDict, theta_j: StateDict) -> Iterator[float]:
-    return (float((theta_j[name].to(torch.float64) - tensor).square().sum()) for name, tensor in theta.items())

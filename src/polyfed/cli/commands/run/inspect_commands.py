@@ -44,26 +44,7 @@ def data_command(argv: list[str]) -> None:
 
 def graph_command(argv: list[str]) -> None:
     """Parses `polyfed graph`, and shows which of a network's layers a hypernetwork can generate."""
-    parser = CommandParser(
-        "polyfed graph MODEL --input SHAPE [OPTIONS]",
-        "Prints the graph of a network's layers: which of them FLHA-GHN's hypernetwork can generate, and which stay "
-        "with the client. MODEL is one of `polyfed list models`, or your own as module:factory.",
-        "--model.NAME VALUE gives any other argument of MODEL.",
-    )
-    parser.add_option("--input", "SHAPE", "of one example, 3,32,32 for instance")
-    parser.add_flag("--integer", "examples are whole numbers, such as tokens")
-    parser.add_option("--classes", "N", "number of outputs, for a MODEL that takes num_classes (default: 10)")
-    parser.add_option("--plot", "FILE", "also draw it in this picture, .png or .svg")
-    parser.add_option("--catalogue", "FILE", "layer catalogue to write; an existing one is added to")
-    parser.add_option(
-        "--graph", "FORM", "layers: a norm is part of the layer before it; layers_and_norms: it is a node of its own; "
-        "like the field graph of flha_ghn, with the same default",
-    )  # fmt: skip
-    parser.add_option(
-        "--tables", "WHO", "local: tables of which the data choose rows stay with the client; generated: they are "
-        "generated; like the field tables of flha_ghn, with the same default",
-    )  # fmt: skip
-    parser.add_flag("--no-joins", "no nodes for sums and concatenations, as joins=false of flha_ghn")
+    parser = _build_graph_parser()
     parser.print_help_and_exit_if_asked(argv)
     model_options = {name: None for word in argv if (name := word.partition("=")[0]).startswith("--model.")}
     for name in model_options:
@@ -110,3 +91,27 @@ def graph_command(argv: list[str]) -> None:
         plot=expand_optional_path(options.plot, "--plot"),
         catalogue=expand_optional_path(options.catalogue, "--catalogue"),
     )
+
+
+def _build_graph_parser() -> CommandParser:
+    parser = CommandParser(
+        "polyfed graph MODEL --input SHAPE [OPTIONS]",
+        "Prints the graph of a network's layers: which of them FLHA-GHN's hypernetwork can generate, and which stay "
+        "with the client. MODEL is one of `polyfed list models`, or your own as module:factory.",
+        "--model.NAME VALUE gives any other argument of MODEL.",
+    )
+    parser.add_option("--input", "SHAPE", "of one example, 3,32,32 for instance")
+    parser.add_flag("--integer", "examples are whole numbers, such as tokens")
+    parser.add_option("--classes", "N", "number of outputs, for a MODEL that takes num_classes (default: 10)")
+    parser.add_option("--plot", "FILE", "also draw it in this picture, .png or .svg")
+    parser.add_option("--catalogue", "FILE", "layer catalogue to write; an existing one is added to")
+    parser.add_option(
+        "--graph", "FORM", "layers: a norm is part of the layer before it; layers_and_norms: it is a node of its own; "
+        "like the field graph of flha_ghn, with the same default",
+    )  # fmt: skip
+    parser.add_option(
+        "--tables", "WHO", "local: tables of which the data choose rows stay with the client; generated: they are "
+        "generated; like the field tables of flha_ghn, with the same default",
+    )  # fmt: skip
+    parser.add_flag("--no-joins", "no nodes for sums and concatenations, as joins=false of flha_ghn")
+    return parser

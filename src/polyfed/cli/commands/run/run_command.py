@@ -227,6 +227,7 @@ def _run_method(
     if rule is not None and not is_main_method and not supports_asynchronous(method, rule):
         settings = replace(settings, asynchronous=None)
     regions = settings.regions if is_main_method or supports_regions(method) else None
+    preparation = {"preparation": experiment_data.preparation} if experiment_data.preparation else {}
     return run_federation(
         experiment_data.clients,
         method,
@@ -234,14 +235,10 @@ def _run_method(
         public=experiment_data.public,
         out=out,
         config={k: v for k, v in experiment.config.items() if is_main_method or k != "baselines"},
-        facts={**describe_participants(experiment_data), **_preparation_facts(experiment_data)},
+        facts={**describe_participants(experiment_data), **preparation},
         progress=progress,
         clients_are_checked=True,
     )
-
-
-def _preparation_facts(experiment_data: Participants) -> dict[str, Mapping[str, int]]:
-    return {"preparation": experiment_data.preparation} if experiment_data.preparation else {}
 
 
 def print_scores_by_client_and_traffic(

@@ -93,7 +93,7 @@ def score_folds(
         rows = _join_folds(outputs[part], targets[part], units[part], names)
         if rows is None or not bool(torch.isfinite(rows.outputs).all()):
             return None
-        parts = _score_rows(metric, rows)
+        parts = _score_and_influences(metric, rows)
         if parts is None or not np.isfinite(parts[0]):
             return None
         score, contribution, influence = parts
@@ -123,7 +123,7 @@ def _join_folds(
     return _JoinedFolds(torch.cat(list(outputs)), torch.cat(list(targets)), fold, unit, len(outputs))
 
 
-def _score_rows(metric: Metric, rows: _JoinedFolds) -> _Parts | None:
+def _score_and_influences(metric: Metric, rows: _JoinedFolds) -> _Parts | None:
     if metric.per_example is not None:
         return _mean_in_folds(np.asarray(metric.per_example(rows.outputs, rows.targets), dtype=np.float64), rows)
     if metric.name == "auc":

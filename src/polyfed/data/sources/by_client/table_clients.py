@@ -159,7 +159,7 @@ class ParquetClients(GroupedClients):
         return index
 
     @cached_property
-    def _opened(self) -> tuple[Callable[[int], Any], NDArray[np.int64]]:
+    def _batch_reader_and_starts(self) -> tuple[Callable[[int], Any], NDArray[np.int64]]:
         """Opens the columns' memory-mapped copy, made if missing; returns a batch reader and batches' first rows."""
         import pyarrow
 
@@ -189,7 +189,7 @@ class ParquetClients(GroupedClients):
             raise UserError(f"cannot write {file}: {error}; give a folder with room, cache_dir=...") from error
 
     def _read_rows(self, rows: NDArray[np.int64], columns: Sequence[str]) -> Any:
-        get_batch, starts = self._opened
+        get_batch, starts = self._batch_reader_and_starts
         return _take_rows(get_batch, starts, rows, columns)
 
     def _fingerprint(self) -> str:

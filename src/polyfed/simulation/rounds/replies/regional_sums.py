@@ -135,7 +135,7 @@ class RegionalSum(ReplySum):
             self._sums.setdefault(region, SecureSum(self._method)).add(client_id, reply, message)
             return
         self._ids_added_elsewhere.add(client_id)
-        self._total.note_message(message)
+        self._total.note_message_for_bound(message)
 
     def add_partial_sum(self, partial_sum: PartialSum) -> None:
         """Adds the sum that an engine has made of the replies of some clients."""

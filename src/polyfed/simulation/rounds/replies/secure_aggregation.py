@@ -284,9 +284,9 @@ class SecureSum(ReplySum):
         """
         words, layout = parse_sum_message(reply)
         self._add_words(words, layout, [client_id])
-        self.note_message(message)
+        self.note_message_for_bound(message)
 
-    def note_message(self, message: Message | None) -> None:
+    def note_message_for_bound(self, message: Message | None) -> None:
         """Notes a message that a reply of the sum answers, from which a bound on the mean's update counts."""
         if self._is_bounded and message is not None:
             self._messages.append(message)

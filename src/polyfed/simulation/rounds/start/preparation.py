@@ -164,7 +164,7 @@ def check_clients_are_those_of_run(directory: RunDirectory, federation: Federati
         warn_of_changed_code(find_changed_code(directory.read_manifest().get("code"), _code_fingerprint(federation)))
         _warn_of_other_versions(directory)
         return
-    integrity.check_manifest_unchanged(out, fingerprint_now)
+    integrity.refuse_changed_manifest(out, fingerprint_now)
     raise UserError(
         f"the clients are not those of the run in {out}: its data fingerprint is {fingerprint_before}, theirs "
         f"is {fingerprint_now}; resume with the same ids, data and networks"

@@ -210,7 +210,7 @@ def _mapping_difference(
         related_names = [
             n for n, value in new.items() if _is_tree(initial[name]) and _shares_names(value, initial[name])
         ]
-        empty = [n for n, value in new.items() if _is_tree(initial[name]) and _is_empty(value)]
+        empty = [n for n, value in new.items() if _is_tree(initial[name]) and isinstance(value, Mapping) and not value]
         successor = next(iter(related_names + empty), None)
         if successor is None:
             return f"{_join_path(place, name)!r} is missing"
@@ -293,10 +293,6 @@ def _state_dicts(nested: PyTree) -> Iterator[StateDict]:
 
 def _is_tree(value: PyTree) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(isinstance(item, Tensor) for item in value.values())
-
-
-def _is_empty(value: PyTree) -> bool:
-    return isinstance(value, Mapping) and not value
 
 
 def _shares_names(value: PyTree, tensors: StateDict) -> bool:

@@ -221,7 +221,8 @@ def _join_column(name: str, sets: Sequence[Examples]) -> "pyarrow.Array":
     values_by_set = {id(data): data.column(name) for data in sets if name in (data.columns or {})}
     text = any(values.dtype.kind in "UO" for values in values_by_set.values())
     plain = {
-        key: pa.array(_text_or_none(values)) if text else pa.array(values) for key, values in values_by_set.items()
+        key: pa.array([None if value is None else str(value) for value in values.tolist()] if text else values)
+        for key, values in values_by_set.items()
     }
     kind = pa.string() if text else pa.concat_arrays(_to_common_type(list(values_by_set.values()))).type
     parts = [plain[id(data)].cast(kind) if id(data) in plain else pa.nulls(len(data), kind) for data in sets]
@@ -234,7 +235,3 @@ def _to_common_type(columns: Sequence[NDArray[Any]]) -> "list[pyarrow.Array]":
 
     kind = np.result_type(*columns)
     return [pa.array(values.astype(kind)) for values in columns]
-
-
-def _text_or_none(values: NDArray[Any]) -> list[str | None]:
-    return [None if value is None else str(value) for value in values.tolist()]
