@@ -181,6 +181,18 @@ def test_the_examples_of_a_page_run_as_they_stand(page):
             assert namespace["run"].history[-1]["train_loss"] < namespace["run"].history[0]["train_loss"]
 
 
+@pytest.mark.parametrize("page", ["data", "export", "faq", pytest.param("look", marks=pytest.mark.slow)])
+def test_short_examples_of_a_page_can_be_pasted(page, tmp_path, monkeypatch):
+    """In their order, without anything before them; the last of look.md takes a row of the reader's own table."""
+    monkeypatch.chdir(tmp_path)
+    blocks = [block for block in python_blocks(f"docs/{page}.md") if "predict(" not in block]
+    code = (
+        "\n".join(blocks).replace("rounds=20", "rounds=2").replace('out="runs/c"', 'out="runs/c", seeds=2, tune="none"')
+    )
+    assert code
+    exec(compile(code, f"docs/{page}.md", "exec"), {"__name__": "pasted"})  # noqa: S102  # the page's own code
+
+
 def test_there_is_one_guide_to_a_method():
     """docs/add_a_method.md, whose code tests/test_site.py runs."""
     assert python_blocks("CONTRIBUTING.md") == []
