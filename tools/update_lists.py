@@ -175,15 +175,6 @@ def with_count(text: str, methods: Sequence[Declared]) -> str:
     return re.sub(r"polyfed has \d+(\s+)methods", rf"polyfed has {len(methods)}\1methods", text)
 
 
-def readme(text: str, methods: Sequence[Declared]) -> str:
-    """Returns README with the number of methods, in all and in each family."""
-    families = ", ".join(
-        f"[{family_title(family)}](docs/methods.md#{family_title(family).lower().replace(' ', '-')}) ({len(members)})"
-        for family, members in by_family(methods).items()
-    )
-    return between(with_count(text, methods), START, END, f"\n\nBy family: {families}.\n\n")
-
-
 def configuration_page(text: str, methods: Sequence[Declared]) -> str:
     """Returns `docs/configuration/engines.md` with the methods that a cohort trains together."""
     registry = load_registry()
@@ -328,7 +319,7 @@ STATIC: Mapping[str, Callable[[str, Sequence[Declared]], str]] = {
 """The files that can be written before polyfed knows a new method."""
 
 LISTS: Mapping[str, Callable[[str, Sequence[Declared]], str]] = {
-    "README.md": readme,
+    "README.md": with_count,
     "docs/index.md": with_count,
     "docs/methods.md": methods_page,
     "docs/configuration/engines.md": configuration_page,
