@@ -38,6 +38,8 @@ def test_a_csv_file_is_looked_at(table, capsys):
     assert page.count("<svg") == 4
     assert "The sites&#39; data side by side" in page
     assert "https://" not in page
+    assert "<li>chol is 0 at south" in page  # as the column is written
+    assert "chol (orange: a number that may stand for &#34;not measured&#34;)" in page
 
 
 def test_what_is_said_of_the_whole_table_stands_last(table, capsys):
@@ -51,8 +53,9 @@ def test_what_is_said_of_the_whole_table_stands_last(table, capsys):
     assert out.splitlines()[-1].startswith("- Column 'nummer' looks like an identifier (161 different whole numbers in")
     assert "leave it out (--data.drop nummer)" in out
     assert "identifier" not in err
-    assert main(["look", "patients.csv", *WORDS, "--json"]) == 0
+    assert main(["look", "patients.csv", *WORDS, "--json", "--out", "look.html"]) == 0
     assert "column 'nummer' looks like" in json.loads(capsys.readouterr().out)["warnings"][0]
+    assert "<li>Column &#39;nummer&#39; looks like" in (table / "look.html").read_text(encoding="utf-8")
     assert main(["run", "patients.csv", *WORDS, "--data.drop", "nummer"]) == 2
     assert "keep the largest alone (--data.partition.order largest --data.clients 2)" in capsys.readouterr().err
 

@@ -225,8 +225,9 @@ def report(argv: list[str]) -> None:
         "--out", "FILE", "HTML page with everything; it needs no network (default: report.html in the first DIR)"
     )
     parser.add_option(
-        "--subgroup", "COLUMN", "also scores of groups of test examples, by one of their columns, such as sex, or "
-        "a number that polyfed compare --data.subgroups age=50:65 divided; several: sex,age, or the option again",
+        "--subgroup", "COLUMN",
+        "also scores of groups of test examples, by one of their columns, such as sex, or a number that polyfed compare "
+        "--data.subgroups age=50:65 divided; several: sex,age, or the option again",
         split_names, repeatable=True,
     )  # fmt: skip
     parser.add_flag(

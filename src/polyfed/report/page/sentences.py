@@ -5,6 +5,7 @@ support.
 import math
 from collections.abc import Sequence
 
+from polyfed.algorithms import REGISTRY
 from polyfed.comparison.tuning.ranking import format_chosen_fields
 from polyfed.core.io.number_format import (
     NumberUnit,
@@ -15,6 +16,7 @@ from polyfed.core.io.number_format import (
     join_with_and,
 )
 from polyfed.core.io.site_words import say_sites
+from polyfed.core.method_card import card_of_method
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import score_format_of
@@ -116,11 +118,17 @@ def _best_method_sentence(run_group: RunGroup, scored_methods: Sequence[MethodRu
     return f"{best.label} has the {run_group.score_format.highest_or_lowest} mean{seeds}, {best_mean}{local_text}."
 
 
+def describe_methods(run_group: RunGroup) -> list[str]:
+    """Returns for each method of polyfed what it does, in a few words, such as "local: Training on own data only"."""
+    cards = {m.label: card_of_method(REGISTRY.get(m.runs[0].method)) for m in run_group.methods}
+    return [f"{label}: {say_sites(card.summary)}" for label, card in cards.items() if card is not None]
+
+
 def omission_and_tuning_notes(run_group: RunGroup) -> list[str]:
     """Returns sentences on what a comparison left out, and how it chose fields and rounds."""
     results = run_group.comparison_results
     if not results:
-        return []
+        return describe_methods(run_group)
     sentences = [capitalize_first(end_with_period(text)) for text in results["notes"]]
     if results["best"] is not None:
         sentences.append(

@@ -6,14 +6,20 @@ import re
 import pytest
 
 import polyfed as pf
-from polyfed.report.page.panels.look import svg_site_histograms
+from polyfed.report.page.panels.look import html_look, svg_site_histograms
 
 
 @pytest.fixture(scope="module")
 def seen():
     draw = random.Random(0)
     rows = [
-        {"site": site, "female": draw.randint(0, 1), "age": draw.gauss(60, 10), "ill": k % 2}
+        {
+            "site": site,
+            "female": draw.randint(0, 1),
+            "age": draw.gauss(60, 10),
+            "chol": 0 if k < 20 else draw.gauss(240, 30),
+            "ill": k % 2,
+        }
         for site in ("north", "south")
         for k in range(80)
     ]
@@ -41,4 +47,16 @@ def test_numbers_with_decimals_have_the_ends_of_the_axis(seen):
     bars, labels = drawn(seen, "age")
     assert len({x for x, _ in bars}) > 8
     assert len(labels) == 3
-    assert float(labels[0]) < 40 < 80 < float(labels[2])
+    assert float(labels[0].removeprefix("&lt;")) < 40 < 80 < float(labels[2].removeprefix("&gt;"))
+
+
+def test_an_outer_bar_says_that_it_holds_all_values_beyond_the_axis(seen):
+    """Zeros of a column from 150 to 330 would otherwise be read as values at the axis' end."""
+    _, labels = drawn(seen, "chol")
+    assert labels[0].startswith("&lt;")
+    assert float(labels[0].removeprefix("&lt;")) > 50
+
+
+def test_a_page_of_folds_does_not_show_a_split_that_was_not_used(seen):
+    assert '<th scope="col">training</th>' in html_look(seen, "k")
+    assert '<th scope="col">training</th>' not in html_look(seen, "k", show_splits=False)

@@ -41,6 +41,7 @@ def look_command(argv: list[str]) -> None:
     table_checks.check_table(config.get("data"))
     out = expand_page_path(options.out)
     from polyfed.report.look import look
+    from polyfed.report.page.panels.look import write_look_page
     from polyfed.simulation.experiment import build_experiment
 
     experiment = build_experiment(config)
@@ -52,9 +53,10 @@ def look_command(argv: list[str]) -> None:
             class_names=class_names,
             between_sites=options.between_sites,
             secure=options.between_sites and experiment.settings.secure,
-            out=out,
         )
     remarks = list(dict.fromkeys(keep_advice_for_terminal(str(warning.message)) for warning in caught))
+    if out is not None:
+        write_look_page(summary, out, remarks)
     if options.json:
         print(json.dumps(summary.to_json_dict() | {"warnings": remarks}, ensure_ascii=False, indent=1))
     else:

@@ -41,6 +41,7 @@ from polyfed.report.page.predictions.performance import (
     svg_roc_curve,
     svg_unit_square,
 )
+from polyfed.report.page.sentences import describe_methods
 
 _COUNTED: Mapping[AnswerKind, str] = {"join": "should join", "stay": "should stay alone", "undecided": "not decided"}
 _LISTED = 30  # sites up to which one table has all; more are grouped by their answer
@@ -164,10 +165,13 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
         columns=["method", score_format.mean_label, percent, "gain over training alone", percent, "worst site"],
         rows=[row for _, row in sorted(ranked, key=lambda row: row[0], reverse=True)],
         notes=[
-            f"{_name_of_reference(name, run_group, is_pooled=not reference.get('alone', name != 'pooled'))}: "
-            f"{say_sites(reference['sentence'])}"
-            for name, reference in references.items()
-            if reference.get("sentence")
+            *describe_methods(run_group),
+            *(
+                f"{_name_of_reference(name, run_group, is_pooled=not reference.get('alone', name != 'pooled'))}: "
+                f"{say_sites(reference['sentence'])}"
+                for name, reference in references.items()
+                if reference.get("sentence")
+            ),
         ],
     )
 
@@ -283,4 +287,5 @@ def _html_roc_or_learning_curves(
         [drawn_line.label for drawn_line in drawn_lines], [drawn_line.style for drawn_line in drawn_lines]
     )
     score_label = capitalize_first(score_format.mean_label)
-    return html_figure(chart + texts, f"{score_label} over sites by round: the best method and training alone.")
+    bands = f" Bands: from the lowest to the highest {run_group.repeat}." if len(run_group.seeds) > 1 else ""
+    return html_figure(chart + texts, f"{score_label} over sites by round: the best method and training alone.{bands}")

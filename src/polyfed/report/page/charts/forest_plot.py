@@ -67,10 +67,10 @@ def svg_forest_plot(rows: Sequence[ForestRow], *, key: str, title: str, x_label:
     low, high = min(ends), max(ends)
     margin = (high - low) * 0.04 or (0.01 if unit == "%" else 0.05)
     low, high = low - margin, high + margin
-    labels = [shorten_name(row.label, 20) for row in drawn_rows]
+    labels = [shorten_name(row.label, 26) for row in drawn_rows]
     left = round(max(map(estimate_text_width, labels))) + 12
     single = max(len(row.marks) for row in drawn_rows) == 1
-    right = 52 if single else 10  # the numbers
+    right = 52 if single else 16  # the numbers, or half of a tick's
     step, top, bottom = 22 if single else 26, 6, 44
     height = round(top + step * len(drawn_rows) + bottom)
 

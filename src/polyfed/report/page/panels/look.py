@@ -38,25 +38,48 @@ from polyfed.report.page.elements import (
 )
 
 LOOK_HEADING = "The sites' data side by side"
+_MEANING_OF_MARK: Mapping[str, str] = {
+    "code": 'a number that may stand for "not measured"',
+    "unit": "another unit",
+    "empty": "no value, or nearly none",
+    "classes": "classes are absent",
+    "few": "few examples of a class, or few events",
+    "missing": "often no value",
+    "constant": "one value alone",
+    "category": "categories of its own",
+    "balance": "another share of a class",
+    "shift": "values lie elsewhere",
+}
 _COLUMNS, _SITES = 60, 16  # columns with a figure; sites in a figure
 _ROW = 30  # height of a site's histogram
 
 
-def html_look(look: Look, key: str) -> Markup:
-    """Renders what differs between the data of the sites, the sites' numbers of examples, and a figure for each column."""
-    marks = find_most_serious_kind_per_site_column(look.findings)
+def html_look(look: Look, key: str, *, remarks: Sequence[str] = (), show_splits: bool = True) -> Markup:
+    """Renders what differs between the data of the sites, the sites' numbers of examples, and a figure for each column.
+
+    Args:
+        look: the sites' statistics.
+        key: prefix of ids on the page.
+        remarks: sentences about the data that come after the differences.
+        show_splits: whether to say how many examples are for training, validation and test.
+    """
+    kinds = find_most_serious_kind_per_site_column(look.findings)
+    marks = {place: _MEANING_OF_MARK[kind] for place, kind in kinds.items()}
     sentences = [
-        f"{end_with_period(capitalize_first(finding.text))} {capitalize_first(finding.meaning)}."
+        f"{end_with_period(finding.text if finding.column else capitalize_first(finding.text))} "
+        f"{capitalize_first(finding.meaning)}."
         for finding in look.findings
     ] or ["No column differs between the sites in a way that is known to mislead."]
     if not look.summaries.is_local:
         sentences.append(f"Counts of fewer than {MIN_COUNT} rows stay at their site and are shown as <{MIN_COUNT}.")
+    sentences += [end_with_period(capitalize_first(remark)) for remark in remarks]
+    splits = {"train": "training", "val": "validation", "test": "test"} if show_splits else {}
     sizes = [
-        [name, str(site.rows), *(str(site.parts.get(part, "–")) for part in ("train", "val", "test")),
+        [name, str(site.rows), *(str(site.parts.get(part, "–")) for part in splits),
          describe_class_counts_of_site(look.summaries, site) or "–"]
         for name, site in look.sites.items()
     ]  # fmt: skip
-    sizes_table = html_table("Examples of each site", ["site", "rows", "train", "val", "test", "targets"], sizes)
+    sizes_table = html_table("Examples of each site", ["site", "rows", *splits.values(), "targets"], sizes)
     marked_first = sorted(look.columns, key=lambda column: not any(place[0] == column.name for place in marks))
     listed_columns = [column for column in look.columns if column in marked_first[:_COLUMNS]]
     sites = sorted(look.sites, key=lambda name: not any(place[1] == name for place in marks))[:_SITES]
@@ -80,8 +103,8 @@ def html_look(look: Look, key: str) -> Markup:
 
 
 def _caption_of_column(column: LookColumn, marks: Mapping[tuple[str, str], str]) -> str:
-    kinds = dict.fromkeys(kind for (name, _), kind in marks.items() if name == column.name)
-    marked = f" (marked: {', '.join(kinds)})" if kinds else ""
+    meanings = dict.fromkeys(meaning for (name, _), meaning in marks.items() if name == column.name)
+    marked = f" (orange: {', '.join(meanings)})" if meanings else ""
     return f"{column.name}{', the target' if column.is_target else ''}{marked}"
 
 
@@ -152,16 +175,20 @@ def svg_site_histograms(
     bottom = 6 + len(sites) * _ROW
     if column.values is None:
         inside = CHART_WIDTH - left - 8 - 2 * width
+        signs = {low: "<" if any(bars[0] for bars in counts.values()) else "",
+                 high: ">" if any(bars[-1] for bars in counts.values()) else ""}  # fmt: skip
         parts += [
             svg_text(
-                left + width + (value - low) / (high - low) * inside, bottom + 12, format_axis_tick(value, ""), "middle"
+                left + width + (value - low) / (high - low) * inside, bottom + 12,
+                signs.get(value, "") + format_axis_tick(value, ""), "middle",
             )
             for value in _labeled_values(low, high, size - 2)
-        ]
+        ]  # fmt: skip
     else:
         step = max(1, round(len(column.values) / 8))
+        letters = max(8, round(step * width / 7))
         parts += [
-            svg_text(left + (cell + 0.5) * width, bottom + 12, shorten_name(value, 8), "middle")
+            svg_text(left + (cell + 0.5) * width, bottom + 12, shorten_name(value, letters), "middle")
             for cell, value in enumerate(column.values[:size])
             if cell % step == 0
         ]
@@ -213,8 +240,8 @@ def _describe_column(site: SiteDataStatistics, column: LookColumn) -> str:
     return f"{values} values, {missing} missing, {mean} ± {sd}"
 
 
-def write_look_page(look: Look, path: Path) -> None:
-    """Writes a page of the sites' summary statistics in one file that needs no network.
+def write_look_page(look: Look, path: Path, remarks: Sequence[str] = ()) -> None:
+    """Writes a page of the sites' summary statistics, and of remarks on the data, in one file that needs no network.
 
     Raises:
         UserError: the file cannot be written.
@@ -226,7 +253,7 @@ def write_look_page(look: Look, path: Path) -> None:
         heading=LOOK_HEADING,
         style=style,
         notes=[],
-        groups=[html_look(look, "look")],
+        groups=[html_look(look, "look", remarks=remarks)],
         origins=[],
         versions=package_versions(),
         curves={},

@@ -20,7 +20,7 @@ from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.io.number_checks import is_number
-from polyfed.core.io.number_format import format_number
+from polyfed.core.io.number_format import capitalize_first, format_number
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.score_format import ScoreFormat
 from polyfed.report.page.charts.forest_plot import ForestRow, IntervalMark, svg_forest_plot
@@ -245,18 +245,19 @@ def _html_subgroup_panel(
         )
         for group in groups
     ]
+    heading = f"{capitalize_first(score_format.label)} by {column}"
     chart = svg_forest_plot(
         rows,
         key=key,
-        title=f"{score_format.label} by {column}",
+        title=heading,
         x_label=f"{score_format.label}, {100 * level:g} % interval",
         unit=score_format.unit,
     )
+    squares = f"; squares: {predictions.local_label}" if predictions.local_label in method_names[1:] else ""
     examples_text = "the test examples of this site" if len(clients) == 1 and len(predictions.clients) > 1 else (
         "the test examples of all sites together, each with its own site's network")  # fmt: skip
-    caption = (
-        f"{score_format.label} by {column}: {examples_text}; in brackets how many. Lines: {100 * level:g} % intervals. "
-    )
+    caption = f"{heading}: {examples_text}; in brackets how many. Points: {method_names[0]}{squares}; lines: "
+    caption += f"{100 * level:g} % intervals. "
     if not predictions.same_clients:
         caption += f"Each seed deals other data; these are those of seed {predictions.seeds[0]}. "
     elif not predictions.same_order:
@@ -276,7 +277,7 @@ def _html_subgroup_panel(
     cells = [[group.name, str(group.examples), *_table_cells(group, predictions, score_format)] for group in groups]
     bars = html_legend(method_names, [styles[m] for m in method_names])
     return html_figure(chart + bars, caption) + html_table(
-        f"{score_format.label} and gain over training alone by {column}", columns, cells
+        f"{capitalize_first(score_format.label)} and gain over training alone by {column}", columns, cells
     )
 
 
