@@ -38,8 +38,7 @@ ACCURACY, AUC, R2 = METRICS["accuracy"], METRICS["auc"], METRICS["r2"]
 
 def logits(right, targets):
     """Two-class outputs that are right where `right` is."""
-    predicted = torch.where(torch.as_tensor(right), targets, 1 - targets)
-    return torch.eye(2)[predicted]
+    return torch.eye(2)[torch.where(torch.as_tensor(right), targets, 1 - targets)]
 
 
 def scored(values):
