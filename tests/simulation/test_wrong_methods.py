@@ -93,9 +93,18 @@ def _lose_a_tensor(self, server_state, mean, client_ids):
     return {"model": {name: tensor for name, tensor in mean["model"].items() if name != "body.0.weight"}}
 
 
+def _halve_counters(self, server_state, mean, client_ids):
+    return {"model": {name: tensor / 2 for name, tensor in mean["model"].items()}}
+
+
 @pytest.mark.parametrize(
     ("parts", "error", "message"),
     [
+        (
+            {"server_step": _halve_counters},
+            pf.UserError,
+            "Mine: group 'model' .* changes the type of body.1.num_batches_tracked in server_step, to torch.float32; keep",
+        ),
         (
             {"server_step": _lose_a_tensor},
             pf.UserError,

@@ -154,10 +154,16 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
             raise self.make_incompatible_replies_error(error) from error
         new_state = self.server_step(server_state, mean, total.client_ids)
         for group in self.groups:
-            if lost := sorted(server_state.get(group, {}).keys() - new_state.get(group, {}).keys()):
+            before, after = server_state.get(group, {}), new_state.get(group, {})
+            prefix = f"{type(self).__name__}: group {group!r} of the server's state"
+            if lost := sorted(before.keys() - after.keys()):
                 raise UserError(
-                    f"{type(self).__name__}: group {group!r} of the server's state loses "
-                    f"{join_first_and_count_rest(lost, 3)} in server_step, which must return the whole state"
+                    f"{prefix} loses {join_first_and_count_rest(lost, 3)} in server_step, which must return the whole state"
+                )
+            if changed := sorted(name for name in before if before[name].dtype != after[name].dtype):
+                raise UserError(
+                    f"{prefix} changes the type of {join_first_and_count_rest(changed, 3)} in server_step, to "
+                    f"{after[changed[0]].dtype}; keep BatchNorm's counters, which are whole numbers, or use interpolate"
                 )
         new_state = new_state if self.aggregates_by_sum else self.update_state_from_single_replies(new_state, total)
         return {**new_state, **entries} if (entries := total.server_state_entries) else new_state
