@@ -82,6 +82,17 @@ def test_yaml_reads_no_number_that_people_read_otherwise(text, value):
 
 
 @pytest.mark.parametrize(("text", "sentence"), [
+    ("a: 1\na: 2", "the key 'a' stands twice"),
+    ("{1: mlp, 1.0: cnn}", "the key '1.0' is equal to the key '1' above"),
+    ("[{1: mlp, 2: cnn, true: vit}]", "the key 'true' is equal to the key '1' above"),
+])  # fmt: skip
+def test_yaml_with_a_key_twice_is_refused(text, sentence):
+    with pytest.raises(ValueError, match=f"{re.escape(sentence)}; leave one out$"):
+        parse_yaml(text)
+    assert parse_yaml("{1: {1: mlp}, '1': vit, 2: {1: cnn}}") == {1: {1: "mlp"}, "1": "vit", 2: {1: "cnn"}}
+
+
+@pytest.mark.parametrize(("text", "sentence"), [
     ('{"seed": 0, "seed": 1}', "the key 'seed' stands twice; leave one out"),
     ('[{"a": {"b": 1, "c": 2, "b": 1}}]', "the key 'b' stands twice; leave one out"),
     ('{"loss": 1e999}', "it has 1e999, which a float cannot hold"),

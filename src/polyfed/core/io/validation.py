@@ -81,7 +81,7 @@ def parse_yaml(text: str | bytes) -> Any:
             raise ValueError(error_text)
         loader = quick(source)
         node = loader.get_single_node()
-        _mend_numbers_and_check_keys(node)
+        _mend_numbers_and_check_keys(node, loader)
         value = None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, *DAMAGED_FILE_ERRORS) as error:  # ValueError: an invalid date, for example
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
@@ -93,23 +93,23 @@ def parse_yaml(text: str | bytes) -> Any:
     return value
 
 
-def _mend_numbers_and_check_keys(node: Any) -> None:
-    """Makes text of numbers that YAML misreads, and raises `yaml.constructor.ConstructorError` for a repeated key."""
+def _mend_numbers_and_check_keys(node: Any, loader: Any) -> None:
+    """Makes text of numbers that YAML misreads; raises `yaml.constructor.ConstructorError` for equal keys (1 and 1.0)."""
     from yaml.constructor import ConstructorError
 
-    kind, seen_keys = getattr(node, "id", ""), set()
+    kind, text_by_key = getattr(node, "id", ""), dict[Any, str]()
     if kind == "scalar" and node.tag in _YAML_NUMBERS and _SURPRISING_NUMBER.fullmatch(node.value):
         node.tag = "tag:yaml.org,2002:str"
     for child in node.value if kind in ("mapping", "sequence") else ():
         key, value = child if kind == "mapping" else (None, child)
         if key is not None and key.id == "scalar" and key.value != "<<":
-            _mend_numbers_and_check_keys(key)
-            if (key.tag, key.value) in seen_keys:
-                raise ConstructorError(
-                    None, None, f"the key {key.value[:60]!r} stands twice; leave one out", key.start_mark
-                )
-            seen_keys.add((key.tag, key.value))
-        _mend_numbers_and_check_keys(value)
+            _mend_numbers_and_check_keys(key, loader)
+            text, key_value = key.value[:60], loader.construct_object(key)
+            if (first := text_by_key.get(key_value)) is not None:
+                again = "stands twice" if first == text else f"is equal to the key {first!r} above"
+                raise ConstructorError(None, None, f"the key {text!r} {again}; leave one out", key.start_mark)
+            text_by_key[key_value] = text
+        _mend_numbers_and_check_keys(value, loader)
 
 
 def _yaml_size_error(events: Iterable[Any]) -> str | None:

@@ -22,6 +22,7 @@ from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.optimizers import check_optimizer
 from polyfed.core.privacy.options import Privacy
 from polyfed.core.task import Loss
+from polyfed.core.training.field_ranges import check_field_ranges
 from polyfed.core.training.losses import ClassWeights, build_loss
 from polyfed.core.training.precision import Precision
 
@@ -102,21 +103,9 @@ class LocalTraining(ABC):
     def __post_init__(self) -> None:
         convert_numpy_fields_in_place(self)
         self._check_kinds()
-        self._require(self.local_epochs >= 1, "local_epochs", "at least 1")
-        self._require(self.local_steps is None or self.local_steps >= 1, "local_steps", "at least 1, or none")
-        self._require(self.batch_size >= 0, "batch_size", "at least 1, or 0 for the full batch")
-        self._require(self.lr > 0 and math.isfinite(self.lr), "lr", "positive")
-        self._require(0 < self.decay <= 1, "decay", "above 0 and at most 1")
-        self._require(0 <= self.momentum < 1, "momentum", "at least 0 and below 1")
+        check_field_ranges(type(self).__name__, vars(self))
         self._require(not self.nesterov or self.momentum > 0, "nesterov", "false unless momentum is positive")
-        self._require(0 <= self.weight_decay < math.inf, "weight_decay", "at least 0")
-        self._require(self.warmup_rounds >= 0, "warmup_rounds", "at least 0")
-        self._require(self.warmup_steps >= 0, "warmup_steps", "at least 0")
-        self._require(self.accumulate >= 1, "accumulate", "at least 1")
-        self._require(self.patience is None or self.patience >= 1, "patience", "at least 1 epoch, or none")
         self._require(isinstance(self.sampler, str), "sampler", "'shuffle', 'balanced' or the name of a column")
-        self._require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", "positive, or none")
-        self._require(0 <= self.label_smoothing < 1, "label_smoothing", "at least 0 and below 1")
         privacy: Any = self.privacy
         if isinstance(privacy, Mapping):  # from a file
             object.__setattr__(self, "privacy", Privacy.from_mapping(privacy))

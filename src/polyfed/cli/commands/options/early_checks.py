@@ -19,9 +19,11 @@ from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
 from polyfed.core.evaluation.metric_names import check_metric_names
 from polyfed.core.io.atomic_files import check_directory_exists, read_file
+from polyfed.core.training.field_ranges import check_field_ranges
 from polyfed.simulation.settings import Settings
 
 _LOGGERS = StaticRegistry("polyfed.simulation.monitoring.trackers", "LOGGERS")
+_SAMPLERS = StaticRegistry("polyfed.simulation.sampling.registry", "SAMPLERS")
 _TASKS = StaticRegistry("polyfed.tasks", "REGISTRY")
 _KEY = re.compile(r"(?:unknown key |--)([\w.-]+)")
 
@@ -48,6 +50,7 @@ def check_settings(config: Mapping[str, Any], words: Sequence[str] = ()) -> None
         if ":" not in str(name):
             check_metric_names(config.get("metrics") or ())
     check_table(data)
+    _check_names_and_ranges(config)
     names = [field.name for field in fields(Settings)]
     values = {name: config[name] for name in names if name in config and not name.startswith("compress")}
     try:
@@ -57,6 +60,19 @@ def check_settings(config: Mapping[str, Any], words: Sequence[str] = ()) -> None
         option = option_name(f"--{name}")
         option_keys = name in names and option in map(option_name, words)
         raise UserError(f"{option}{space}{rest}" if option_keys else str(error)) from error
+
+
+def _check_names_and_ranges(config: Mapping[str, Any]) -> None:
+    """Raises a `UserError` for an impossible name of a loss or sampler, and for local training with numbers out of range."""
+    loss, sampler, fields = config.get("loss"), config.get("sampler"), config.get("algorithm")
+    if isinstance(loss, str) and ":" not in loss:
+        raise UserError(f"{loss!r} does not name a loss; write it as module:name, for example my_code:Mine")
+    if isinstance(sampler, str) and ":" not in sampler and sampler not in _SAMPLERS:
+        raise UserError(f"unknown sampler {sampler!r}; {did_you_mean(sampler, _SAMPLERS)}; power_of_choice:CANDIDATES and "
+                        "module:Class of your own are possible, too")  # fmt: skip
+    name = str(fields.get("name")) if isinstance(fields, Mapping) else ""
+    if name in ALGORITHMS and "LocalTraining" in {base.__name__ for base in ALGORITHMS[name].__mro__}:
+        check_field_ranges(ALGORITHMS[name].__name__, dict(fields or {}))
 
 
 def check_logger_names(names: Sequence[str]) -> None:
