@@ -2,6 +2,7 @@
 
 import numpy as np
 import pandas as pd
+import pyarrow
 import pytest
 import torch
 
@@ -171,3 +172,21 @@ def test_odd_times_and_events_are_told():
     table |= {"days": range(1, 9), "died": [0] * 8}
     with pytest.warns(UserWarning, match="event 'died' is 0 in every row: without an event no risk"):
         pf.data.split_table(table, "days", "h", event="died")
+
+
+@pytest.mark.parametrize("column", ["ward", "y"])
+def test_categories_that_are_intervals_are_categories_by_their_text(column):
+    frame = with_constant().iloc[:40].assign(chol=np.random.default_rng(1).normal(size=40), ward=["u", "v"] * 20)
+    frame[column] = pd.cut(frame["age"], 2)
+    sites = pf.data.split_table(frame, "y", "site")
+    if column == "y":
+        assert sites.class_names == tuple(sorted(map(str, frame["y"].cat.categories)))
+    run = pf.federate(sites.build_clients(linear(sites)), "fedavg", rounds=1, workers=0)
+    assert run.predict("a", frame.drop(columns="y")).shape == (40, 2)
+
+
+def test_categories_of_other_kinds_in_an_arrow_table_are_refused_with_the_column():
+    lists = pyarrow.DictionaryArray.from_arrays([0, 1] * 6, [[1], [2]])
+    table = pyarrow.table({"x": lists, "y": [0, 1] * 6, "site": ["a", "b"] * 6})
+    with pytest.raises(UserError, match=r"column 'x' holds values of type list.*neither numbers nor texts"):
+        pf.data.split_table(table, "y", "site")

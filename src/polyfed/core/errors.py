@@ -69,6 +69,22 @@ def check_extra_installed(package: str, extra: str, feature: str, alternative: s
         raise UserError(f"{feature} needs the package {package}, which is not installed: {remedy}")
 
 
+_MAX_DESCRIPTION = 2_000  # characters
+
+
+def describe_exception(error: BaseException) -> str:
+    """Returns the type of an exception, and the start of its text if it has one that can be formed.
+
+    >>> describe_exception(KeyError("sex")), describe_exception(MemoryError())
+    ("KeyError: 'sex'", 'MemoryError')
+    """
+    try:
+        text = str(error)
+    except Exception:  # what a user's class may raise here would hide the error itself
+        text = ""
+    return f"{type(error).__name__}{': ' if text else ''}{text}"[:_MAX_DESCRIPTION]
+
+
 _FEW_CHOICES = 12
 
 

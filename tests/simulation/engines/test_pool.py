@@ -175,6 +175,28 @@ def test_an_error_says_round_client_and_phase(workers):
     assert run.table()[0]["client"] == "broken"
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+class RaisesUnprintable(Wrong):
+    def forward(self, x):
+        if self.training and len(x) > 2:
+            raise Unprintable
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("engine", ["inprocess", "pool", "cohort"])
+def test_an_exception_whose_text_cannot_be_formed_fails_its_client_alone(engine):
+    clients = small_clients()
+    bad = pf.Client("broken", RaisesUnprintable, clients[0].train, clients[0].test)
+    run = pf.federate(
+        [*clients, bad], Local(), rounds=1, workers=2 if engine == "pool" else 0, engine=engine, on_error="skip"
+    )
+    assert [(f["client"], f["reason"]) for f in run.history[0]["failures"]] == [("broken", "Unprintable")]
+
+
 @pytest.mark.slow
 def test_spawned_workers_give_the_same_result_as_forked():
     def clients():
@@ -252,6 +274,14 @@ def test_by_default_each_core_has_a_worker_and_none_is_without_a_client(monkeypa
     try:
         assert isinstance(engine, PoolEngine if workers else InProcessEngine)
         assert len(getattr(engine, "worker_pids", [])) == workers
+    finally:
+        engine.close()
+
+
+def test_no_worker_is_started_without_a_client():
+    engine = build_engine_for_settings(Settings(rounds=1, workers=9), FedAvg(), small_clients(3))
+    try:
+        assert len(engine.worker_pids) == 3
     finally:
         engine.close()
 

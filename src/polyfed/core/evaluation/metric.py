@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, describe_exception
 from polyfed.core.io.validation import check_field_types
 
 ScoreFunction = Callable[[Tensor, Tensor], float]
@@ -96,7 +96,7 @@ class Metric:
         except Exception as error:
             raise UserError(
                 f"metric {self.name!r} failed on outputs of shape {tuple(outputs.shape)} and targets of shape "
-                f"{tuple(targets.shape)}: {type(error).__name__}: {error}. It gets the network's outputs (logits of "
+                f"{tuple(targets.shape)}: {describe_exception(error)}. It gets the network's outputs (logits of "
                 "classes) first, and then the targets; a function of scikit-learn: lambda outputs, targets: "
                 "accuracy_score(targets, outputs.argmax(1))"
             ) from error

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, describe_exception
 from polyfed.core.examples.loaders import read_data_loader
 from polyfed.core.examples.pytree import Inputs, check_and_convert_inputs, explain_unreadable_rows, first_leaf
 from polyfed.core.examples.text_labels import NumberedLabels, holds_texts, is_array_like, number_text_labels
@@ -89,7 +89,7 @@ def _read_items(source: Any, name: str) -> list[Any]:
             items.append(source[i])
         except Exception as error:  # whatever the user's data set raises
             raise UserError(
-                f"{name}: item {i} of the {type(source).__name__} cannot be read: {type(error).__name__}: {error}"
+                f"{name}: item {i} of the {type(source).__name__} cannot be read: {describe_exception(error)}"
             ) from error
     return items
 

@@ -16,7 +16,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError, describe_exception, did_you_mean
 
 T = TypeVar("T")
 ANY_NAME = "*"
@@ -132,7 +132,7 @@ def import_trusted_callable(import_path: str, role: str = "network") -> Callable
         ) from error
     except (ImportError, SyntaxError) as error:
         raise UserError(
-            f"{label} {import_path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}"
+            f"{label} {import_path!r}: importing {module_name!r} failed with {describe_exception(error)}"
         ) from error
     origin = getattr(obj, "__file__", None) or module_name
     for part in attribute.split("."):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from polyfed.core.algorithm import Architecture
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, describe_exception
 from polyfed.core.nn.tied_weights import first_name_by_alias, retie_buffers
 from polyfed.core.seeds import temporary_rng_seed
 
@@ -41,7 +41,7 @@ def _call_with_seed(factory: Architecture, name: str, seed: int, device: torch.d
             if isinstance(factory, nn.Module):
                 raise UserError(f"model must be a callable that builds a network, got the network {type(factory).__name__}; "
                                 "write model=lambda: MyNet() instead of model=MyNet()") from error  # fmt: skip
-            raise UserError(f"the model factory {name} failed: {type(error).__name__}: {error}; "
+            raise UserError(f"the model factory {name} failed: {describe_exception(error)}; "
                             "it is called without arguments, as lambda: MyNet(...)") from error  # fmt: skip
     if not isinstance(module, nn.Module):
         raise UserError(f"the model factory {name} must return a torch.nn.Module, got {type(module).__name__}")

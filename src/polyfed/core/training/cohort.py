@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from polyfed.core.errors import describe_exception
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import input_spec_of, logits_of
@@ -230,7 +231,7 @@ def _try_training_together(calls: Sequence[FitCall]) -> str | None:
     except CannotStackError as reason:
         return str(reason)
     except Exception as error:  # whatever a user's network raises; alone it is reported where it is used
-        return f"{type(error).__name__}: {error}"
+        return describe_exception(error)
     finally:
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(before[name])
@@ -382,7 +383,7 @@ def _try_predicting_together(calls: Sequence[PredictCall]) -> str | None:
     except CannotStackError as reason:
         return str(reason)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return describe_exception(error)
     if _plain_attribute_values(module) != attributes or not torch.equal(random, torch.random.get_rng_state()):
         return "the network changes attributes of its own, or draws random numbers, as it runs"
     fits = all(_are_close(outputs, [of_set[i] for of_set in together]) for i, outputs in enumerate(alone))

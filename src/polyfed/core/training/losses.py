@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Client
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, describe_exception
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.trusted_code import import_trusted_callable
@@ -102,7 +102,7 @@ def describe_failed_loss(outputs: Tensor, targets: Tensor, error: Exception) -> 
     """Returns the end of a sentence about a user's loss: on what it fails, how, and how it is called."""
     return (
         f"fails on outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)} ({targets.dtype}): "
-        f"{type(error).__name__}: {error}. It is called as loss(outputs, targets), with what the network returns, logits "
+        f"{describe_exception(error)}. It is called as loss(outputs, targets), with what the network returns, logits "
         "for classes"
     )
 

@@ -116,11 +116,17 @@ def _check_column_names(frame: Any) -> Any:
 
 
 def _mixed_columns_as_texts(frame: Any, missing: Sequence[str]) -> Any:
-    """Returns the frame with each column that mixes strings and numbers converted to strings."""
+    """Returns the frame with strings in each column that mixes strings and numbers, or has intervals as categories."""
     if len(set(frame.columns)) < len(frame.columns):
         return frame  # `read_table` refuses a name twice
     mixed = {name: _as_texts(frame[name].tolist(), missing) for name in frame.columns if frame[name].dtype.kind == "O"}
     changed = {name: texts_ for name, texts_ in mixed.items() if texts_ is not None}
+    for name in frame.columns:
+        categories = getattr(frame[name].dtype, "categories", None)
+        if getattr(categories, "dtype", None) == "object" or hasattr(categories, "closed"):
+            changed[name] = frame[name].cat.rename_categories(
+                list(map(str, categories or ()))
+            )  # intervals of pandas.cut
     return frame.assign(**changed) if changed else frame
 
 
@@ -220,7 +226,8 @@ def column_as_arrow_array(table: Table, name: str) -> Any:
 
     column = table.column(name)
     if kinds.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
+        decoded = [chunk.dictionary_decode() for chunk in column.chunks]  # a cast fails for values that are lists
+        column = pyarrow.chunked_array(decoded, column.type.value_type)
     return column.combine_chunks() if isinstance(column, pyarrow.ChunkedArray) else column
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from polyfed.core.algorithm import Algorithm, Message
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, describe_exception
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.messages.message_compression import compress_message
 from polyfed.core.robust.clip import euclidean_norm, update_changes
@@ -115,7 +115,7 @@ class DisclosureGuard:
     def describe_error(self, error: BaseException | str) -> str:
         """Returns what the server may read of an error: its type or, if allowed, its message."""
         if "errors" in self.disclose:
-            return (error if isinstance(error, str) else f"{type(error).__name__}: {error}")[:_MAX_ERROR_LENGTH]
+            return (error if isinstance(error, str) else describe_exception(error))[:_MAX_ERROR_LENGTH]
         kind = str(error).partition(":")[0] if isinstance(error, str) else type(error).__name__
         return f"{kind if kind.isidentifier() else 'an error'} (its text is in the log of the site)"
 

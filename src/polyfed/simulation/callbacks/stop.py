@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, final
 
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, describe_exception
 from polyfed.simulation.callbacks.callback import Callback, asks_to_stop, name_of_callback
 from polyfed.simulation.rounds.run_state import RunState
 
@@ -55,5 +55,5 @@ class UserCallbackRunner(Callback):
                 how = f"polyfed.resume({str(run.directory.path)!r}, callbacks=[...])"
                 remedy = f"{saved}: correct it, and continue with {how}"
             raise UserError(
-                f"the callback {name_of_callback(callback)} failed in {hook}: {type(error).__name__}: {error}; {remedy}"
+                f"the callback {name_of_callback(callback)} failed in {hook}: {describe_exception(error)}; {remedy}"
             ) from error

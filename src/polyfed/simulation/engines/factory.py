@@ -47,7 +47,7 @@ def build_engine(
             "auto": the pool on a CPU with two or more workers, else this process.
         algorithm, clients: given to each worker.
         device: where clients compute; "ray" goes by `gpus_per_worker` instead.
-        workers: number of processes; "auto" is one per usable core, at most one per client, on Linux, and this process
+        workers: number of processes, at most one per client; "auto" is one per usable core on Linux, and this process
             on other systems; 0 means this process.
             (`Settings` checks both.)
         ray_address, gpus_per_worker: see `Settings`; for "ray".
@@ -64,7 +64,7 @@ def build_engine(
 
         options = ray_address, gpus_per_worker, metrics, reply_compression, num_parties
         return RayEngine(algorithm, clients, workers, *options)
-    count = min(num_usable_cores(), len(clients)) if workers == "auto" else int(workers)
+    count = min(num_usable_cores() if workers == "auto" else int(workers), len(clients))
     # On other systems than Linux a worker takes seconds to start, and a script needs `if __name__ == "__main__":` for it.
     is_one_process_better = count == 1 or device.type != "cpu" or sys.platform != "linux"
     in_this_process = count == 0 or (workers == "auto" and is_one_process_better)

@@ -13,7 +13,7 @@ from torch import Tensor
 from polyfed.algorithms import REGISTRY
 from polyfed.core.algorithm import Algorithm, Client, Message
 from polyfed.core.capabilities import BringsNetwork
-from polyfed.core.errors import ClientError, UserError
+from polyfed.core.errors import ClientError, UserError, describe_exception
 from polyfed.core.evaluation.evaluate import (
     MetricValues,
     compute_metrics,
@@ -114,8 +114,8 @@ class InProcessEngine(Engine):
                                 )[0]
                             result = TaskResult(task, metrics=metrics, predictions=outputs)
             except Exception as error:  # whatever a user's network or data may raise is reported, never swallowed
-                kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-                reason = f"{kind}{error}{_list_names_of_state(error, task)}"
+                text = str(error) if isinstance(error, UserError) else describe_exception(error)
+                reason = f"{text}{_list_names_of_state(error, task)}"
                 failure = ClientError(task.round, task.client, task.phase, reason, traceback.format_exc())
                 failure.__cause__ = error
                 result = TaskResult(task, failure=failure)
@@ -171,7 +171,7 @@ class InProcessEngine(Engine):
                 )
                 return predict(client.task.prediction_network(model), examples.to(self._device))
         except Exception as error:  # as in `run`
-            reason = f"{type(error).__name__}: {error}"
+            reason = describe_exception(error)
             raise ClientError(task.round, task.client, "predict", reason, traceback.format_exc()) from error
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyfed.core.algorithm import Message
-from polyfed.core.errors import ClientError
+from polyfed.core.errors import ClientError, describe_exception
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.simulation.engines.base import ClientTask, TaskResult
 
@@ -19,7 +19,7 @@ def encode_result_or_failure(result: TaskResult, facts: Mapping[str, Any] | None
         return _pack_result(result, facts)
     except (TypeError, ValueError) as error:
         task = result.task
-        reason = f"{type(error).__name__}: {error}"
+        reason = describe_exception(error)
         return _pack_result(TaskResult(task, failure=ClientError(task.round, task.client, task.phase, reason)))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from polyfed.algorithms import FLHAGHN, registry_name
 from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo
-from polyfed.core.errors import ClientError, UserError
+from polyfed.core.errors import ClientError, UserError, describe_exception
 from polyfed.core.evaluation.evaluate import MetricValues, evaluate_client, predict
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.io.atomic_files import expand_user_path
@@ -253,7 +253,7 @@ def compute_warm_start(server: TrainedServer, client: Client, *, held_out: int =
         except UserError:
             raise
         except Exception as error:  # whatever the unseen client's network raises
-            raise ClientError(server.round, client.id, "warm start", f"{type(error).__name__}: {error}") from error
+            raise ClientError(server.round, client.id, "warm start", describe_exception(error)) from error
         assert client.model is not None
         model = fill_module(build_module(client.model, seed=0), refined).eval()
     return WarmStart(model, generated, graph.coverage, dict(graph.local_reasons), before, after, client, held_out)

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Message, ServerContext
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, describe_exception
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.examples.examples import Examples
@@ -352,7 +352,7 @@ class Federation:
         except ValueError as flaw:
             return str(flaw)
         except Exception as error:  # a method may fail in any way on a reply that is not of its form
-            return f"the reply cannot be read: {type(error).__name__}: {error}"
+            return f"the reply cannot be read: {describe_exception(error)}"
         if reply.tensors.keys() != specs.keys():
             return f"the reply holds the groups {sorted(reply.tensors)}, expected {sorted(specs)}"
         for group, expected in specs.items():

@@ -7,7 +7,7 @@ from typing import Any, final
 from polyfed.core.algorithm import Algorithm, Architecture, Client, DataSpec
 from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.client_source import ClientSource
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, describe_exception
 from polyfed.core.examples.pytree import input_spec_of
 from polyfed.core.training.config import LocalTraining
 from polyfed.data.tabular.preprocessing import TablePreprocessor
@@ -31,7 +31,7 @@ def make_client(source: ClientSource, client: str) -> Client:
     except UserError:
         raise
     except Exception as error:  # whatever a user's source raises
-        raise UserError(f"the source cannot make client {client!r}: {type(error).__name__}: {error}") from error
+        raise UserError(f"the source cannot make client {client!r}: {describe_exception(error)}") from error
     if not isinstance(new_client, Client):
         raise UserError(f"source.client({client!r}) must return a polyfed.Client, got {type(new_client).__name__}")
     if new_client.id != client:

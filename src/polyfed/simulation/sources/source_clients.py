@@ -11,7 +11,7 @@ import numpy as np
 
 from polyfed.core.algorithm import Client
 from polyfed.core.client_source import ClientSource, SourceManifest
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, describe_exception
 from polyfed.core.examples.examples import Examples
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.sources.drawn_client import DrawnClientChecker, make_client
@@ -162,7 +162,7 @@ def read_manifest_of_source(source: ClientSource, num_clients: int) -> SourceMan
     except UserError:
         raise
     except Exception as error:  # whatever a user's source raises
-        raise UserError(f"source.manifest() failed: {type(error).__name__}: {error}") from error
+        raise UserError(f"source.manifest() failed: {describe_exception(error)}") from error
     if manifest is None:
         return SourceManifest()
     if not isinstance(manifest, SourceManifest):

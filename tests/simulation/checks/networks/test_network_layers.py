@@ -38,11 +38,21 @@ def not_a_number():
     return layer
 
 
+def with_mask():
+    layer = nn.Linear(6, 3)
+    layer.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+    return layer
+
+
 @pytest.mark.parametrize(
     ("factory", "sentence"),
     [
         (lambda: Detached(6, 3), "its network's output has no gradient, so that nothing can be trained; take detach"),
         (not_a_number, "the parameter 'bias' of its network is NaN or infinite before any training"),
+        (
+            with_mask,
+            "the buffer 'mask' of its network is NaN or infinite, and would be sent; register a constant",
+        ),
     ],
 )
 def test_networks_from_which_nothing_can_be_learnt_are_refused_before_round_1(factory, sentence):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Architecture, Client, Message
 from polyfed.core.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, describe_exception
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.pytree import input_spec_of, named_leaves
 from polyfed.core.io.frozen_mapping import FrozenMapping
@@ -191,7 +191,7 @@ def infer_shared_network_sizes(
         tokens = isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()
         suggestion = "as {name: lstm, vocabulary: 5000} for numbers of tokens" if tokens else f"{field}=..."
         raise UserError(
-            f"{name} fails on inputs of {input_description}: {type(error).__name__}: {error}; give another, {suggestion}"
+            f"{name} fails on inputs of {input_description}: {describe_exception(error)}; give another, {suggestion}"
         ) from error
     if len(shared_shape) == len(own_shape) == 2 and shared_shape != own_shape:
         raise UserError(

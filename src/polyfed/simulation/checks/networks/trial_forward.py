@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, describe_exception
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import call_network, input_spec_of, logits_or_output, named_leaves, tree_map
 from polyfed.core.io.number_format import format_batch_shape
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.seeds import temporary_rng_seed
+from polyfed.core.state_dict import name_of_first_nonfinite
 
 _LOG = logging.getLogger("polyfed.simulation")
 
@@ -102,13 +103,17 @@ def _warn_of_probabilities(outputs: Tensor, client_name: str) -> None:
 
 
 def check_finite_weights(module: nn.Module, client_name: str) -> None:
-    """Raises a `UserError` if a network that was just built has a parameter that is NaN or infinite.
+    """Raises a `UserError` if a network that was just built has a parameter or a saved buffer that is NaN or infinite.
 
     The cached module of a network will not do: it has the weights of its last use, such as those of a run that diverged.
     """
     if name := next((name for name, p in module.named_parameters() if not torch.isfinite(p).all()), None):
         raise UserError(f"{client_name}: the parameter {name!r} of its network is NaN or infinite before any training; "
                         "initialise it with finite numbers")  # fmt: skip
+    saved = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    if name := name_of_first_nonfinite(saved):
+        raise UserError(f"{client_name}: the buffer {name!r} of its network is NaN or infinite, and would be sent; "
+                        "register a constant such as a mask with register_buffer(..., persistent=False)")  # fmt: skip
 
 
 def check_trains_on_one_example(
@@ -131,7 +136,7 @@ def check_trains_on_one_example(
     except Exception as error:  # BatchNorm's, or whatever the user's network raises on a batch of one
         raise UserError(
             f"{client_name} {batch_reason}, and its network cannot be trained on a batch of one "
-            f"({type(error).__name__}: {error}); BatchNorm needs two: "
+            f"({describe_exception(error)}); BatchNorm needs two: "
             f"{cure}, or use another normalisation (nn.GroupNorm, nn.LayerNorm)"
         ) from error
 
@@ -178,7 +183,7 @@ def _failure_message(module: nn.Module, x: Any, error: Exception, training: bool
             + (", or the network, model.double()" if torch.float64 in odd_dtypes else "")
         )
     return (
-        f"its network fails on {_describe_batch(x)}{_mode_suffix(training)}: {type(error).__name__}: {error}; change its "
+        f"its network fails on {_describe_batch(x)}{_mode_suffix(training)}: {describe_exception(error)}; change its "
         "layers or the inputs"
     )
 

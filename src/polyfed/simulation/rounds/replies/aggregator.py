@@ -11,7 +11,7 @@ import torch
 
 from polyfed.algorithms.base.reply_sum import ReplySum
 from polyfed.core.algorithm import Algorithm, Message, ServerContext
-from polyfed.core.errors import RoundError
+from polyfed.core.errors import RoundError, describe_exception
 from polyfed.core.state_dict import iter_tensors, state_dict_spec
 from polyfed.simulation.engines.base import PartialSum
 from polyfed.simulation.rounds.replies.regional_sums import RegionalSum
@@ -178,7 +178,7 @@ class ReplyAggregator:
             next_state = self._algorithm.aggregate(self._state, summed, server)
             self._report = summed.report if isinstance(summed, ReplySum) else {}
         except Exception as error:  # whatever a method raises for numbers that it cannot work with
-            return None, f"{type(error).__name__}: {error}", error
+            return None, describe_exception(error), error
         return next_state, _nonfinite_error(next_state, self._state), None
 
     def _sum_for_robust_rule(self, replies: Mapping[str, Message]) -> Mapping[str, Message]:
