@@ -136,6 +136,7 @@ def test_terminal_and_python_say_site_unless_the_clients_are_simulated():
     assert str(Comparison(content)).splitlines() == in_terminal
     assert in_terminal[2] == "join  mean over sites  fedavg +4.1 [+1.0, +6.0] over training alone"
     without_sites = Comparison(content | {"answers": []})  # whose clients differ from seed to seed
+    assert without_sites.answers == ["mean over sites: join with fedavg"]
     assert str(without_sites) == "Each site is small.\nmean over sites: join with fedavg"
     simulated = content | {"clients": ["client-000", "client-001"]}
     assert "Each client is small.\n" in printed(simulated)

@@ -143,7 +143,7 @@ class Comparison:
     @property
     def answers(self) -> Sequence[str]:
         """Returns sentences on whom joining helps, as far as intervals decide, and what was left out."""
-        return [*self.results["verdicts"], *describe_omissions(self.results)]
+        return list(map(self._word_for_python, (*self.results["verdicts"], *describe_omissions(self.results))))
 
     @property
     def verdicts(self) -> Sequence[str]:
