@@ -42,7 +42,14 @@ def answer_of_flower(_, arguments):
     return SimpleNamespace(stdout=json.dumps(rows[arguments[0]]), stderr="")
 
 
+def connect(monkeypatch, project):
+    """Writes a configuration of Flower with a connection."""
+    monkeypatch.setenv("FLWR_HOME", str(project))
+    (project / "config.toml").write_text("[superlink.fed]\naddress = 'a:1'\n")
+
+
 def test_status_as_json_has_the_documented_schema(project, capsys, monkeypatch):
+    connect(monkeypatch, project)
     monkeypatch.setattr(local_trial, "run_flwr", answer_of_flower)
     run = project / "runs" / "run-1"
     run.mkdir(parents=True)
@@ -70,13 +77,17 @@ def test_status_as_json_has_the_documented_schema(project, capsys, monkeypatch):
 
 
 def test_status_says_why_nobody_answers(project, capsys, monkeypatch):
+    connect(monkeypatch, project)
     monkeypatch.setattr(local_trial, "run_flwr", lambda *_: SimpleNamespace(stdout="", stderr="refused"))
     assert main(["flower", "status", str(project), "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
     assert validation_error(status, DeploymentStatus) is None
     assert (status["nodes"], status["reasons"]) == (None, {"nodes": "refused", "runs": "refused"})
     assert main(["flower", "status", str(project)]) == 0
-    assert "nodes: the SuperLink does not answer (refused)" in capsys.readouterr().out
+    assert "nodes, runs: the SuperLink does not answer (refused)" in capsys.readouterr().out
+    (project / "config.toml").unlink()
+    assert main(["flower", "status", str(project)]) == 0
+    assert f"type `polyfed flower up {project}`" in capsys.readouterr().out
 
 
 def test_doctor_as_json_has_the_documented_schema(project, capsys):

@@ -257,10 +257,12 @@ def show_deployment_status(folder: Path, connection: str = "fed", *, as_json: bo
         return
     console = Console()
     print(f"trial: {'SuperLink on port ' + str(status['trial_port']) if status['trial_port'] else 'none runs'}")
+    for reason in dict.fromkeys(status["reasons"].values()):
+        keys = ", ".join(key for key in _STATUS_COLUMNS if status["reasons"].get(key) == reason)
+        print(sanitise_for_terminal(f"{keys}: the SuperLink does not answer ({reason})"))
     for key, columns in _STATUS_COLUMNS.items():
         rows: list[dict[str, Any]] | None = status[key]  # type: ignore[literal-required]
         if rows is None:
-            print(sanitise_for_terminal(f"{key}: the SuperLink does not answer ({status['reasons'][key]})"))
             continue
         table = PlainTable(title=key, title_justify="left", box=None, pad_edge=False)
         for column in columns:
@@ -281,6 +283,11 @@ def describe_deployment_status(folder: Path, connection: str = "fed") -> Deploym
         "nodes": None, "runs": None, "reasons": {}, "newest_run": _describe_newest_run(project.path / "runs"),
     }  # fmt: skip
     arguments = {"nodes": ["supernode", "list", connection], "runs": ["list", connection]}
+    try:
+        if running is None:
+            _check_connection_of_flower(connection, folder)
+    except UserError as error:  # Flower would say it in four sentences, after seconds
+        return {**status, "reasons": dict.fromkeys(arguments, str(error))}
     for key, flower_arguments in arguments.items():
         process = trials.run_flwr(home, [*flower_arguments, "--format", "json"])
         try:
