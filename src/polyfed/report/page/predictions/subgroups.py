@@ -207,7 +207,7 @@ def html_subgroup_scores(
         )
         raise UserError(
             f"--subgroup {column!r}: the test examples have no such column; {hint}. Numbers of a table need their groups "
-            f"before training, such as subgroups='{column}=50:65' (--data.subgroups {column}=50:65)"
+            f"before training, as polyfed compare --data.subgroups {column}=50:65 does"
         )
     try:
         (metric,) = resolve_metrics([score_format.name], predictions.task)
