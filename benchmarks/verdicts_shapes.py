@@ -9,8 +9,8 @@ test sets of three to five rows, scores with heavy ties, few examples of a class
 rows who are right or wrong together. What is there is not repeated.
 
 Searched: `pf.compare` with folds and a search of four rates. The validation examples of the search are test examples of
-other folds, so that scores of what is chosen could be too high, and more so for training alone, which has a rate for each
-site. With random labels the expected accuracy of each method is a half.
+other folds, so that scores of what is chosen are too high, and more so for training alone, which has a rate for each site
+(`fold_search.py`). With random labels, half of them of each class, the expected accuracy of each method is a half.
 """
 
 import argparse
@@ -43,6 +43,7 @@ SHAPES = (
     "40 patients",
     "12 unequal patients",
     "2 positives",
+    "2 of a third class",
     FEW_EVENTS,
 )
 CLASS_SCORES = ("auc", "f1", "sensitivity_at_90", "balanced_accuracy")
@@ -57,7 +58,7 @@ def sizes_of(shape, rng, sites):
         return [int(n) for n in np.geomspace(8, 300, sites).round()], None
     if shape == "3 to 5 rows":
         return rng.integers(3, 6, sites).tolist(), None
-    if shape in ("rare class", "ties", "2 positives"):
+    if shape in ("rare class", "ties", "2 positives", "2 of a third class"):
         return [60] * sites, None
     if shape == "40 patients":  # of two rows each
         return [80] * sites, np.arange(80) // 2
@@ -80,6 +81,10 @@ def site_of(score, shape, size, patients, seeds, lucks, rng):
 
     sure = noise(1.2) + noise(0.7, 2, 1) + noise(0.7, 2, seeds)
     level = rng.normal(0.8, 0.4) + lucks + rng.normal(0, 0.15 if seeds > 1 else 0.0, (2, seeds, 1))
+    if shape == "2 of a third class":
+        targets = np.repeat([0, 1, 2], [29, 29, 2])
+        both = np.stack([sure, noise(1.2) + noise(0.7, 2, 1) + noise(0.7, 2, seeds), np.zeros_like(sure)], axis=-1)
+        return both + 1.3 * level[..., None] * np.eye(3)[targets], targets
     if score == "dice":  # of masks of 36 pixels
         masks = rng.random((size, 36)) < 0.4
         right = rng.normal(0, 1, (2, seeds, size, 36)) + (sure + level)[..., None]
@@ -147,7 +152,7 @@ def searched_once(examples, seed):
     rng, clients = np.random.default_rng(derive_seed(1, examples, seed)), []
     for site in ("north", "south", "west"):
         x = torch.from_numpy(rng.normal(size=(examples, 10)).astype(np.float32))
-        y = torch.from_numpy((rng.random(examples) < 0.5).astype(np.int64))
+        y = torch.from_numpy(rng.permutation(examples) % 2)  # stratified folds have the share of the site
         train, val, test = (
             slice(a, b)
             for a, b in ((0, 3 * examples // 5), (3 * examples // 5, 4 * examples // 5), (4 * examples // 5, None))
@@ -199,6 +204,7 @@ def run(repeats, only):
                         or (score, shape) in WITHOUT
                         or (shape == FEW_EVENTS and score != "c_index")
                         or (shape == "2 positives" and score not in CLASS_SCORES)
+                        or (shape == "2 of a third class" and score not in ("auc", "balanced_accuracy"))
                     ):
                         continue
                     fewer = repeats if score in (*PER_ROW, "auc", "r2") else repeats // 4

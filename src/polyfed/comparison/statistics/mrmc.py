@@ -215,9 +215,10 @@ def degrees_of_freedom(centred: FloatArray, classes: NDArray[np.int64]) -> float
     """Returns the degrees of freedom of that part of a score's variance which is due to test examples.
 
     They are Welch's over classes, bounded by the number of examples that contribute less one: few contribute where two
-    networks mostly agree ((Σ|c|)²/Σc² is their number if all contribute alike). If one of two classes has fewer than
-    `_FEW_OF_CLASS` examples, it bounds them too: the variance of so few may be estimated as next to nothing by chance, and
-    Welch's formula would then count the other class alone.
+    networks mostly agree ((Σ|c|)²/Σc² is their number if all contribute alike). If a class has fewer than `_FEW_OF_CLASS`
+    examples, they bound them too: one of two classes by its number less one, one of several by Welch's formula for equal
+    variances in all classes. The variance of so few may be estimated as next to nothing by chance, and the formula would
+    then count the other classes alone.
     """
     squares = centred**2
     total = float(squares.sum())
@@ -230,8 +231,12 @@ def degrees_of_freedom(centred: FloatArray, classes: NDArray[np.int64]) -> float
             inverse += share**2 / max(int(inside.sum()) - 1, 0.5)
     contributing = float(np.abs(centred).sum()) ** 2 / total
     _, counts = np.unique(classes, return_counts=True)
-    rarest = counts.min() if len(counts) == 2 and counts.min() < _FEW_OF_CLASS else len(classes)
-    return max(min(1 / inverse, contributing - 1, float(rarest) - 1), 0.5)
+    bound = float(len(classes) - 1)
+    if len(counts) > 1 and counts.min() < _FEW_OF_CLASS:
+        shares = 1 / counts / (1 / counts).sum()
+        bound = 1 // float((shares**2 / np.maximum(counts - 1, 0.5)).sum())
+        bound = bound if len(counts) > 2 else float(counts.min() - 1)
+    return max(min(1 / inverse, contributing - 1, bound), 0.5)
 
 
 def estimate_client_means(components_by_client: Sequence[VarianceComponents], *, num_tests: int = 1) -> list[Estimate]:
