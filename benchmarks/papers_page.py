@@ -67,8 +67,8 @@ REMARKS = {  # what one should know to read a table or a curve
     "fedhenn-table1": "What decides is which mean is the global model, over all clients' latest networks or over the last "
     "round's few. Where the two are different, as in the paper, FedHeNN's is ahead in seven of eight comparisons on "
     "CIFAR-10. Where they are the same it is ahead in none.",
-    "flha-table1": "Three more seeds were run to see whether what the first three showed holds. By themselves: at 25 % over training"
-    " alone +1.6 (−0.6 to 3.8), distillation −1.9 (−4.5 to 0.6); at 12.5 % over training alone +7.9 (4.2 to 11.5), "
+    "flha-table1": "Three more seeds were run to see whether what the first three showed holds. By themselves: at 25 % over "
+    "training alone +1.6 (−0.6 to 3.8), distillation −1.9 (−4.5 to 0.6); at 12.5 % over training alone +7.9 (4.2 to 11.5), "
     "pFedHN +11.9 (7.7 to 16.2), distillation +2.2 (−1.4 to 5.9); at 6.25 % over training alone +15.5 (11.7 to 19.3),"
     " pFedHN +17.9 (12.6 to 23.1), distillation +10.1 (5.9 to 14.2). At 25 % the paper has distillation ahead on "
     "CIFAR-10, too (89.7 against 88.8), but not on CIFAR-100, where training alone is far behind. pFedHN has a head "
