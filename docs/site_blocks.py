@@ -16,7 +16,7 @@ from typing import Any
 from tabulate_defaults import SHARED, own_fields, source
 
 from polyfed.algorithms import REGISTRY
-from polyfed.core.declared_words import REQUIREMENTS
+from polyfed.core.methods.declared_words import REQUIREMENTS
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent

@@ -201,7 +201,7 @@ def test_only_tasks_know_the_names_of_tasks():
     Docstrings may name tasks, and so may the requirement of methods that has the same word as a task."""
     names = set(polyfed.tasks.REGISTRY)
     allowed = {
-        ("core/task.py", "classification"), ("core/declared_words.py", "classification"),
+        ("core/tasks/task.py", "classification"), ("core/methods/declared_words.py", "classification"),
         # Numbers that authenticate a message of a secure sum.
         ("deploy/secure_aggregation/client.py", "tokens"), ("deploy/server/secure_rounds.py", "tokens"),
     }  # fmt: skip
@@ -225,7 +225,7 @@ def test_only_tasks_know_the_names_of_tasks():
 def test_core_reaches_tasks_in_one_place():
     """`core` is below `tasks`, and imports it late, by name, to turn a task's name into the task."""
     users = [name(file) for file in FILES if 'import_module("polyfed.tasks")' in file.read_text(encoding="utf-8")]
-    assert users == ["core/task_registry.py"]
+    assert users == ["core/tasks/task_registry.py"]
 
 
 def test_the_library_stands_on_its_own():
@@ -342,7 +342,7 @@ def test_a_round_is_read_through_few_files_from_top_to_bottom(monkeypatch):
     monkeypatch.setattr(optimizers.SGD, "step", step)
     polyfed.federate(small_clients(), FedProx(), rounds=1, workers=0)
     (files,) = {tuple(files) for files in stacks}
-    assert files[0] == "core/io/keyword_names.py", "checks the arguments of the call"
+    assert files[0] == "core/io/values/keyword_names.py", "checks the arguments of the call"
     files = files[1:]
     assert files[0] == "simulation/federate.py"
     assert files[-1] == "core/training/loop.py"

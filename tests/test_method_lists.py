@@ -10,7 +10,7 @@ import yaml
 
 from polyfed.algorithms import REGISTRY
 from polyfed.cli import static_registry
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 
 pytestmark = pytest.mark.lists
 ROOT = Path(__file__).parent.parent

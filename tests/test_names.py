@@ -101,8 +101,8 @@ def test_docstrings_say_in_one_line_what_a_function_or_class_is_for():
 
     The command line lists methods, data, networks and samplers by their whole first sentence, which may have more lines.
     """
-    listed = {"algorithms": ast.ClassDef, "data": ast.ClassDef, "tasks": ast.ClassDef, "simulation/sampling": ast.ClassDef,
-              "models": ast.FunctionDef | ast.ClassDef}  # fmt: skip
+    listed = {"algorithms": ast.ClassDef, "data": ast.ClassDef, "tasks": ast.ClassDef,
+              "simulation/scheduling/sampling": ast.ClassDef, "models": ast.FunctionDef | ast.ClassDef}  # fmt: skip
     long = [
         f"{file}:{node.lineno} {node.name}"
         for file, node in all_definitions()

@@ -18,15 +18,15 @@ from polyfed.algorithms.base.averaging import Averaging
 from polyfed.cli.main import main
 from polyfed.comparison.storage.comparison_directory import load_comparison
 from polyfed.core.algorithm import Algorithm
-from polyfed.core.capabilities import (
+from polyfed.core.io.text.site_words import say_sites
+from polyfed.core.methods.capabilities import (
     BringsNetwork,
     ResolvesAutoFields,
     TrainsAuxiliaryNetwork,
     ValidatesNetworks,
     WrapsNetwork,
 )
-from polyfed.core.declared_words import TRAITS, NewDisclosure
-from polyfed.core.io.site_words import say_sites
+from polyfed.core.methods.declared_words import TRAITS, NewDisclosure
 from polyfed.core.training.config import LocalTraining
 from polyfed.testing import AlgorithmContract
 

@@ -103,7 +103,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 {imports}
 from polyfed.algorithms.{module} import {base}
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 {own_imports}
 
 @final

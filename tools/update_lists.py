@@ -1,4 +1,4 @@
-"""Writes every list of methods from what the methods' own files declare (`polyfed.core.method_card.MethodCard`).
+"""Writes every list of methods from what the methods' own files declare (`polyfed.core.methods.method_card.MethodCard`).
 
     python tools/update_lists.py                 all lists; facts of new methods' traffic are recorded
     python tools/update_lists.py fedgen ...      the same, and the traffic of these methods is recorded anew

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from polyfed.core.evaluation.metric import Metric
     from polyfed.core.examples.examples import Examples
     from polyfed.core.io.trusted_code import trust_code
-    from polyfed.core.privacy.options import Privacy
+    from polyfed.core.training.privacy.options import Privacy
     from polyfed.report.audit.audit import audit
     from polyfed.report.export.folder import export_model
     from polyfed.report.look import look
-    from polyfed.simulation.asynchronous.rules import FedAsync, FedBuff
     from polyfed.simulation.callbacks.callback import Callback
     from polyfed.simulation.federate import federate, resume
     from polyfed.simulation.results.run import Run
-    from polyfed.simulation.sampling.sampler import Sampler
+    from polyfed.simulation.scheduling.asynchronous.rules import FedAsync, FedBuff
+    from polyfed.simulation.scheduling.sampling.sampler import Sampler
 
 __all__ = [
     "Algorithm",
@@ -71,14 +71,14 @@ _HOMES = {
     "ClientError": "core.errors",
     "ClientInfo": "core.algorithm",
     "Examples": "core.examples.examples",
-    "FedAsync": "simulation.asynchronous.rules",
-    "FedBuff": "simulation.asynchronous.rules",
+    "FedAsync": "simulation.scheduling.asynchronous.rules",
+    "FedBuff": "simulation.scheduling.asynchronous.rules",
     "Message": "core.algorithm",
     "Metric": "core.evaluation.metrics",
-    "Privacy": "core.privacy.options",
+    "Privacy": "core.training.privacy.options",
     "RoundError": "core.errors",
     "Run": "simulation.results.run",
-    "Sampler": "simulation.sampling.sampler",
+    "Sampler": "simulation.scheduling.sampling.sampler",
     "ServerContext": "core.algorithm",
     "UserError": "core.errors",
     "audit": "report.audit.audit",

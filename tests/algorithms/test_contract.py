@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from polyfed.algorithms import REGISTRY
-from polyfed.core.declared_words import MODEL_REQUIREMENTS
+from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
 from polyfed.testing import AlgorithmContract, example_of
 
 OF_NETWORKS = [name for name, method in REGISTRY.items() if method.requires & MODEL_REQUIREMENTS]

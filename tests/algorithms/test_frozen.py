@@ -6,8 +6,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import ClientError, UserError
+from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.nn.module_cache import (
     build_module,
     cached_module,

@@ -8,8 +8,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import ClientError, RoundError, UserError
+from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import torch_generator
 from polyfed.testing import example_of

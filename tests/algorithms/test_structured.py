@@ -10,8 +10,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.io.trusted_code import trust_code
+from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.seeds import torch_generator
 from polyfed.core.training import cohort
 from polyfed.testing import example_of

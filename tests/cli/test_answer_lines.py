@@ -11,7 +11,7 @@ from polyfed.cli.commands.compare.answer_lines import print_answers
 from polyfed.cli.commands.results.show_command import show_directory
 from polyfed.cli.main import main
 from polyfed.comparison.storage.comparison_directory import Comparison
-from polyfed.core.io.advice import keep_advice_for_python, keep_advice_for_terminal
+from polyfed.core.io.text.advice import keep_advice_for_python, keep_advice_for_terminal
 from polyfed.testing import small_clients
 
 WORDS = {"tune": "none", "references": False, "parallel": 1, "quiet": True}

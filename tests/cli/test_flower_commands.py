@@ -8,7 +8,7 @@ import pytest
 from polyfed.cli.commands.deploy.doctor_command import DoctorReport
 from polyfed.cli.commands.deploy.flower_command import DeploymentStatus
 from polyfed.cli.main import main
-from polyfed.core.io.validation import validation_error
+from polyfed.core.io.values.validation import validation_error
 from polyfed.deploy.trial import local_trial
 
 ACTIONS = ("init", "up", "run", "status", "doctor", "health")

@@ -11,7 +11,7 @@ import polyfed as pf
 from polyfed.cli.commands.list_command import ListedChoices
 from polyfed.cli.commands.results.show_command import ShownDirectory, describe_directory
 from polyfed.cli.main import main
-from polyfed.core.io.validation import validation_error
+from polyfed.core.io.values.validation import validation_error
 from polyfed.testing import small_clients
 
 

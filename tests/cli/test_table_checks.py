@@ -6,7 +6,7 @@ import pytest
 
 from polyfed.cli.commands.options.table_checks import check_table
 from polyfed.core.errors import UserError
-from polyfed.core.io.advice import keep_options_in_errors
+from polyfed.core.io.text.advice import keep_options_in_errors
 from polyfed.data.sources.table_file import TableFile
 
 ROWS = range(60)

@@ -12,7 +12,7 @@ import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Algorithm, Message
-from polyfed.core.declared_words import (
+from polyfed.core.methods.declared_words import (
     DISCLOSURES,
     REQUIREMENTS,
     NewDisclosure,

@@ -176,7 +176,10 @@ ALLOWED = {
         "comparison/references/fit_references.py",
         "import_module",
     ): "names of scikit-learn's modules, written in this file",
-    ("core/task_registry.py", "import_module"): "a constant: the room of polyfed's own tasks, which imports this file",
+    (
+        "core/tasks/task_registry.py",
+        "import_module",
+    ): "a constant: the room of polyfed's own tasks, which imports this file",
     ("core/io/trusted_code.py", "import_module"): "the door",
     ("simulation/results/display/frames.py", "import_module"): "a constant",
     ("core/io/trusted_code.py", "spec_from_file_location"): "the door",

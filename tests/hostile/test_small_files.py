@@ -9,7 +9,7 @@ import yaml
 
 import polyfed as pf
 from polyfed.cli.commands.papers import cell_metrics
-from polyfed.core.io.validation import call_turning_value_errors_into_user_errors, parse_yaml
+from polyfed.core.io.values.validation import call_turning_value_errors_into_user_errors, parse_yaml
 from polyfed.data.formats.files import class_names_from_hub_metadata
 from polyfed.data.formats.text import load_vocabulary
 from polyfed.deploy.server.server_config import _parse_field_value

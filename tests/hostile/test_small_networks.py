@@ -11,7 +11,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.declared_words import MODEL_REQUIREMENTS
+from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.seeds import torch_generator
 from polyfed.testing import assert_runs_equal
 from tests.stopped import Stop

@@ -17,7 +17,7 @@ import pytest
 
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
-from polyfed.core.io.terminal_text import escape_spreadsheet_formula
+from polyfed.core.io.text.terminal_text import escape_spreadsheet_formula
 from polyfed.data.formats.files import read_idx_file
 from polyfed.data.formats.images import MAX_PIXELS, decode_images, read_images
 from polyfed.data.formats.text import load_vocabulary

@@ -18,7 +18,7 @@ from polyfed.cli.commands.results.report_command import show_report
 from polyfed.cli.commands.run import run_command
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.cli.main import main
-from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 from polyfed.simulation.experiment import Participants
 from polyfed.simulation.monitoring.progress import LineProgress, ProgressBar
 

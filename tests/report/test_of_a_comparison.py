@@ -11,7 +11,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.cli.commands.results.report_command import show_report
-from polyfed.core.io.advice import keep_advice_for_python
+from polyfed.core.io.text.advice import keep_advice_for_python
 from polyfed.core.seeds import torch_generator
 from polyfed.report.data.predictions import read_group_predictions
 from polyfed.report.data.run_groups import read_run_groups

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.core.io.advice import keep_advice_for_python
+from polyfed.core.io.text.advice import keep_advice_for_python
 from polyfed.deploy.logs import send_logs_to_stderr
 from polyfed.testing import small_clients
 

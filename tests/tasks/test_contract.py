@@ -8,7 +8,7 @@ from torch import nn
 
 from polyfed import Client, UserError, tasks
 from polyfed.core.evaluation.metrics import METRICS, resolve_metrics
-from polyfed.core.task_lookup import has_elementwise_loss
+from polyfed.core.tasks.task_lookup import has_elementwise_loss
 
 X = torch.zeros(4, 3)
 GOOD = {

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.core.task_lookup import has_elementwise_loss
+from polyfed.core.tasks.task_lookup import has_elementwise_loss
 from polyfed.simulation.storage.directory import read_manifest
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from polyfed.cli.commands.deploy import flower_options
 from polyfed.cli.commands.results import audit_command, export_command, predict_command
 from polyfed.cli.commands.run import inspect_commands, look_command
 from polyfed.core.errors import ClientError, RoundError, UserError, did_you_mean
-from polyfed.core.io.advice import keep_options_in_errors
+from polyfed.core.io.text.advice import keep_options_in_errors
 from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust_code
 
 

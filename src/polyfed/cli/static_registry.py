@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, final
 
-from polyfed.core.io.frozen_mapping import FrozenMapping
+from polyfed.core.io.values.frozen_mapping import FrozenMapping
 
 _PACKAGE = Path(__file__).parents[1]
 _OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {

@@ -20,7 +20,7 @@ from polyfed.cli.commands.short_help import COMPARE_HELP, RUN_HELP, asks_for_sho
 from polyfed.comparison.storage.comparison_directory import check_can_hold_comparison
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 from polyfed.simulation.storage.directory import check_can_become_run_directory, read_config
 from polyfed.simulation.storage.paths import choose_run_directory
 

@@ -47,7 +47,7 @@ from polyfed.comparison.verdicts.verdict_sentences import (
 )
 from polyfed.comparison.verdicts.warning_sentences import warning_sentences
 from polyfed.core.evaluation.metric import Metric
-from polyfed.core.task_lookup import get_task
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.simulation.monitoring.validation_losses import pool_losses, validation_losses_by_client
 
 Run = tuple[str, int]

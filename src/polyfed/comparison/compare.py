@@ -32,30 +32,30 @@ from polyfed.comparison.storage.comparison_directory import Comparison
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.tuning.client_rounds import freeze_history_after, select_compared_rounds_of_local_runs
 from polyfed.core.algorithm import Client
-from polyfed.core.client_source import ClientSource, is_client_source
 from polyfed.core.errors import RunInterrupt, UserError, collect_data_warnings
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
-from polyfed.core.io.advice import keep_advice_for_this_process
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full, expand_user_path
-from polyfed.core.io.keyword_names import suggest_keywords_and_fields
-from polyfed.core.io.number_checks import is_whole_number
-from polyfed.core.io.plain_values import numpy_to_python
+from polyfed.core.io.text.advice import keep_advice_for_this_process
+from polyfed.core.io.values.keyword_names import suggest_keywords_and_fields
+from polyfed.core.io.values.number_checks import is_whole_number
+from polyfed.core.io.values.plain_values import numpy_to_python
 from polyfed.core.messages.compressors import Compressor
 from polyfed.data.partitioning.folds import build_folds, redraw_clients
 from polyfed.data.partitioning.group_split import group_numbers
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
-from polyfed.simulation.asynchronous.rules import FedAsync, FedBuff
+from polyfed.data.sources.client_source import ClientSource, is_client_source
 from polyfed.simulation.callbacks.callback import Callback, RecordFunction, validate_callbacks
 from polyfed.simulation.checks.clients.client_list import class_names_of, list_clients
 from polyfed.simulation.checks.clients.data_leakage import limit_leak_warnings
 from polyfed.simulation.checks.clients.table_schemas import table_preprocessors_by_part
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.monitoring.progress_argument import resolve_own_progress
-from polyfed.simulation.sampling.sampler import Sampler
-from polyfed.simulation.scheduling_arguments import describe_scheduling
+from polyfed.simulation.scheduling.asynchronous.rules import FedAsync, FedBuff
+from polyfed.simulation.scheduling.sampling.sampler import Sampler
+from polyfed.simulation.scheduling.scheduling_arguments import describe_scheduling
 from polyfed.simulation.settings import EngineName, Settings
 
 DEFAULT_NUM_SEEDS = 5

@@ -16,7 +16,7 @@ from polyfed.comparison.statistics.estimate import ALPHA
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_checks import is_whole_number
+from polyfed.core.io.values.number_checks import is_whole_number
 from polyfed.data.partitioning.folds import Folds
 from polyfed.simulation.callbacks.callback import Callback
 from polyfed.simulation.monitoring.progress import Progress

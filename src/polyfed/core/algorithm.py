@@ -43,17 +43,17 @@ from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, final
 
 from torch import Tensor, nn
 
-from polyfed.core.declared_words import check_declared_words_are_known
 from polyfed.core.errors import UserError
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.text_labels import share_classes
-from polyfed.core.io.keyword_names import check_keyword_names, suggest_keywords
-from polyfed.core.method_definition import check_fields_are_named, check_is_dataclass, check_overridden_parts
+from polyfed.core.io.values.keyword_names import check_keyword_names, suggest_keywords
+from polyfed.core.methods.declared_words import check_declared_words_are_known
+from polyfed.core.methods.method_definition import check_fields_are_named, check_is_dataclass, check_overridden_parts
 from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
-from polyfed.core.task import DEFAULT_TASK, Loss, Task, TaskSpec
-from polyfed.core.task_lookup import get_task
+from polyfed.core.tasks.task import DEFAULT_TASK, Loss, Task, TaskSpec
+from polyfed.core.tasks.task_lookup import get_task
 
 ServerState = TypeVar("ServerState")  # the server's: nested dicts of tensors and plain scalars
 ClientState = TypeVar("ClientState")  # a client's private state: the same, and it never leaves the client

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from importlib.util import find_spec
 from inspect import currentframe
 
-from polyfed.core.io.advice import keep_advice_for_this_process
+from polyfed.core.io.text.advice import keep_advice_for_this_process
 
 _COLLECTED: ContextVar[list[str] | None] = ContextVar("_COLLECTED", default=None)
 

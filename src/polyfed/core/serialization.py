@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.validation import explain_exceeded_size_limit
+from polyfed.core.io.values.validation import explain_exceeded_size_limit
 from polyfed.core.state_dict import PyTree
 
 # Readers raise these for bytes that are not a state; torch refuses shapes and types by RuntimeError.

@@ -2,7 +2,6 @@
 splits them into sets.
 """
 
-from polyfed.core.client_source import ClientSource, SourceManifest
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform
 from polyfed.data.augment import PadCropFlip
@@ -24,6 +23,7 @@ from polyfed.data.pooled_dataset import PooledDataset, Source
 from polyfed.data.shifts import Shift
 from polyfed.data.sources.by_client.synthetic_clients import SyntheticClients
 from polyfed.data.sources.by_client.table_clients import ArrowClients, DatasetClients, ParquetClients
+from polyfed.data.sources.client_source import ClientSource, SourceManifest
 from polyfed.data.sources.published.heart import heart
 from polyfed.data.sources.registry import SOURCES
 from polyfed.data.table import ClientTables, split_table

@@ -15,8 +15,8 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import flatten_inputs, input_spec_of
-from polyfed.core.task import Task
-from polyfed.core.task_lookup import get_task
+from polyfed.core.tasks.task import Task
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.tasks import Classification, Multilabel
 

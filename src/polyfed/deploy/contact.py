@@ -10,7 +10,7 @@ from typing import Any, TypedDict, cast, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import create_private_folder_if_missing, expand_user_path, open_atomic_file, read_file
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.simulation.storage.paths import safe_file_name
 
 _LOG = logging.getLogger("polyfed.supernode")

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Literal, cast, final, get_args
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.number_checks import is_whole_number
+from polyfed.core.io.values.number_checks import is_whole_number
 
 PaperKind = Literal[
     "conv1d", "conv2d", "conv3d", "linear", "batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"

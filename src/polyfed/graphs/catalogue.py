@@ -11,7 +11,7 @@ import yaml
 
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path, read_file
-from polyfed.core.io.validation import parse_yaml, validation_error
+from polyfed.core.io.values.validation import parse_yaml, validation_error
 from polyfed.graphs.architecture import NODE_MARKS, NONE, ArchitectureGraph, LayerType, NodeMark, unique_types
 
 _FORMAT = 2  # version of the file format; in version 1, types had no dilation and no activation

@@ -9,8 +9,8 @@ from typing import Any, final
 from torch import nn
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.io.trusted_code import import_trusted_callable
+from polyfed.core.io.values.frozen_mapping import FrozenMapping
 from polyfed.core.machine.memory_limit import build_after_memory_check
 from polyfed.models.building.call_factory import call_factory
 from polyfed.models.cnn import cnn_582k, cnn_fedhenn, cnn_fedhenn_homo, cnn_fedpnas, cnn_pfedla, cnn_small

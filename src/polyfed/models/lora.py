@@ -8,7 +8,7 @@ from typing import final
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.number_checks import is_whole_number
+from polyfed.core.io.values.number_checks import is_whole_number
 
 
 @final

@@ -16,7 +16,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, split_into_batches
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import expand_user_path, read_file
-from polyfed.core.io.validation import build_dataclass, parse_json, validation_error
+from polyfed.core.io.values.validation import build_dataclass, parse_json, validation_error
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.module_cache import build_module
 from polyfed.nas.cells import CellPlan

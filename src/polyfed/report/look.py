@@ -4,12 +4,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from polyfed.core.algorithm import Client
-from polyfed.core.client_source import is_client_source
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.core.io.keyword_names import suggest_keywords
+from polyfed.core.io.values.keyword_names import suggest_keywords
 from polyfed.data.clients import ClientData
 from polyfed.data.look.look import Look, look_at_sites
+from polyfed.data.sources.client_source import is_client_source
 from polyfed.data.table import ClientTables
 from polyfed.report.page.panels.look import write_look_page
 from polyfed.simulation.checks.clients.client_list import class_names_of, list_clients

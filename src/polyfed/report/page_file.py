@@ -6,7 +6,7 @@ from pathlib import Path
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path, write_file_atomically
-from polyfed.core.io.number_format import join_first_and_count_rest
+from polyfed.core.io.text.number_format import join_first_and_count_rest
 from polyfed.report.data.run_groups import RunGroup, read_run_groups
 from polyfed.report.data.run_records import RunRecord
 from polyfed.report.page.page import render_page

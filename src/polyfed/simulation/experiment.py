@@ -10,9 +10,9 @@ from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples
-from polyfed.core.io.terminal_text import fold_spelling
+from polyfed.core.io.text.terminal_text import fold_spelling
 from polyfed.core.io.trusted_code import check_code_trusted, import_trusted_dataclass
-from polyfed.core.io.validation import build_dataclass, validation_error
+from polyfed.core.io.values.validation import build_dataclass, validation_error
 from polyfed.core.seeds import derive_seed
 from polyfed.core.training.config import TRANSFERABLE_FIELDS, LocalTraining
 from polyfed.core.training.losses import import_loss

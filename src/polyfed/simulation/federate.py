@@ -7,13 +7,12 @@ from typing import Any, Literal
 
 from polyfed.algorithms import REGISTRY, get
 from polyfed.core.algorithm import Algorithm, Client
-from polyfed.core.client_source import ClientSource
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.core.io.keyword_names import suggest_keywords, suggest_keywords_and_fields
+from polyfed.core.io.values.keyword_names import suggest_keywords, suggest_keywords_and_fields
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.compressors import Compressor
-from polyfed.simulation.asynchronous.rules import FedAsync, FedBuff
+from polyfed.data.sources.client_source import ClientSource
 from polyfed.simulation.callbacks.callback import Callback, RecordFunction, validate_callbacks
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.monitoring.progress_argument import resolve_progress
@@ -25,8 +24,9 @@ from polyfed.simulation.rounds.start.preparation import (
     create_run_directory,
 )
 from polyfed.simulation.rounds.start.resume import rewind_to_newest_checkpoint
-from polyfed.simulation.sampling.sampler import Sampler
-from polyfed.simulation.scheduling_arguments import check_sampler_is_that_of_run, describe_scheduling
+from polyfed.simulation.scheduling.asynchronous.rules import FedAsync, FedBuff
+from polyfed.simulation.scheduling.sampling.sampler import Sampler
+from polyfed.simulation.scheduling.scheduling_arguments import check_sampler_is_that_of_run, describe_scheduling
 from polyfed.simulation.settings import EngineName, Keep, Settings
 from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.configuration import read_section, restore_settings_and_method
@@ -76,7 +76,7 @@ def federate(
 
     Args:
         clients: the participants, each with its own data and network; or a source that makes each when it is drawn, any
-            object with `ids` and `client(id)` such as `polyfed.data.ParquetClients` (`polyfed.core.client_source`).
+            object with `ids` and `client(id)` such as `polyfed.data.ParquetClients` (`polyfed.data.sources.client_source`).
         algorithm: the method, or its name in the registry for its default hyper-parameters.
         rounds: communication rounds.
         seed: every random choice of the run derives from it.

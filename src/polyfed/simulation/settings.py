@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, final, get_args
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.frozen_mapping import FrozenMapping
-from polyfed.core.io.number_checks import is_number, is_whole_number
-from polyfed.core.io.plain_values import convert_numpy_fields_in_place
+from polyfed.core.io.values.frozen_mapping import FrozenMapping
+from polyfed.core.io.values.number_checks import is_number, is_whole_number
+from polyfed.core.io.values.plain_values import convert_numpy_fields_in_place
 
 EngineName = Literal["auto", "inprocess", "pool", "cohort", "ray"]
 Keep = Literal["last", "best", "loss"] | int
@@ -203,10 +203,10 @@ class Settings:
         if all(getattr(self, name) is None for name in SCHEDULING_FIELDS[1:]) and self.sampler == "uniform":
             return
         # imported late: they import torch and NumPy, which takes the command line too long
-        from polyfed.simulation.asynchronous.rules import describe_asynchronous, parse_asynchronous
-        from polyfed.simulation.sampling.registry import check_sampler
-        from polyfed.simulation.timing.availability import check_availability
-        from polyfed.simulation.timing.rates import check_rates
+        from polyfed.simulation.scheduling.asynchronous.rules import describe_asynchronous, parse_asynchronous
+        from polyfed.simulation.scheduling.sampling.registry import check_sampler
+        from polyfed.simulation.scheduling.timing.availability import check_availability
+        from polyfed.simulation.scheduling.timing.rates import check_rates
 
         check_sampler(self.sampler)
         for name in ("speeds", "bandwidth"):

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from polyfed.core.task import Task
-from polyfed.core.task_lookup import get_task
+from polyfed.core.tasks.task import Task
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.tasks.classification import Classification
 from polyfed.tasks.forecasting import Forecasting
 from polyfed.tasks.multilabel import Multilabel

@@ -15,8 +15,8 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, Floats, SimpleModel
-from polyfed.core.io.number_format import count_with_noun, format_batch_shape
-from polyfed.core.task import Loss, Task
+from polyfed.core.io.text.number_format import count_with_noun, format_batch_shape
+from polyfed.core.tasks.task import Loss, Task
 from polyfed.tasks.scores import score_functions as scores
 from polyfed.tasks.simple_models.linear_models import LIBRARY, fit_logistic
 from polyfed.tasks.simple_models.tree_models import fit_trees

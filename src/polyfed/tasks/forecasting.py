@@ -14,8 +14,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, Floats, SimpleModel, SimpleModelInputs
 from polyfed.core.examples.pytree import Inputs, first_leaf
-from polyfed.core.io.number_format import format_batch_shape
-from polyfed.core.task import Task
+from polyfed.core.io.text.number_format import format_batch_shape
+from polyfed.core.tasks.task import Task
 from polyfed.tasks.simple_models.linear_models import LIBRARY, fit_ridge
 from polyfed.tasks.simple_models.tree_models import fit_regression_trees
 

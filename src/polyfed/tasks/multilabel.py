@@ -13,8 +13,8 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, SimpleModel
-from polyfed.core.io.number_format import format_row_numbers
-from polyfed.core.task import Loss, Task
+from polyfed.core.io.text.number_format import format_row_numbers
+from polyfed.core.tasks.task import Loss, Task
 from polyfed.tasks.classification import CLASS_METRICS, find_class_metric, fixed_class_weights, softened_divergence
 from polyfed.tasks.scores.score_functions import label_probabilities
 from polyfed.tasks.simple_models.linear_models import LIBRARY, fit_logistic_by_label, label_share_logits

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, Floats, SimpleModel
-from polyfed.core.task import Task
+from polyfed.core.tasks.task import Task
 from polyfed.tasks.scores import score_functions as scores
 from polyfed.tasks.simple_models.linear_models import LIBRARY, fit_ridge
 from polyfed.tasks.simple_models.tree_models import fit_regression_trees

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
-from polyfed.core.io.number_format import format_batch_shape
-from polyfed.core.task import Loss, Task
+from polyfed.core.io.text.number_format import format_batch_shape
+from polyfed.core.tasks.task import Loss, Task
 from polyfed.tasks.classification import fixed_class_weights, softened_divergence
 from polyfed.tasks.scores.segmentation_scores import IGNORED, METRICS, ignored_pixels, score_table
 from polyfed.tasks.sliding_windows import SlidingWindows

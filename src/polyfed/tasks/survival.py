@@ -14,8 +14,8 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import Floats, SimpleModel, SimpleModelInputs
-from polyfed.core.io.number_format import count_with_noun, format_batch_shape, format_row_numbers
-from polyfed.core.task import Task
+from polyfed.core.io.text.number_format import count_with_noun, format_batch_shape, format_row_numbers
+from polyfed.core.tasks.task import Task
 from polyfed.tasks.scores.survival_scores import (
     c_index,
     integrated_brier,

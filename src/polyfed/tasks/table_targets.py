@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples.text_columns import check_whole_numbers_are_classes
-from polyfed.core.task import Task
+from polyfed.core.tasks.task import Task
 from polyfed.tasks.classification import Classification
 from polyfed.tasks.multilabel import Multilabel
 from polyfed.tasks.regression import Regression

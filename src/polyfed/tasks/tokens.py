@@ -15,8 +15,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, Floats
 from polyfed.core.examples.pytree import Inputs, named_leaves, tree_map
-from polyfed.core.io.number_format import format_batch_shape
-from polyfed.core.task import Loss, Task
+from polyfed.core.io.text.number_format import format_batch_shape
+from polyfed.core.tasks.task import Loss, Task
 from polyfed.tasks.classification import resolve_class_weights, softened_divergence, sum_of_class_weights
 from polyfed.tasks.scores.entities import BioTags, EntityF1, has_entities
 

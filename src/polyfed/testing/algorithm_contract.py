@@ -18,13 +18,13 @@ from typing import Any, ClassVar, final
 import torch
 
 from polyfed.core.algorithm import Algorithm, Client, Message
-from polyfed.core.declared_words import check_declared_words_are_known
 from polyfed.core.evaluation.evaluate import evaluate_client_with_outputs
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.contiguous import path_of_first_difference
-from polyfed.core.method_card import card_of_method
+from polyfed.core.methods.declared_words import check_declared_words_are_known
+from polyfed.core.methods.method_card import card_of_method
 from polyfed.core.seeds import torch_generator
 from polyfed.core.serialization import check_serializable, deserialize_state, serialize_state
 from polyfed.core.state_dict import PyTree, iter_tensors

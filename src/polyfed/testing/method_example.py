@@ -8,10 +8,10 @@ import torch
 
 from polyfed.algorithms import get
 from polyfed.core.algorithm import Algorithm, Client
-from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
-from polyfed.core.method_card import card_of_method
+from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
+from polyfed.core.methods.method_card import card_of_method
 from polyfed.core.seeds import torch_generator
 from polyfed.testing.small_clients import small_adapter_clients, small_clients, small_image_clients
 

@@ -16,7 +16,7 @@ from polyfed.comparison.execution.runs_display import (
     SilentRunsDisplay,
     open_runs_display,
 )
-from polyfed.core.io.number_format import format_time_left
+from polyfed.core.io.text.number_format import format_time_left
 from polyfed.testing import small_clients
 
 

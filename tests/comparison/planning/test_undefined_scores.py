@@ -6,7 +6,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.comparison.storage.load import load_comparison
-from polyfed.core.io.advice import keep_advice_for_python
+from polyfed.core.io.text.advice import keep_advice_for_python
 
 QUICK = {"rounds": 1, "budget": "steps", "tune": "none", "references": False, "parallel": 1, "quiet": True,
          "engine": "inprocess"}  # fmt: skip

@@ -19,7 +19,7 @@ from polyfed.core.evaluation.metrics import (
     unpicklable_metric_error,
 )
 from polyfed.core.seeds import torch_generator
-from polyfed.core.task_lookup import get_task
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.tasks.scores.entities import EntityF1
 from polyfed.tasks.tokens import token_accuracy
 

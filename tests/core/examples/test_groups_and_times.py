@@ -15,7 +15,7 @@ from polyfed.core.examples.groups import (
     number_units,
 )
 from polyfed.core.examples.times import times_as_numbers
-from polyfed.core.training.private_backend import number_of_units
+from polyfed.core.training.privacy.private_backend import number_of_units
 from polyfed.data.concat import concat_examples, concatenation_obstacle, rows_in_stored_tensors
 from polyfed.data.partitioning.group_split import group_numbers
 from polyfed.data.partitioning.resplit import resplit_clients

@@ -7,7 +7,7 @@ from torch import nn
 
 from polyfed.algorithms import FedAvg
 from polyfed.core.examples.examples import Examples, Normalise
-from polyfed.core.task_lookup import get_task
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.core.training.cohort import (
     _try_training_together,
     group_calls_to_predict_together,

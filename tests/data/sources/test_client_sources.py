@@ -9,10 +9,10 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from polyfed.core.client_source import SourceManifest, is_client_source
 from polyfed.core.errors import UserError
 from polyfed.data import ArrowClients, DatasetClients, ParquetClients, SyntheticClients
 from polyfed.data.sources.by_client.row_index import index_rows, load_index, save_index
+from polyfed.data.sources.client_source import SourceManifest, is_client_source
 
 ROWS = 60
 WORDS = {"client_column": "user", "inputs": ["a", "b"], "target": "label"}

@@ -10,7 +10,7 @@ import torch
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
-from polyfed.core.io.validation import parse_json
+from polyfed.core.io.values.validation import parse_json
 from polyfed.data.partitioning.resplit import refit_preprocessors
 from polyfed.data.tabular.fit_preprocessor import fit_preprocessor
 from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, encode_table, preprocessor_from_json

@@ -12,8 +12,8 @@ from scipy.stats import norm
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, REGISTRY, FedAvg
 from polyfed.core.algorithm import Message
-from polyfed.core.declared_words import CONSENT
 from polyfed.core.errors import UserError
+from polyfed.core.methods.declared_words import CONSENT
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.state_dict import iter_tensors
 from polyfed.deploy.flower.engine import envelope_from_record

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from polyfed.core.errors import UserError
-from polyfed.core.privacy.randomness import PrivateSteps
-from polyfed.core.privacy.sampled_gaussian import epsilon_of_steps
+from polyfed.core.training.privacy.randomness import PrivateSteps
+from polyfed.core.training.privacy.sampled_gaussian import epsilon_of_steps
 from polyfed.deploy.privacy import ledger as ledgers
 from polyfed.deploy.privacy.accountant import (
     check_budget_for_next_message,

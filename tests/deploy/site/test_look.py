@@ -8,8 +8,8 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg
-from polyfed.core.declared_words import CONSENT, DISCLOSURES
 from polyfed.core.errors import UserError
+from polyfed.core.methods.declared_words import CONSENT, DISCLOSURES
 from polyfed.data.look.site_columns import LookColumn
 from polyfed.deploy.flower.engine import envelope_from_record
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection

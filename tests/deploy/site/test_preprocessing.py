@@ -10,8 +10,8 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, Local
-from polyfed.core.declared_words import CONSENT, DISCLOSURES
 from polyfed.core.errors import ClientError, UserError
+from polyfed.core.methods.declared_words import CONSENT, DISCLOSURES
 from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_record
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.wire import Envelope

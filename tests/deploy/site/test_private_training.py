@@ -9,7 +9,7 @@ import torch
 
 from polyfed.algorithms import FedAvg, FedAvgFT
 from polyfed.core.algorithm import Message
-from polyfed.core.privacy.sampled_gaussian import epsilon_of_steps
+from polyfed.core.training.privacy.sampled_gaussian import epsilon_of_steps
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.privacy.ledger import read_ledger
 from polyfed.deploy.site import private_training

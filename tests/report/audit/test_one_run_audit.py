@@ -11,8 +11,8 @@ from torch import nn
 import polyfed as pf
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
-from polyfed.core.privacy.randomness import PrivateRandomness, use_randomness_source
 from polyfed.core.training.loop import fit
+from polyfed.core.training.privacy.randomness import PrivateRandomness, use_randomness_source
 from polyfed.report.audit.one_run_audit import count_right_guesses, epsilon_lower_bound, p_value_of_guesses
 
 

@@ -11,9 +11,9 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, FedAvgFT, FedProx, Local
 from polyfed.core.algorithm import Client
-from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, Normalise
+from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.fingerprints import data_fingerprint

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.core.client_source import SourceManifest
 from polyfed.core.errors import ClientError, UserError
 from polyfed.data import SyntheticClients
+from polyfed.data.sources.client_source import SourceManifest
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.rounds.start.preparation import check_and_build_federation
 from polyfed.simulation.settings import Settings

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.adapters.factors import ADAPTER_REQUIREMENTS, names_of_factor
 from polyfed.algorithms.base.local_parts import LocalPartMethod
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 
 
 @final

@@ -9,7 +9,7 @@ from polyfed.algorithms.adapters.factors import ADAPTER_REQUIREMENTS, freeze_wit
 from polyfed.algorithms.base.averaging import ClientState
 from polyfed.algorithms.base.local_parts import LocalPartMethod
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.training.loop import fit, reply_scalars
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, final
 from polyfed.algorithms.adapters.factors import ADAPTER_REQUIREMENTS, freeze_within_block, names_of_factor
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState, build_reply_and_client_state
 from polyfed.core.algorithm import Client, ClientInfo, Message
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.training.loop import fit

@@ -18,11 +18,11 @@ from polyfed.alignment.epoch_gradient_term import CachedGradientAlignmentTerm
 from polyfed.alignment.public_examples import draw_public_rows, noise_like
 from polyfed.alignment.representations import check_has_representation, representation_module_name
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import first_leaf
-from polyfed.core.io.frozen_mapping import FrozenMapping
+from polyfed.core.io.values.frozen_mapping import FrozenMapping
+from polyfed.core.methods.capabilities import ValidatesNetworks
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import StateDict

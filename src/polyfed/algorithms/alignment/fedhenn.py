@@ -25,7 +25,7 @@ from polyfed.alignment.representations import compute_representations
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import first_leaf
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import (
     cached_module,

@@ -18,7 +18,7 @@ from polyfed.algorithms.base.averaging import (
 )
 from polyfed.alignment.alignment_term import NetworkKernelTarget
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model, load_model_for_eval
 from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers, fill_module
 from polyfed.core.state_dict import StateDict

@@ -32,7 +32,11 @@ from polyfed.algorithms.base.server_update import ServerUpdateMethod
 from polyfed.algorithms.partial_sharing.body_and_head import BodyAndHeadMethod
 from polyfed.algorithms.partial_sharing.chosen_head import ChosenHeadMethod
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.capabilities import (
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import call_network, first_leaf, logits_of
+from polyfed.core.methods.capabilities import (
     AddsServerTensors,
     BringsNetwork,
     KeepsServerStateByClient,
@@ -41,12 +45,8 @@ from polyfed.core.capabilities import (
     ValidatesNetworks,
     WrapsNetwork,
 )
-from polyfed.core.declared_words import NewDisclosure
-from polyfed.core.errors import UserError
-from polyfed.core.evaluation.evaluate import predict
-from polyfed.core.examples.examples import Examples
-from polyfed.core.examples.pytree import call_network, first_leaf, logits_of
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.declared_words import NewDisclosure
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import (
     BufferPolicy,
     extract_sent_tensors_and_client_state,

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.reply_sum import PlainReplySum, ReplySum
 from polyfed.algorithms.base.robust_sum import build_robust_sum, robust_error
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.capabilities import KeepsServerStateByClient
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_format import join_first_and_count_rest
+from polyfed.core.io.text.number_format import join_first_and_count_rest
 from polyfed.core.messages.lora import AdapterMode, factorise_mean_adapters
+from polyfed.core.methods.capabilities import KeepsServerStateByClient
 from polyfed.core.nn.buffers import (
     HasBufferPolicy,
     extract_sent_tensors_and_client_state,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, Message, ServerContext
-from polyfed.core.capabilities import ValidatesNetworks
+from polyfed.core.methods.capabilities import ValidatesNetworks
 from polyfed.core.nn.buffers import (
     extract_sent_tensors_and_client_state,
     load_client_model,

@@ -20,7 +20,7 @@ from polyfed.algorithms.base.heads.class_means import (
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.evaluation.evaluate import predict
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers, restore_all_but_weights_and_set_eval
 from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors, state_dict_spec

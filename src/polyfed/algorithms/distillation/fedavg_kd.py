@@ -20,7 +20,7 @@ from polyfed.algorithms.distillation.base.shared_network import (
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import call_network_on_copy_if_it_changes_inputs, logits_of, tree_map
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model, recompute_norm_statistics_if_needed
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers, fill_module, initial_state

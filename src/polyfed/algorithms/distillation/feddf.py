@@ -13,7 +13,7 @@ from torch import Tensor
 from polyfed.algorithms.distillation.base.ensemble_distillation import EnsembleDistillationMethod
 from polyfed.algorithms.distillation.base.output_matching import fit_to_targets, softened_kl_divergence
 from polyfed.core.algorithm import ServerContext
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers, fill_module
 from polyfed.core.state_dict import StateDict
 

@@ -16,10 +16,10 @@ from polyfed.algorithms.base.heads.class_means import find_replaceable_head
 from polyfed.algorithms.base.heads.shared_heads import AveragedHeadMethod
 from polyfed.algorithms.distillation.base.label_generator import build_generator, diversity_loss, draw_generator_inputs
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.capabilities import ValidatesNetworks
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.state_dict import StateDict, StateDictSpec

@@ -25,7 +25,7 @@ from polyfed.algorithms.distillation.base.mutual_learning import (
 from polyfed.algorithms.distillation.base.output_matching import softened_kl_divergence
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.state_dict import StateDict, StateDictSpec
 from polyfed.core.training.loop import ForwardPass
 

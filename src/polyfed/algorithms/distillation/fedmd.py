@@ -19,7 +19,7 @@ from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.pytree import first_leaf
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers, restore_all_but_weights_and_set_eval
 from polyfed.core.seeds import derive_seed

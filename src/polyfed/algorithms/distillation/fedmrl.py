@@ -18,10 +18,10 @@ from polyfed.algorithms.distillation.base.shared_network import (
 )
 from polyfed.alignment.representations import representation_module_name
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.capabilities import WrapsNetwork
 from polyfed.core.errors import UserError
-from polyfed.core.io.frozen_mapping import FrozenMapping
-from polyfed.core.method_card import MethodCard
+from polyfed.core.io.values.frozen_mapping import FrozenMapping
+from polyfed.core.methods.capabilities import WrapsNetwork
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import extract_sent_tensors_and_client_state, recompute_norm_statistics_if_needed
 from polyfed.core.nn.module_cache import (
     CachedModule,

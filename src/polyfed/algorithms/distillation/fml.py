@@ -9,7 +9,7 @@ from torch import Tensor
 from polyfed.algorithms.distillation.base.mutual_learning import MutualLearningMethod, NetworkPair
 from polyfed.algorithms.distillation.base.output_matching import softened_kl_divergence
 from polyfed.core.algorithm import Client
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.training.loop import ForwardPass
 
 

@@ -15,7 +15,7 @@ from polyfed.algorithms.base.averaging import (
 )
 from polyfed.algorithms.global_model.received_loss import loss_of_received_model
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model
 from polyfed.core.state_dict import StateDictSpec, state_dict_spec, weighted_mean
 from polyfed.core.training.loop import fit

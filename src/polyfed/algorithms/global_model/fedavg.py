@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from polyfed.algorithms.base.averaging import AveragedOver, GlobalModelMethod
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 
 
 @final

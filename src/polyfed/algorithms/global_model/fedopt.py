@@ -12,7 +12,7 @@ from torch import Tensor
 from polyfed.algorithms.base.averaging import ServerState
 from polyfed.algorithms.base.server_update import ServerUpdateMethod
 from polyfed.core.algorithm import ServerContext
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.state_dict import StateDict
 
 ServerOptimizer = Literal["avgm", "adagrad", "adam", "yogi"]

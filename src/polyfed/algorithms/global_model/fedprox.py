@@ -6,7 +6,7 @@ from typing import ClassVar, final
 from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod, build_reply_and_client_state
 from polyfed.algorithms.base.regularizers import ProximalTerm, clone_trained_parameters
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model
 from polyfed.core.training.loop import fit
 from polyfed.core.vectorized.deferred_calls import PerClientTerm

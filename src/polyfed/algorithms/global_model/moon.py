@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod, build_reply_and_client_state
 from polyfed.alignment.representations import check_has_representation, representation_module_name
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.errors import UserError
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.capabilities import ValidatesNetworks
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers, fill_module

@@ -12,7 +12,7 @@ import torch
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState, build_reply_and_client_state
 from polyfed.algorithms.global_model.received_loss import loss_of_received_model
 from polyfed.core.algorithm import Client, ClientInfo, Message
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.training.loop import fit

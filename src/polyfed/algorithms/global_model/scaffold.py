@@ -12,7 +12,7 @@ from polyfed.algorithms.base.averaging import ClientState, ServerState, build_re
 from polyfed.algorithms.base.regularizers import linear_loss_term
 from polyfed.algorithms.base.server_update import ServerUpdateMethod
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model
 from polyfed.core.state_dict import StateDict
 from polyfed.core.training.loop import fit

@@ -12,9 +12,9 @@ from torch import nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, Message, ServerContext
-from polyfed.core.capabilities import ResolvesAutoFields
 from polyfed.core.errors import UserError
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.capabilities import ResolvesAutoFields
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import (
     BufferPolicy,
     fill_client_model,

@@ -10,7 +10,7 @@ from torch import nn
 
 from polyfed.algorithms.hypernetworks.pfedla import ClientState, LayerAggregationMethod, ServerState
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import (
     extract_sent_tensors_and_client_state,
     load_client_model,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.capabilities import AddsServerTensors, KeepsServerStateByClient, ValidatesNetworks
 from polyfed.core.errors import UserError
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.capabilities import AddsServerTensors, KeepsServerStateByClient, ValidatesNetworks
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import (
     BufferPolicy,
     extract_sent_tensors_and_client_state,

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.hypernetworks import neighbour_weights
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.capabilities import AddsServerTensors, KeepsServerStateByClient
 from polyfed.core.errors import UserError
 from polyfed.core.machine.memory_limit import check_fits_in_memory
 from polyfed.core.machine.threads import map_in_threads
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.capabilities import AddsServerTensors, KeepsServerStateByClient
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import (
     BufferPolicy,
     extract_sent_tensors_and_client_state,

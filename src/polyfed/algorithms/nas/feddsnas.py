@@ -9,7 +9,7 @@ from typing import ClassVar, final
 from polyfed.algorithms.base.averaging import ClientState
 from polyfed.algorithms.nas.supernet_method import SMALL_SUPERNET, SupernetMethod
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.training.loop import fit
 from polyfed.nas.supernet import SamplerContext, SamplingUnit
 

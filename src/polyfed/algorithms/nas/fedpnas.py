@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import ClientState
 from polyfed.algorithms.nas.supernet_method import SMALL_SUPERNET, SupernetMethod, supernet_of
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.optimizers import Adam, ParameterGroup
 from polyfed.core.training.loop import fit
 from polyfed.nas.operations import normalise_by_batch_without_tracking

@@ -15,7 +15,7 @@ from torch import nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Architecture, Client, ClientInfo, DataSpec, Message, ServerContext
-from polyfed.core.capabilities import BringsNetwork
+from polyfed.core.methods.capabilities import BringsNetwork
 from polyfed.core.nn.buffers import (
     BufferPolicy,
     extract_sent_tensors_and_client_state,

@@ -12,7 +12,7 @@ from polyfed.algorithms.base.averaging import ServerState
 from polyfed.algorithms.base.local_parts import LocalPartMethod
 from polyfed.core.algorithm import ServerContext
 from polyfed.core.errors import UserError
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.models.structure import norm_layer_tensor_names, split_body_and_head

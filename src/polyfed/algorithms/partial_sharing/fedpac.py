@@ -28,7 +28,7 @@ from polyfed.algorithms.prototypes.prototype_method import (
 )
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import cached_module, restore_all_but_weights_and_set_eval
 from polyfed.core.seeds import derive_seed

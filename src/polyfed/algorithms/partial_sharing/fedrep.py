@@ -10,7 +10,7 @@ from polyfed.algorithms.base.averaging import ClientState
 from polyfed.algorithms.partial_sharing.body_and_head import train_head_then_body
 from polyfed.algorithms.partial_sharing.chosen_head import ChosenHeadMethod
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.seeds import derive_seed
 from polyfed.core.training.loop import fit, reply_scalars

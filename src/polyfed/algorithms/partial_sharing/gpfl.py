@@ -22,8 +22,8 @@ from polyfed.algorithms.base.heads.last_layer import (
 )
 from polyfed.algorithms.partial_sharing.body_and_head import BodyAndHeadMethod
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.capabilities import WrapsNetwork
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.capabilities import WrapsNetwork
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.module_cache import cached_module, restore_all_but_weights_and_set_eval
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.training.loop import ForwardPass, reply_scalars

@@ -7,7 +7,7 @@ from typing import ClassVar, final
 
 from polyfed.algorithms.base.heads.initial_heads import InitialHead
 from polyfed.algorithms.base.heads.shared_heads import AveragedHeadMethod
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 
 

@@ -9,7 +9,7 @@ from polyfed.algorithms.base.averaging import ClientState, build_reply_and_clien
 from polyfed.algorithms.base.personal_network import PersonalBesideGlobalMethod
 from polyfed.algorithms.base.regularizers import ProximalTerm, clone_trained_parameters
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, load_client_model
 from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers
 from polyfed.core.training.loop import fit

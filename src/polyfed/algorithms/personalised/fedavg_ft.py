@@ -7,7 +7,7 @@ from torch import nn
 
 from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model, recompute_norm_statistics, recompute_norm_statistics_if_needed
 from polyfed.core.training.loop import fit
 

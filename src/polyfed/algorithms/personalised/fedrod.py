@@ -18,8 +18,8 @@ from polyfed.algorithms.base.heads.last_layer import (
     watch_last_layer,
 )
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.capabilities import ValidatesNetworks, WrapsNetwork
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.capabilities import ValidatesNetworks, WrapsNetwork
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_for_eval
 from polyfed.core.nn.module_cache import cached_module, restore_all_but_weights_and_set_eval
 from polyfed.core.state_dict import StateDict

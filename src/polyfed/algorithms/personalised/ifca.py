@@ -12,7 +12,7 @@ from torch import nn
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.evaluation.evaluate import predict
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import extract_sent_tensors_and_client_state, load_client_model
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import derive_seed

@@ -8,12 +8,12 @@ from typing import Any, ClassVar, final
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.frozen_mapping import FrozenMapping
-from polyfed.core.method_card import MethodCard
+from polyfed.core.io.values.frozen_mapping import FrozenMapping
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers
 from polyfed.core.state_dict import StateDict
-from polyfed.core.task import Loss
+from polyfed.core.tasks.task import Loss
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import fit, reply_scalars
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import ClientState, EvaluatesGlobalModel, build_reply_and_client_state
 from polyfed.algorithms.base.parameters import assign_parameters, clone_buffers, restore_buffers
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import (
     BufferPolicy,
     load_client_model,

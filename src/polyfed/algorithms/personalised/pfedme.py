@@ -20,7 +20,7 @@ from polyfed.algorithms.base.parameters import assign_parameters, copy_trained_p
 from polyfed.algorithms.base.server_update import ServerUpdateMethod
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.errors import UserError
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_for_eval
 from polyfed.core.state_dict import StateDict
 from polyfed.core.training.loop import fit

@@ -22,8 +22,8 @@ from polyfed.algorithms.base.heads.shared_heads import HeadFromServerMethod
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Algorithm, Client, Message, ServerContext
-from polyfed.core.capabilities import ValidatesNetworks
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.capabilities import ValidatesNetworks
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import (
     build_module,

@@ -24,9 +24,9 @@ from polyfed.algorithms.prototypes.guiding_vectors import (
 from polyfed.algorithms.prototypes.prototype_method import expected_class_means_spec
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.examples.groups import draw_rows_of_whole_groups
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.capabilities import ValidatesNetworks
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers
 from polyfed.core.seeds import derive_seed, temporary_rng_seed, torch_generator

@@ -8,7 +8,7 @@ from polyfed.algorithms.base.averaging import ServerState
 from polyfed.algorithms.base.heads.class_means import AveragesClassMeans
 from polyfed.algorithms.prototypes.prototype_method import EvaluatedClassifier, PrototypeMethod, update_prototypes
 from polyfed.core.algorithm import ServerContext
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.state_dict import StateDict
 
 

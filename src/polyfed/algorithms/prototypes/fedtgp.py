@@ -18,7 +18,7 @@ from polyfed.algorithms.prototypes.prototype_method import EvaluatedClassifier, 
 from polyfed.core.algorithm import Algorithm, Message, ServerContext
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import first_leaf
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.core.seeds import derive_seed
 from polyfed.core.training.loop import ForwardPass

@@ -14,7 +14,7 @@ from polyfed.core.examples.examples import Batch, Examples
 from polyfed.core.examples.pytree import call_network, logits_of
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.seeds import derive_seed, torch_generator
-from polyfed.core.task import Loss
+from polyfed.core.tasks.task import Loss
 
 
 def draw_first_vectors(classes: int, width: int, seed: int) -> Tensor:

@@ -20,11 +20,11 @@ from polyfed.algorithms.base.heads.class_means import (
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Client, ClientInfo, Message
-from polyfed.core.capabilities import ValidatesNetworks
+from polyfed.core.methods.capabilities import ValidatesNetworks
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers, restore_all_but_weights_and_set_eval
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
-from polyfed.core.task import Loss
+from polyfed.core.tasks.task import Loss
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
 

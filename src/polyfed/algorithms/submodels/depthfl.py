@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState, build_reply_and_client_state
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model, tensors_to_send
 from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.core.training.loop import ForwardPass, fit

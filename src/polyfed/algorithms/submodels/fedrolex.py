@@ -13,7 +13,7 @@ from polyfed.algorithms.base.averaging import ServerState
 from polyfed.algorithms.submodels.width_submodel import WidthSubmodelMethod
 from polyfed.algorithms.submodels.widths import CONVOLUTIONS, widest_shape_by_tensor
 from polyfed.core.algorithm import Message, ServerContext
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import cached_module
 

@@ -22,7 +22,7 @@ from polyfed.algorithms.submodels.widths import (
     window,
 )
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.declared_words import ONE_CLASS
+from polyfed.core.methods.declared_words import ONE_CLASS
 from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_for_eval, tensors_to_send
 from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.core.training.loop import ForwardPass, fit

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.advice import keep_advice_for_terminal
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.core.io.terminal_text import sanitise_for_terminal
-from polyfed.core.io.validation import parse_yaml
+from polyfed.core.io.text.advice import keep_advice_for_terminal
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
+from polyfed.core.io.values.validation import parse_yaml
 
 _CODE_OPTIONS = {
     f"--{name}"

@@ -9,8 +9,8 @@ import rich.table
 from rich.console import Console
 from rich.text import Text
 
-from polyfed.core.io.advice import keep_advice_for_terminal
-from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.text.advice import keep_advice_for_terminal
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 
 
 def literal_rich_text_if_str(value: Any) -> Any:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from multiprocessing.sharedctypes import RawArray
 from typing import TYPE_CHECKING, Any, final
 
-from polyfed.core.io.number_format import format_time_left
-from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.text.number_format import format_time_left
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 from polyfed.simulation.monitoring.progress import Progress
 
 if TYPE_CHECKING:

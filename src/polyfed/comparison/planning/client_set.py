@@ -8,9 +8,9 @@ from typing import Any, final
 from polyfed.algorithms import Local
 from polyfed.comparison.planning.evaluation_panel import draw_panel
 from polyfed.core.algorithm import Algorithm, Client
-from polyfed.core.client_source import ClientSource
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
+from polyfed.data.sources.client_source import ClientSource
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.settings import SCHEDULING_FIELDS, Settings
 from polyfed.simulation.sources.source_clients import SourceClients

@@ -31,7 +31,7 @@ from polyfed.comparison.storage.comparison_directory import Comparison
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.verdicts.verdict_sentences import format_difference, name_score_of_difference
 from polyfed.core.evaluation.metric import Metric
-from polyfed.core.io.number_format import format_time_left
+from polyfed.core.io.text.number_format import format_time_left
 from polyfed.data.partitioning.folds import unit_names
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 

@@ -14,10 +14,10 @@ from polyfed.comparison.storage import comparison_directory
 from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.verdicts.answer_basis import count_client_examples
-from polyfed.core.capabilities import describe_evaluated_network
-from polyfed.core.declared_words import NEEDS_ONE_ARCHITECTURE
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
+from polyfed.core.methods.capabilities import describe_evaluated_network
+from polyfed.core.methods.declared_words import NEEDS_ONE_ARCHITECTURE
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.clients.undefined_scores import list_clients_without_score
 from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from polyfed.comparison.plan import ComparisonPlan
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, warn_of_data
-from polyfed.core.io.number_format import join_first_and_count_rest
+from polyfed.core.io.text.number_format import join_first_and_count_rest
 
 _WITH_FOLDS = "These folds do not count for the client"
 _WITHOUT_FOLDS = "Such a client has no answer, and no part in that for the mean"

@@ -18,7 +18,7 @@ from torch import Tensor
 from polyfed.core.algorithm import Client
 from polyfed.core.evaluation.simple_model import Floats, SimpleModelInputs
 from polyfed.core.examples.groups import replace_missing_groups
-from polyfed.core.io.number_format import capitalize_first, join_with_and
+from polyfed.core.io.text.number_format import capitalize_first, join_with_and
 from polyfed.core.seeds import derive_seed
 
 _FEW = 1000  # examples of a client that are fitted in any case

@@ -21,16 +21,16 @@ from polyfed.comparison.verdicts.answer_lines import build_answer_lines
 from polyfed.comparison.verdicts.summary import comparison_html, plot_comparison
 from polyfed.comparison.verdicts.warning_sentences import describe_omissions
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.advice import keep_advice_for_python
 from polyfed.core.io.atomic_files import (
     create_private_folder_if_missing,
     expand_user_path,
     read_file,
     write_file_atomically,
 )
-from polyfed.core.io.number_format import count_with_noun
-from polyfed.core.io.site_words import say_sites_of
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.text.advice import keep_advice_for_python
+from polyfed.core.io.text.number_format import count_with_noun
+from polyfed.core.io.text.site_words import say_sites_of
+from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.core.machine.package_versions import package_versions
 from polyfed.simulation.results.across_sites.cross_site_scores import (
     CrossSiteScores,

@@ -16,7 +16,7 @@ from polyfed.comparison.storage.gain_entries import (
     RandomEffectsGainEntry,
     Score,
 )
-from polyfed.core.io.validation import validation_error
+from polyfed.core.io.values.validation import validation_error
 
 AnswerWord = Literal["join", "stay", "undecided"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from polyfed.comparison.plan import Method
 from polyfed.comparison.tuning.optuna_search import SearchRange
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_checks import is_number
+from polyfed.core.io.values.number_checks import is_number
 from polyfed.simulation.storage.directory import to_plain_values
 
 GRID = "grid"  # stands for the method's own value times each of the factors

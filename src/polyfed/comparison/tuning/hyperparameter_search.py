@@ -40,7 +40,7 @@ from polyfed.comparison.tuning.optuna_search import OptunaSearch, import_optuna
 from polyfed.comparison.tuning.ranking import Fields, SearchRun
 from polyfed.comparison.tuning.search_result import MAX_EXTENSIONS, SearchResult, join_as_name_equals_value
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.number_checks import is_whole_number
+from polyfed.core.io.values.number_checks import is_whole_number
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
 from polyfed.simulation.storage.paths import safe_file_name

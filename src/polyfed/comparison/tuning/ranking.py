@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, final
 
 from polyfed.comparison.execution.training_runs import Failure
 from polyfed.comparison.planning.budget import Budget
-from polyfed.core.io.number_format import join_first_and_count_rest
+from polyfed.core.io.text.number_format import join_first_and_count_rest
 from polyfed.simulation.monitoring.validation_losses import LossCurve, pool_losses, validation_losses_by_client
 
 POOLED_LOSS_WEIGHT = 50

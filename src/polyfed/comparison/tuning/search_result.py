@@ -21,8 +21,8 @@ from polyfed.comparison.tuning.ranking import (
     rank_runs_for_one_client,
 )
 from polyfed.core.errors import ClientError, RoundError
-from polyfed.core.io.number_checks import is_number
-from polyfed.core.io.number_format import join_first_and_count_rest
+from polyfed.core.io.text.number_format import join_first_and_count_rest
+from polyfed.core.io.values.number_checks import is_number
 from polyfed.simulation.monitoring.validation_losses import pool_losses
 from polyfed.simulation.storage.paths import safe_file_name
 

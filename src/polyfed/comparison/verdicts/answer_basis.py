@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from polyfed.core.algorithm import Client
-from polyfed.core.task_lookup import get_task
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.data.partitioning.group_split import group_numbers
 
 FEW_OF_CLASS = 5

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from polyfed.core.io.site_words import say_sites_of
+from polyfed.core.io.text.site_words import say_sites_of
 
 ANSWER_WORDS = {"join": "join", "stay": "stay alone", "undecided": "not decided"}
 MAX_CLIENTS = 8

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_format import format_number, mean_label_of
+from polyfed.core.io.text.number_format import format_number, mean_label_of
 from polyfed.simulation.results.display.notebook_html import notebook_html
 from polyfed.simulation.results.display.plots import plot_intervals
 

@@ -16,9 +16,9 @@ from polyfed.comparison.verdicts.fold_sentences import describe_fold_interval_co
 from polyfed.comparison.verdicts.rival_gains import name_of_method_or_reference
 from polyfed.comparison.verdicts.site_model import describe_mean_gain_over_similar_sites
 from polyfed.core.evaluation.metric import Metric
-from polyfed.core.io.number_format import join_first_and_count_rest
-from polyfed.core.task import TaskSpec
-from polyfed.core.task_lookup import get_task, registered_tasks
+from polyfed.core.io.text.number_format import join_first_and_count_rest
+from polyfed.core.tasks.task import TaskSpec
+from polyfed.core.tasks.task_lookup import get_task, registered_tasks
 
 _DIGITS = 6  # most digits after the decimal point
 _ROUNDED = 12  # digits after the decimal point of a gain; what is beyond is rounding error

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyfed.comparison.planning.budget import Budget
-from polyfed.core.declared_words import NEEDS_ONE_ARCHITECTURE
-from polyfed.core.io.number_format import capitalize_first, end_with_period, join_with_and
+from polyfed.core.io.text.number_format import capitalize_first, end_with_period, join_with_and
+from polyfed.core.methods.declared_words import NEEDS_ONE_ARCHITECTURE
 
 
 def describe_omissions(content: Mapping[str, Any]) -> list[str]:

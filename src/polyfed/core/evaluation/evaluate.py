@@ -15,8 +15,8 @@ from polyfed.core.examples.examples import Examples, split_into_batches
 from polyfed.core.examples.groups import number_units
 from polyfed.core.examples.pytree import call_network, logits_of
 from polyfed.core.nn.memory_format import to_preferred_memory_format
-from polyfed.core.task import Loss, Task
-from polyfed.core.task_lookup import get_task
+from polyfed.core.tasks.task import Loss, Task
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.core.vectorized.deferred_calls import PredictCall, copy_all_parameters_and_buffers, current_deferred_run
 
 MetricValues = dict[str, float | None]

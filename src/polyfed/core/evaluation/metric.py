@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import UserError, describe_exception
-from polyfed.core.io.validation import check_field_types
+from polyfed.core.io.values.validation import check_field_types
 
 ScoreFunction = Callable[[Tensor, Tensor], float]
 Unit = Literal["%", ""]

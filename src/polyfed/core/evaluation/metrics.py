@@ -14,9 +14,9 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metric_names import describe_unknown_metric
 from polyfed.core.io import trusted_code
-from polyfed.core.io.keyword_names import check_can_be_called
-from polyfed.core.task import Task, TaskSpec
-from polyfed.core.task_lookup import get_task, registered_tasks
+from polyfed.core.io.values.keyword_names import check_can_be_called
+from polyfed.core.tasks.task import Task, TaskSpec
+from polyfed.core.tasks.task_lookup import get_task, registered_tasks
 
 
 def resolve_metrics(choice: Any, task: Task | TaskSpec) -> tuple[Metric, ...]:

@@ -21,7 +21,7 @@ from polyfed.core.examples.pytree import (
     tree_map,
 )
 from polyfed.core.examples.times import times_as_numbers
-from polyfed.core.io.keyword_names import suggest_keywords
+from polyfed.core.io.values.keyword_names import suggest_keywords
 
 _MOST_TRANSFORMED = 2**24  # numbers of a set that are kept transformed: 64 MiB
 Batch = tuple[Any, Tensor]  # inputs are `Inputs`, most often a tensor

@@ -10,7 +10,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.converters import convert_inputs_to_tensors, names_of_frame_columns, to_number_tensor
 from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.core.examples.pytree import Inputs, first_leaf, named_leaves, tree_map
-from polyfed.core.io.number_format import format_batch_shape, join_first_and_count_rest
+from polyfed.core.io.text.number_format import format_batch_shape, join_first_and_count_rest
 
 _SHOWN = 5  # names in a sentence
 

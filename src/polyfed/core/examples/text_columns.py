@@ -13,7 +13,7 @@ from typing import final
 
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import UNLIMITED_BYTES, open_file
-from polyfed.core.io.number_format import format_row_numbers, join_with_and
+from polyfed.core.io.text.number_format import format_row_numbers, join_with_and
 
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 MOST_CATEGORIES = 50

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
-from polyfed.core.io.number_format import format_row_numbers
+from polyfed.core.io.text.number_format import format_row_numbers
 
 
 class NumberedLabels(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_format import join_first_and_count_rest
+from polyfed.core.io.text.number_format import join_first_and_count_rest
 
 _SHOWN = 5  # rows in a sentence
 _TIME_WITH_ZONE = re.compile(r".*\d\d:\d\d.*(Z|[+-]\d\d(:?\d\d)?)")

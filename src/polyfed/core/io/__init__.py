@@ -1,1 +1,1 @@
-"""Reads and writes files safely: atomic writes, size limits, and imports only of code that the user trusts."""
+"""Reads and writes files safely: atomic writes, size limits, imports of trusted code, checks of values."""

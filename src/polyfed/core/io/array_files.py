@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import open_file, read_file
-from polyfed.core.io.validation import DAMAGED_FILE_ERRORS
+from polyfed.core.io.values.validation import DAMAGED_FILE_ERRORS
 from polyfed.core.machine.memory_limit import total_memory_bytes
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors' own reader

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.number_checks import is_number
+from polyfed.core.io.values.number_checks import is_number
 from polyfed.core.seeds import torch_generator
 
 ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]

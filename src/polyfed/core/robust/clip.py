@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_checks import is_number
+from polyfed.core.io.values.number_checks import is_number
 from polyfed.core.robust.rule import RobustRule
 
 COMMON_DRAW = "draw"

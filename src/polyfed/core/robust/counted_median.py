@@ -11,7 +11,7 @@ from typing import Any, final
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_checks import is_positive_number
+from polyfed.core.io.values.number_checks import is_positive_number
 from polyfed.core.robust.clip import euclidean_norm
 
 COUNTED_MEDIAN = "counted_median"

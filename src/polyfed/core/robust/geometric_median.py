@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_checks import is_whole_number
+from polyfed.core.io.values.number_checks import is_whole_number
 from polyfed.core.robust.rule import CombiningRule, cast_like_original, check_same_form_and_sort_ids, names_of_distances
 from polyfed.core.state_dict import StateDict
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_checks import is_whole_number
+from polyfed.core.io.values.number_checks import is_whole_number
 from polyfed.core.robust.rule import CombiningRule, check_same_form_and_sort_ids, names_of_distances, stack_as_double
 from polyfed.core.state_dict import StateDict, weighted_mean
 

@@ -15,8 +15,8 @@ from polyfed.core.examples.pytree import call_network_on_copy_if_it_changes_inpu
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.optimizers import Optimizer
 from polyfed.core.seeds import derive_seed, torch_generator
-from polyfed.core.task import Loss, Task
-from polyfed.core.task_lookup import has_elementwise_loss
+from polyfed.core.tasks.task import Loss, Task
+from polyfed.core.tasks.task_lookup import has_elementwise_loss
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.losses import build_early_stopping, build_loss, sampling_weights
 from polyfed.core.vectorized.cohort_batches import CohortBatches, Minibatch

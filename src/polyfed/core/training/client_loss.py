@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from polyfed.core.algorithm import Client
-from polyfed.core.task import Loss
+from polyfed.core.tasks.task import Loss
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.losses import build_loss
 

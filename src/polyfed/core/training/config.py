@@ -14,17 +14,17 @@ import torch
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.frozen_mapping import FrozenMapping
-from polyfed.core.io.number_checks import is_real_number
-from polyfed.core.io.plain_values import convert_numpy_fields_in_place
-from polyfed.core.io.validation import field_types
+from polyfed.core.io.values.frozen_mapping import FrozenMapping
+from polyfed.core.io.values.number_checks import is_real_number
+from polyfed.core.io.values.plain_values import convert_numpy_fields_in_place
+from polyfed.core.io.values.validation import field_types
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.optimizers import check_optimizer
-from polyfed.core.privacy.options import Privacy
-from polyfed.core.task import Loss
+from polyfed.core.tasks.task import Loss
 from polyfed.core.training.field_ranges import check_field_ranges
 from polyfed.core.training.losses import ClassWeights, build_loss
 from polyfed.core.training.precision import Precision
+from polyfed.core.training.privacy.options import Privacy
 
 Schedule = Literal["constant", "cosine", "exponential"]
 _MAX_FLOAT32 = torch.finfo(torch.float32).max  # torch takes no larger number as a factor of weights

@@ -18,12 +18,12 @@ from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.optimizers import ParameterGroup, build_optimizer
 from polyfed.core.nn.tied_weights import all_names_by_first_name
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
-from polyfed.core.task import DEFAULT_TASK, Task
-from polyfed.core.task_lookup import get_task
+from polyfed.core.tasks.task import DEFAULT_TASK, Task
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.core.training.backends import TrainingBackend, create_backend, fit_with_cohort
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.precision import autocast_context
-from polyfed.core.training.private_backend import WITHHELD_LOSS, PrivateBackend
+from polyfed.core.training.privacy.private_backend import WITHHELD_LOSS, PrivateBackend
 from polyfed.core.vectorized.cohort_batches import CohortBatches, Minibatch
 from polyfed.core.vectorized.deferred_calls import PerClientTerm
 from polyfed.core.vectorized.stacked_module import StackedNetworks

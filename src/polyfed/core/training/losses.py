@@ -17,8 +17,8 @@ from polyfed.core.errors import UserError, describe_exception
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.trusted_code import import_trusted_callable
-from polyfed.core.task import Loss, Task
-from polyfed.core.task_lookup import get_task
+from polyfed.core.tasks.task import Loss, Task
+from polyfed.core.tasks.task_lookup import get_task
 
 ClassWeights = Literal["balanced"] | tuple[float, ...] | None
 

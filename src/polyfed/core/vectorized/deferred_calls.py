@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.examples.examples import Examples
-from polyfed.core.task import Task
+from polyfed.core.tasks.task import Task
 
 Tensors = Sequence[Tensor]
 

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyfed.core.nn.optimizers import Optimizer
 from polyfed.core.seeds import DropoutMaskGenerator, get_rng_state, set_rng_state
-from polyfed.core.task import Task
+from polyfed.core.tasks.task import Task
 from polyfed.core.vectorized.cohort_batches import ValidRows
 from polyfed.core.vectorized.stacked_layers import STACKED_LAYERS, USES_BATCH_STATISTICS, max_pool_channels_last
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import UNLIMITED_BYTES, check_regular_file, expand_user_path, open_file
-from polyfed.core.io.validation import parse_json
+from polyfed.core.io.values.validation import parse_json
 from polyfed.core.machine.memory_limit import check_fits_in_memory
 
 Table = Any

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import read_file
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.values.validation import parse_json, validation_error
 
 PADDING, UNKNOWN = "<pad>", "<unk>"
 _TOKEN = re.compile(r"https?://\S+|www\.\S+|@\w+|\w+(?:['’]\w+)*|[^\w\s]")

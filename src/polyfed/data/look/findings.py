@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import Any, Literal, final, get_args
 
-from polyfed.core.io.number_format import join_first_and_count_rest
+from polyfed.core.io.text.number_format import join_first_and_count_rest
 from polyfed.data.look.counts import MIN_COUNT, NOT_SHOWN
 from polyfed.data.look.number_statistics import GRADES, NumberStatistics
 from polyfed.data.look.site_columns import IMAGE_SIZE, LookColumn

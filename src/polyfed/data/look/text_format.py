@@ -5,8 +5,8 @@ between sites.
 import math
 from collections.abc import Sequence
 
-from polyfed.core.io.number_format import capitalize_first, count_with_noun, end_with_period
-from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.text.number_format import capitalize_first, count_with_noun, end_with_period
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 from polyfed.data.look.counts import MIN_COUNT, describe_count
 from polyfed.data.look.findings import (
     SiteDifferenceFinding,

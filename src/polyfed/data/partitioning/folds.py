@@ -11,7 +11,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.groups import ALONE, group_id_of_each_row, is_alone
-from polyfed.core.io.number_checks import is_whole_number
+from polyfed.core.io.values.number_checks import is_whole_number
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.concat import rows_in_stored_tensors
 from polyfed.data.partitioning.allocation import draw_stratified_rows

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_checks import is_whole_number
+from polyfed.core.io.values.number_checks import is_whole_number
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.partitioning.allocation import (
     Labels,

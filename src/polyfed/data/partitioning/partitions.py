@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.number_format import join_first_and_count_rest
-from polyfed.core.io.validation import check_field_types
+from polyfed.core.io.text.number_format import join_first_and_count_rest
+from polyfed.core.io.values.validation import check_field_types
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.partitioning.allocation import (  # fmt: skip
     Labels,

@@ -15,7 +15,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.groups import group_id_of_each_row
-from polyfed.core.io.number_checks import is_whole_number
+from polyfed.core.io.values.number_checks import is_whole_number
 from polyfed.core.seeds import derive_seed
 from polyfed.data.concat import concat_examples, concatenation_obstacle, input_memory_locations, rows_in_stored_tensors
 from polyfed.data.partitioning.allocation import draw_stratified_rows

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples.groups import group_id_of_each_row
-from polyfed.core.io.plain_values import convert_numpy_fields_in_place
-from polyfed.core.io.validation import check_field_types
+from polyfed.core.io.values.plain_values import convert_numpy_fields_in_place
+from polyfed.core.io.values.validation import check_field_types
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.partitioning.allocation import Labels, Rows, draw_stratified_rows
 from polyfed.data.partitioning.group_split import split_by_group_and_record_sets

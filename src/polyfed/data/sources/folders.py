@@ -14,8 +14,8 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.core.io.number_format import format_row_numbers
-from polyfed.core.io.validation import check_field_types
+from polyfed.core.io.text.number_format import format_row_numbers
+from polyfed.core.io.values.validation import check_field_types
 from polyfed.data.formats.files import resolve_existing_path
 from polyfed.data.formats.images import Mode, measure_normalisation, read_images
 from polyfed.data.formats.lazy_images import build_image_keys_and_decoder, open_image_files_lazily

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.examples.examples import Examples
-from polyfed.core.io.validation import check_field_types
+from polyfed.core.io.values.validation import check_field_types
 from polyfed.data.formats.files import Table
 from polyfed.data.pooled_dataset import PooledDataset, Source
 from polyfed.data.tabular.columns import (

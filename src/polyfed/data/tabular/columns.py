@@ -18,9 +18,9 @@ from polyfed.core.examples.text_columns import (
     refuse_columns,
     refuse_dates,
 )
-from polyfed.core.io.advice import keep_advice_for_this_process
-from polyfed.core.task import DEFAULT_TASK, Task, TaskSpec
-from polyfed.core.task_lookup import get_task
+from polyfed.core.io.text.advice import keep_advice_for_this_process
+from polyfed.core.tasks.task import DEFAULT_TASK, Task, TaskSpec
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.data.formats.files import Table
 from polyfed.data.tabular.positive_class import is_condition_or_value_list, split_by_positive
 from polyfed.data.tabular.preprocessing import Column

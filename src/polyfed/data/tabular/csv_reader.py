@@ -10,7 +10,7 @@ from typing import final
 from polyfed.core.errors import UserError
 from polyfed.core.examples.text_columns import advise_encoding, describe_undecodable_file, error_in_one_line
 from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, open_file
-from polyfed.core.io.number_format import count_with_noun
+from polyfed.core.io.text.number_format import count_with_noun
 from polyfed.data.formats.files import Table
 
 _DELIMITERS = (",", ";", "\t", "|")

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples.text_columns import is_numeric_text
-from polyfed.core.io.advice import keep_advice_for_this_process
-from polyfed.core.io.number_format import format_row_numbers
-from polyfed.core.io.validation import validation_error
-from polyfed.core.task import Task, TaskSpec
-from polyfed.core.task_lookup import get_task
+from polyfed.core.io.text.advice import keep_advice_for_this_process
+from polyfed.core.io.text.number_format import format_row_numbers
+from polyfed.core.io.values.validation import validation_error
+from polyfed.core.tasks.task import Task, TaskSpec
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.data.formats.files import Table
 from polyfed.data.tabular.csv_reader import CSVFormat
 from polyfed.data.tabular.table_reader import (

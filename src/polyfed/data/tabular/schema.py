@@ -13,9 +13,9 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path, read_file
-from polyfed.core.io.validation import parse_json
-from polyfed.core.task import Task
-from polyfed.core.task_lookup import get_task
+from polyfed.core.io.values.validation import parse_json
+from polyfed.core.tasks.task import Task
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.data.tabular.columns import sorted_unique_texts
 from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, preprocessor_from_json
 

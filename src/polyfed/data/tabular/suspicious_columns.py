@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import warn_of_data
-from polyfed.core.io.number_format import join_with_and
-from polyfed.core.io.terminal_text import fold_spelling
+from polyfed.core.io.text.number_format import join_with_and
+from polyfed.core.io.text.terminal_text import fold_spelling
 from polyfed.data.formats.files import Table
 from polyfed.data.tabular.columns import LARGEST_EXACT
 from polyfed.data.tabular.table_reader import (

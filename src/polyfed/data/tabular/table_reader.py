@@ -20,7 +20,7 @@ from polyfed.core.examples.text_columns import (
     is_numeric_text,
 )
 from polyfed.core.examples.times import times_as_numbers
-from polyfed.core.io.number_format import format_row_numbers
+from polyfed.core.io.text.number_format import format_row_numbers
 from polyfed.data.formats.files import Table, read_parquet_splits, resolve_existing_path
 from polyfed.data.tabular.csv_reader import CSVFormat, parse_csv_file
 

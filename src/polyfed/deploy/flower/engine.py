@@ -17,7 +17,7 @@ from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
 from polyfed.core.errors import ClientError, UserError
-from polyfed.core.io.terminal_text import fold_spelling
+from polyfed.core.io.text.terminal_text import fold_spelling
 from polyfed.deploy.flower.envelopes import (
     envelope_from_record,
     envelope_to_record,

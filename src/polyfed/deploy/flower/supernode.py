@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 from polyfed.deploy.contact import ContactRecorder
 from polyfed.deploy.flower.polling import PollingSchedule
 from polyfed.deploy.flower.private_api import CONNECTION_PARTS, UnsupportedFlowerError, import_private_flower_functions

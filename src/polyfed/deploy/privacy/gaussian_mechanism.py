@@ -35,9 +35,9 @@ from torch import Tensor
 
 from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.core.algorithm import Algorithm, Message
-from polyfed.core.declared_words import DISCLOSURES
 from polyfed.core.errors import UserError, check_extra_installed
-from polyfed.core.io.number_checks import is_number, is_positive_number
+from polyfed.core.io.values.number_checks import is_number, is_positive_number
+from polyfed.core.methods.declared_words import DISCLOSURES
 from polyfed.simulation.rounds.replies.secure_aggregation import supports_secure_sum
 
 _GRID_BITS = 24  # the precision of float32, so that sending float32 loses nothing

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple, NotRequired, TypedDict, TypeVar, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import MAX_ROUNDS_BYTES, read_file, write_file_atomically
-from polyfed.core.io.terminal_text import fold_spelling
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.text.terminal_text import fold_spelling
+from polyfed.core.io.values.validation import parse_json, validation_error
 
 Kind = TypeVar("Kind")
 

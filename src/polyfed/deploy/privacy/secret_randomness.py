@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.core.privacy.randomness import PrivateRandomness
+from polyfed.core.training.privacy.randomness import PrivateRandomness
 from polyfed.deploy.privacy.gaussian_mechanism import GaussianNoise
 
 

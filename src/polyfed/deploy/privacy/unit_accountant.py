@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from polyfed.core.errors import UserError
-from polyfed.core.privacy.randomness import PrivateSteps
-from polyfed.core.privacy.sampled_gaussian import epsilon_of_divergences, renyi_divergences
+from polyfed.core.training.privacy.randomness import PrivateSteps
+from polyfed.core.training.privacy.sampled_gaussian import epsilon_of_divergences, renyi_divergences
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.privacy.ledger import Ledger, StepKind, read_ledger, write_ledger
 

@@ -11,9 +11,9 @@ from polyfed.core.algorithm import Architecture, Client, DataSpec
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import named_leaves
-from polyfed.core.io.number_checks import is_whole_number
+from polyfed.core.io.values.number_checks import is_whole_number
 from polyfed.core.nn.module_cache import cached_module
-from polyfed.core.task_lookup import get_task
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.simulation.checks.networks.trial_forward import output_shape
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_checks import is_number
+from polyfed.core.io.values.number_checks import is_number
 from polyfed.core.state_dict import StateDict, view_as_bytes
 from polyfed.deploy.protocol.wire import Envelope
 from polyfed.simulation.engines.base import ClientTask

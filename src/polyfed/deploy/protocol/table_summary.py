@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from polyfed.core.algorithm import Client
-from polyfed.core.io.validation import validation_error
+from polyfed.core.io.values.validation import validation_error
 from polyfed.simulation.checks.clients.table_schemas import (
     FRAME_ADVICE,
     SCHEMA_ADVICE,

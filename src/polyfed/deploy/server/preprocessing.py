@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.validation import validation_error
-from polyfed.core.task import Task
-from polyfed.core.task_lookup import get_task
+from polyfed.core.io.values.validation import validation_error
+from polyfed.core.tasks.task import Task
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.data.tabular.harmonise import merge_table_definitions
 from polyfed.data.tabular.preprocessing import Column, TablePreprocessor
 from polyfed.data.tabular.schema import read_schema

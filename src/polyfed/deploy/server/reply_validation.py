@@ -16,7 +16,7 @@ from polyfed.core.errors import ClientError, UserError
 from polyfed.core.evaluation.evaluate import split_metric_column
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import METRICS, is_built_in_metric, metric_by_name
-from polyfed.core.io.number_checks import is_number
+from polyfed.core.io.values.number_checks import is_number
 from polyfed.core.messages.compressors import parse_compressor
 from polyfed.core.messages.lora import reply_at_server_rank, reply_spec_at_server_rank
 from polyfed.core.messages.message_compression import decompressed_specs, select_uncompressed_tensors

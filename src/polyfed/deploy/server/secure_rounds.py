@@ -21,7 +21,7 @@ from torch import Tensor
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.core.io.number_checks import is_number
+from polyfed.core.io.values.number_checks import is_number
 from polyfed.core.messages.fixed_point import FixedPointWords, SumLayout, build_sum_message, parse_sum_message
 from polyfed.deploy.protocol.piggyback import add_evaluations_to_envelopes
 from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, parse_head

@@ -14,13 +14,13 @@ from typing import Any, final
 
 from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm, Architecture
-from polyfed.core.capabilities import manifest_entry_of_resolved_fields
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
-from polyfed.core.io.number_checks import is_positive_number, is_whole_number
+from polyfed.core.io.values.number_checks import is_positive_number, is_whole_number
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
-from polyfed.core.task import Task
-from polyfed.core.task_lookup import get_task
+from polyfed.core.methods.capabilities import manifest_entry_of_resolved_fields
+from polyfed.core.tasks.task import Task
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.deploy.protocol.handshake import (
     CLAIM_KEYS,
     check_same_input_specs,

@@ -9,24 +9,24 @@ from typing import Any, Literal
 
 from polyfed.algorithms import get, registry_name
 from polyfed.core.algorithm import Algorithm, Architecture
-from polyfed.core.declared_words import CONSENT
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metrics import METRICS, is_built_in_metric
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.trusted_code import execute_file_and_get_function, is_code_trusted, trust_code
-from polyfed.core.io.validation import parse_yaml
+from polyfed.core.io.values.validation import parse_yaml
 from polyfed.core.messages.lora import architecture_key_without_averaged_lora_ranks
+from polyfed.core.methods.declared_words import CONSENT
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.training.config import LocalTraining
 from polyfed.deploy.server.server import Deployment, DeploymentServer
 from polyfed.deploy.server.update_bound import bound_updates
-from polyfed.simulation.asynchronous.rules import parse_asynchronous
 from polyfed.simulation.checks.settings.method_settings import check_robust_rule
 from polyfed.simulation.checks.settings.private_training import check_privacy_covers_method
 from polyfed.simulation.checks.settings.scheduling import check_asynchronous_support
 from polyfed.simulation.rounds.replies.secure_aggregation import check_secure_support, effective_disclosures
+from polyfed.simulation.scheduling.asynchronous.rules import parse_asynchronous
 from polyfed.simulation.settings import SCHEDULING_FIELDS, Settings
 from polyfed.simulation.storage.configuration import restore_settings_and_method
 from polyfed.simulation.storage.directory import RunDirectory, read_config

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, final
 from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_checks import is_positive_number
+from polyfed.core.io.values.number_checks import is_positive_number
 from polyfed.simulation.rounds.replies.secure_aggregation import uses_default_mean
 
 MaxUpdateNorm = float | Literal["auto", "off"]

@@ -7,10 +7,10 @@ from typing import Any
 
 from polyfed.algorithms import get
 from polyfed.core.algorithm import Algorithm, Client
-from polyfed.core.capabilities import BringsNetwork
-from polyfed.core.declared_words import CONSENT
 from polyfed.core.errors import UserError
 from polyfed.core.messages.lora import adapter_averaging_mode, architecture_key_without_averaged_lora_ranks
+from polyfed.core.methods.capabilities import BringsNetwork
+from polyfed.core.methods.declared_words import CONSENT
 from polyfed.core.nn.module_cache import architectures_differ_only_in_frozen_values, cached_module
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, noise_incompatibility_error
 from polyfed.deploy.protocol.errors import RefusalError

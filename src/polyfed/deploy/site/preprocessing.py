@@ -23,7 +23,7 @@ from polyfed.core.io.atomic_files import (
     read_text_file,
     write_file_atomically,
 )
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.data.tabular.harmonise import preprocessor_of
 from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
 from polyfed.data.tabular.schema import table_schema

@@ -25,7 +25,7 @@ from polyfed.core.io.atomic_files import (
     read_file,
     write_file_atomically,
 )
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.core.state_dict import PyTree
 from polyfed.simulation.engines.base import TaskResult

@@ -17,12 +17,12 @@ from typing import Any, TypedDict, final
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import read_file, write_file_atomically
-from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.core.privacy.options import Privacy
-from polyfed.core.privacy.randomness import PrivateRandomness, PrivateSteps, use_randomness_source
+from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.core.serialization import serialize_state
 from polyfed.core.training.config import LocalTraining
-from polyfed.core.training.private_backend import number_of_units
+from polyfed.core.training.privacy.options import Privacy
+from polyfed.core.training.privacy.private_backend import number_of_units
+from polyfed.core.training.privacy.randomness import PrivateRandomness, PrivateSteps, use_randomness_source
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.privacy.secret_randomness import SecretRandomness

@@ -24,7 +24,7 @@ from typing import Any, TypedDict, final
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import create_private_folder_if_missing, read_file, write_file_atomically
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.core.state_dict import view_as_bytes
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.site.private_state import InvalidSiteStateError

@@ -12,7 +12,7 @@ from polyfed.core.evaluation.metrics import is_built_in_metric, resolve_metrics
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.messages.message_compression import decompress_message
 from polyfed.core.state_dict import StateDict
-from polyfed.core.task import Task
+from polyfed.core.tasks.task import Task
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.wire import Envelope, first_non_finite_tensor, parse_compressors
 from polyfed.deploy.site.private_state import read_private_state

@@ -20,7 +20,7 @@ from typing import IO, Any, TypedDict, cast, final
 
 from polyfed.core.errors import RoundError, UserError
 from polyfed.core.io.atomic_files import read_file
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.deploy.trial.project import (
     DeploymentProject,
     make_private_folder,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_checks import is_whole_number
+from polyfed.core.io.values.number_checks import is_whole_number
 
 
 def check_sizes(model: str, name: str, sizes: Iterable[int], *, minimum: int = 1) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ from polyfed.core.evaluation.metrics import is_built_in_metric
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.groups import number_units
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.core.io.keyword_names import suggest_keywords
-from polyfed.core.io.number_checks import is_whole_number
+from polyfed.core.io.values.keyword_names import suggest_keywords
+from polyfed.core.io.values.number_checks import is_whole_number
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.report.audit.attack_rates import attack_auc, true_positive_rate
 from polyfed.report.audit.attributes import MOST_COLUMNS, MOST_VALUES, Guesses, guess_attributes, measure_attributes

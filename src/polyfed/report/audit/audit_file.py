@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import read_file, write_file_atomically
-from polyfed.core.io.validation import build_dataclass, field_types, parse_json
+from polyfed.core.io.values.validation import build_dataclass, field_types, parse_json
 from polyfed.report.audit.audit_report import JSON_FORMAT, AuditReport
 
 FILE = "audit.json"

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, final
 
-from polyfed.core.declared_words import meaning_of_disclosure
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_checks import is_number
+from polyfed.core.io.values.number_checks import is_number
+from polyfed.core.methods.declared_words import meaning_of_disclosure
 from polyfed.report.audit.audit_file import FILE as AUDIT_FILE
 from polyfed.report.data.run_groups import MethodRuns
 from polyfed.simulation.rounds.replies.secure_aggregation import effective_disclosures

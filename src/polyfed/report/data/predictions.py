@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
-from polyfed.core.task import Task
-from polyfed.core.task_lookup import get_task
+from polyfed.core.tasks.task import Task
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.report.data.binary_stats import BinaryPredictions
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.simulation.storage.directory import read_manifest

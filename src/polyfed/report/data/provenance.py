@@ -10,7 +10,7 @@ import yaml
 
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, read_description
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_format import join_first_and_count_rest
+from polyfed.core.io.text.number_format import join_first_and_count_rest
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.simulation.settings import EXECUTION_FIELDS
 from polyfed.simulation.storage.directory import read_manifest

@@ -13,7 +13,7 @@ import numpy as np
 
 from polyfed.comparison.storage import comparison_directory as comparison
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_format import count_with_noun
+from polyfed.core.io.text.number_format import count_with_noun
 from polyfed.report.data.answers import parse_answer_for_mean_over_sites, parse_site_answers
 from polyfed.report.data.run_records import (
     DIGITS,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 from polyfed.comparison.statistics.curves.learning_curve import iterate_records_with_costs_so_far
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import METRICS, default_metric_names
-from polyfed.core.io.number_checks import is_number, is_whole_number
+from polyfed.core.io.values.number_checks import is_number, is_whole_number
 from polyfed.report.data.score_format import ScoreFormat, score_format_of
 from polyfed.simulation.monitoring.update_norms import NORM, norms_by_client
 from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics_text

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import metric_by_name
-from polyfed.core.io.number_format import NumberUnit, format_number, mean_label_of
+from polyfed.core.io.text.number_format import NumberUnit, format_number, mean_label_of
 
 _MEANINGS = {
     "auc": "in how many of all pairs of a positive and a negative example the positive one has the higher probability; 0.5 "

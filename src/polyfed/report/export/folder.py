@@ -21,13 +21,13 @@ from polyfed.core.io.atomic_files import (
     open_file_for_overwrite,
     read_file,
 )
-from polyfed.core.io.keyword_names import suggest_keywords
 from polyfed.core.io.trusted_code import is_code_trusted
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.values.keyword_names import suggest_keywords
+from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.core.machine.package_versions import package_versions
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
-from polyfed.core.task import TaskSpec
-from polyfed.core.task_lookup import get_task
+from polyfed.core.tasks.task import TaskSpec
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table
 from polyfed.report.export.formats import NETWORK_FILES, Format, serialize_network, validate_format
 from polyfed.report.export.model_card import build_model_card

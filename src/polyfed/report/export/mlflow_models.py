@@ -19,7 +19,7 @@ import numpy as np
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import read_file, write_file_atomically
-from polyfed.core.io.validation import parse_json
+from polyfed.core.io.values.validation import parse_json
 from polyfed.report.export.folder import PREPROCESSING, SIGNATURE, export_model
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.monitoring.trackers import (

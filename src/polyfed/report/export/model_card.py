@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from polyfed.core.declared_words import meaning_of_disclosure
-from polyfed.core.io.terminal_text import sanitise_for_terminal
-from polyfed.core.task_lookup import get_task
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
+from polyfed.core.methods.declared_words import meaning_of_disclosure
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.core.training.config import LocalTraining
 from polyfed.report.export.standalone_module import onnx_input_names
 from polyfed.report.export.trained_model import ClientScore, TrainedModel

@@ -13,14 +13,14 @@ from torch import nn
 from polyfed.algorithms import registry_name
 from polyfed.comparison.statistics.score_intervals import mean_score_with_interval
 from polyfed.core.algorithm import Algorithm, Architecture
-from polyfed.core.capabilities import BringsNetwork, TrainsAuxiliaryNetwork, WrapsNetwork
-from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import read_file
-from polyfed.core.io.validation import DAMAGED_FILE_ERRORS, parse_json
+from polyfed.core.io.values.validation import DAMAGED_FILE_ERRORS, parse_json
+from polyfed.core.methods.capabilities import BringsNetwork, TrainsAuxiliaryNetwork, WrapsNetwork
+from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.core.state_dict import StateDict
 from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json

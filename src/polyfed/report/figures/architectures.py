@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path, read_file
-from polyfed.core.io.number_format import shorten_name
-from polyfed.core.io.validation import parse_json
+from polyfed.core.io.text.number_format import shorten_name
+from polyfed.core.io.values.validation import parse_json
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
+from polyfed.core.methods.capabilities import BringsNetwork
 from polyfed.data.plot import resolve_picture_path, save_figure
 from polyfed.nas.derived import FORMAT, check_cell_descriptions
 from polyfed.simulation.results.run import Run

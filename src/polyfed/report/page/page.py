@@ -5,7 +5,12 @@ from typing import Any
 
 from markupsafe import Markup
 
-from polyfed.core.io.number_format import capitalize_first, count_with_noun, join_first_and_count_rest, join_with_and
+from polyfed.core.io.text.number_format import (
+    capitalize_first,
+    count_with_noun,
+    join_first_and_count_rest,
+    join_with_and,
+)
 from polyfed.core.machine.package_versions import package_versions
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.provenance import Provenance, read_provenance

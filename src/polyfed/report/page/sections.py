@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 from markupsafe import Markup
 
-from polyfed.core.io.number_format import (
+from polyfed.core.io.text.number_format import (
     capitalize_first,
     count_with_noun,
     format_number,

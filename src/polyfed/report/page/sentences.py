@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from polyfed.algorithms import REGISTRY
 from polyfed.comparison.tuning.ranking import format_chosen_fields
-from polyfed.core.io.number_format import (
+from polyfed.core.io.text.number_format import (
     NumberUnit,
     capitalize_first,
     count_with_noun,
@@ -15,8 +15,8 @@ from polyfed.core.io.number_format import (
     format_number,
     join_with_and,
 )
-from polyfed.core.io.site_words import say_sites
-from polyfed.core.method_card import card_of_method
+from polyfed.core.io.text.site_words import say_sites
+from polyfed.core.methods.method_card import card_of_method
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import score_format_of

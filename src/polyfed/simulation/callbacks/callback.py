@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.keyword_names import check_can_be_called
+from polyfed.core.io.values.keyword_names import check_can_be_called
 
 RecordFunction = Callable[[Mapping[str, Any]], Any]
 """A function of a round's record, the object that `metrics.jsonl` gets."""

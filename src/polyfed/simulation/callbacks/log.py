@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from polyfed.algorithms import registry_name
-from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 from polyfed.simulation.callbacks.callback import Callback
 from polyfed.simulation.monitoring.progress import describe_score_and_traffic
 from polyfed.simulation.monitoring.update_norms import describe_diverged_losses

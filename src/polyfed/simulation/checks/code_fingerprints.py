@@ -21,8 +21,8 @@ from typing import Any
 
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.examples.examples import PartwiseTransform
-from polyfed.core.io.advice import keep_advice_for_this_process
-from polyfed.core.io.number_format import join_first_and_count_rest
+from polyfed.core.io.text.advice import keep_advice_for_this_process
+from polyfed.core.io.text.number_format import join_first_and_count_rest
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.simulation.checks.requirements import examples_by_split
 from polyfed.simulation.checks.value_fingerprints import hash_values_by_name

@@ -14,8 +14,6 @@ from polyfed.algorithms import REGISTRY, Local, registry_name
 from polyfed.algorithms.submodels.widths import widest_shape_by_tensor
 from polyfed.alignment.representations import compute_representations
 from polyfed.core.algorithm import Algorithm, Architecture, Client, DataSpec
-from polyfed.core.capabilities import BringsNetwork
-from polyfed.core.declared_words import MODEL_REQUIREMENTS, ONE_CLASS, check_declared_words_are_known
 from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.core.examples.pytree import input_spec_of, named_leaves
@@ -24,6 +22,8 @@ from polyfed.core.messages.lora import (
     architecture_key_without_averaged_lora_ranks,
     network_with_largest_ranks,
 )
+from polyfed.core.methods.capabilities import BringsNetwork
+from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS, ONE_CLASS, check_declared_words_are_known
 from polyfed.core.nn.module_cache import (
     CachedModule,
     architecture_hash,
@@ -32,7 +32,7 @@ from polyfed.core.nn.module_cache import (
     cached_module,
     forget_cached_networks,
 )
-from polyfed.core.task import Task
+from polyfed.core.tasks.task import Task
 from polyfed.simulation.checks.clients.client_init import check_client_init
 from polyfed.simulation.checks.clients.client_list import list_clients
 from polyfed.simulation.checks.clients.data_leakage import warn_of_test_leakage

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from polyfed.algorithms import REGISTRY
 from polyfed.core.algorithm import Algorithm, Client, Message
-from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.errors import ClientError, UserError, describe_exception
 from polyfed.core.evaluation.evaluate import (
     MetricValues,
@@ -29,12 +28,13 @@ from polyfed.core.messages.compressors import Compressor
 from polyfed.core.messages.contiguous import as_contiguous, contiguous_message, message_error
 from polyfed.core.messages.lora import cut_message_to_client_rank_within_block, fold_adapter_scales_into_reply
 from polyfed.core.messages.message_compression import compress_message
+from polyfed.core.methods.capabilities import BringsNetwork
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.module_cache import restore_all_but_weights_and_set_eval
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.core.serialization import check_serializable
 from polyfed.core.state_dict import PyTree
-from polyfed.core.task import Loss
+from polyfed.core.tasks.task import Loss
 from polyfed.core.training.client_loss import training_loss_without_penalties
 from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, place_clients
 

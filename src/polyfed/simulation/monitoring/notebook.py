@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from polyfed.core.io.number_format import format_time_left
-from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.text.number_format import format_time_left
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 from polyfed.simulation.monitoring.progress import Progress, describe_score_and_traffic
 
 _MOST_SENTENCES = 20  # below the bar; the first of more are left out

@@ -10,8 +10,8 @@ from typing import Any, TextIO, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import default_metric_names, metric_by_name
-from polyfed.core.io.number_format import format_number, format_time_left
-from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.text.number_format import format_number, format_time_left
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 from polyfed.simulation.monitoring.update_directions import update_bound_sentences
 from polyfed.simulation.monitoring.update_norms import norms_by_client
 

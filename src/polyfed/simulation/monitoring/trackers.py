@@ -23,7 +23,7 @@ from polyfed.core.io.atomic_files import (
     read_file,
     write_file_atomically,
 )
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.simulation.monitoring.progress import Progress, build_terminal_progress
 from polyfed.simulation.storage.directory import read_config, read_metrics
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.algorithm import Message
-from polyfed.core.io.number_format import join_first_and_count_rest
+from polyfed.core.io.text.number_format import join_first_and_count_rest
 from polyfed.simulation.monitoring.update_directions import (
     COSINE,
     LOSS_CHANGE,

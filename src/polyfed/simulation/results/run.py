@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Architecture, Client
-from polyfed.core.capabilities import BringsNetwork, check_network_has_all_weights, wrap_network_if_method_wraps
-from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.prediction_inputs import convert_inputs_to_examples_like
-from polyfed.core.io.number_format import NumberUnit, count_with_noun
+from polyfed.core.io.text.number_format import NumberUnit, count_with_noun
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
+from polyfed.core.methods.capabilities import BringsNetwork, check_network_has_all_weights, wrap_network_if_method_wraps
+from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.module_cache import build_module, fill_module, restore_all_but_weights_and_set_eval
 from polyfed.data.tabular.preprocessing import TablePreprocessor

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm
-from polyfed.core.capabilities import BringsNetwork, wrap_network_if_method_wraps
-from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import expand_user_path, read_file
-from polyfed.core.io.number_format import format_row_numbers
-from polyfed.core.io.validation import DAMAGED_FILE_ERRORS, parse_json
+from polyfed.core.io.text.number_format import format_row_numbers
+from polyfed.core.io.values.validation import DAMAGED_FILE_ERRORS, parse_json
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
+from polyfed.core.methods.capabilities import BringsNetwork, wrap_network_if_method_wraps
+from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.core.state_dict import StateDict
 from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table, preprocessor_from_json

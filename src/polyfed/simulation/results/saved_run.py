@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Client
-from polyfed.core.capabilities import BringsNetwork, wrap_network_if_method_wraps
-from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.examples import Examples, Normalise
 from polyfed.core.examples.prediction_inputs import convert_inputs_to_examples_like
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import read_file
-from polyfed.core.io.number_format import NumberUnit
-from polyfed.core.io.validation import parse_json
+from polyfed.core.io.text.number_format import NumberUnit
+from polyfed.core.io.values.validation import parse_json
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
+from polyfed.core.methods.capabilities import BringsNetwork, wrap_network_if_method_wraps
+from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
 from polyfed.simulation.results.display.frames import build_frame, list_scores_by_round

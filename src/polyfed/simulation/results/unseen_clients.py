@@ -28,8 +28,8 @@ from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.module_cache import build_module, cached_module, fill_module, initial_state
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
 from polyfed.core.state_dict import StateDict
-from polyfed.core.task import DEFAULT_TASK, Task, TaskSpec
-from polyfed.core.task_lookup import get_task
+from polyfed.core.tasks.task import DEFAULT_TASK, Task, TaskSpec
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.core.training.client_loss import training_loss_without_penalties
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import fit

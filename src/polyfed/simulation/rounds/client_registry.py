@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from polyfed.core.algorithm import Architecture, Client, DataSpec
-from polyfed.core.task import Task as TaskKind
+from polyfed.core.tasks.task import Task as TaskKind
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.graphs.contraction import ContractionOptions

@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError, describe_exception
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.examples.examples import Examples
-from polyfed.core.io.number_checks import is_number
+from polyfed.core.io.values.number_checks import is_number
 from polyfed.core.messages import lora
 from polyfed.core.messages.compressors import Compressor, parse_compressor
 from polyfed.core.messages.contiguous import contiguous_message, message_error
@@ -22,7 +22,7 @@ from polyfed.core.robust.counted_median import CountedMedian
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.core.serialization import check_scalars_finite
 from polyfed.core.state_dict import find_value_error, iter_tensors, spec_mismatch
-from polyfed.core.task import Task
+from polyfed.core.tasks.task import Task
 from polyfed.simulation.checks.clients.client_list import class_names_of
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase
 from polyfed.simulation.monitoring.validation_losses import round_of_lowest_pooled_loss
@@ -30,7 +30,7 @@ from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.planning.evaluation_sample import has_other_clients_each_round, sample_evaluated_clients
 from polyfed.simulation.rounds.replies.secure_aggregation import announce_counted_median, sums_count_norms
 from polyfed.simulation.rounds.round_scores import round_of_best_score
-from polyfed.simulation.sampling.sampler import Sampler
+from polyfed.simulation.scheduling.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.sources.per_client import ComputedSequence
 from polyfed.simulation.sources.source_clients import SourceClients

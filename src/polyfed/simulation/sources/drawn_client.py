@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from polyfed.core.algorithm import Algorithm, Architecture, Client, DataSpec
-from polyfed.core.capabilities import BringsNetwork
-from polyfed.core.client_source import ClientSource
 from polyfed.core.errors import UserError, describe_exception
 from polyfed.core.examples.pytree import input_spec_of
+from polyfed.core.methods.capabilities import BringsNetwork
 from polyfed.core.training.config import LocalTraining
+from polyfed.data.sources.client_source import ClientSource
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.clients.client_init import check_client_init

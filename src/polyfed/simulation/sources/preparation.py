@@ -8,13 +8,13 @@ from typing import Any
 
 from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm, Architecture, Client
-from polyfed.core.capabilities import BringsNetwork
-from polyfed.core.client_source import ClientSource
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
+from polyfed.core.methods.capabilities import BringsNetwork
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.precision import check_precision
+from polyfed.data.sources.client_source import ClientSource
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.graphs.contraction import ContractionOptions
@@ -26,7 +26,7 @@ from polyfed.simulation.checks.settings.training_options import check_training_o
 from polyfed.simulation.engines.devices import choose_client_device
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.sampling.sampler import Sampler
+from polyfed.simulation.scheduling.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.sources.drawn_client import DrawnClientChecker, make_client
 from polyfed.simulation.sources.per_client import ValueByClient

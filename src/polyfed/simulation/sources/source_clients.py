@@ -10,9 +10,9 @@ from typing import Any, final
 import numpy as np
 
 from polyfed.core.algorithm import Client
-from polyfed.core.client_source import ClientSource, SourceManifest
 from polyfed.core.errors import UserError, describe_exception
 from polyfed.core.examples.examples import Examples
+from polyfed.data.sources.client_source import ClientSource, SourceManifest
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.sources.drawn_client import DrawnClientChecker, make_client
 from polyfed.simulation.sources.per_client import ValueByClient, place_of_id

@@ -22,7 +22,7 @@ from polyfed.core.io.atomic_files import (
     read_text_file,
 )
 from polyfed.core.io.atomic_files import write_file_atomically as write_file_atomically  # deployments take it from here
-from polyfed.core.io.validation import parse_json, parse_yaml, validation_error
+from polyfed.core.io.values.validation import parse_json, parse_yaml, validation_error
 from polyfed.core.machine.package_versions import package_versions
 from polyfed.simulation.storage.directory_lock import lock_directory
 from polyfed.simulation.storage.integrity import (

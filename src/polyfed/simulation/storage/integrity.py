@@ -16,7 +16,7 @@ from typing import Any, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import MAX_ROUNDS_BYTES, UNLIMITED_BYTES, open_file, read_file
-from polyfed.core.io.validation import parse_json
+from polyfed.core.io.values.validation import parse_json
 from polyfed.simulation.settings import EXECUTION_FIELDS
 
 COMPLETE_FILE = "complete.json"  # of a checkpoint

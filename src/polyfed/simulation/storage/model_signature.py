@@ -18,10 +18,10 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform
 from polyfed.core.io.atomic_files import read_file, write_file_atomically
-from polyfed.core.io.number_checks import is_whole_number
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.values.number_checks import is_whole_number
+from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.core.state_dict import StateDict
-from polyfed.core.task import TaskSpec
+from polyfed.core.tasks.task import TaskSpec
 from polyfed.data.formats.lazy_images import LazyImageDecoder
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.models import ModelSpec

@@ -7,7 +7,7 @@ from typing import Any, Literal, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import read_file
-from polyfed.core.io.validation import parse_json
+from polyfed.core.io.values.validation import parse_json
 from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics
 from polyfed.simulation.storage.metrics_table import build_metrics_table, find_metric_names
 

@@ -7,9 +7,9 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
 from polyfed.algorithms.base.heads.shared_heads import HeadFromServerMethod
-from polyfed.core.capabilities import ValidatesNetworks
-from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import ClientError, UserError
+from polyfed.core.methods.capabilities import ValidatesNetworks
+from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.testing import example_of

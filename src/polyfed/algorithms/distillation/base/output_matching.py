@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.examples.examples import Examples
-from polyfed.core.task import DEFAULT_TASK, Task
-from polyfed.core.task_lookup import get_task
+from polyfed.core.tasks.task import DEFAULT_TASK, Task
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import ForwardPass, fit
 

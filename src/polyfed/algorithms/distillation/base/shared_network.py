@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Architecture, Client, Message
-from polyfed.core.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
 from polyfed.core.errors import UserError, describe_exception
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.pytree import input_spec_of, named_leaves
-from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.io.trusted_code import import_trusted_callable
+from polyfed.core.io.values.frozen_mapping import FrozenMapping
+from polyfed.core.methods.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
 from polyfed.core.nn.buffers import load_client_model, tensors_to_send
 from polyfed.core.nn.module_cache import CachedModule, cached_module, fill_module, initial_state
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec

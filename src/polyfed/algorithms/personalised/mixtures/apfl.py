@@ -17,7 +17,7 @@ from polyfed.algorithms.base.parameters import (
     restore_buffers,
 )
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_for_eval
 from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.core.training.loop import fit

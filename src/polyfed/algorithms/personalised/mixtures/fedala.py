@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import ClientState, build_reply_and_client_state
 from polyfed.algorithms.base.personal_network import PersonalBesideGlobalMethod
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.capabilities import ValidatesNetworks
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.capabilities import ValidatesNetworks
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, load_client_model
 from polyfed.core.nn.functional_call import call_with_tensors
 from polyfed.core.nn.memory_format import to_preferred_memory_format

@@ -12,8 +12,8 @@ from torch import Tensor
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.algorithms.base.regularizers import ProximalTerm
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.capabilities import KeepsServerStateByClient
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.capabilities import KeepsServerStateByClient
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, tensors_to_send
 from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers, initial_state
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec, weighted_mean

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
-from polyfed.core.capabilities import KeepsServerStateByClient
 from polyfed.core.evaluation.evaluate import evaluate
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.groups import draw_rows_of_whole_groups
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.capabilities import KeepsServerStateByClient
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import (
     BufferPolicy,
     extract_sent_tensors_and_client_state,
@@ -26,7 +26,7 @@ from polyfed.core.nn.buffers import (
 from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors, state_dict_spec, weighted_mean
-from polyfed.core.task import Loss
+from polyfed.core.tasks.task import Loss
 from polyfed.core.training.client_loss import training_loss_without_penalties
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import fit

@@ -16,10 +16,10 @@ from polyfed.alignment.representations import (
     representation_module_name,
 )
 from polyfed.core.algorithm import Client, Message
-from polyfed.core.capabilities import ValidatesNetworks, WrapsNetwork
 from polyfed.core.examples.examples import Examples, split_into_batches
 from polyfed.core.examples.pytree import call_network, first_leaf, logits_of
-from polyfed.core.method_card import MethodCard
+from polyfed.core.methods.capabilities import ValidatesNetworks, WrapsNetwork
+from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.module_cache import restore_all_but_weights_and_set_eval
 from polyfed.core.state_dict import StateDict

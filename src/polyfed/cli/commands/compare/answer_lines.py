@@ -11,8 +11,8 @@ from rich.text import Text
 
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.comparison.verdicts.answer_lines import ANSWER_WORDS, MAX_CLIENTS, build_answer_lines
-from polyfed.core.io.site_words import say_sites_of
-from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.text.site_words import say_sites_of
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 
 _STYLES = {"join": "bold green", "stay": "bold magenta", "undecided": "yellow"}
 _LOG_WIDTH = 1000

@@ -12,8 +12,8 @@ from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.comparison.storage.comparison_directory import Comparison
 from polyfed.comparison.tuning.ranking import format_chosen_fields
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_format import count_with_noun
-from polyfed.core.io.site_words import client_heading, say_sites_of
+from polyfed.core.io.text.number_format import count_with_noun
+from polyfed.core.io.text.site_words import client_heading, say_sites_of
 
 
 def show_comparison(comparison: Comparison, console: Console, *, with_tables: bool = False) -> None:

@@ -10,10 +10,10 @@ from typing import Any, TypedDict
 
 from polyfed.cli.commands.terminal import print_json
 from polyfed.cli.static_registry import ALGORITHMS, read_value_or_outline_without_import
-from polyfed.core.declared_words import disclosures_needing_consent
 from polyfed.core.errors import RoundError, UserError, check_extra_installed, did_you_mean
-from polyfed.core.io.number_checks import is_positive_number
-from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
+from polyfed.core.io.values.number_checks import is_positive_number
+from polyfed.core.methods.declared_words import disclosures_needing_consent
 from polyfed.deploy.doctor import DoctorFinding, Findings, note_finding, ok_finding, problem_finding
 from polyfed.simulation.settings import Settings
 

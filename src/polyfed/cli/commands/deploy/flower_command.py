@@ -19,7 +19,7 @@ from rich.console import Console
 from polyfed.cli.commands.terminal import PlainTable, print_json
 from polyfed.core.errors import RoundError, RunInterrupt, UserError, check_extra_installed
 from polyfed.core.io.atomic_files import read_text_file
-from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 from polyfed.deploy.trial import local_trial as trials
 from polyfed.deploy.trial.project import DeploymentProject, create_project, parse_site_names_or_count
 from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics

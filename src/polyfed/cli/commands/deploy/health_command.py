@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from polyfed.core.errors import RoundError, check_extra_installed
-from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 
 
 def check_health_and_print_findings(folder: Path) -> None:

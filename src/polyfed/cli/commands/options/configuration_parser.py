@@ -38,8 +38,8 @@ from polyfed.cli.commands.options.site_options import (
 from polyfed.cli.commands.short_help import find_help_group_title
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES, read_value_or_outline_without_import
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.keyword_names import OTHER_NAMES
 from polyfed.core.io.trusted_code import import_trusted_callable, trust_code
+from polyfed.core.io.values.keyword_names import OTHER_NAMES
 from polyfed.simulation.settings import Settings
 
 DEFAULTS = {"data": "digits", "data.partition": "dirichlet", "model": "mlp", "algorithm": "fedavg"}

@@ -23,7 +23,7 @@ from polyfed.core.training.field_ranges import check_field_ranges
 from polyfed.simulation.settings import Settings
 
 _LOGGERS = StaticRegistry("polyfed.simulation.monitoring.trackers", "LOGGERS")
-_SAMPLERS = StaticRegistry("polyfed.simulation.sampling.registry", "SAMPLERS")
+_SAMPLERS = StaticRegistry("polyfed.simulation.scheduling.sampling.registry", "SAMPLERS")
 _TASKS = StaticRegistry("polyfed.tasks", "REGISTRY")
 _KEY = re.compile(r"(?:unknown key |--)([\w.-]+)")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from polyfed.cli.commands.argv import option_name
 from polyfed.core.errors import did_you_mean
-from polyfed.core.io.keyword_names import OTHER_NAMES
+from polyfed.core.io.values.keyword_names import OTHER_NAMES
 
 
 def suggest_section_for_field(

@@ -7,7 +7,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from polyfed.cli.commands.argv import option_name
-from polyfed.core.io.validation import describe_annotation
+from polyfed.core.io.values.validation import describe_annotation
 
 _LISTS: Mapping[Any, str] = {
     int: "[1, 2]",
@@ -20,7 +20,7 @@ _LISTS: Mapping[Any, str] = {
 def type_on_command_line(value_type: Any) -> Any:
     """Returns a field's type on the command line: a mapping of fields for `Privacy` and the like.
 
-    >>> from polyfed.core.privacy.options import Privacy
+    >>> from polyfed.core.training.privacy.options import Privacy
     >>> type_on_command_line(Privacy | None), type_on_command_line(int | None)
     (collections.abc.Mapping[str, typing.Any] | None, int | None)
     """

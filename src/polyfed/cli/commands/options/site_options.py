@@ -8,7 +8,7 @@ from typing import Any
 from polyfed.cli.commands.options.table_checks import describe_columns_of_table
 from polyfed.cli.static_registry import MODELS
 from polyfed.core.errors import UserError
-from polyfed.core.io.validation import parse_yaml
+from polyfed.core.io.values.validation import parse_yaml
 
 
 def networks_by_site(model_section: Any) -> dict[str, Any] | None:

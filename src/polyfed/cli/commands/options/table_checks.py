@@ -21,7 +21,7 @@ from polyfed.core.examples.text_columns import (
     refuse_columns,
 )
 from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, UNLIMITED_BYTES, expand_user_path, open_file, read_file
-from polyfed.core.io.validation import parse_json
+from polyfed.core.io.values.validation import parse_json
 
 _ROLES = ("site", "group", "time", "columns", "drop", "categorical")
 _MOST_BYTES_READ_EARLY = 8 * 2**20

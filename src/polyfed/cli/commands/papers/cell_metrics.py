@@ -17,7 +17,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import default_metric_names
 from polyfed.core.io.atomic_files import read_file, write_file_atomically
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.data import Shift
 from polyfed.graphs import LayerCatalogue, LayerType, extract
 from polyfed.hypernetworks.ghn import GHNConfig

@@ -4,7 +4,7 @@ import sys
 
 from polyfed.cli.commands.argv import CommandParser, parse_whole_number
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 
 
 def audit_command(argv: list[str]) -> None:

@@ -50,7 +50,7 @@ def predict_file(folder: Path, client: str | None, file: str, out: Path | None) 
 
     from polyfed.cli.commands.terminal import PlainTable, print_line
     from polyfed.core.io.atomic_files import open_atomic_file
-    from polyfed.core.io.terminal_text import escape_spreadsheet_formula
+    from polyfed.core.io.text.terminal_text import escape_spreadsheet_formula
     from polyfed.report.export.folder import ExportedModel, is_exported_folder
     from polyfed.simulation.results.saved_model import SavedModel, load_saved_model
 

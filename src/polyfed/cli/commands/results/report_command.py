@@ -11,8 +11,8 @@ from rich.measure import Measurement
 
 from polyfed.cli.commands.compare.answer_lines import print_answers
 from polyfed.cli.commands.terminal import PlainTable, print_line
-from polyfed.core.io.number_format import count_with_noun, format_number
-from polyfed.core.io.site_words import client_heading
+from polyfed.core.io.text.number_format import count_with_noun, format_number
+from polyfed.core.io.text.site_words import client_heading
 from polyfed.report.data.run_groups import MethodRuns, RunGroup, read_run_groups
 from polyfed.report.data.run_records import RunRecord
 from polyfed.report.figures.alignment import RepresentationAlignment

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from polyfed.cli.commands.terminal import PlainTable, print_json, print_line
 from polyfed.core.algorithm import Client
-from polyfed.core.io.site_words import client_heading
+from polyfed.core.io.text.site_words import client_heading
 from polyfed.data import draw_class_counts
 from polyfed.data.tabular.columns import sorted_unique_texts
 from polyfed.data.tabular.preprocessing import TablePreprocessor

@@ -6,9 +6,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from polyfed.cli.commands.argv import CommandParser, expand_page_path
-from polyfed.core.io.advice import keep_advice_for_terminal
-from polyfed.core.io.number_format import capitalize_first, end_with_period
-from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.text.advice import keep_advice_for_terminal
+from polyfed.core.io.text.number_format import capitalize_first, end_with_period
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 
 if TYPE_CHECKING:
     from polyfed.simulation.experiment import Experiment

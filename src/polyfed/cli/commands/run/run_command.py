@@ -17,13 +17,12 @@ from polyfed.algorithms import registry_name
 from polyfed.cli.commands.compare.answer_lines import print_next_commands
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.algorithm import Algorithm
-from polyfed.core.capabilities import describe_evaluated_network
 from polyfed.core.errors import ClientError, RoundError, UserError, collect_data_warnings
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.io.atomic_files import create_private_folder_if_missing
-from polyfed.core.io.site_words import client_heading
-from polyfed.simulation.asynchronous.rules import parse_asynchronous
+from polyfed.core.io.text.site_words import client_heading
+from polyfed.core.methods.capabilities import describe_evaluated_network
 from polyfed.simulation.checks.requirements import check_clients, check_networks_run, warn_of_single_client
 from polyfed.simulation.checks.settings.scheduling import supports_asynchronous
 from polyfed.simulation.experiment import (
@@ -42,6 +41,7 @@ from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.replies.regional_sums import supports_regions
 from polyfed.simulation.rounds.replies.secure_aggregation import supports_secure_sum
 from polyfed.simulation.rounds.start.preparation import check_method
+from polyfed.simulation.scheduling.asynchronous.rules import parse_asynchronous
 from polyfed.simulation.storage.directory import BASELINES, check_can_become_run_directory, read_config
 from polyfed.simulation.storage.run_files import RunFiles
 

@@ -19,8 +19,8 @@ from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import create_private_folder_if_missing, read_file, write_file_atomically
-from polyfed.core.io.number_format import join_first_and_count_rest
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.text.number_format import join_first_and_count_rest
+from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.core.seeds import derive_seed
 from polyfed.data import IID, SOURCES, PadCropFlip, Split, make_clients
 from polyfed.data.plot import resolve_picture_path, save_figure

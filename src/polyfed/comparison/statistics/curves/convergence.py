@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.comparison.tuning.grid import next_value_beyond_edge
-from polyfed.core.io.number_checks import is_number
-from polyfed.core.io.number_format import count_with_noun
+from polyfed.core.io.text.number_format import count_with_noun
+from polyfed.core.io.values.number_checks import is_number
 
 MIN_EVALUATED_ROUNDS = 6
 """Evaluated rounds below which convergence is not judged."""

@@ -21,7 +21,7 @@ from polyfed.comparison.statistics.pseudo_values.cluster_jackknife import (
     jackknife_pseudo_values_by_group,
 )
 from polyfed.core.evaluation.metric import Metric
-from polyfed.core.task_lookup import registered_tasks
+from polyfed.core.tasks.task_lookup import registered_tasks
 from polyfed.tasks.scores.score_functions import split_into_binary_problems
 
 NUM_GROUPS = 50

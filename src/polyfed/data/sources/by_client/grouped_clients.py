@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from polyfed.core.algorithm import Architecture, Client
-from polyfed.core.client_source import SourceManifest
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import derive_seed, numpy_generator
-from polyfed.core.task import DEFAULT_TASK, Task, TaskSpec
+from polyfed.core.tasks.task import DEFAULT_TASK, Task, TaskSpec
 from polyfed.data.sources.by_client.row_index import RowIndex, index_rows
+from polyfed.data.sources.client_source import SourceManifest
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)

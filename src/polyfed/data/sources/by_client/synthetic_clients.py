@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from polyfed.core.algorithm import Architecture, Client
-from polyfed.core.client_source import SourceManifest
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import derive_seed, numpy_generator, torch_generator
+from polyfed.data.sources.client_source import SourceManifest
 
 _PREFIX = "client-"
 

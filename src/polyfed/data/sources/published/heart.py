@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, final
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.validation import build_dataclass, check_field_types
+from polyfed.core.io.values.validation import build_dataclass, check_field_types
 from polyfed.data.formats.files import Table
 from polyfed.data.partitioning.split import Split
 from polyfed.data.pooled_dataset import PooledDataset, Source

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Normalise
-from polyfed.core.io.validation import check_field_types
+from polyfed.core.io.values.validation import check_field_types
 from polyfed.data.formats.files import (
     Table,
     class_names_from_hub_metadata,

@@ -9,8 +9,8 @@ from typing import Any
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.core.io.number_checks import is_whole_number
 from polyfed.core.io.trusted_code import execute_file_and_get_function, trust_code
+from polyfed.core.io.values.number_checks import is_whole_number
 from polyfed.core.training.losses import import_loss
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, parse_head

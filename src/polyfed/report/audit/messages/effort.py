@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from polyfed.algorithms import registry_name
-from polyfed.core.io.number_format import count_with_noun
+from polyfed.core.io.text.number_format import count_with_noun
 from polyfed.report.audit.messages.attack_messages import MOST_IMAGES, MOST_STEPS
 from polyfed.report.audit.messages.message_audit import MessageAudit
 from polyfed.simulation.rounds.federation import Federation

@@ -9,8 +9,8 @@ from markupsafe import Markup
 
 from polyfed.comparison.verdicts.verdict_sentences import describe_local_alternative
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_format import NumberUnit
-from polyfed.core.task import DEFAULT_TASK
+from polyfed.core.io.text.number_format import NumberUnit
+from polyfed.core.tasks.task import DEFAULT_TASK
 from polyfed.report.data.answers import ANSWER_LABELS, SiteAnswer
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.score_format import ScoreFormat

@@ -7,15 +7,15 @@ from typing import Any
 from markupsafe import Markup
 
 from polyfed.comparison.verdicts.warning_sentences import describe_omissions
-from polyfed.core.io.advice import keep_advice_for_python, keep_advice_for_terminal
-from polyfed.core.io.number_format import (
+from polyfed.core.io.text.advice import keep_advice_for_python, keep_advice_for_terminal
+from polyfed.core.io.text.number_format import (
     NumberUnit,
     capitalize_first,
     count_with_noun,
     format_number,
     format_number_without_percent_sign,
 )
-from polyfed.core.io.site_words import say_sites
+from polyfed.core.io.text.site_words import say_sites
 from polyfed.report.data.answers import (
     ANSWER_LABELS,
     AnswerKind,

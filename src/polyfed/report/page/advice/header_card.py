@@ -7,8 +7,7 @@ from typing import NamedTuple, final
 
 from markupsafe import Markup
 
-from polyfed.core.declared_words import DISCLOSURES
-from polyfed.core.io.number_format import (
+from polyfed.core.io.text.number_format import (
     count_with_noun,
     end_with_period,
     format_number,
@@ -16,7 +15,8 @@ from polyfed.core.io.number_format import (
     format_three_significant_digits,
     join_with_and,
 )
-from polyfed.core.io.site_words import say_sites
+from polyfed.core.io.text.site_words import say_sites
+from polyfed.core.methods.declared_words import DISCLOSURES
 from polyfed.report.data.answers import (
     ANSWER_LABELS,
     AnswerKind,

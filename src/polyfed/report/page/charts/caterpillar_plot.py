@@ -8,7 +8,7 @@ from html import escape
 
 from markupsafe import Markup
 
-from polyfed.core.io.number_format import NumberUnit, format_number
+from polyfed.core.io.text.number_format import NumberUnit, format_number
 from polyfed.report.page.charts.forest_plot import IntervalMark
 from polyfed.report.page.charts.svg_charts import (
     CHART_WIDTH,

@@ -8,7 +8,12 @@ from typing import final
 
 from markupsafe import Markup
 
-from polyfed.core.io.number_format import NumberUnit, format_number, format_number_without_percent_sign, shorten_name
+from polyfed.core.io.text.number_format import (
+    NumberUnit,
+    format_number,
+    format_number_without_percent_sign,
+    shorten_name,
+)
 from polyfed.report.page.charts.svg_charts import (
     CHART_WIDTH,
     COLOUR_COUNT,

@@ -20,7 +20,12 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from polyfed.core.io.number_format import NumberUnit, format_number, format_number_without_percent_sign, shorten_name
+from polyfed.core.io.text.number_format import (
+    NumberUnit,
+    format_number,
+    format_number_without_percent_sign,
+    shorten_name,
+)
 
 COLOUR_COUNT = 8  # of `--c0` and so on in page.css; then lines are dashed
 CHART_WIDTH = 420  # units of all charts; text has 11

@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from polyfed.core.io.number_format import format_number, format_number_without_percent_sign
+from polyfed.core.io.text.number_format import format_number, format_number_without_percent_sign
 from polyfed.report.page.elements import html_bullet_list, html_div, html_dropdown_panels, html_table, render_template
 from polyfed.simulation.results.across_sites.cross_site_scores import CrossSiteCell, CrossSiteScores
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import write_file_atomically
-from polyfed.core.io.number_format import capitalize_first, count_with_noun, end_with_period, shorten_name
+from polyfed.core.io.text.number_format import capitalize_first, count_with_noun, end_with_period, shorten_name
 from polyfed.core.machine.package_versions import package_versions
 from polyfed.data.look.counts import BINS, MIN_COUNT, describe_count
 from polyfed.data.look.findings import describe_class_counts_of_site, find_most_serious_kind_per_site_column

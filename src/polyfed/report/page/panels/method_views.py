@@ -19,8 +19,8 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import tree_map
 from polyfed.core.io.atomic_files import read_file
-from polyfed.core.io.number_format import format_number
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.text.number_format import format_number
+from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.graphs.contraction import ContractionOptions
 from polyfed.models import ModelSpec
 from polyfed.report.figures.aggregation import read_aggregation_weights

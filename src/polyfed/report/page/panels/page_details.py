@@ -12,8 +12,8 @@ from markupsafe import Markup
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, read_description
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.task import DEFAULT_TASK
-from polyfed.core.task_lookup import get_task
+from polyfed.core.tasks.task import DEFAULT_TASK
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.data.look.look import look_at_sites
 from polyfed.data.partitioning.folds import build_folds, redraw_clients
 from polyfed.report.audit.audit_file import read_audit

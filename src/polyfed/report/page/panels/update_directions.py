@@ -7,8 +7,8 @@ from typing import Any
 from markupsafe import Markup
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.number_checks import is_number
-from polyfed.core.io.number_format import count_with_noun
+from polyfed.core.io.text.number_format import count_with_noun
+from polyfed.core.io.values.number_checks import is_number
 from polyfed.report.data.run_records import RunRecord, read_checked_round_records
 from polyfed.report.page.charts.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
 from polyfed.report.page.elements import html_bullet_list, html_figure, html_legend, html_table

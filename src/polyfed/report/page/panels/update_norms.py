@@ -4,7 +4,7 @@ import math
 
 from markupsafe import Markup
 
-from polyfed.core.io.number_format import count_with_noun
+from polyfed.core.io.text.number_format import count_with_noun
 from polyfed.report.data.run_records import RunRecord
 from polyfed.report.page.charts.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
 from polyfed.report.page.elements import html_bullet_list, html_figure, html_legend, html_paragraph, html_table

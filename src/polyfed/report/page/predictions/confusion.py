@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, final
 
 from markupsafe import Markup
 
-from polyfed.core.io.number_format import format_count
+from polyfed.core.io.text.number_format import format_count
 from polyfed.report.data.binary_stats import wilson_interval
 from polyfed.report.page.elements import render_template
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from polyfed.comparison.statistics.score_intervals import mean_score_with_interval
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.core.io.number_format import capitalize_first, format_count
+from polyfed.core.io.text.number_format import capitalize_first, format_count
 from polyfed.report.data.binary_stats import (
     FALSE_ALARM_GRID,
     BinaryPredictions,

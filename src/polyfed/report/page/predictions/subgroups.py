@@ -19,8 +19,8 @@ from polyfed.comparison.statistics.score_intervals import mean_gain_with_interva
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
-from polyfed.core.io.number_checks import is_number
-from polyfed.core.io.number_format import capitalize_first, format_number
+from polyfed.core.io.text.number_format import capitalize_first, format_number
+from polyfed.core.io.values.number_checks import is_number
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.score_format import ScoreFormat
 from polyfed.report.page.charts.forest_plot import ForestRow, IntervalMark, svg_forest_plot

@@ -4,7 +4,7 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from polyfed.core.io.number_format import count_with_noun, join_with_and
+from polyfed.core.io.text.number_format import count_with_noun, join_with_and
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.page.charts.svg_charts import ChartLine, choose_axis_ticks, svg_line_chart
 from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_legend, html_paragraph, html_table

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from polyfed.core.algorithm import Client
-from polyfed.core.client_source import is_client_source
 from polyfed.core.errors import UserError
 from polyfed.core.examples.text_labels import share_classes
+from polyfed.data.sources.client_source import is_client_source
 from polyfed.simulation.checks.clients.table_schemas import table_class_names
 
 _SETS = ("train", "test", "val", "global_test")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, PartwiseTransform
-from polyfed.core.io.number_format import join_first_and_count_rest
+from polyfed.core.io.text.number_format import join_first_and_count_rest
 from polyfed.data.tabular.harmonise import merge_table_definitions, needs_common_preprocessing
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 

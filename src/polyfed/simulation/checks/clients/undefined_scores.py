@@ -8,8 +8,8 @@ import torch
 
 from polyfed.core.algorithm import Client
 from polyfed.core.evaluation.metric import Metric
-from polyfed.core.io.number_format import join_first_and_count_rest
-from polyfed.core.task import Task
+from polyfed.core.io.text.number_format import join_first_and_count_rest
+from polyfed.core.tasks.task import Task
 
 
 def explain_undefined_score(metric: Metric, clients: Sequence[Client]) -> str:

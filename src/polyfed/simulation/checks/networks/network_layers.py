@@ -8,11 +8,11 @@ from torch import Tensor
 
 from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm, Architecture, Client
-from polyfed.core.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, split_into_batches
 from polyfed.core.examples.pytree import input_spec_of
 from polyfed.core.messages.lora import find_adapters
+from polyfed.core.methods.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
 from polyfed.core.nn.module_cache import CachedModule, build_module, cached_module
 from polyfed.core.vectorized.stacked_module import has_batch_statistics
 from polyfed.simulation.checks.networks.trial_forward import check_trains_on_one_example

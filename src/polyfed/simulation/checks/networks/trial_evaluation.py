@@ -14,8 +14,8 @@ from polyfed.core.examples.pytree import call_network, logits_of
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.core.task import Loss
-from polyfed.core.task_registry import registered_task_classes
+from polyfed.core.tasks.task import Loss
+from polyfed.core.tasks.task_registry import registered_task_classes
 from polyfed.core.training.losses import build_loss, check_is_one_number, describe_failed_loss
 from polyfed.simulation.checks.networks.network_layers import cached_module_of
 

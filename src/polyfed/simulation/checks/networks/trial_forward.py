@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from polyfed.core.errors import UserError, describe_exception
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import call_network, input_spec_of, logits_or_output, named_leaves, tree_map
-from polyfed.core.io.number_format import format_batch_shape
+from polyfed.core.io.text.number_format import format_batch_shape
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.seeds import temporary_rng_seed

@@ -8,11 +8,11 @@ from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
 from polyfed.core.robust.parse import parse_robust_rule
 from polyfed.core.robust.rule import CombiningRule
-from polyfed.simulation.asynchronous.rules import parse_asynchronous
 from polyfed.simulation.engines.devices import check_engine_installed
 from polyfed.simulation.rounds.planning.evaluation_sample import check_evaluation_sample
 from polyfed.simulation.rounds.replies.regional_sums import check_regions
 from polyfed.simulation.rounds.replies.secure_aggregation import check_secure_support
+from polyfed.simulation.scheduling.asynchronous.rules import parse_asynchronous
 from polyfed.simulation.settings import Settings
 
 

@@ -15,9 +15,9 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import named_leaves
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import temporary_rng_seed, torch_generator
-from polyfed.core.task_lookup import has_elementwise_loss
+from polyfed.core.tasks.task_lookup import has_elementwise_loss
 from polyfed.core.training.config import LocalTraining
-from polyfed.core.training.private_backend import number_of_units
+from polyfed.core.training.privacy.private_backend import number_of_units
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.simulation.checks.networks.trial_forward import name_of_buffer_from_examples
 

@@ -6,13 +6,13 @@ from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.algorithms.base.server_update import ServerUpdateMethod
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
-from polyfed.simulation.asynchronous.rules import AsynchronousRule, FedAsync, parse_asynchronous
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.round_scheduler import find_concurrency
 from polyfed.simulation.rounds.replies.secure_aggregation import supports_secure_sum
-from polyfed.simulation.sampling.registry import build_sampler
-from polyfed.simulation.sampling.sampler import AvailableSampler
-from polyfed.simulation.timing.build_times import build_client_times
+from polyfed.simulation.scheduling.asynchronous.rules import AsynchronousRule, FedAsync, parse_asynchronous
+from polyfed.simulation.scheduling.sampling.registry import build_sampler
+from polyfed.simulation.scheduling.sampling.sampler import AvailableSampler
+from polyfed.simulation.scheduling.timing.build_times import build_client_times
 
 _NO_WEIGHTS = frozenset(
     {"class_means", "representations", "guidance"}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from polyfed.core.algorithm import Client
-from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.losses import sampling_weights
 from polyfed.simulation.checks.networks import trial_forward

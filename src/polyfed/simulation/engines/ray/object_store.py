@@ -13,8 +13,8 @@ from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import InputSpec, input_spec_of, named_leaves
 from polyfed.core.state_dict import iter_tensors
-from polyfed.core.task import Loss
-from polyfed.core.task import Task as TaskKind
+from polyfed.core.tasks.task import Loss
+from polyfed.core.tasks.task import Task as TaskKind
 from polyfed.simulation.engines.base import ClientTask
 
 _LARGE = 1 << 20  # bytes from which a tensor is an object of its own, which only nodes that use it fetch

@@ -21,7 +21,7 @@ from polyfed.core.errors import ClientError, UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.examples.groups import number_units
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
-from polyfed.core.task import Task
+from polyfed.core.tasks.task import Task
 from polyfed.simulation.checks.clients.undefined_scores import explain_undefined_score
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.devices import choose_device

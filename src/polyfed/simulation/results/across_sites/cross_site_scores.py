@@ -13,9 +13,9 @@ from typing import Any, TypedDict, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import read_file, write_file_atomically
-from polyfed.core.io.number_format import count_with_noun, format_number, join_first_and_count_rest
-from polyfed.core.io.terminal_text import escape_spreadsheet_formula
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.text.number_format import count_with_noun, format_number, join_first_and_count_rest
+from polyfed.core.io.text.terminal_text import escape_spreadsheet_formula
+from polyfed.core.io.values.validation import parse_json, validation_error
 
 FILE = "cross_site.json"
 """Names the file of a run directory with the matrix; `cross_site.csv` has the same for a spreadsheet."""

@@ -4,8 +4,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyfed.core.io.number_format import NumberUnit, count_with_noun, format_number
-from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.io.text.number_format import NumberUnit, count_with_noun, format_number
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 
 _MOST_ROWS = 20  # of a table in a cell
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.number_format import NumberUnit
+from polyfed.core.io.text.number_format import NumberUnit
 
 _FEW = 8  # clients up to which each has a line with its name
 

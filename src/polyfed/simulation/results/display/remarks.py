@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyfed.core.io.number_format import count_with_noun
+from polyfed.core.io.text.number_format import count_with_noun
 
 _MOST_LINES = 8
 

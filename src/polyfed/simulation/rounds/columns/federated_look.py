@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 from polyfed.data.look import counts as passes

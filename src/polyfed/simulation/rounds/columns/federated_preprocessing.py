@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
-from polyfed.core.io.advice import keep_advice_for_this_process
+from polyfed.core.io.text.advice import keep_advice_for_this_process
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.fixed_point import FRACTION_BITS
 from polyfed.core.state_dict import StateDict, StateDictSpec

@@ -8,18 +8,18 @@ from typing import Any, final
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.core.serialization import check_serializable
-from polyfed.simulation.asynchronous.asynchronous_plan import AsynchronousPlan, plan_server_update
-from polyfed.simulation.asynchronous.real_time_planner import RealTimePlanner
-from polyfed.simulation.asynchronous.rules import parse_asynchronous
-from polyfed.simulation.asynchronous.updates_in_flight import UpdatesInFlight
 from polyfed.simulation.engines.base import Engine, RealTimeEngine
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.round_plan import RoundPlan, SynchronousPlan
-from polyfed.simulation.sampling.registry import build_sampler
-from polyfed.simulation.sampling.sampler import Sampler, SamplingRound, UniformSampler
+from polyfed.simulation.scheduling.asynchronous.asynchronous_plan import AsynchronousPlan, plan_server_update
+from polyfed.simulation.scheduling.asynchronous.real_time_planner import RealTimePlanner
+from polyfed.simulation.scheduling.asynchronous.rules import parse_asynchronous
+from polyfed.simulation.scheduling.asynchronous.updates_in_flight import UpdatesInFlight
+from polyfed.simulation.scheduling.sampling.registry import build_sampler
+from polyfed.simulation.scheduling.sampling.sampler import Sampler, SamplingRound, UniformSampler
+from polyfed.simulation.scheduling.timing.build_times import build_client_times
+from polyfed.simulation.scheduling.timing.client_times import ClientTimes
 from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
-from polyfed.simulation.timing.build_times import build_client_times
-from polyfed.simulation.timing.client_times import ClientTimes
 
 
 @final

@@ -14,7 +14,6 @@ from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.algorithms.base.reply_sum import ReplySum
 from polyfed.core.algorithm import Algorithm, Message
-from polyfed.core.declared_words import disclosures_needing_consent
 from polyfed.core.errors import UserError
 from polyfed.core.messages.fixed_point import (
     FixedPointWords,
@@ -26,6 +25,7 @@ from polyfed.core.messages.fixed_point import (
     to_fixed_point,
 )
 from polyfed.core.messages.lora import adapter_averaging_mode
+from polyfed.core.methods.declared_words import disclosures_needing_consent
 from polyfed.core.robust.clip import Clip
 from polyfed.core.robust.counted_median import (
     BOUND_TOLERANCE,

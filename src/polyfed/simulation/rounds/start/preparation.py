@@ -7,16 +7,20 @@ from typing import Any
 
 from polyfed.algorithms import REGISTRY
 from polyfed.core.algorithm import Algorithm, Client
-from polyfed.core.capabilities import BringsNetwork, describe_evaluated_network, manifest_entry_of_resolved_fields
-from polyfed.core.client_source import ClientSource, is_client_source
 from polyfed.core.errors import UserError
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full
 from polyfed.core.machine.package_versions import package_versions
+from polyfed.core.methods.capabilities import (
+    BringsNetwork,
+    describe_evaluated_network,
+    manifest_entry_of_resolved_fields,
+)
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.precision import check_precision
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
+from polyfed.data.sources.client_source import ClientSource, is_client_source
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.clients.client_list import list_clients
 from polyfed.simulation.checks.code_fingerprints import code_fingerprint, find_changed_code, warn_of_changed_code
@@ -29,7 +33,7 @@ from polyfed.simulation.checks.settings.training_options import check_training_o
 from polyfed.simulation.engines.devices import choose_client_device
 from polyfed.simulation.rounds.columns.federated_preprocessing import unify_preprocessing_of_clients
 from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
-from polyfed.simulation.sampling.sampler import Sampler
+from polyfed.simulation.scheduling.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.sources.preparation import build_federation_of_source
 from polyfed.simulation.sources.source_clients import SourceClients

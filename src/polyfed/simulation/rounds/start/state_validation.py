@@ -19,15 +19,15 @@ from torch import Tensor
 
 from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.core.algorithm import Client
-from polyfed.core.capabilities import AddsServerTensors
 from polyfed.core.errors import UserError
 from polyfed.core.examples.nan_checks import nonfinite_state_error
+from polyfed.core.methods.capabilities import AddsServerTensors
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.core.state_dict import PyTree, StateDict, spec_mismatch, state_dict_spec
-from polyfed.simulation.asynchronous.updates_in_flight import UpdatesInFlight
 from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.scheduling.asynchronous.updates_in_flight import UpdatesInFlight
 from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.simulation.storage.checkpoints.client_states import ClientStates, groups_by_client
 

@@ -26,7 +26,7 @@ from polyfed.core.io.atomic_files import (
     read_file,
     remove_file_or_folder,
 )
-from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.core.state_dict import PyTree
 from polyfed.simulation.storage.checkpoints.client_states import (

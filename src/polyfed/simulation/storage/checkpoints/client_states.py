@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, final
 import torch
 
 from polyfed.core.algorithm import Algorithm
-from polyfed.core.capabilities import KeepsServerStateByClient
 from polyfed.core.errors import UserError
 from polyfed.core.messages.contiguous import as_contiguous
+from polyfed.core.methods.capabilities import KeepsServerStateByClient
 from polyfed.core.serialization import check_serializable
 from polyfed.core.state_dict import PyTree
 from polyfed.simulation.storage.checkpoints.state_rows import PRIVATE_PART

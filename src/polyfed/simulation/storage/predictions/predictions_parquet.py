@@ -20,7 +20,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import create_private_folder_if_missing, open_atomic_file, open_file
-from polyfed.core.io.validation import DAMAGED_FILE_ERRORS, parse_json, validation_error
+from polyfed.core.io.values.validation import DAMAGED_FILE_ERRORS, parse_json, validation_error
 from polyfed.data.partitioning.group_split import group_numbers
 
 if TYPE_CHECKING:

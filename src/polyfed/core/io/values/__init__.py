@@ -1,0 +1,1 @@
+"""Checks and converts the values that users, files and messages give."""

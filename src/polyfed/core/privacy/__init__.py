@@ -1,5 +1,0 @@
-"""Protects single examples, or single patients, in local training by differentially private gradients."""
-
-from polyfed.core.privacy.options import Privacy
-
-__all__ = ["Privacy"]

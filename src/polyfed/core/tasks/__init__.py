@@ -1,0 +1,1 @@
+"""Defines the interface of a prediction task, and finds tasks by their names."""
