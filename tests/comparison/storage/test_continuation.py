@@ -40,13 +40,13 @@ def test_references_title_methods_and_seeds_may_be_added_to_finished_runs(tmp_pa
     [
         ({"seeds": [1, 0]}, r"seeds was \[0\] and is now \[1\]"),
         ({"rounds": 2}, "settings.rounds was 1 and is now 2"),
-        ({"methods": ["fedavg_ft"]}, "methods.fedprox is gone"),
-        ({"methods": [pf.algorithms.FedProx(mu=0.5)]}, "methods.fedprox.mu was .* and is now 0.5"),
+        ({"algorithms": ["fedavg_ft"]}, "methods.fedprox is gone"),
+        ({"algorithms": [pf.algorithms.FedProx(mu=0.5)]}, "methods.fedprox.mu was .* and is now 0.5"),
         ({"clients": small_clients(3)}, "fingerprints.0 was"),
     ],
 )
 def test_what_finished_runs_depend_on_may_not_change(tmp_path, change, sentence):
-    words = {"clients": CLIENTS, "methods": ["fedprox"], "seeds": [0], "references": False, "out": tmp_path / "c"}
+    words = {"clients": CLIENTS, "algorithms": ["fedprox"], "seeds": [0], "references": False, "out": tmp_path / "c"}
     words |= QUICK
     pf.compare(**words)
     with pytest.raises(pf.UserError, match=sentence):

@@ -221,23 +221,6 @@ def test_a_rate_by_any_name_of_a_tied_weight():
     assert FedAvg(lr_by_name={"b": 2.0, "a": 3.0}).lr_factor("a", "b") == 2.0
 
 
-def test_a_run_that_kept_tied_weights_twice_is_not_resumed_and_says_why(tmp_path, monkeypatch):
-    def federated(**words):
-        clients = [pf.Client(c.id, lambda: tied(), c.train, c.test) for c in small_clients()]
-        return clients, pf.federate(clients, FedAvg(), rounds=1, workers=0, **words)
-
-    with monkeypatch.context() as former:  # its names of architectures, and of what it saved
-        former.setattr("polyfed.core.nn.module_cache.first_name_by_alias", lambda module: {})
-        federated(out=tmp_path / "run")
-    clients, _ = federated()
-    with pytest.raises(
-        UserError, match=r"'2.weight' is '0.weight'\), and it was begun by a version .* in another folder"
-    ):
-        pf.resume(tmp_path / "run", clients=clients)
-    with pytest.raises(UserError, match="the clients are not those of the run"):  # nor for any other reason
-        pf.resume(tmp_path / "run", clients=clients[:2])
-
-
 @pytest.mark.parametrize("name", ["fml", "fedkd"])
 def test_rates_by_name_reach_a_network_that_is_trained_beside_another(name):
     """A factor that stops a layer of the client's network, by the name that it has in that network."""

@@ -47,7 +47,7 @@ def read_data_loader(loader: DataLoader[Any], name: str) -> LoaderParts:
         "of a DataLoader its data set is taken, and its collate_fn; its batches, order and workers are not: a method draws "
         "its own minibatches (batch_size=... of the method). Give loader.dataset to say so",
         UserWarning,
-        stacklevel=6,
+        stacklevel=7,
     )
     is_torchs = loader.collate_fn in (default_collate, default_convert)
     return LoaderParts(loader.dataset, None if is_torchs else loader.collate_fn)

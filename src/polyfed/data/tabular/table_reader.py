@@ -124,9 +124,8 @@ def _mixed_columns_as_texts(frame: Any, missing: Sequence[str]) -> Any:
     for name in frame.columns:
         categories = getattr(frame[name].dtype, "categories", None)
         if getattr(categories, "dtype", None) == "object" or hasattr(categories, "closed"):
-            changed[name] = frame[name].cat.rename_categories(
-                list(map(str, categories or ()))
-            )  # intervals of pandas.cut
+            texts = [] if categories is None else [str(category) for category in categories]  # intervals of pandas.cut
+            changed[name] = frame[name].cat.rename_categories(texts)
     return frame.assign(**changed) if changed else frame
 
 
