@@ -10,6 +10,7 @@ it stops.
 `collect`, and `run` at its end, writes results/paper_scale/NAME.json: what round each method has reached, its scores by
 round, the paper's figures for the end, hours, processor. Every run directory below RUNS/NAME counts that has the settings of
 the recipe at scale paper, those of `polyfed run` and `polyfed reproduce` too; one with other settings is named and left out.
+A method without a run directory there keeps what the file says of it.
 
 Run directories hold checkpoints of up to some hundred megabytes, so they are not in git; the JSON files are.
 """
@@ -142,7 +143,7 @@ def finished(folder):
 
 
 def collect(name, given):
-    plan, methods = PLANS[name], {}
+    plan, methods, with_directory = PLANS[name], {}, set()
     experiment, recipe, table = experiment_of(plan), recipe_of(plan), find_table(plan.paper, plan.table)
     known = {registry_name(experiment.algorithm): experiment.algorithm, **experiment.baselines}
     for file in sorted((Path(given.runs) / name).rglob("config.yaml")):
@@ -150,6 +151,7 @@ def collect(name, given):
         method = config["algorithm"]["name"]
         if method not in known:
             continue
+        with_directory.add(method)
         expected = {
             **to_plain_values(experiment.config, "config"),
             **describe_method_and_settings(known[method], experiment.settings),
@@ -160,6 +162,9 @@ def collect(name, given):
             methods[method] = reached(
                 file.parent, records, cells_of(table, plan, method, registry_name(experiment.algorithm))
             )
+    file = RESULTS / f"{name}.json"
+    earlier = json.loads(file.read_text(encoding="utf-8"))["methods"] if file.exists() else {}
+    methods |= {method: of for method, of in earlier.items() if method not in with_directory}
     content = {
         "paper": plan.paper,
         "table": plan.table,
@@ -172,7 +177,6 @@ def collect(name, given):
         "rounds": experiment.settings.rounds,
         "methods": {method: methods[method] for method in plan.methods if method in methods},
     }
-    file = RESULTS / f"{name}.json"
     if methods or file.exists():
         RESULTS.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

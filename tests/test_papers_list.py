@@ -5,6 +5,7 @@ import argparse
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -187,6 +188,10 @@ def test_a_run_at_the_papers_length_stops_after_its_hours_and_goes_on(scale, tmp
     assert (cell["printed"], cell["at_round"]) == ("85.83 ± 0.17", 3)
     assert found["hours"] == pytest.approx(sum(record["seconds"] for record in records) / 3600, abs=1e-3)
 
+    shutil.move(tmp_path / "pfedla", tmp_path / "elsewhere")
+    scale.collect("pfedla", given(1))
+    assert reached() == found  # without its directory a method keeps what the file says
+    shutil.move(tmp_path / "elsewhere", tmp_path / "pfedla")
     config = tmp_path / "pfedla" / "local" / "config.yaml"
     config.write_text(re.sub(r"lr: [0-9.]+", "lr: 0.5", config.read_text(encoding="utf-8")), encoding="utf-8")
     capsys.readouterr()
