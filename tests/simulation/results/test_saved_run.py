@@ -35,6 +35,10 @@ def test_a_network_in_python_is_built_by_the_callers_function(run):
         saved.model("client-0")
     x = torch.arange(12.0).view(2, 6)
     assert torch.equal(saved.predict("client-0", x, model=SmallNet), run.predict("client-0", x))
+    with pytest.warns(DeprecationWarning, match=r"predict\(build=...\) is deprecated; write model=..."):
+        assert torch.equal(saved.predict("client-0", x, build=SmallNet), run.predict("client-0", x))
+    with pytest.raises(TypeError, match=r"predict\(\) got build= and model=, which are one; leave build= out"):
+        saved.predict("client-0", x, build=SmallNet, model=SmallNet)
     with pytest.raises(pf.UserError, match="no network of a client 'client-9'"):
         saved.model("client-9")
 
@@ -42,8 +46,10 @@ def test_a_network_in_python_is_built_by_the_callers_function(run):
 def test_a_saved_run_is_exported_like_its_directory(run, tmp_path):
     folder = pf.export_model(pf.load(run.out), "client-0", tmp_path / "a", format="weights", model=SmallNet)
     assert (folder / "weights.safetensors").is_file()
-    with pytest.raises(TypeError, match=r"export_model\(\) has no argument 'network'; did you mean model"):
-        pf.export_model(run, "client-0", tmp_path / "b", network=SmallNet)
+    with pytest.warns(
+        DeprecationWarning, match=r"export_model\((to|network)=...\) is deprecated; write (out|model)=..."
+    ):
+        pf.export_model(run, "client-0", to=tmp_path / "b", format="weights", network=None)
     with pytest.raises(pf.UserError, match="client-9"):
         pf.audit(run, client="client-9")
 

@@ -22,7 +22,7 @@ from polyfed.core.io.atomic_files import (
     read_file,
 )
 from polyfed.core.io.trusted_code import is_code_trusted
-from polyfed.core.io.values.keyword_names import suggest_keywords
+from polyfed.core.io.values.keyword_names import rename_keywords, suggest_keywords
 from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.core.machine.package_versions import package_versions
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
@@ -64,6 +64,7 @@ class ExportedSignature(TypedDict):
     file: str | None
 
 
+@rename_keywords(network="model", to="out")
 @suggest_keywords
 def export_model(
     run: Run | SavedRun | str | Path,

@@ -16,6 +16,7 @@ from polyfed.core.examples.prediction_inputs import convert_inputs_to_examples_l
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import read_file
 from polyfed.core.io.text.number_format import NumberUnit
+from polyfed.core.io.values.keyword_names import rename_keywords
 from polyfed.core.io.values.validation import parse_json
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.methods.capabilities import BringsNetwork, wrap_network_if_method_wraps
@@ -109,6 +110,7 @@ class SavedRun:
         """
         return write_page_of(self.out, out, images_of)
 
+    @rename_keywords(build="model")
     def model(self, client: str, model: Callable[[], nn.Module] | None = None) -> nn.Module:
         """Returns a client's personal network as stored at the end of the run, in evaluation mode on the CPU.
 
@@ -140,6 +142,7 @@ class SavedRun:
         except (OSError, ValueError) as error:
             raise UserError(f"the network of {client!r} in {self.out} cannot be built: {error}") from error
 
+    @rename_keywords(build="model")
     def predict(self, client: str, x: Any, model: Callable[[], nn.Module] | None = None) -> Tensor:
         """Returns a stored network's outputs for new inputs, prepared as the client's own were.
 

@@ -2,6 +2,7 @@
 takes other arguments than it is called with.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import Parameter, signature
@@ -50,6 +51,36 @@ def suggest_keywords(target: Target) -> Target:
         return target
     checked: Target = _check_each_call(target, target.__name__)
     return checked
+
+
+def rename_keywords(**new_names: str) -> Callable[[Target], Target]:
+    """Returns a decorator that passes on deprecated arguments of a function by their new names, with a warning.
+
+    >>> @rename_keywords(build="model")
+    ... def load(path, model=None): return model
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     loaded = load("a", build=list)
+    >>> loaded, str(caught[0].message)
+    (<class 'list'>, 'load(build=...) is deprecated; write model=...')
+    """
+
+    def decorate(function: Any) -> Any:
+        @wraps(function)
+        def call(*values: Any, **named: Any) -> Any:
+            for old in new_names.keys() & named.keys():
+                if new_names[old] in named:
+                    raise TypeError(
+                        f"{function.__name__}() got {old}= and {new_names[old]}=, which are one; leave {old}= out"
+                    )
+                text = f"{function.__name__}({old}=...) is deprecated; write {new_names[old]}=..."
+                warnings.warn(text, DeprecationWarning, stacklevel=2)
+                named[new_names[old]] = named.pop(old)
+            return function(*values, **named)
+
+        return call
+
+    return decorate
 
 
 def suggest_keywords_and_fields(class_of_method: Callable[[str], type]) -> Callable[[Target], Target]:
