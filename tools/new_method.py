@@ -73,7 +73,7 @@ BASES: Mapping[str, Base] = {
 ''',
     ),
     "BodyAndHeadMethod": Base(
-        "partial_sharing.body_and_head",
+        "base.heads.body_and_head",
         "the last layer stays at the client, the body is averaged, and clients train both together",
         "the body with the client's head",
         r"\text{client } i{:} &\quad (\varphi_i, h_i) \leftarrow (\varphi, h_i) \text{ after local training on } L_i \\"

@@ -14,7 +14,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, Local
-from polyfed.algorithms.partial_sharing.body_and_head import BodyAndHeadMethod
+from polyfed.algorithms.base.heads.body_and_head import BodyAndHeadMethod
 from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.seeds import torch_generator
 from polyfed.core.serialization import deserialize_state, serialize_state

@@ -23,14 +23,14 @@ from polyfed.algorithms.base.averaging import (
     build_reply_and_client_state,
     interpolate,
 )
+from polyfed.algorithms.base.heads.body_and_head import BodyAndHeadMethod
+from polyfed.algorithms.base.heads.chosen_head import ChosenHeadMethod
 from polyfed.algorithms.base.heads.shared_heads import AveragedHeadMethod, HeadFromServerMethod
 from polyfed.algorithms.base.local_parts import LocalPartMethod
 from polyfed.algorithms.base.personal_network import PersonalBesideGlobalMethod, PersonalNetworkMethod
 from polyfed.algorithms.base.public_data import PublicDataMethod
 from polyfed.algorithms.base.regularizers import ProximalTerm, clone_trained_parameters
 from polyfed.algorithms.base.server_update import ServerUpdateMethod
-from polyfed.algorithms.partial_sharing.body_and_head import BodyAndHeadMethod
-from polyfed.algorithms.partial_sharing.chosen_head import ChosenHeadMethod
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict

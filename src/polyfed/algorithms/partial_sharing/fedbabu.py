@@ -11,8 +11,8 @@ from typing import ClassVar, Literal, final
 from torch import nn
 
 from polyfed.algorithms.base.averaging import ClientState
-from polyfed.algorithms.partial_sharing.body_and_head import train_only
-from polyfed.algorithms.partial_sharing.chosen_head import ChosenHeadMethod
+from polyfed.algorithms.base.heads.body_and_head import train_only
+from polyfed.algorithms.base.heads.chosen_head import ChosenHeadMethod
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, recompute_norm_statistics

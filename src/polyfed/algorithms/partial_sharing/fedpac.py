@@ -10,12 +10,12 @@ from typing import ClassVar, final
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import ClientState, ServerState
-from polyfed.algorithms.base.heads.class_means import class_means_with_weights, count_outputs, find_replaceable_head
-from polyfed.algorithms.partial_sharing.body_and_head import (
+from polyfed.algorithms.base.heads.body_and_head import (
     BodyAndHeadMethod,
     spec_of_sent_tensors,
     train_head_then_body,
 )
+from polyfed.algorithms.base.heads.class_means import class_means_with_weights, count_outputs, find_replaceable_head
 from polyfed.algorithms.partial_sharing.head_mixing import (
     head_mixing_statistics,
     head_mixing_statistics_spec,

@@ -5,7 +5,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from polyfed.algorithms.partial_sharing.chosen_head import ChosenHeadMethod
+from polyfed.algorithms.base.heads.chosen_head import ChosenHeadMethod
 from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 

@@ -7,8 +7,8 @@ from functools import partial
 from typing import ClassVar, final
 
 from polyfed.algorithms.base.averaging import ClientState
-from polyfed.algorithms.partial_sharing.body_and_head import train_head_then_body
-from polyfed.algorithms.partial_sharing.chosen_head import ChosenHeadMethod
+from polyfed.algorithms.base.heads.body_and_head import train_head_then_body
+from polyfed.algorithms.base.heads.chosen_head import ChosenHeadMethod
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.methods.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy

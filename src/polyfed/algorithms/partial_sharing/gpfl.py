@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from polyfed.algorithms.base.averaging import ClientState, ServerState
+from polyfed.algorithms.base.heads.body_and_head import BodyAndHeadMethod
 from polyfed.algorithms.base.heads.class_means import count_outputs
 from polyfed.algorithms.base.heads.conditioning import condition_of, draw_conditioning_tensors
 from polyfed.algorithms.base.heads.last_layer import (
@@ -20,7 +21,6 @@ from polyfed.algorithms.base.heads.last_layer import (
     fit_with_extra_tensors,
     watch_last_layer,
 )
-from polyfed.algorithms.partial_sharing.body_and_head import BodyAndHeadMethod
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.methods.capabilities import WrapsNetwork
 from polyfed.core.methods.method_card import MethodCard

@@ -206,3 +206,13 @@ def advise_encoding(file: Path) -> str:
 def error_in_one_line(error: BaseException) -> str:
     """Returns the text of an error without line breaks, at most 200 characters."""
     return " ".join(str(error).split())[:200]
+
+
+def split_column_and_cuts(entry: str, column_names: Sequence[str]) -> tuple[str, str]:
+    """Splits "age=50:65" into the column and its cut points; these are empty if the entry is a column.
+
+    >>> split_column_and_cuts("age=50:65", ["age"]), split_column_and_cuts("a=1", ["a=1"])
+    (('age', '50:65'), ('a=1', ''))
+    """
+    name, equals, cuts = entry.rpartition("=")
+    return (entry, "") if entry in column_names or not equals else (name, cuts)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.text_columns import split_column_and_cuts
 from polyfed.core.io.values.validation import check_field_types
 from polyfed.data.formats.files import Table
 from polyfed.data.pooled_dataset import PooledDataset, Source
@@ -28,7 +29,7 @@ from polyfed.data.tabular.csv_reader import CSVFormat
 from polyfed.data.tabular.positive_class import is_condition_or_value_list
 from polyfed.data.tabular.preprocessing import Column, Scope, TablePreprocessor, encode_table
 from polyfed.data.tabular.schema import read_schema, recode_targets_to_schema
-from polyfed.data.tabular.subgroups import divide_columns_into_subgroups, split_column_and_cuts
+from polyfed.data.tabular.subgroups import divide_columns_into_subgroups
 from polyfed.data.tabular.suspicious_columns import warn_of_names_that_look_alike, warn_of_suspicious_columns
 from polyfed.data.tabular.table_reader import (
     PATH_ADVICE,

@@ -41,6 +41,8 @@ from polyfed.tasks import Classification
 MISSING_CATEGORY = "(missing)"
 RELATIVE_ROUNDING = 1e-9
 """Numbers with a smaller standard deviation, relative to their mean, do not vary."""
+CONSTANT_COLUMNS_WARNING = "columns that had one value, or none, in all training rows"
+"""Begins the warning of `warn_of_changed_constants`; a filter of warnings finds it by these words."""
 _SHOWN = 5  # names shown in a sentence
 _FAR = 10  # standard deviations
 Scope = Literal["site", "federated"]
@@ -367,7 +369,7 @@ def warn_of_changed_constants(columns_by_owner: Mapping[str, Sequence[str]]) -> 
         return
     warnings.warn(
         keep_advice_for_this_process(
-            "columns that had one value, or none, in all training rows have other values now, for which networks get 0: "
+            f"{CONSTANT_COLUMNS_WARNING} have other values now, for which networks get 0: "
             f"{_join_first(sentences, '; ')}. Give more rows to train on, leave the columns out (drop=..., --data.drop), "
             "or scale by the rows of all sites (preprocess='federated', --data.preprocess federated)"
         ),

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
+from polyfed.core.examples.text_columns import split_column_and_cuts
 from polyfed.data.formats.files import Table
 from polyfed.data.look.counts import MIN_COUNT
 from polyfed.data.tabular.table_reader import column_as_numbers, is_numeric_column
@@ -32,16 +33,6 @@ def divide_columns_into_subgroups(table: Table, entries: Sequence[str]) -> dict[
     ['below 50', 'from 50', 'from 50', 'from 50', 'from 50', '', 'from 50']
     """
     return {split_column_and_cuts(entry, table.column_names)[0]: _name_groups(table, entry) for entry in entries}
-
-
-def split_column_and_cuts(entry: str, column_names: Sequence[str]) -> tuple[str, str]:
-    """Splits "age=50:65" into the column and its cut points; these are empty if the entry is a column.
-
-    >>> split_column_and_cuts("age=50:65", ["age"]), split_column_and_cuts("a=1", ["a=1"])
-    (('age', '50:65'), ('a=1', ''))
-    """
-    name, equals, cuts = entry.rpartition("=")
-    return (entry, "") if entry in column_names or not equals else (name, cuts)
 
 
 def _name_groups(table: Table, entry: str) -> NDArray[Any]:

@@ -40,6 +40,7 @@ from polyfed.core.training.config import TRANSFERABLE_FIELDS
 from polyfed.data.partitioning.folds import Folds, build_folds, check_seeds_suit_resplit_or_folds, redraw_clients
 from polyfed.data.partitioning.partitions import Natural
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
+from polyfed.data.tabular.preprocessing import CONSTANT_COLUMNS_WARNING
 from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.experiment import (
     Experiment,
@@ -220,7 +221,7 @@ def _build_plan(
     def load_and_deal(data_seed: int) -> tuple[Any, Any]:  # once where the same data are dealt again for each run
         with warnings.catch_warnings():
             if is_redrawn:  # the sets of the file are not used, and those that are have a warning of their own
-                warnings.filterwarnings("ignore", message="columns that had one value")
+                warnings.filterwarnings("ignore", message=CONSTANT_COLUMNS_WARNING)
             experiment_data = load_participants(build_experiment({**config, "seed": data_seed}))
         check_networks_run(experiment_data.clients, experiment_data.pool.num_outputs)
         return experiment_data, redraw_clients(experiment_data.clients, resplit, folds, seeds)

@@ -19,6 +19,7 @@ from polyfed.core.examples.text_columns import (
     find_text_refusal,
     is_numeric_text,
     refuse_columns,
+    split_column_and_cuts,
 )
 from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, UNLIMITED_BYTES, expand_user_path, open_file, read_file
 from polyfed.core.io.values.validation import parse_json
@@ -47,8 +48,7 @@ def check_table(data: Any) -> None:
     names_by_role = {"target": [*_split_names(data.get("target"), header), *_split_names(data.get("event"), header)]}
     names_by_role |= {role: _split_names(data.get(role), header) for role in _ROLES}
     names_by_role["subgroups"] = [
-        entry if entry in header else entry.rpartition("=")[0] or entry
-        for entry in _split_names(data.get("subgroups"), header)
+        split_column_and_cuts(entry, header)[0] for entry in _split_names(data.get("subgroups"), header)
     ]
     for role, names in names_by_role.items():
         check_names_of_columns(header, names, role)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import ServerState
-from polyfed.algorithms.partial_sharing.body_and_head import (
+from polyfed.algorithms.base.heads.body_and_head import (
     BodyAndHeadMethod,
     build_empty_body_warning,
     emit_runtime_warning,
