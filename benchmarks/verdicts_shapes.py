@@ -44,6 +44,7 @@ SHAPES = (
     "12 unequal patients",
     "2 positives",
     "2 of a third class",
+    "47 of 120 positive",
     FEW_EVENTS,
 )
 CLASS_SCORES = ("auc", "f1", "sensitivity_at_90", "balanced_accuracy")
@@ -60,6 +61,8 @@ def sizes_of(shape, rng, sites):
         return rng.integers(3, 6, sites).tolist(), None
     if shape in ("rare class", "ties", "2 positives", "2 of a third class"):
         return [60] * sites, None
+    if shape == "47 of 120 positive":  # a class that nearly all of the 50 blocks of a jackknife have
+        return [120] * sites, None
     if shape == "40 patients":  # of two rows each
         return [80] * sites, np.arange(80) // 2
     if shape == FEW_EVENTS:  # five or six
@@ -108,8 +111,8 @@ def site_of(score, shape, size, patients, seeds, lucks, rng):
         targets = np.stack([np.minimum(times, censored), happened], axis=1)
         return (found.round() if shape == "ties" else found)[..., None], targets
     positive = rng.random(int(unit.max()) + 1)[unit] < (0.07 if shape == "rare class" else 0.4)
-    if shape == "2 positives":
-        positive = np.arange(size) < 2
+    if shape in ("2 positives", "47 of 120 positive"):
+        positive = np.arange(size) < int(shape.split()[0])
     if patients is not None:  # a tenth of a patient's rows differs
         positive = positive ^ (rng.random(size) < 0.1)
     right = (
@@ -204,6 +207,7 @@ def run(repeats, only):
                         or (score, shape) in WITHOUT
                         or (shape == FEW_EVENTS and score != "c_index")
                         or (shape == "2 positives" and score not in CLASS_SCORES)
+                        or (shape == "47 of 120 positive" and score not in ("f1", "balanced_accuracy"))
                         or (shape == "2 of a third class" and score not in ("auc", "balanced_accuracy"))
                     ):
                         continue
