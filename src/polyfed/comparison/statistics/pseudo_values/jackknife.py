@@ -27,7 +27,8 @@ from polyfed.tasks.scores.score_functions import split_into_binary_problems
 NUM_GROUPS = 50
 """Most groups of examples that are left out in turn, for metrics without a closed form: one example each up to this
 number."""
-_FEW_BLOCKS = 6  # without a class are needed for the others to be a class (false sentences: benchmarks/verdicts_shapes.py)
+# Blocks without a class that suffice for the others to be a class (false sentences: benchmarks/verdicts_shapes.py)
+_FEW_BLOCKS = 6
 _PAIRS = 40_000  # positive x negative examples up to which comparing all pairs is faster than ranking
 FloatArray = NDArray[np.float64]
 
