@@ -1,11 +1,13 @@
 """One table or figure of each paper at its own numbers of clients and rounds, one seed, as far as hours allow.
 
     python benchmarks/paper_scale.py list
-    python benchmarks/paper_scale.py run fedhenn --hours 10 --data cifar10=FOLDER [--only METHODS] [--runs runs/paper_scale]
+    python benchmarks/paper_scale.py run fedhenn --hours 10 --data cifar10=FOLDER [--only METHODS] [--until ROUND]
+        [--runs runs/paper_scale]
     python benchmarks/paper_scale.py collect [NAMES] [--runs runs/paper_scale]
 
 `run` plays the methods of the table one after another, each in a run directory RUNS/NAME/METHOD, and stops after the first
-round that ends past the hours. The same command goes on where it stopped. A checkpoint is written every few rounds, and when
+round that ends past the hours. With --until each method is played up to that round, so that first parts of all can be
+compared. The same command goes on where it stopped. A checkpoint is written every few rounds, and when
 it stops.
 `collect`, and `run` at its end, writes results/paper_scale/NAME.json: what round each method has reached, its scores by
 round, the paper's figures for the end, hours, processor. Every run directory below RUNS/NAME counts that has the settings of
@@ -75,10 +77,10 @@ PLANS = {
 
 
 class UntilHours(Progress):
-    """A line a round; raises KeyboardInterrupt after a round that ends past `end`."""
+    """A line a round; raises KeyboardInterrupt after a round that ends past `end`, and after the round `until`."""
 
-    def __init__(self, end):
-        self._lines, self._end = LineProgress(), end
+    def __init__(self, end, until=None):
+        self._lines, self._end, self._until = LineProgress(), end, until
 
     def start(self, title, rounds, rounds_done):
         self._lines.start(title, rounds, rounds_done)
@@ -88,7 +90,7 @@ class UntilHours(Progress):
 
     def finish_round(self, record):
         self._lines.finish_round(record)
-        if time.monotonic() > self._end:
+        if time.monotonic() > self._end or record["round"] == self._until:
             raise KeyboardInterrupt
 
     def say(self, sentence):
@@ -127,12 +129,13 @@ def run(name, given):
             raise SystemExit(f"{name} has no method {method!r}; there are {', '.join(plan.methods)}")
     for method in chosen:
         folder = Path(given.runs) / name / method
-        if not finished(folder):
+        if not finished(folder) and not reached_round(folder, given.until):
             try:
-                run_command.run_or_resume_method(experiment, method, people, folder, UntilHours(end))
+                run_command.run_or_resume_method(experiment, method, people, folder, UntilHours(end, given.until))
             except RunInterrupt as stop:
                 print(f"{name}, {method}: {stop}", flush=True)
-                break
+                if time.monotonic() > end or not reached_round(folder, given.until):
+                    break
     collect(name, given)
 
 
@@ -140,6 +143,12 @@ def finished(folder):
     """Whether a run directory is there and has all of its rounds."""
     there = (folder / "config.yaml").exists()
     return there and len(read_metrics(folder / "metrics.jsonl")) == read_config(folder)["rounds"]
+
+
+def reached_round(folder, until):
+    """Whether a run directory has round `until` already; False without such a round."""
+    there = until is not None and (folder / "config.yaml").exists()
+    return there and len(read_metrics(folder / "metrics.jsonl")) >= until
 
 
 def collect(name, given):
@@ -249,6 +258,7 @@ def main():
     parser.add_argument("what", choices=["list", "run", "collect"])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--hours", type=float, default=10.0, help="of this call; the round under way is finished")
+    parser.add_argument("--until", type=int, metavar="ROUND", help="stop each method after it, and go on with the next")
     parser.add_argument("--runs", default="runs/paper_scale")
     parser.add_argument("--data", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--only", metavar="METHODS", help="of the table, with commas between")

@@ -171,14 +171,17 @@ def scale(monkeypatch, tmp_path):
 
 @pytest.mark.thorough
 def test_a_run_at_the_papers_length_stops_after_its_hours_and_goes_on(scale, tmp_path, capsys):
-    def given(hours):
-        return argparse.Namespace(runs=str(tmp_path), hours=hours, data=[], only=None, workers=0)
+    def given(hours, until=None):
+        return argparse.Namespace(runs=str(tmp_path), hours=hours, data=[], only=None, workers=0, until=until)
 
     def reached():
         return json.loads((tmp_path / "results" / "pfedla.json").read_text(encoding="utf-8"))["methods"]["local"]
 
     scale.run("pfedla", given(0))
     assert (reached()["round"], list(reached()["by_round"]["accuracy"])) == (1, ["1"])
+    for _ in range(2):  # the second call has nothing to do
+        scale.run("pfedla", given(1, until=2))
+        assert reached()["round"] == 2
     scale.run("pfedla", given(1))
     found, records = reached(), read_metrics(tmp_path / "pfedla" / "local" / "metrics.jsonl")
     assert (found["round"], list(found["by_round"]["accuracy"])) == (3, ["1", "2", "3"])
