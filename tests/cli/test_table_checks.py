@@ -34,6 +34,11 @@ CASES = {
     "five shares with a sign, categories": ({"share": [f"{k % 5}0 %" for k in ROWS]}, {}),
     "codes with an underscore": ({"lab": [f"{k}_1" for k in ROWS]}, {}),
     "a row without a site": ({"site": ["a", "b", ""] * 20}, {}),
+    "rows without a site, dropped": ({"site": ["a", "b", ""] * 20, "ill": [0, 1, 7] * 20}, {"missing_site": "drop"}),
+    "rows without a site, dropped, with other labels": (
+        {"site": ["a", "b", ""] * 20, "ill": [k if k % 3 == 2 else k % 2 for k in ROWS]},
+        {"missing_site": "drop"},
+    ),
     "a row without a target": ({"ill": [0, 1, ""] * 20}, {}),
     "rows without a target, dropped": ({"ill": [0, 1, ""] * 20}, {"missing_target": "drop"}),
     "rows without a target, dropped, and a word": (

@@ -15,6 +15,7 @@ from polyfed.data import Split, make_clients
 from polyfed.data.partitioning.partitions import Natural
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public, resplit_clients
 from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
+from polyfed.data.sources.folders import ImageTable
 from polyfed.data.sources.table_file import TableFile
 from polyfed.data.tabular.fit_preprocessor import fit_preprocessor
 from polyfed.data.tabular.preprocessing import TablePreprocessor
@@ -226,6 +227,27 @@ def test_rows_without_a_target_are_left_out_and_counted(extra):
     )
     assert sites.dataset.train.x[:, 0].nan_to_num(-1).tolist() == pytest.approx(remaining["age"].fillna(-1).tolist())
     assert pf.data.split_table(remaining, target, "hospital", **options).dataset.train.y.equal(sites.dataset.train.y)
+
+
+def test_rows_without_a_site_are_left_out_and_counted(tmp_path):
+    data = frame().assign(died=[0, 1] * 40)
+    data.loc[[10, 11], "hospital"] = None
+    data.loc[[3, 10], "died"] = None
+    options = {"columns": ["age"], "missing_target": "drop"}
+    with pytest.raises(UserError, match=r"rows 11 and 12 .*drop the rows \(missing_site='drop'\)"):
+        pf.data.split_table(data, "died", "hospital", **options)
+    with warnings.catch_warnings(), collect_data_warnings() as texts:
+        warnings.simplefilter("ignore")
+        sites = pf.data.split_table(data, "died", "hospital", missing_site="drop", **options)
+    assert [text.partition(" and ")[0] for text in texts[:2]] == [
+        "2 of 80 rows have no value in the site 'hospital'",
+        "1 of 78 rows have no value in the target 'died'",
+    ]
+    assert sum(len(part.train) + len(part.test) for part in sites.client_data) == 77
+    listed = write(tmp_path, data.assign(file="a.png"))
+    for target, site in (("died", "sex"), ("sex", "hospital")):
+        with pytest.raises(UserError, match=r"drop the rows?$"):  # a source without these options does not offer them
+            ImageTable(listed, target=target, image="file", site=site).load()
 
 
 def test_the_task_follows_the_target():

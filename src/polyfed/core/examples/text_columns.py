@@ -163,11 +163,16 @@ def check_names_of_columns(header: Sequence[str], names: Sequence[str], role: st
     raise UserError(f"{role}: the table has no column {missing[0]!r}{more}; {advice}")
 
 
-def check_no_empty_cells(empty_rows: Sequence[int], name: str, role: str) -> None:
-    """Raises a `UserError` if a column of this role has no value in some rows, the first of which is 0."""
+def check_no_empty_cells(empty_rows: Sequence[int], name: str, role: str, *, may_drop: bool = True) -> None:
+    """Raises a `UserError` if a column of this role has no value in some rows, the first of which is 0.
+
+    Args:
+        may_drop: whether the source can leave out rows without a target or a site.
+    """
     if len(empty_rows):
         which = "row" if len(empty_rows) == 1 else "rows"
-        option = " (missing_target='drop', --data.missing-target drop)" if role == "target" else ""
+        has_option = may_drop and role in ("target", "site")
+        option = f" (missing_{role}='drop', --data.missing-{role} drop)" if has_option else ""
         raise UserError(
             f"{role}: column {name!r} has no value in {format_row_numbers(empty_rows)} (the first row below the names is "
             f"1); fill it in, or drop the {which}{option}"

@@ -178,11 +178,11 @@ class ImageTable(Source):
             raise UserError(advice)
         table = read_table(self.path)
         target_names = parse_column_names(self.target, table)
-        for role, name in {"image": self.image, "site": self.site, "group": self.group, "time": self.time}.items():
-            if name is not None:
-                check_columns_exist(table, [name], role)
-                check_no_missing_values(column_as_texts(table, name), name, role)
-        check_columns_exist(table, target_names, "target")
+        roles = {"image": self.image, "site": self.site, "group": self.group, "time": self.time}
+        for role, column in [*roles.items(), *(("target", name) for name in target_names)]:
+            if column is not None:
+                check_columns_exist(table, [column], role)
+                check_no_missing_values(column_as_texts(table, column), column, role, may_drop=False)
         picture_folder = (
             expand_user_path(self.path).parent
             if self.folder is None

@@ -18,7 +18,7 @@ from polyfed.data.formats.files import Table
 from polyfed.data.pooled_dataset import PooledDataset, Source
 from polyfed.data.tabular.columns import (
     check_task_option,
-    drop_rows_without_target,
+    drop_rows_without,
     has_few_values,
     infer_feature_columns,
     read_targets,
@@ -77,6 +77,7 @@ class TableFile(Source):
         encoding: of a CSV file, such as utf-8 or latin-1.
         missing_target: what becomes of rows without a target (a label, a time or an event): "refuse" the table, or "drop"
             these rows, with a warning that has their number at each site.
+        missing_site: the same for rows without a site.
         subgroups: columns of numbers whose groups are kept with predictions, not their values: "age=50:65" with the numbers
             that begin a new group, "age" for quartiles of all rows.
         schema: JSON file of columns, categories and classes that tables in different places have agreed on
@@ -103,11 +104,12 @@ class TableFile(Source):
     decimal: str = "."
     encoding: str = "utf-8"
     missing_target: Literal["refuse", "drop"] = "refuse"
+    missing_site: Literal["refuse", "drop"] = "refuse"
     subgroups: list[str] | str = ""
     schema: str | None = None
 
     def __post_init__(self) -> None:
-        check_field_types(self, "preprocess", "missing_target")
+        check_field_types(self, "preprocess", "missing_target", "missing_site")
         check_task_option(self.task)
         self._form()
         conflicting = [name for name in ("columns", "drop", "categorical", "positive") if getattr(self, name)]
@@ -168,19 +170,21 @@ class TableFile(Source):
                 f"column {twice[0]!r} is named twice, as a target and as another target, the event, the site, the group or "
                 "the time; give each its own column"
             )
-        for role, name in roles.items():
-            if name is not None:
+        for role in (*roles, "target"):
+            for name in names_by_role.get(role, ()) if getattr(self, f"missing_{role}", "refuse") == "refuse" else ():
                 check_no_missing_values(column_as_texts(table, name), name, role)
         choice = TASK_WITH_EVENTS if self.event is not None and self.task == "auto" else self.task
-        labelled = table
+        complete = table
+        if self.missing_site == "drop" and self.site is not None:
+            complete = drop_rows_without("site", table, [self.site])
         if self.missing_target == "drop":
-            labelled = drop_rows_without_target(table, target_names, self.site)
-        y, classes, task = read_targets(labelled, target_names, choice, self.positive)
+            complete = drop_rows_without("target", complete, target_names, self.site)
+        y, classes, task = read_targets(complete, target_names, choice, self.positive)
         if self.event is not None and not task.target_columns:
             raise UserError(f"event={self.event!r} is for survival, and the task is {task}; leave one of the two out")
-        if self.schema is None and labelled is not table:
+        if self.schema is None and complete is not table:
             self._feature_columns(table, target_names)  # which names rows by their place in the whole table
-        table = labelled
+        table = complete
         if self.schema is None:
             features = self._feature_columns(table, target_names)
         else:

@@ -25,7 +25,6 @@ from polyfed.data.formats.files import Table
 from polyfed.data.tabular.positive_class import is_condition_or_value_list, split_by_positive
 from polyfed.data.tabular.preprocessing import Column
 from polyfed.data.tabular.table_reader import (
-    check_no_missing_values,
     column_as_arrow_array,
     column_as_numbers,
     column_as_texts,
@@ -154,31 +153,31 @@ def to_float32_unless_precision_lost(stored: Tensor, features: Sequence[Column])
     return stored if bool((error > _PRECISE * spread).any()) else stored.to(torch.float32)
 
 
-def drop_rows_without_target(table: Table, names: Sequence[str], site: str | None) -> Table:
-    """Returns the rows that have a value in each target; warns of the number of the others, at each site.
+def drop_rows_without(role: str, table: Table, names: Sequence[str], site: str | None = None) -> Table:
+    """Returns the rows that have a value in each column of a role; warns of the number of the others, at each site.
 
     Raises:
-        UserError: no row has all targets.
+        UserError: no row has them all.
 
     >>> import pyarrow
     >>> with warnings.catch_warnings():
     ...     warnings.simplefilter("ignore")
-    ...     drop_rows_without_target(pyarrow.table({"ill": [0, None], "age": [50, 60]}), ["ill"], None).to_pydict()
+    ...     drop_rows_without("target", pyarrow.table({"ill": [0, None], "age": [50, 60]}), ["ill"]).to_pydict()
     {'ill': [0], 'age': [50]}
     """
-    is_labelled = np.all([[cell is not None for cell in column_as_texts(table, name)] for name in names], axis=0)
-    if is_labelled.all():
+    is_complete = np.all([[cell is not None for cell in column_as_texts(table, name)] for name in names], axis=0)
+    if is_complete.all():
         return table
     joined = " and ".join(map(repr, names))
-    if not is_labelled.any():
-        raise UserError(f"target: no row has a value in {joined}")
-    sites = [] if site is None else column_as_texts(table, site)[~is_labelled].tolist()
+    if not is_complete.any():
+        raise UserError(f"{role}: no row has a value in {joined}")
+    sites = [] if site is None else column_as_texts(table, site)[~is_complete].tolist()
     counts = ", ".join(f"{name} {sites.count(name)}" for name in sorted_unique_texts(sites))
     warn_of_data(
-        f"{int((~is_labelled).sum())} of {table.num_rows} rows have no value in the target {joined} and are left out"
+        f"{int((~is_complete).sum())} of {table.num_rows} rows have no value in the {role} {joined} and are left out"
         f"{f' ({counts})' if counts else ''}"
     )
-    return table.filter(is_labelled)
+    return table.filter(is_complete)
 
 
 def read_targets(
@@ -187,10 +186,8 @@ def read_targets(
     """Returns the targets of a table, the names of its classes, labels or targets, and the task.
 
     Raises:
-        UserError: a row without a target, or targets that do not fit the task.
+        UserError: targets that do not fit the task.
     """
-    for name in names:
-        check_no_missing_values(column_as_texts(table, name), name, "target")
     if task == "auto" and len(names) == 1 and is_condition_or_value_list(positive):
         task = DEFAULT_TASK
     resolved_task = _infer_task(table, names) if task == "auto" else get_task(task)

@@ -332,19 +332,22 @@ def _cell_text(value: Any) -> str | None:
     return (str(value).strip() or None) if isinstance(value, str) else str(value)
 
 
-def check_no_missing_values(column: NDArray[Any], name: str, role: str) -> None:
+def check_no_missing_values(column: NDArray[Any], name: str, role: str, *, may_drop: bool = True) -> None:
     """Raises a `UserError` if a row of the column has no value.
+
+    Args:
+        may_drop: whether the source can leave out rows without a target or a site.
 
     Raises:
         UserError: a row has none; the message has the numbers of such rows, the first being 1.
 
-    >>> check_no_missing_values(np.array(["a", None], dtype=object), "hospital", "site")
+    >>> check_no_missing_values(np.array(["a", None], dtype=object), "patient", "group")
     Traceback (most recent call last):
-    polyfed.core.errors.UserError: site: column 'hospital' has no value in row 2 (the first row below the names is 1);
+    polyfed.core.errors.UserError: group: column 'patient' has no value in row 2 (the first row below the names is 1);
     fill it in, or drop the row
     """
     absent = [row for row, value in enumerate(column.tolist()) if value is None or value != value]
-    check_no_empty_cells(absent, name, role)
+    check_no_empty_cells(absent, name, role, may_drop=may_drop)
 
 
 def has_no_letter_or_digit(text: str) -> bool:

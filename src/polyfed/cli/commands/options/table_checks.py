@@ -152,12 +152,13 @@ def _find_errors(
 ) -> Iterator[str]:
     used = {role: names_by_role[role] for role in ("site", "group", "time", "target")}
     for role, names in used.items():
-        for name in names if role != "target" or data.get("missing_target") != "drop" else ():
+        for name in names if data.get(f"missing_{role}") != "drop" else ():
             empty_rows = [row for row, cell in enumerate(cells[name]) if cell is None]
             yield from _list_errors(check_no_empty_cells, empty_rows, name, role)
     targets = names_by_role["target"]
     if len(targets) == 1 and data.get("task", "auto") == "auto" and data.get("positive") is None:
-        labels = [cell for cell in cells[targets[0]] if cell is not None]
+        sites = cells[used["site"][0]] if used["site"] else cells[targets[0]]
+        labels = [cell for cell, site in zip(cells[targets[0]], sites, strict=True) if cell and site]
         numbers = {float(cell) for cell in labels if is_numeric_text(cell)}
         if all(map(float.is_integer, numbers)) and all(map(is_numeric_text, labels)):
             yield from _list_errors(check_whole_numbers_are_classes, len(numbers), targets[0])
