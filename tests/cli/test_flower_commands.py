@@ -119,6 +119,47 @@ def test_a_run_without_a_trial_or_a_connection_says_what_to_do(content, project,
     assert (tmp_path / "flower" / "config.toml").exists() is (content is not None)
 
 
+FLWR = """#!/bin/sh
+[ "$1" = run ] && echo "Successfully started run 7"
+[ "$1" = list ] && echo '{"runs": [{"run-id": "8", "status": "finished:completed"}, {"run-id": "7", %s}]}'
+exit 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("row", "status", "sentence"),
+    [
+        ('"status": "finished:completed"', 0, ""),
+        (
+            '"status": "finished:failed", "status-details": "ServerApp failed with exception: a site refuses"',
+            1,
+            "the run has ended after 1 of 1 rounds (a site refuses)",
+        ),
+        ('"status": "finished:stopped"', 1, "(finished:stopped)"),
+        ("nonsense", 1, "(the SuperLink does not answer)"),
+    ],
+)
+def test_a_run_that_failed_does_not_show_the_records_of_an_earlier_one(
+    row, status, sentence, project, tmp_path, monkeypatch, capsys
+):
+    """Flower's command ends with status 0, and the directory has all rounds, as where a finished run is resumed."""
+    (tmp_path / "flwr").write_text(FLWR % row)
+    (tmp_path / "flwr").chmod(0o700)
+    monkeypatch.setattr(local_trial, "find_flwr_command", lambda: str(tmp_path / "flwr"))
+    connect(monkeypatch, project)
+    run = tmp_path / "run-1"
+    run.mkdir()
+    (run / "config.yaml").write_text("algorithm: {name: local}\nrounds: 1\n")
+    (run / "metrics.jsonl").write_text('{"round": 1, "summary": {}, "clients": {}}\n')
+    assert main(["flower", "run", str(project), "--resume", str(run)]) == status
+    out, err = capsys.readouterr()
+    assert sentence in err
+    assert "Successfully started run 7" in err
+    assert ("round 1" in out) == (status == 0)
+    assert main(["flower", "run", str(project), "--out", str(run)]) == 2
+    assert f"the run directory {run} is not empty" in capsys.readouterr().err
+
+
 def test_the_command_without_words_prints_its_help_and_an_error_an_example(capsys):
     assert main(["flower"]) == 0
     assert "usage: polyfed flower init|up|run" in capsys.readouterr().out

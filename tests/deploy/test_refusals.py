@@ -34,6 +34,7 @@ BAD = {
     "wrong file": ({"file": "/nowhere.py"}, "file: ./nowhere.py. is not a Python file"),
     "consent": ({"allow-disclosure": False}, "fedavg discloses weights of the sites to the server"),
     "resume": ({"resume": True}, "cannot read"),
+    "a run is there": ({"out": "sites"}, "the run directory .*sites is not empty"),
 }
 
 
@@ -157,12 +158,12 @@ def _asked(node, letter):
 
 def test_a_run_that_ended_before_its_first_record_can_go_on_from_its_checkpoint(tmp_path):
     """The record of round 1 is written after the exchange of round 2, its checkpoint before."""
-    assert "--resume" not in _unfinished_run_message(tmp_path, tmp_path / "run-1", [], 3, 1)
+    assert "--resume" not in _unfinished_run_message(tmp_path, tmp_path / "run-1", [], 3, "failed")
     directory = RunDirectory.create(tmp_path / "run-1")
     save_checkpoint_and_remove_older(directory.checkpoint_folder, Checkpoint(1, {"model": {"w": torch.ones(2)}}, {}), 0)
     directory.close()
-    told = _unfinished_run_message(tmp_path, tmp_path / "run-1", [], 3, 1)
+    told = _unfinished_run_message(tmp_path, tmp_path / "run-1", [], 3, "failed")
     assert told.endswith(f"polyfed flower run {tmp_path} --resume {tmp_path}/run-1`")
-    assert _unfinished_run_message(tmp_path, tmp_path / "run-2", [{"round": 2}], 3, 1).startswith(
-        "the run has ended after 2 of 3 rounds"
+    assert _unfinished_run_message(tmp_path, tmp_path / "run-2", [{"round": 2}], 3, "failed").startswith(
+        "the run has ended after 2 of 3 rounds (failed)"
     )

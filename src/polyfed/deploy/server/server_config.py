@@ -29,7 +29,7 @@ from polyfed.simulation.rounds.replies.secure_aggregation import check_secure_su
 from polyfed.simulation.scheduling.asynchronous.rules import parse_asynchronous
 from polyfed.simulation.settings import SCHEDULING_FIELDS, Settings
 from polyfed.simulation.storage.configuration import restore_settings_and_method
-from polyfed.simulation.storage.directory import RunDirectory, read_config
+from polyfed.simulation.storage.directory import RunDirectory, check_can_become_run_directory, read_config
 
 _LOG = logging.getLogger("polyfed.server")
 
@@ -76,6 +76,7 @@ def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
         trust_code(str(deployment.file))
     if deployment.resume:
         return _configure_resumed_server(deployment)
+    check_can_become_run_directory(deployment.out)  # before any site is asked
     if "name" not in method_fields:
         raise UserError('the configuration lacks algorithm.name; for example algorithm.name = "flha_ghn"')
     method_class = get(str(method_fields.pop("name")))

@@ -4,6 +4,7 @@ runs, and shows their state.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,9 +23,15 @@ from polyfed.core.io.atomic_files import read_text_file
 from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 from polyfed.deploy.trial import local_trial as trials
 from polyfed.deploy.trial.project import DeploymentProject, create_project, parse_site_names_or_count
-from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics
+from polyfed.simulation.storage.directory import (
+    check_can_become_run_directory,
+    read_config,
+    read_manifest,
+    read_metrics,
+)
 from polyfed.simulation.storage.run_files import RunFiles
 
+_MAX_REASON_LENGTH = 500  # characters of Flower's reason for the end of a run
 _STATUS_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "nodes": ("node-id", "status", "online-at", "offline-at"), "runs": ("run-id", "status", "elapsed"),
 }  # fmt: skip
@@ -127,6 +134,8 @@ def submit_run_and_follow_log(
         config = {key: value for key, value in config.items() if not key.startswith("algorithm.")}
     config = project.resolve_paths(config | changed)
     target = (resume or out or _next_run_folder(project)).resolve()
+    if resume is None:
+        check_can_become_run_directory(target)
     config |= {"out": str(target), "resume": resume is not None}
     if allow_disclosure:
         config["allow-disclosure"] = True
@@ -139,10 +148,10 @@ def submit_run_and_follow_log(
         app = Path(temporary) / "app"
         shutil.copytree(project.app_folder, app, ignore=shutil.ignore_patterns("__pycache__"))
         _write_app_configuration(app / "pyproject.toml", config)
-        command = [trials.find_flwr_command(), "run", str(app), connection, "--stream"]
-        status = _run_flower_command(command, trials.flower_environment(home))
+        run_id = _follow_run_and_get_id(app, connection, home)
+    status = _describe_end_of_run(home, connection, run_id)
     records = read_metrics(target / "metrics.jsonl")
-    if not records or records[-1]["round"] < planned_rounds:
+    if status or not records:
         raise RoundError(_unfinished_run_message(folder, target, records, planned_rounds, status))
     Console().print(_last_round_table(target, records))
     print(f"{target}")
@@ -166,7 +175,7 @@ def _check_connection_of_flower(connection: str, folder: Path) -> None:
 
 
 def _unfinished_run_message(
-    folder: Path, target: Path, records: Sequence[Mapping[str, Any]], planned_rounds: int, status: int
+    folder: Path, target: Path, records: Sequence[Mapping[str, Any]], planned_rounds: int, status: str
 ) -> str:
     """Describes a run that ended early.
 
@@ -175,16 +184,42 @@ def _unfinished_run_message(
     rounds_done = records[-1]["round"] if records else 0
     can_resume = bool(records) or any((target / "checkpoint").glob("round-*"))
     resume_hint = f"; continue it with `polyfed flower run {folder} --resume {target}`" if can_resume else ""
-    return (
-        f"the run has ended after {rounds_done} of {planned_rounds} rounds (flwr: {status}); its log is "
-        f"above{resume_hint}"
-    )
+    return f"the run has ended after {rounds_done} of {planned_rounds} rounds ({status}); its log is above{resume_hint}"
 
 
-def _run_flower_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs Flower's command with its output on standard error. Ctrl-C leaves the run to the server."""
-    with subprocess.Popen(command, stdout=sys.stderr, env=dict(environment)) as process:
-        return process.wait()
+def _follow_run_and_get_id(app: Path, connection: str, home: Path | None) -> str:
+    """Runs Flower's command, copies its output to standard error, and returns the run's identifier.
+
+    Ctrl-C leaves the run to the server.
+
+    Returns:
+        The identifier; "" if no run was started.
+    """
+    command = [trials.find_flwr_command(), "run", str(app), connection, "--stream"]
+    environment, run_id = trials.flower_environment(home, {"PYTHONUNBUFFERED": "1"}), ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, errors="replace") as process:
+        for line in process.stdout or ():
+            print(line, end="", file=sys.stderr, flush=True)
+            started = re.search(r"started run (\d+)", line)
+            run_id = run_id or (started[1] if started else "")
+    return run_id
+
+
+def _describe_end_of_run(home: Path | None, connection: str, run_id: str) -> str:
+    """Returns why Flower does not consider a run completed; "" if it does.
+
+    Flower's command ends with status 0 also after a run that failed.
+    """
+    if not run_id:
+        return "no run was started"
+    answer = trials.run_flwr(home, ["list", connection, "--format", "json"])
+    try:
+        row = next(row for row in json.loads(answer.stdout)["runs"] if row["run-id"] == run_id)
+        status, details = str(row["status"]), str(row.get("status-details") or "")
+    except (ValueError, KeyError, TypeError, StopIteration):
+        return "the SuperLink does not answer"
+    reason = " ".join(details.removeprefix("ServerApp failed with exception: ").split())[:_MAX_REASON_LENGTH]
+    return "" if status == "finished:completed" else sanitise_for_terminal(reason or status)
 
 
 def _flatten_configuration(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
