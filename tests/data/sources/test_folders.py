@@ -200,3 +200,37 @@ def test_shifts_of_lazy_pictures_are_refused(folder):
     pool = ImageFolder(str(folder / "a"), 8, layout="site/class", lazy=True).load()
     with pytest.raises(UserError, match=r"a shift transforms uint8 images .*leave lazy out"):
         make_clients(pool, Split(clients=2), IID(), 0, [Shift(rotation=90)])
+
+
+def test_what_a_folder_holds_beside_pictures_is_told(folder):
+    for file in (folder / "a/north/owl").iterdir():
+        file.rename(file.with_suffix(".dcm"))
+    (folder / "a/south/cat/._0.png").write_bytes(b"of macOS")
+    (folder / "a/east").mkdir()
+    source = ImageFolder(str(folder / "a"), 8, layout="site/class")
+    with pytest.warns(
+        UserWarning, match=r"no pictures in east, north/owl and 5 files of other kinds \(.dcm\), which are"
+    ):
+        pool = source.load()
+    assert len(pool.train) == 15
+    for file in (folder / "a").rglob("*.png"):
+        file.rename(file.with_suffix(".dcm"))
+    with pytest.raises(UserError, match=r"holds no pictures, but 20 files of other kinds \(.dcm\)"):
+        source.load()
+
+
+def test_folders_whose_names_look_alike_are_told(folder):
+    (folder / "a/south/cat").rename(folder / "a/south/Cat ")
+    (folder / "a/south").rename(folder / "a/NORTH")
+    with pytest.warns(UserWarning, match="spell them alike") as told:
+        ImageFolder(str(folder / "a"), 8, layout="site/class").load()
+    texts = [str(warning.message) for warning in told]
+    assert texts[0].startswith("the folders of classes are 'Cat ' and 'cat', which are two different values here")
+    assert texts[1].startswith("the folders of sites are 'NORTH' and 'north'")
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_loop_of_links_is_refused(folder, lazy):
+    (folder / "a/north/cat/9.png").symlink_to("9.png")
+    with pytest.raises(UserError, match=r"cannot read .*9.png: Too many levels of symbolic links"):
+        ImageFolder(str(folder / "a"), 8, layout="site/class", lazy=lazy).load()

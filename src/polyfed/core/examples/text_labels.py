@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.examples.examples import Examples
-from polyfed.core.io.text.number_format import format_row_numbers
+from polyfed.core.io.text.number_format import format_row_numbers, join_with_and
+from polyfed.core.io.text.terminal_text import fold_spelling
 
 
 class NumberedLabels(NamedTuple):
@@ -93,7 +94,26 @@ def share_classes(sets: Mapping[str, Examples]) -> dict[str, Examples]:
             f"the labels of {next(iter(named))} are texts, those of {other} numbers; give texts everywhere, or numbers"
         )
     classes = tuple(sorted({text for part in sets.values() for text in part.classes or ()}))
+    warn_of_names_that_look_alike({"the labels have": classes})
     return {name: _renumber_labels(part, classes) for name, part in sets.items()}
+
+
+def warn_of_names_that_look_alike(names_by_owner: Mapping[str, Sequence[str]]) -> None:
+    """Warns of names (sites, classes, categories) that differ in capitals, spaces or accents' encoding alone.
+
+    Args:
+        names_by_owner: the names, by what has them, such as "column 'ward' has".
+    """
+    for owner, names in names_by_owner.items():
+        spellings: dict[str, list[str]] = {}
+        for name in names:
+            spellings.setdefault(fold_spelling(name), []).append(name)
+        if alike := next((several for several in spellings.values() if several[1:]), None):
+            show = repr if len({*map(str.casefold, alike)}) == 1 else ascii  # which tells accents apart
+            warn_of_data(
+                f"{owner} {join_with_and([*map(show, alike)])}, which are {'two' if len(alike) == 2 else len(alike)} "
+                "different values here; if they mean the same, spell them alike"
+            )
 
 
 def _renumber_labels(examples: Examples, classes: Sequence[str]) -> Examples:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.examples.examples import Normalise
 from polyfed.core.io.atomic_files import open_file
 
@@ -41,7 +41,7 @@ def decode_images(blobs: Sequence[bytes], mode: Mode, size: int | None = None) -
     turbo = _load_turbo_jpeg_decoder() if mode == "RGB" and size is None else None
 
     def decode(blob: bytes) -> NDArray[np.uint8]:
-        if turbo is not None and 0 < _jpeg_pixel_count(blob) <= MAX_PIXELS:
+        if turbo is not None and 0 < _jpeg_pixel_count(blob) <= MAX_PIXELS and b"Exif" not in blob[:64]:
             try:
                 return np.asarray(turbo(blob, "rgb"), np.uint8)
             except Exception:  # kornia_rs raises nothing narrower (CMYK images, for example); PIL decides
@@ -84,12 +84,12 @@ def measure_normalisation(images: Tensor) -> Normalise:
 
 
 def decode_image(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[np.uint8]:
-    """Decodes one image to a uint8 array of shape (height, width, channels).
+    """Decodes one image to a uint8 array of shape (height, width, channels), the right way up as its EXIF tag says.
 
     Raises:
-        UserError: the bytes cannot be decoded; the message mentions `name`.
+        UserError: the bytes cannot be decoded, or 8 bits cannot hold them; the message mentions `name`.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with Image.open(file) as image:
@@ -97,13 +97,19 @@ def decode_image(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[
                 raise ValueError(
                     f"it would have {image.width}×{image.height} pixels, and at most {MAX_PIXELS} are read"
                 )
-            shape = (size or image.height, size or image.width, 1 if mode == "L" else 3)
+            if getattr(image, "is_animated", False) and image.format != "MPO":  # a camera's preview of the same picture
+                warn_of_data("of pictures with several pages or frames, only the first is read; save each as a file")
+            if image.mode[0] in "IF":  # 16 or 32 bits, which PIL would cut off at 255
+                pixels = np.asarray(image)
+                if image.mode == "F" or pixels.min() < 0 or pixels.max() > 255:
+                    raise ValueError(f"its mode {image.mode} has more than 8 bits: scale its values to 0 to 255")
             if size is not None:
                 image.draft(mode, (size, size))  # a JPEG decodes at a fraction of its size; nothing for other formats
             picture = image if image.mode == mode else image.convert(mode)
+            ImageOps.exif_transpose(picture, in_place=True)
             if size is not None and picture.size != (size, size):
                 picture = picture.resize((size, size), Image.Resampling.BILINEAR)
-            return np.frombuffer(picture.tobytes(), np.uint8).reshape(shape)
+            return np.frombuffer(picture.tobytes(), np.uint8).reshape(picture.height, picture.width, -1)
     except Image.DecompressionBombError as error:
         raise UserError(f"{name} would have more than {MAX_PIXELS} pixels, and is not read; make it smaller") from error
     except UnidentifiedImageError as error:

@@ -236,4 +236,4 @@ def build_image_keys_and_decoder(
 
 def open_image_files_lazily(files: Sequence[Path]) -> EncodedImageFiles:
     """Returns an object that reads each of these image files only when it is needed."""
-    return EncodedImageFiles(tuple(str(file.resolve()) for file in files))
+    return EncodedImageFiles(tuple(str(file.absolute()) for file in files))

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.text_labels import warn_of_names_that_look_alike
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.core.io.text.number_format import format_row_numbers
+from polyfed.core.io.text.number_format import count_with_noun, format_row_numbers, join_first_and_count_rest
 from polyfed.core.io.values.validation import check_field_types
 from polyfed.data.formats.files import resolve_existing_path
 from polyfed.data.formats.images import Mode, measure_normalisation, read_images
@@ -80,6 +81,8 @@ class ImageFolder(Source):
             )
             if extra := sorted((test_labels or {label for _, label, _ in parts[1]}) - set(names)):
                 raise UserError(f"{str(root / 'test')!r} has classes without training pictures: {', '.join(extra)}")
+        sites = dict.fromkeys(site for *_, site in train_pictures)
+        warn_of_names_that_look_alike({"the folders of classes are": names, "the folders of sites are": [*sites]})
         code = {name: number for number, name in enumerate(names)}
         y = [torch.tensor([code[label] for _, label, _ in part]) for part in parts]
         x, transform = load_images_and_transform(
@@ -91,16 +94,27 @@ class ImageFolder(Source):
 
     def _find_pictures(self, folder: Path, advice: str) -> list[tuple[Path, str, str]]:
         """Returns the file, class and site of each image."""
-        entries = []
+        entries, other_files, empty = [], list[Path](), list[Path]()
         for outer in _list_subfolders(folder):
             inner = [outer] if self.layout == "class" else _list_subfolders(outer)
             if self.layout != "class" and (loose := _list_pictures(outer, recursive=False)):
                 raise UserError(f"{str(loose[0])!r} lies in no folder of the layout {self.layout}; move it into one")
-            for leaf in inner:
+            for leaf in inner or [outer]:
                 site, label = (leaf.name, outer.name) if self.layout == "class/site" else (outer.name, leaf.name)
-                entries += [(file, label, site) for file in _list_pictures(leaf, recursive=True)]
+                pictures = _list_pictures(leaf, recursive=True)
+                entries += [(file, label, site) for file in pictures]
+                other_files += {*_list_files(leaf, recursive=True)} - {*pictures}
+                empty += [] if pictures else [leaf]
+        kinds = join_first_and_count_rest(sorted({file.suffix.lower() or "no suffix" for file in other_files}))
+        unread = f"{count_with_noun(len(other_files), 'file')} of other kinds ({kinds})" if other_files else ""
         if not entries:
-            raise UserError(f"{str(folder)!r} holds no pictures; {advice}")
+            raise UserError(f"{str(folder)!r} holds no pictures{unread and f', but {unread}'}; {advice}")
+        if empty or unread:
+            names = join_first_and_count_rest([str(leaf.relative_to(folder)) for leaf in empty])
+            remarks = [f"no pictures in {names}" if empty else "", unread and f"{unread}, which are not read"]
+            warn_of_data(
+                f"{str(folder)!r} has {' and '.join(filter(None, remarks))}; polyfed reads {', '.join(_SUFFIXES)}"
+            )
         if self.layout == "class":
             _check_one_level(folder)
         return sorted(entries, key=lambda entry: (entry[1], entry[2])) if self.layout != "class" else entries
@@ -110,9 +124,14 @@ def _list_subfolders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _list_pictures(folder: Path, *, recursive: bool) -> list[Path]:
+def _list_files(folder: Path, *, recursive: bool) -> list[Path]:
+    """Returns the files in a folder but for hidden ones, such as those that macOS adds to archives."""
     paths = folder.rglob("*") if recursive else folder.iterdir()
-    return sorted(file for file in paths if file.suffix.lower() in _SUFFIXES)
+    return sorted(path for path in paths if not path.name.startswith(".") and not path.is_dir())
+
+
+def _list_pictures(folder: Path, *, recursive: bool) -> list[Path]:
+    return [file for file in _list_files(folder, recursive=recursive) if file.suffix.lower() in _SUFFIXES]
 
 
 def _check_one_level(folder: Path) -> None:

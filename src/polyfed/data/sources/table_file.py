@@ -13,6 +13,7 @@ from torch import Tensor
 from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.text_columns import split_column_and_cuts
+from polyfed.core.examples.text_labels import warn_of_names_that_look_alike
 from polyfed.core.io.values.validation import check_field_types
 from polyfed.data.formats.files import Table
 from polyfed.data.pooled_dataset import PooledDataset, Source
@@ -30,7 +31,7 @@ from polyfed.data.tabular.positive_class import is_condition_or_value_list
 from polyfed.data.tabular.preprocessing import Column, Scope, TablePreprocessor, encode_table
 from polyfed.data.tabular.schema import read_schema, recode_targets_to_schema
 from polyfed.data.tabular.subgroups import divide_columns_into_subgroups
-from polyfed.data.tabular.suspicious_columns import warn_of_names_that_look_alike, warn_of_suspicious_columns
+from polyfed.data.tabular.suspicious_columns import warn_of_suspicious_columns
 from polyfed.data.tabular.table_reader import (
     PATH_ADVICE,
     check_columns_exist,
@@ -219,7 +220,7 @@ class TableFile(Source):
             spellings[target_names[0]] = classes
         if self.site is not None:
             spellings[self.site] = tuple(dict.fromkeys(column_as_texts(table, self.site).tolist()))
-        warn_of_names_that_look_alike(spellings)
+        warn_of_names_that_look_alike({f"column {name!r} has": names for name, names in spellings.items()})
         if self.event is not None and not y[:, -1].any():
             warn_of_data(
                 f"event {self.event!r} is 0 in every row: without an event no risk can be learnt; if 0 means that it "

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from shlex import quote
 from typing import Any
 
@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import warn_of_data
-from polyfed.core.io.text.number_format import join_with_and
-from polyfed.core.io.text.terminal_text import fold_spelling
 from polyfed.data.formats.files import Table
 from polyfed.data.tabular.columns import LARGEST_EXACT
 from polyfed.data.tabular.table_reader import (
@@ -42,21 +40,6 @@ _ROLES = {"group": "that of a patient with several rows", "time": "a time"}
 _LEAST_OF_CLASS = 10  # examples of a class for that AUC
 
 Codes = NDArray[np.int64]
-
-
-def warn_of_names_that_look_alike(names_by_column: Mapping[str, Sequence[str]]) -> None:
-    """Warns of names (sites, classes, categories) that differ in capitals, spaces or accents' encoding alone."""
-    for column, names in names_by_column.items():
-        spellings: dict[str, list[str]] = {}
-        for name in names:
-            spellings.setdefault(fold_spelling(name), []).append(name)
-        if alike := next((several for several in spellings.values() if several[1:]), None):
-            show = repr if len({*map(str.casefold, alike)}) == 1 else ascii  # which tells accents apart
-            warn_of_data(
-                f"column {column!r} has {join_with_and([*map(show, alike)])}, which are "
-                f"{'two' if len(alike) == 2 else len(alike)} different values here; if they mean the same, spell them alike "
-                "in the table"
-            )
 
 
 def warn_of_suspicious_columns(
