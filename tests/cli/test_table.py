@@ -1,6 +1,7 @@
 """From a CSV file to an answer by the command line: run, page, prediction; networks by the names of sites."""
 
 import csv
+import json
 import subprocess
 import sys
 
@@ -142,9 +143,12 @@ def test_a_site_of_one_row_may_be_another_spelling(table, capsys):
 
 
 def test_a_folder_that_is_no_run_is_told_with_what_is_near(table, capsys):
-    (table / "runs/first").mkdir(parents=True)
-    assert main(["resume", "nowhere"]) == 2
-    assert capsys.readouterr().err == "polyfed: nowhere does not exist; newest in runs: runs/first\n"
+    for name, started in {"c": "2021-03-01T09:00:00+00:00", "a": "2021-03-01T08:00:00.123+00:00", "b": None}.items():
+        (table / "runs" / name).mkdir(parents=True)
+        if started is not None:
+            (table / "runs" / name / "manifest.json").write_text(json.dumps({"started": started}))
+    assert main(["resume", "nowhere"]) == 2  # a copy of a run is as old as the run
+    assert capsys.readouterr().err == "polyfed: nowhere does not exist; newest in runs: runs/b, runs/c, runs/a\n"
     (table / "scans/north/ill").mkdir(parents=True)
     assert main(["look", "scans"]) == 2
     assert capsys.readouterr().err.endswith("--data imagefolder --data.path scans --data.layout site/class\n")

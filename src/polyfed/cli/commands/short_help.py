@@ -42,7 +42,7 @@ not decided. DATA is a CSV or Parquet file, or a data set. With DIR it goes on w
   --tables             print the tables of scores, gains and costs before the answers
   --plan               say, after a short pilot, how long it takes and which gains it can decide; compare nothing
   --parallel N         runs at the same time
-  -o, --out DIR        directory to create or to continue
+  -o, --out DIR        directory to create or to continue (default: runs/compare-NAME-DATE-TIME)
   -q, --quiet          print no progress
 All options of polyfed run are taken as well, except --seed.
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, Comparison, load_comparison
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import check_directory_exists, expand_user_path
+from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.values.keyword_names import suggest_keywords
 from polyfed.simulation.results.saved_run import SavedRun, load_run
+from polyfed.simulation.storage.directory import check_directory_exists
 
 
 @suggest_keywords

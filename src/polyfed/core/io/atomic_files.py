@@ -8,7 +8,6 @@ Only a regular file of plausible size is read. Anything else (a pipe that nobody
 sparse file of a terabyte, a link to nothing) raises an error before a byte of it is read.
 """
 
-import difflib
 import errno
 import os
 import secrets
@@ -282,27 +281,6 @@ def expand_user_path(path: str | Path, label: str = "the path") -> Path:
         return Path(text).expanduser()
     except RuntimeError as error:
         raise UserError(f"{label} {text!r} is below a home folder that is not known; write it out") from error
-
-
-def check_directory_exists(folder: Path) -> None:
-    """Raises a `UserError` with the nearest names beside it, or the newest runs, unless there is something at a path.
-
-    >>> check_directory_exists(Path("no/such/folder"))
-    Traceback (most recent call last):
-    polyfed.core.errors.UserError: no/such/folder does not exist
-    """
-    if folder.exists():
-        return
-    with suppress(OSError):  # no folder above it, or none that may be listed
-        names = difflib.get_close_matches(folder.name, sorted(path.name for path in folder.parent.iterdir()), n=3)
-        if names:
-            raise UserError(
-                f"{folder} does not exist; did you mean {' or '.join(str(folder.parent / n) for n in names)}?"
-            )
-        if folder.parent in (Path(), Path("runs")):  # where the command line puts runs
-            newest = sorted(Path("runs").iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)[:3]
-            raise UserError(f"{folder} does not exist; newest in runs: {', '.join(map(str, newest)) or 'nothing'}")
-    raise UserError(f"{folder} does not exist")
 
 
 def check_regular_file(path: Path, max_bytes: int | None = None) -> Path:

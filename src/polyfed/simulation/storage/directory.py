@@ -1,11 +1,13 @@
 """Manages the run directory: configuration, manifest, metrics of each round, checkpoints and final models."""
 
+import difflib
 import io
 import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypedDict, final
@@ -45,6 +47,7 @@ class Manifest(TypedDict, total=False):
     """Describes the content of `manifest.json`: facts about a run, such as package versions and hashes of its files."""
 
     format: int
+    started: str
     seed: int
     config_sha256: str
     data_fingerprint: str
@@ -130,11 +133,12 @@ class RunDirectory:
         write_file_atomically(self.path / "config.yaml", text.encode())
 
     def write_manifest(self, facts: Mapping[str, Any]) -> None:
-        """Writes `manifest.json` with the given facts, package versions, and a description of this machine."""
+        """Writes `manifest.json` with the given facts, the time, package versions, and a description of this machine."""
         import platform
 
         host = {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()}
-        content = {"format": RUN_FORMAT, **facts, "versions": package_versions(), "host": host}
+        started = datetime.now(UTC).isoformat(timespec="milliseconds")
+        content = {"format": RUN_FORMAT, "started": started, **facts, "versions": package_versions(), "host": host}
         write_file_atomically(self.path / "manifest.json", json.dumps(content, indent=1).encode())
 
     def add_to_manifest(self, facts: Mapping[str, Any]) -> None:
@@ -263,6 +267,35 @@ def _plainness_error(value: Any, place: str = "") -> str:
     if isinstance(value, list):
         return next(filter(None, (_plainness_error(item, f"{place}[{k}]") for k, item in enumerate(value))), "")
     return "" if type(value) in _PLAIN else f"{place} is a {type(value).__name__}"
+
+
+def read_start_time(folder: Path) -> float:
+    """Returns when a run began, in seconds since 1970; without a word in its manifest, when its folder last changed."""
+    try:
+        return datetime.fromisoformat(read_manifest(folder)["started"]).timestamp()
+    except (KeyError, UserError, ValueError):
+        return folder.stat().st_mtime
+
+
+def check_directory_exists(folder: Path) -> None:
+    """Raises a `UserError` with the nearest names beside it, or the newest runs, unless there is something at a path.
+
+    >>> check_directory_exists(Path("no/such/folder"))
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: no/such/folder does not exist
+    """
+    if folder.exists():
+        return
+    with suppress(OSError):  # no folder above it, or none that may be listed
+        names = difflib.get_close_matches(folder.name, sorted(path.name for path in folder.parent.iterdir()), n=3)
+        if names:
+            raise UserError(
+                f"{folder} does not exist; did you mean {' or '.join(str(folder.parent / n) for n in names)}?"
+            )
+        if folder.parent in (Path(), Path("runs")):  # where the command line puts runs
+            newest = sorted(Path("runs").iterdir(), key=read_start_time, reverse=True)[:3]
+            raise UserError(f"{folder} does not exist; newest in runs: {', '.join(map(str, newest)) or 'nothing'}")
+    raise UserError(f"{folder} does not exist")
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:

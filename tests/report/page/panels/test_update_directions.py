@@ -2,6 +2,8 @@
 
 import html
 import json
+import os
+import shutil
 
 import pytest
 from rich.console import Console
@@ -37,10 +39,16 @@ def test_the_page_has_cosines_and_the_rule(run, tmp_path):
 def test_the_status_of_a_deployment_has_the_bound(run, tmp_path, capsys):
     file = tmp_path / "runs/run-1/manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"sites": sorted(run.federation.clients)}))
+    assert json.loads(file.read_text())["started"].endswith("+00:00")
+    copy = shutil.copytree(tmp_path / "runs/run-1", tmp_path / "runs/run-0")
+    older = json.loads(file.read_text()) | {"started": "2021-03-01T09:00:00.000+00:00"}
+    (copy / "manifest.json").write_text(json.dumps(older))
+    os.utime(copy / "metrics.jsonl", (4e9, 4e9))
     show_newest_run(tmp_path / "runs", Console(width=200))
     printed = capsys.readouterr().out
     assert "the bound on updates was 0.01; scaled down to it: client-0 (times " in printed
     assert "update_cosine" in printed
+    assert "run-1" in printed
 
 
 def test_a_page_of_secure_sums_has_no_cosine(tmp_path):

@@ -28,6 +28,7 @@ from polyfed.simulation.storage.directory import (
     read_config,
     read_manifest,
     read_metrics,
+    read_start_time,
 )
 from polyfed.simulation.storage.run_files import RunFiles
 
@@ -358,7 +359,7 @@ def _recent_warnings(records: Sequence[Mapping[str, Any]]) -> list[str]:
 def _read_newest_run(runs_folder: Path) -> tuple[Path, list[dict[str, Any]]] | None:
     """Returns the newest run directory in a folder and its records; None if no run has finished a round."""
     files = [path for path in runs_folder.glob("*/metrics.jsonl") if path.is_file()]
-    newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
+    newest = max(files, key=lambda path: read_start_time(path.parent), default=None)
     records = [] if newest is None else [dict(record) for record in RunFiles.read(newest.parent).history]
     return None if newest is None or not records else (newest.parent, records)
 

@@ -18,9 +18,10 @@ from polyfed.cli.static_registry import ALGORITHMS, MODELS, SOURCES, StaticRegis
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
 from polyfed.core.evaluation.metric_names import check_metric_names
-from polyfed.core.io.atomic_files import check_directory_exists, read_file
+from polyfed.core.io.atomic_files import read_file
 from polyfed.core.training.field_ranges import check_field_ranges
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.directory import check_directory_exists
 
 _LOGGERS = StaticRegistry("polyfed.simulation.monitoring.trackers", "LOGGERS")
 _SAMPLERS = StaticRegistry("polyfed.simulation.scheduling.sampling.registry", "SAMPLERS")

@@ -6,7 +6,8 @@ from polyfed.cli.commands.argv import CommandParser, expand_optional_path
 from polyfed.cli.commands.options.early_checks import check_is_no_comparison
 from polyfed.cli.commands.options.table_checks import check_prediction
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import check_directory_exists, expand_user_path
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.simulation.storage.directory import check_directory_exists
 
 _SHOWN = 10
 

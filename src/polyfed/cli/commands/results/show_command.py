@@ -11,9 +11,8 @@ from polyfed.cli.commands.compare.answer_lines import print_answers
 from polyfed.cli.commands.terminal import PlainTable, print_json, print_line
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_comparison, read_description
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import check_directory_exists
 from polyfed.core.io.text.site_words import client_heading
-from polyfed.simulation.storage.directory import BASELINES
+from polyfed.simulation.storage.directory import BASELINES, check_directory_exists
 from polyfed.simulation.storage.run_files import RunFiles
 
 JSON_FORMAT = 1
