@@ -1,5 +1,6 @@
 """What is said where a client has no interval, and what the mean then counts."""
 
+from polyfed.report.data.answers import parse_site_answers
 from tests.comparison.verdicts.test_verdict_sentences import answers_of, made, rights, three_sites
 
 
@@ -27,3 +28,16 @@ def test_the_mean_counts_the_clients_that_are_in_its_interval():
     three = made(three_sites(), metric="auc")["mean_answer"]
     assert three["gain"] == content["mean_answer"]["gain"]
     assert three["basis"].startswith("1200 test examples, 200 of")
+
+
+def test_sites_whose_names_are_numbers_are_called_sites_in_sentences():
+    right = {method: dict(zip(("1", "12", "3"), rows.values(), strict=True)) for method, rows in three_sites().items()}
+    sentences = made(right)["verdicts"]
+    assert [sentence.partition(":")[0] for sentence in sentences] == [
+        "mean over clients",
+        "site 1",
+        "site 12",
+        "site 3",
+    ]
+    content = {"answers": [{"client": "1", "answer": "join", "sentence": sentences[1]}]}
+    assert parse_site_answers(content)[0].sentence_without_site_and_advice().startswith("with fed: ")

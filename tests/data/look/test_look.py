@@ -88,6 +88,9 @@ def test_findings_say_what_was_seen_and_what_it_means(seen):
     assert "preprocess='federated' is refused" in findings["empty", "vessels"].meaning
     assert "'1' at east (6 of 60)" in findings["few", "class"].text
     assert "never 'former' at north" in findings["category", "smokes"].text
+    numbered = [row | {"site": list(SITES).index(row["site"])} for row in trapped_rows()]
+    text = kinds(pf.look(pf.data.split_table(numbered, "ill", "site")))["unit", "height"].text
+    assert f"another unit at site {list(SITES).index('south')} (mean " in text
 
 
 def test_numbers_are_those_of_numpy(seen):

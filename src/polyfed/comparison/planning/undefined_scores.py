@@ -7,6 +7,7 @@ from polyfed.comparison.plan import ComparisonPlan
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.io.text.number_format import join_first_and_count_rest
+from polyfed.core.io.text.site_words import name_sites
 
 _WITH_FOLDS = "These folds do not count for the client"
 _WITHOUT_FOLDS = "Such a client has no answer, and no part in that for the mean"
@@ -38,11 +39,15 @@ def warn_of_undefined_scores(
         if len(ids) == len(clients):
             raise UserError(
                 f"{metric.label} is not defined at any client in {plan.describe_seed(seed)}: their test examples are {why} "
-                f"({join_first_and_count_rest(ids)}), so that no method could be compared; {remedy}"
+                f"({name_sites(ids)}), so that no method could be compared; {remedy}"
             )
     noun = "folds" if plan.folds is not None else "runs"
     counts = {id_: sum(id_ in ids for ids in clients_without_score.values()) for id_ in sorted({c.id for c in clients})}
-    missing = [f"{id_} in {count} of {len(clients_without_score)} {noun}" for id_, count in counts.items() if count]
+    missing = [
+        f"{name_sites([id_])} in {count} of {len(clients_without_score)} {noun}"
+        for id_, count in counts.items()
+        if count
+    ]
     if missing:
         warn_of_data(
             f"{metric.label} is not defined at {join_first_and_count_rest(missing)}: the test examples there are {why}. "

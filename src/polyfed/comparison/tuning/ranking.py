@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, final
 
 from polyfed.comparison.execution.training_runs import Failure
 from polyfed.comparison.planning.budget import Budget
-from polyfed.core.io.text.number_format import join_first_and_count_rest
+from polyfed.core.io.text.site_words import name_sites
 from polyfed.simulation.monitoring.validation_losses import LossCurve, pool_losses, validation_losses_by_client
 
 POOLED_LOSS_WEIGHT = 50
@@ -156,7 +156,7 @@ def format_chosen_fields(tuning_entry: Mapping[str, Any]) -> str:
         whose.setdefault(_format_fields(fields), []).append(client)
     if len(whose) < 2:
         return next(iter(whose), _format_fields(tuning_entry["chosen"]))
-    return ", ".join(f"{words} ({join_first_and_count_rest(clients)})" for words, clients in sorted(whose.items()))
+    return ", ".join(f"{words} ({name_sites(clients)})" for words, clients in sorted(whose.items()))
 
 
 def _format_fields(fields: Fields) -> str:

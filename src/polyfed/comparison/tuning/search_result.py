@@ -22,6 +22,7 @@ from polyfed.comparison.tuning.ranking import (
 )
 from polyfed.core.errors import ClientError, RoundError
 from polyfed.core.io.text.number_format import join_first_and_count_rest
+from polyfed.core.io.text.site_words import name_sites
 from polyfed.core.io.values.number_checks import is_number
 from polyfed.simulation.monitoring.validation_losses import pool_losses
 from polyfed.simulation.storage.paths import safe_file_name
@@ -202,7 +203,7 @@ class SearchResult:
                     if at := [
                         c for c, (search_run, _) in choice_by_client.items() if _is_at_edge(name, search_run, runs)
                     ]:
-                        edge.append(f"{name} of {label} at {join_first_and_count_rest(at)}")
+                        edge.append(f"{name} of {label} at {name_sites(at)}")
                 entry["diverged"] = [
                     {"client": c, **search_run.fields} for c, order in self.ranked_runs_by_label_and_client[label].items()
                     for search_run, _ in order[: rank_by_choice.get(HyperparameterOwner(label, c), 0)]

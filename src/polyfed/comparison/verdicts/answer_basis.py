@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from polyfed.core.algorithm import Client
+from polyfed.core.io.text.site_words import name_sites
 from polyfed.core.tasks.task_lookup import get_task
 from polyfed.data.partitioning.group_split import group_numbers
 
@@ -99,7 +100,7 @@ def count_examples_behind_answer(content: Mapping[str, Any], clients: Sequence[s
     return AnswerBasis(
         examples,
         number,
-        f"{words}, {_rarest_class_words(content, number, which)}{f' at {client}' if len(clients) > 1 else ''}",
+        f"{words}, {_rarest_class_words(content, number, which)}{f' at {name_sites([client])}' if len(clients) > 1 else ''}",
     )
 
 

@@ -16,7 +16,7 @@ from polyfed.comparison.verdicts.fold_sentences import describe_fold_interval_co
 from polyfed.comparison.verdicts.rival_gains import name_of_method_or_reference
 from polyfed.comparison.verdicts.site_model import describe_mean_gain_over_similar_sites
 from polyfed.core.evaluation.metric import Metric
-from polyfed.core.io.text.number_format import join_first_and_count_rest
+from polyfed.core.io.text.site_words import name_sites
 from polyfed.core.tasks.task import TaskSpec
 from polyfed.core.tasks.task_lookup import get_task, registered_tasks
 
@@ -163,7 +163,7 @@ def _answer_entry(
 
 def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not: str, clients: Sequence[Any]) -> str:
     """Formats an answer as a sentence."""
-    subject = "mean over clients" if row["client"] is None else row["client"]
+    subject = "mean over clients" if row["client"] is None else name_sites([row["client"]])
     unit, label = content["score_unit"], content["score_label"]
     reference, leader, interval, basis = content["reference"], row["method"], row["interval"], row["basis"]
     if leader is None:
@@ -218,7 +218,7 @@ def _explain_width(interval: Sequence[float], unit: str, clients: Sequence[Mappi
     why = ""
     if len(clients) > 1 and 2 * max(squares) > sum(squares):  # variances add up in a mean
         widest = clients[squares.index(max(squares))]
-        why = f", mostly because of {widest['client']} ({widest['basis']})"
+        why = f", mostly because of {name_sites([widest['client']])} ({widest['basis']})"
     return f"the interval is {format_difference(interval[1] - interval[0], unit)} wide{why}"
 
 
@@ -258,7 +258,7 @@ def verdict_sentences(
     ]
     if len(client_answers) <= _LINES:
         return [*first, *decided, *(row["sentence"] for row in undecided)]
-    return [*first, *decided, f"not decided: {join_first_and_count_rest([row['client'] for row in undecided])}"]
+    return [*first, *decided, f"not decided: {name_sites([row['client'] for row in undecided])}"]
 
 
 def _simple_model_sentences(content: Mapping[str, Any]) -> list[str]:
@@ -360,19 +360,18 @@ def describe_limits_of_results(
         unclear: clients without an interval, because they have too few test examples.
     """
     sentences = [
-        f"{label} has no score for {join_first_and_count_rest(clients)} with seed {seed}, and so no mean to compare with "
-        "the others"
+        f"{label} has no score for {name_sites(clients)} with seed {seed}, and so no mean to compare with the others"
         for (label, seed), clients in clients_without_score.items()
     ]
     if unclear:
         sentences.append(
-            f"{join_first_and_count_rest(unclear)}: too few {get_task(content['task']).limiting_examples} for an interval "
+            f"{name_sites(unclear)}: too few {get_task(content['task']).limiting_examples} for an interval "
             f"of {content['score_label']}; left out of the interval of the mean"
         )
     few = sorted({c for rows in count_test_examples_by_seed(content) for c, row in rows.items() if row["test"] < _FEW})
     if content["score"] == "r2" and few:
         sentences.append(
-            f"{join_first_and_count_rest(few)}: R² of fewer than {_FEW} test examples has a very wide interval; let the "
+            f"{name_sites(few)}: R² of fewer than {_FEW} test examples has a very wide interval; let the "
             "mean absolute error decide (metrics=['mae', 'r2'], --metrics mae,r2)"
         )
     for label, searched in ((content["tuning"] or {}).get("methods") or {}).items():
@@ -380,7 +379,7 @@ def describe_limits_of_results(
             last, client = dict(worse[-1]), worse[-1].get("client")
             last.pop("client", None)
             compared_fields = searched["chosen"] if client is None else searched["by_client"][client]
-            whose = label if client is None else f"{label} at {client}"
+            whose = label if client is None else f"{label} at {name_sites([client])}"
             sentences.append(f"{whose}: {_format_fields(last)} was better in the search, but diverged with another seed, so "
                          f"{_format_fields(compared_fields)} is compared")  # fmt: skip
     if content["best_by"] == "test" and len(content["methods"]) > 2:

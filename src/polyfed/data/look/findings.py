@@ -10,6 +10,7 @@ from shlex import quote
 from typing import Any, Literal, final, get_args
 
 from polyfed.core.io.text.number_format import join_first_and_count_rest
+from polyfed.core.io.text.site_words import name_sites
 from polyfed.data.look.counts import MIN_COUNT, NOT_SHOWN
 from polyfed.data.look.number_statistics import GRADES, NumberStatistics
 from polyfed.data.look.site_columns import IMAGE_SIZE, LookColumn
@@ -71,7 +72,8 @@ def _find_few_examples(look: SiteSummaries) -> Iterator[SiteDifferenceFinding]:
     untested = {name: f"{site.rows}" for name, site in look.sites.items() if site.parts and "test" not in site.parts}
     if untested:
         yield SiteDifferenceFinding(
-            "few", "", tuple(untested), f"too few examples to be divided into training and test: {_list_sites(untested)}",
+            "few", "", tuple(untested),
+            f"too few examples to be divided into training and test: {name_sites(untested, _NAMED)}",
             "a run refuses such a site; take its rows out of the data, or keep the largest sites alone (for four, "
             "--data.partition.order largest --data.clients 4)",
         )  # fmt: skip
@@ -80,14 +82,10 @@ def _find_few_examples(look: SiteSummaries) -> Iterator[SiteDifferenceFinding]:
     }
     if sites:
         yield SiteDifferenceFinding(
-            "few", "", tuple(sites), f"few examples: {_list_sites(sites)}",
+            "few", "", tuple(sites), f"few examples: {name_sites(sites, _NAMED)}",
             "an answer about such a site rests on a handful of test examples; test each example once (folds=5, --folds 5), "
             "and read its interval rather than its score",
         )  # fmt: skip
-
-
-def _list_sites(text_by_site: Mapping[str, str]) -> str:
-    return join_first_and_count_rest([f"{name} ({text})" for name, text in text_by_site.items()], _NAMED)
 
 
 class _NumberColumn:
@@ -146,10 +144,11 @@ class _NumberColumn:
                 if code in codes
             }
             free = [name for name, s in self._statistics.items() if s.codes.get(code, 0.0) == 0]
-            elsewhere = f", never at {join_first_and_count_rest(free, _NAMED)}" if free else ""
+            elsewhere = f", never at {name_sites(free, _NAMED)}" if free else ""
             yield SiteDifferenceFinding(
                 "code", self._name, tuple(sites),
-                f"{self._name} is {code:g} at {_list_sites(sites)}{elsewhere}: does {code:g} stand for \"not measured\"?",
+                f"{self._name} is {code:g} at {name_sites(sites, _NAMED)}{elsewhere}: "
+                f"does {code:g} stand for \"not measured\"?",
                 f"networks would learn it as a value, and a mean and scale over all sites would be spoilt; if {code:g} "
                 f"means not measured, empty these cells (missing='{self._name}={code:g}', --data.missing "
                 f"{self._name}={code:g})",
@@ -174,13 +173,13 @@ class _NumberColumn:
                 f"; with fewer than {MIN_COUNT} values at a site preprocess='federated' is refused" if too_few else ""
             )
             yield SiteDifferenceFinding(
-                "empty", self._name, tuple(empty), f"{self._name} is empty or nearly so at {_list_sites(empty)}",
+                "empty", self._name, tuple(empty), f"{self._name} is empty or nearly so at {name_sites(empty, _NAMED)}",
                 f"there it is a constant, and a common network learns it from the other sites alone; leave it out "
                 f"(drop={self._name!r}, --data.drop {quote(self._name)}), or let sites have networks of their own{refusal}",
             )  # fmt: skip
         if often:
             yield SiteDifferenceFinding(
-                "missing", self._name, tuple(often), f"{self._name} has often no value at {_list_sites(often)}",
+                "missing", self._name, tuple(often), f"{self._name} has often no value at {name_sites(often, _NAMED)}",
                 "that a value is missing then says which site a row is from; compare with the column left out",
             )  # fmt: skip
 
@@ -190,7 +189,8 @@ class _NumberColumn:
         constant = {name: text for name, text in constant.items() if not self._codes.get(name)}
         if constant and (varying or len(set(constant.values())) > 1):
             yield SiteDifferenceFinding(
-                "constant", self._name, tuple(constant), f"{self._name} has one value only at {_list_sites(constant)}",
+                "constant", self._name, tuple(constant),
+                f"{self._name} has one value only at {name_sites(constant, _NAMED)}",
                 "scaled by the site's own rows it becomes 0 there, whatever a later patient has; scale over all sites "
                 "(preprocess='federated', --data.preprocess federated), or leave it out",
             )  # fmt: skip
@@ -213,7 +213,7 @@ class _NumberColumn:
             yield SiteDifferenceFinding(
                 "unit", self._name, tuple(units),
                 f"{self._name} seems to have another {'scale' if self._is_of_images else 'unit'} at "
-                f"{_list_sites(units)}; the middle site's mean is {reference.mean:.3g}",
+                f"{name_sites(units, _NAMED)}; the middle site's mean is {reference.mean:.3g}",
                 "another scanner or window, or pixels from 0 to 255 in place of 0 to 1? A common network takes these "
                 "for other subjects; scale all sites' images alike before" if self._is_of_images
                 else "a common network and a common scale take these for other patients; bring all sites to one unit before",
@@ -231,7 +231,7 @@ class _NumberColumn:
                 meaning = f"another unit? If not: {meaning}"
             yield SiteDifferenceFinding(
                 "shift", self._name, tuple(shifts),
-                f"{self._name} lies elsewhere at {_list_sites(shifts)}; the middle site has {reference.mean:.3g} ± "
+                f"{self._name} lies elsewhere at {name_sites(shifts, _NAMED)}; the middle site has {reference.mean:.3g} ± "
                 f"{reference.sd:.2g}", meaning,
             )  # fmt: skip
 
@@ -275,7 +275,9 @@ def _find_in_categories(look: SiteSummaries, column: LookColumn) -> Iterator[Sit
             absent.setdefault(lacking, []).append(repr(value))
         for site in counts:
             if counts[site][value] < FEW and counts[site][value] not in (0, NOT_SHOWN):
-                few.append(f"{value!r} at {site} ({_count_text(counts[site][value])} of {rows[site]:.0f})")
+                few.append(
+                    f"{value!r} at {name_sites([site])} ({_count_text(counts[site][value])} of {rows[site]:.0f})"
+                )
                 few_sites[site] = None
     if len(absent) > 3:
         count_by_value = {value: len(sites) for sites, absent_values in absent.items() for value in absent_values}
@@ -284,8 +286,7 @@ def _find_in_categories(look: SiteSummaries, column: LookColumn) -> Iterator[Sit
         texts = {all_sites: f"{name} is never {join_first_and_count_rest(listed, _NAMED)}"}
     else:
         texts = {
-            sites: f"{name} is never {join_first_and_count_rest(absent_values, _NAMED)} at "
-            f"{join_first_and_count_rest(sites, _NAMED)}"
+            sites: f"{name} is never {join_first_and_count_rest(absent_values, _NAMED)} at {name_sites(sites, _NAMED)}"
             for sites, absent_values in absent.items()
         }
     for sites, text in texts.items():
@@ -311,7 +312,8 @@ def _find_in_categories(look: SiteSummaries, column: LookColumn) -> Iterator[Sit
         if by_site[high] - by_site[low] >= _BALANCE:
             yield SiteDifferenceFinding(
                 "balance", name, (low, high),
-                f"{name} {value!r} makes up {100 * by_site[low]:.0f} % of {low} and {100 * by_site[high]:.0f} % of {high}",
+                f"{name} {value!r} makes up {100 * by_site[low]:.0f} % of {name_sites([low])} and "
+                f"{100 * by_site[high]:.0f} % of {name_sites([high])}",
                 "a common network's probabilities fit neither; scores that depend on a threshold gain from a part of the "
                 "network of one's own",
             )  # fmt: skip
@@ -334,7 +336,7 @@ def _find_in_features(
     }
     if empty and len(empty) < len(counts):
         yield SiteDifferenceFinding(
-            "empty", name, tuple(empty), f"{name} is empty or nearly so at {_list_sites(empty)}",
+            "empty", name, tuple(empty), f"{name} is empty or nearly so at {name_sites(empty, _NAMED)}",
             "there it is a constant, and a common network learns it from the other sites alone; leave it out "
             f"(drop={name!r}, --data.drop {quote(name)}), or let sites have networks of their own",
         )  # fmt: skip
@@ -346,7 +348,7 @@ def _find_in_features(
         yield SiteDifferenceFinding(
             "constant", name, tuple(only_value),
             f"{name} has one value only at {len(only_value)} of {len(filled)} sites: "
-            f"{_list_sites({site: repr(value) for site, value in only_value.items()})}",
+            f"{name_sites({site: repr(value) for site, value in only_value.items()}, _NAMED)}",
             "it says which site a row is from rather than something about the row: such a site cannot learn what it means; "
             f"leave it out (drop={name!r}, --data.drop {quote(name)}), or compare with and without it",
         )  # fmt: skip
@@ -363,7 +365,7 @@ def _find_in_features(
     for value, sites in lacking_sites.items():
         yield SiteDifferenceFinding(
             "category", name, tuple(sites),
-            f"{name} is never {value!r} at {join_first_and_count_rest(sites, _NAMED)}, and often elsewhere",
+            f"{name} is never {value!r} at {name_sites(sites, _NAMED)}, and often elsewhere",
             "the weights of this category are learned at the other sites alone; if it is only written differently, give it "
             "one name before",
         )  # fmt: skip

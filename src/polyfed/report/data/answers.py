@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 from polyfed.core.errors import UserError
+from polyfed.core.io.text.site_words import name_sites
 
 AnswerKind = Literal["join", "stay", "undecided"]
 ANSWER_LABELS: Mapping[AnswerKind, str] = {"join": "Join", "stay": "Stay alone", "undecided": "Not decided"}
@@ -72,7 +73,8 @@ class SiteAnswer:
 
     def sentence_without_site_and_advice(self) -> str:
         """Returns the sentence without the site's name and the advice, which the page shows before it."""
-        text = self.sentence.removeprefix(f"{'mean over clients' if self.client is None else self.client}: ")
+        subject = "mean over clients" if self.client is None else name_sites([self.client])
+        text = self.sentence.removeprefix(f"{subject}: ").removeprefix(f"{self.client}: ")
         if self.kind == "undecided":  # what a simple model does alone is said before
             before, _, after = text.partition("not decided: ")
             text = before + after

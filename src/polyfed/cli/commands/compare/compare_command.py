@@ -35,6 +35,7 @@ from polyfed.comparison.tuning.grid import EXTEND, EXTENDED_GRID, GRID
 from polyfed.comparison.tuning.hyperparameter_search import AUTO, NONE, parse_search_space
 from polyfed.comparison.tuning.optuna_search import parse_number_or_text
 from polyfed.core.errors import RoundError, UserError, did_you_mean
+from polyfed.core.io.text.site_words import name_sites
 from polyfed.core.io.trusted_code import find_trusted_import_path
 from polyfed.core.training.config import TRANSFERABLE_FIELDS
 from polyfed.data.partitioning.folds import Folds, build_folds, check_seeds_suit_resplit_or_folds, redraw_clients
@@ -191,7 +192,9 @@ def _plan_default_folds(
     except UserError:  # too few examples, or a time; what is wrong with the data is said without folds, too
         return None
     if len(clients) == 1:
-        raise UserError(f"{clients[0].id} is the one site, and nobody can join it: give the rows of two sites or more")
+        raise UserError(
+            f"{name_sites([clients[0].id])} is the one site, and nobody can join it: give the rows of two sites or more"
+        )
     return plan
 
 

@@ -1,7 +1,9 @@
 """Chooses between the words "site" and "client" in what people read: a comparison asks whether a site should join."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+
+from polyfed.core.io.text.number_format import join_first_and_count_rest
 
 _SIMULATED = re.compile(r"client-\d+")
 
@@ -31,3 +33,18 @@ def client_heading(names: Iterable[str]) -> str:
     ('site', 'client')
     """
     return "client" if all(map(_SIMULATED.fullmatch, names)) else "site"
+
+
+def name_sites(names: Collection[str], limit: int = 8) -> str:
+    """Returns names of clients for a sentence: the first `limit`, and how many more; those without a letter as "site".
+
+    Args:
+        names: the clients; a mapping's values follow in brackets.
+        limit: how many are written out.
+
+    >>> name_sites(["north"]), name_sites(["1"]), name_sites(["1", "11", "12"], 2), name_sites({"1": "few rows"})
+    ('north', 'site 1', 'sites 1, 11 and 1 more', 'site 1 (few rows)')
+    """
+    word = "" if all(any(map(str.isalpha, name)) for name in names) else "site " if len(names) == 1 else "sites "
+    texts = [f"{name} ({text})" for name, text in names.items()] if isinstance(names, Mapping) else list(names)
+    return f"{word}{join_first_and_count_rest(texts, limit)}"

@@ -8,7 +8,7 @@ import torch
 
 from polyfed.core.algorithm import Client
 from polyfed.core.evaluation.metric import Metric
-from polyfed.core.io.text.number_format import join_first_and_count_rest
+from polyfed.core.io.text.site_words import name_sites
 from polyfed.core.tasks.task import Task
 
 
@@ -24,7 +24,7 @@ def explain_undefined_score(metric: Metric, clients: Sequence[Client]) -> str:
     if not clients or not (missing := list_clients_without_score(metric, clients)):
         return ""
     why = clients[0].task.describe_rarest(0, "", 0)
-    return f": the test examples of {join_first_and_count_rest(missing)} are {why}"
+    return f": the test examples of {name_sites(missing)} are {why}"
 
 
 def list_clients_without_score(metric: Metric, clients: Sequence[Client]) -> list[str]:

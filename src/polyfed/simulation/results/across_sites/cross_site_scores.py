@@ -14,6 +14,7 @@ from typing import Any, TypedDict, final
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import read_file, write_file_atomically
 from polyfed.core.io.text.number_format import count_with_noun, format_number, join_first_and_count_rest
+from polyfed.core.io.text.site_words import name_sites
 from polyfed.core.io.text.terminal_text import escape_spreadsheet_formula
 from polyfed.core.io.values.validation import parse_json, validation_error
 
@@ -180,10 +181,10 @@ def _describe_scores(scores: CrossSiteScores) -> Iterator[str]:
             elif high < 0:
                 worse.setdefault(cell.model_of, []).append(cell.patients_of)
     for name, sites in better.items():
-        listed = join_first_and_count_rest(sites, _NAMED)
-        yield f"The model of {name} serves {listed} better than their own: the interval of the difference is above 0."
+        serves = f"The model of {name_sites([name])} serves {name_sites(sites, _NAMED)}"
+        yield f"{serves} better than their own: the interval of the difference is above 0."
     for name, sites in worse.items():
-        yield f"The model of {name} serves {join_first_and_count_rest(sites, _NAMED)} worse than their own."
+        yield f"The model of {name_sites([name])} serves {name_sites(sites, _NAMED)} worse than their own."
     if not better and not worse and len(scores.clients) > 1:
         yield "No model is decided to be better or worse than a site's own: the test examples are too few to say."
     for position, name in enumerate(scores.clients):
@@ -196,7 +197,7 @@ def _describe_scores(scores: CrossSiteScores) -> Iterator[str]:
             best.model_of, []
         ):  # fmt: skip
             yield (
-                f"By the best estimates {name} is served best by the model of {best.model_of}, "
+                f"By the best estimates {name_sites([name])} is served best by the model of {name_sites([best.model_of])}, "
                 f"{format_number(best.value, unit)} against {format_number(diagonal.value, unit)} of its own; not decided."
             )
     if reasons := list(dict.fromkeys(cell.reason for row in matrix for cell in row if cell.reason)):
