@@ -86,7 +86,10 @@ def describe_answer(row: Mapping[str, Any], unit: str, reference: str | None = "
     more = row["sentence"].rpartition("); ")
     doubt = f"; {more[2]}" if row["answer"] == "undecided" and more[1] else ""
     over = row.get("over", reference)
-    rival = "training alone" if over == reference else f"{str(over).replace('_', ' ')} alone"
+    name = str(over).replace("_", " ")
+    rival = "training alone" if over == reference else f"{name} alone"
+    if len(row.get("gains") or ()) > 1:
+        rival = f"the best alone, {'own network' if over == reference else name}"
     return f"{row['method']} {_format_gain(row['gain'], unit)} [{low}, {high}] over {rival}{doubt}"
 
 

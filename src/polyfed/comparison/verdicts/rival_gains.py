@@ -1,5 +1,5 @@
-"""Estimates the gain of the best federated method over what a client can have without federation: its own network or a
-simple model."""
+"""Estimates, and names, the gain of the best federated method over what a client can have without federation: its own
+network or a simple model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +11,8 @@ from polyfed.comparison.statistics.evidence import (
     clip_interval_to_metric_range,
 )
 from polyfed.core.evaluation.metric import Metric
+from polyfed.core.tasks.task import TaskSpec
+from polyfed.core.tasks.task_lookup import get_task, registered_tasks
 
 
 def bracketed_simple_model_name(name: str) -> str:
@@ -29,6 +31,41 @@ def name_of_method_or_reference(key: str) -> str:
     ('ridge', 'local')
     """
     return key[1:-1] if key.startswith("(") else key
+
+
+def describe_local_alternative(name: str, reference: str | None, task: TaskSpec) -> str:
+    """Describes in words what a client has without federation: its network, or a simple model, on its own data alone.
+
+    >>> [describe_local_alternative(name, "local", "regression") for name in ("ridge", "local")]
+    ['ridge regression alone', 'training alone']
+    """
+    if name == reference:
+        return "training alone"
+    constant = get_task(task).constant_model()
+    if constant is not None and name == constant.name:
+        return constant.words
+    simple_models = (model for kind in (*registered_tasks(), get_task(task)) for model in kind.simple_models())
+    labels = {model.name: model.label for model in simple_models if not model.is_trees}
+    return f"{labels.get(name, name.replace('_', ' '))} alone"
+
+
+def describe_best_alternative(answer: Mapping[str, Any], reference: str | None, task: TaskSpec) -> str:
+    """Describes in words what an answer's gain is over: one alternative, or the best of several.
+
+    The interval of a gain over the best of several is not that of the gain over the one that was best in the test data.
+
+    Args:
+        answer: an entry of `answers` in `comparison.json`, or `mean_answer`.
+
+    >>> answer = {"client": "a", "over": "ridge", "gains": {"ridge": {}, "local": {}}}
+    >>> describe_best_alternative(answer, "local", "regression")
+    'the best that it has alone, ridge regression'
+    """
+    name = describe_local_alternative(answer["over"], reference, task)
+    if len(answer.get("gains") or ()) < 2:
+        return name
+    owner, network = ("they have", "their networks") if answer["client"] is None else ("it has", "its network")
+    return f"the best that {owner} alone, {network if answer['over'] == reference else name.removesuffix(' alone')}"
 
 
 def collect_local_simple_model_scores(references: Mapping[str, Any]) -> ScoresByMethod:

@@ -13,12 +13,15 @@ from polyfed.comparison.verdicts.answer_basis import (
     count_test_examples_by_seed,
 )
 from polyfed.comparison.verdicts.fold_sentences import describe_fold_interval_coverage
-from polyfed.comparison.verdicts.rival_gains import name_of_method_or_reference
+from polyfed.comparison.verdicts.rival_gains import (
+    describe_best_alternative,
+    describe_local_alternative,
+    name_of_method_or_reference,
+)
 from polyfed.comparison.verdicts.site_model import describe_mean_gain_over_similar_sites
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.io.text.site_words import name_sites
-from polyfed.core.tasks.task import TaskSpec
-from polyfed.core.tasks.task_lookup import get_task, registered_tasks
+from polyfed.core.tasks.task_lookup import get_task
 
 _DIGITS = 6  # most digits after the decimal point
 _ROUNDED = 12  # digits after the decimal point of a gain; what is beyond is rounding error
@@ -168,9 +171,7 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
     reference, leader, interval, basis = content["reference"], row["method"], row["interval"], row["basis"]
     if leader is None:
         return f"{subject}: not decided: {why_not or f'no method can be compared with {reference}'}"
-    is_simple_model = row["over"] != reference
-    rival = describe_local_alternative(row["over"], reference, content["task"])
-    first = f"{rival} is at least as good; " if is_simple_model and row["gain"] is not None and row["gain"] <= 0 else ""
+    rival = describe_best_alternative(row, reference, content["task"])
     if interval is None:
         few = f"too few {get_task(content['task']).limiting_examples} for an interval of {leader}"
         if row["gain"] is None:
@@ -178,27 +179,20 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
         elif row["gain"] == 0:
             few = f"{leader} has the same {label} as {rival}, which says nothing of new examples"
         why = why_not or (few if content["predictions"] else "no predictions were kept")
-        return f"{subject}: {first}not decided: {why} ({basis})"
+        return f"{subject}: not decided: {why} ({basis})"
     rests = f"(best estimate {_better_or_worse(row['gain'], unit)}; {basis})"
     much, scored = format_difference_range(interval[0], interval[1], unit), name_score_of_difference(unit, label)
+    than = f"{rival}," if "," in rival else rival
     if row["answer"] == "join":
-        than = (
-            f"the best that {'they have' if row['client'] is None else 'it has'} alone, {rival},"
-            if is_simple_model
-            else rival
-        )
         return f"{subject}: join with {leader}: {much} better{scored} than {than} on new examples {rests}"
-    if row["answer"] == "stay" and is_simple_model:
-        model = rival.removesuffix(" alone")
-        return f"{subject}: stay alone with {model}: {leader} is {much} worse{scored} on new examples {rests}"
     if row["answer"] == "stay":
-        return f"{subject}: stay alone: {leader} is {much} worse{scored} than {rival} on new examples {rests}"
+        return f"{subject}: stay alone: {leader} is {much} worse{scored} than {than} on new examples {rests}"
     if _is_too_wide(interval, content) and not why_not:
         splits = "" if content["same_clients"] and not content["resplit"] else f"{len(content['seeds'])} splits of "
         cannot = f"{splits}{basis}{',' if ',' in basis else ''} cannot answer"
-        return f"{subject}: {first}not decided: {cannot}: {_explain_width(interval, unit, clients)}"
+        return f"{subject}: not decided: {cannot}: {_explain_width(interval, unit, clients)}"
     between, because = _format_gains(interval[0], interval[1], unit, label), f"; {why_not}" if why_not else ""
-    return f"{subject}: {first}not decided: {leader} is {between} than {rival} {rests}{because}"
+    return f"{subject}: not decided: {leader} is {between} than {rival} {rests}{because}"
 
 
 def _is_too_wide(interval: Sequence[float], content: Mapping[str, Any]) -> bool:
@@ -220,22 +214,6 @@ def _explain_width(interval: Sequence[float], unit: str, clients: Sequence[Mappi
         widest = clients[squares.index(max(squares))]
         why = f", mostly because of {name_sites([widest['client']])} ({widest['basis']})"
     return f"the interval is {format_difference(interval[1] - interval[0], unit)} wide{why}"
-
-
-def describe_local_alternative(name: str, reference: str | None, task: TaskSpec) -> str:
-    """Describes in words what a client has without federation: its network, or a simple model, on its own data alone.
-
-    >>> [describe_local_alternative(name, "local", "regression") for name in ("ridge", "local")]
-    ['ridge regression alone', 'training alone']
-    """
-    if name == reference:
-        return "training alone"
-    constant = get_task(task).constant_model()
-    if constant is not None and name == constant.name:
-        return constant.words
-    simple_models = (model for kind in (*registered_tasks(), get_task(task)) for model in kind.simple_models())
-    labels = {model.name: model.label for model in simple_models if not model.is_trees}
-    return f"{labels.get(name, name.replace('_', ' '))} alone"
 
 
 def verdict_sentences(

@@ -27,6 +27,7 @@ class SiteAnswer:
         compared_with: what the site has alone that does best, in the name that the comparison gives it.
         basis: what it rests on, in words.
         rarest: test examples of the rarest class, or events, where they limit the score; else None.
+        has_several_rivals: whether the gain is over the best of several, and not over one.
 
     Raises:
         UserError: `kind` is none of the three.
@@ -46,6 +47,7 @@ class SiteAnswer:
     compared_with: str = ""
     basis: str = ""
     rarest: int | None = None
+    has_several_rivals: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ANSWER_LABELS:
@@ -75,10 +77,13 @@ class SiteAnswer:
         """Returns the sentence without the site's name and the advice, which the page shows before it."""
         subject = "mean over clients" if self.client is None else name_sites([self.client])
         text = self.sentence.removeprefix(f"{subject}: ").removeprefix(f"{self.client}: ")
-        if self.kind == "undecided":  # what a simple model does alone is said before
-            before, _, after = text.partition("not decided: ")
-            text = before + after
-        text = text.removeprefix("join ").removeprefix("stay alone").removeprefix(":").strip()
+        text = (
+            text.removeprefix("not decided: ")
+            .removeprefix("join ")
+            .removeprefix("stay alone")
+            .removeprefix(":")
+            .strip()
+        )
         return f"{text.rstrip('.') or 'there is no interval'}."
 
 
@@ -115,6 +120,7 @@ def _parse_answer(entry: Any) -> SiteAnswer:
             str(entry.get("over") or ""),
             str(entry.get("basis") or ""),
             None if entry.get("rarest") is None else int(entry["rarest"]),
+            len(entry.get("gains") or ()) > 1,
         )
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError(f"an answer is damaged: {entry!r} ({type(error).__name__}: {error}); make it again: polyfed compare "

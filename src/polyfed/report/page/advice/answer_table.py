@@ -7,7 +7,7 @@ from typing import final
 
 from markupsafe import Markup
 
-from polyfed.comparison.verdicts.verdict_sentences import describe_local_alternative
+from polyfed.comparison.verdicts.rival_gains import describe_local_alternative
 from polyfed.core.errors import UserError
 from polyfed.core.io.text.number_format import NumberUnit
 from polyfed.core.tasks.task import DEFAULT_TASK
@@ -55,8 +55,10 @@ def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: 
         level: confidence level of the intervals.
     """
     form = run_group.score_format
-    rivals = {answer.compared_with for answer in answers}
-    columns = ["gain", f"{100 * level:g} % interval", *(["compared with"] if len(rivals) > 1 else []), "test examples"]
+    rivals = {_short_name_of_rival(answer.compared_with, run_group) for answer in answers}
+    is_over_best = any(answer.has_several_rivals for answer in answers)
+    heading = "best alone" if is_over_best else "compared with"
+    columns = ["gain", f"{100 * level:g} % interval", *([heading] if len(rivals) > 1 else []), "test examples"]
     if name_of_rarest := next((name for answer in answers if (name := answer.name_of_rarest())), ""):
         columns.append(name_of_rarest)
     rows = []
@@ -76,7 +78,8 @@ def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: 
                 "cells": cells,
             }
         )
-    over = f" over {_short_name_of_rival(next(iter(rivals)), run_group)}" if len(rivals) == 1 and rivals != {""} else ""
+    parts = [*(["the best alone"] if is_over_best else []), *(rivals - {"–"} if len(rivals) == 1 else ())]
+    over = f" over {', '.join(parts)}" if parts else ""
     return render_template(
         "answer_table",
         rows=rows,
