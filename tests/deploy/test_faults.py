@@ -1,6 +1,7 @@
 """Sites that fail, lie or are not there, and a server that stops: each is caused here."""
 
 import dataclasses
+import re
 import time
 
 import pytest
@@ -311,10 +312,17 @@ def test_a_site_that_introduces_itself_with_nonsense_is_named(run, answer, sente
         run(instead(head(**answer), "query"))
 
 
-def test_a_site_that_introduces_itself_with_garbage_is_missing(run, caplog):
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (lambda letter: GARBAGE, "not a message of polyfed"),
+        (head(refused="x" * 2**16), "its introduction has 65... bytes; at most 65536 are read"),
+    ],
+)
+def test_a_site_that_introduces_itself_with_garbage_is_missing(run, caplog, answer, sentence):
     with pytest.raises(UserError, match="these sites are missing: client-0"):
-        run(instead(lambda letter: GARBAGE, "query"), **{"join-seconds": 0.3})
-    assert "node 101 stays out: not a message of polyfed" in caplog.text
+        run(instead(answer, "query"), **{"join-seconds": 0.3})
+    assert re.search(rf"node 101 \(client-0\) stays out: {sentence}", caplog.text)
 
 
 def test_strangers_stay_out(run, nodes, caplog):

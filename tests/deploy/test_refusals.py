@@ -132,6 +132,23 @@ def test_a_server_of_another_protocol_is_told(nodes, tmp_path):
     assert "speaks protocol 0" in envelope_from_record(_asked(node, letter)).head["refused"]
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "sentence"),
+    [
+        ({"name": "fedavg", "server_momentum": 0.9}, "FedAvg has no field 'server_momentum'"),
+        ({"name": "fedavg9"}, "unknown algorithm 'fedavg9'"),
+        ({"name": "fedavg", "lr": {"warm": 3}}, "FedAvg: lr must be a number, got {'warm': 3}"),
+    ],
+)
+def test_a_method_of_another_version_is_told_with_the_version(nodes, caplog, algorithm, sentence):
+    """Also by a site that does not disclose texts of errors, since this one does not depend on its data."""
+    (node,) = nodes(small_clients(1), disclose="").values()
+    refusal = envelope_from_record(_asked(node, Envelope({**INTRODUCE, "algorithm": algorithm}))).head["refused"]
+    assert refusal.startswith(f"polyfed {pf.__version__} at this site cannot run the server's method: {sentence}")
+    assert refusal.endswith("server and sites need the same version of polyfed")
+    assert [record.message for record in caplog.records] == [f"refused: {refusal}"]  # and no traceback
+
+
 @pytest.mark.parametrize("run_id", ["../../etc", "", "a" * 99, 7])
 def test_a_run_cannot_be_named_so_that_it_leaves_the_folder(nodes, tmp_path, run_id):
     node = nodes(small_clients())[101]

@@ -100,9 +100,10 @@ def test_a_site_whose_hash_and_names_contradict_each_other_is_named():
     assert "site 'b'" in describe_table_difference({"a": honest, "a2": honest, "b": lie})
 
 
-def test_long_names_stay_within_a_header():
-    columns = [f"{number} {'é' * 300}" for number in range(2)]
+def test_long_names_stay_within_a_header(play):
+    columns = [f"{number} {'é' * 700}" for number in range(2)]
     assert len(json.dumps(summary("a", *columns, with_names=True))) < SITE_HEAD_BYTES
+    assert play(client("a", *columns), client("bb", *columns)).last.round == 3
     long = [f"{number} {'é' * 9000}" for number in range(2)]
     assert list(summary("a", *long, with_names=True)["frame"]) == ["whole"]
     rows = {name: [1.0, 2.0] * 10 for name in long} | {"ill": ["no", "yes"] * 10}

@@ -29,7 +29,7 @@ from polyfed.deploy.flower.polling import PollingSchedule
 from polyfed.deploy.protocol.handshake import describe_changed_introduction
 from polyfed.deploy.protocol.piggyback import build_envelope_per_client
 from polyfed.deploy.protocol.table_summary import describe_table_difference
-from polyfed.deploy.protocol.wire import Envelope, FailureReason, PackedEnvelope, count_record_bytes
+from polyfed.deploy.protocol.wire import SITE_HEAD_BYTES, Envelope, FailureReason, PackedEnvelope, count_record_bytes
 from polyfed.deploy.server.reply_validation import parse_evaluation_result_or_failure, parse_task_result, sanitize_line
 from polyfed.deploy.server.secure_rounds import SecureRoundServer
 from polyfed.deploy.server.server import DeploymentServer
@@ -42,7 +42,7 @@ _REASON_SECONDS = 10.0  # a refusal waits so long for the answers of other sites
 _POLL_SECONDS = 0.2  # the shortest wait; Flower's own `send_and_receive` polls every 3 s
 _NODE_CHECK_SECONDS = 5.0  # between two checks for nodes that have restarted since they got a message
 _QUERY_SECONDS = 120.0  # for a site's introduction: it starts Python, imports torch and loads its data
-_MAX_INTRODUCTION_BYTES = 4096
+_MAX_INTRODUCTION_BYTES = SITE_HEAD_BYTES
 
 
 @final
@@ -94,13 +94,11 @@ class SiteRegistry:
                 _LOG.warning("node %d could not say who it is: %s", node, sanitize_line(answer.error.reason))
                 continue
             try:
-                head = (
-                    envelope_from_record(answer.content).head
-                    if count_record_bytes(answer.content) <= _MAX_INTRODUCTION_BYTES
-                    else {}
-                )
+                if (nbytes := count_record_bytes(answer.content)) > _MAX_INTRODUCTION_BYTES:
+                    raise UserError(f"its introduction has {nbytes} bytes; at most {_MAX_INTRODUCTION_BYTES} are read")
+                head = envelope_from_record(answer.content).head
             except UserError as error:
-                _LOG.warning("node %d stays out: %s", node, sanitize_line(error))
+                _LOG.warning("node %d (%s) stays out: %s", node, names.get(node, ""), sanitize_line(error))
                 continue
             self._admit_node(node, names, head)
 

@@ -3,6 +3,7 @@ server.
 """
 
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from polyfed.algorithms import get
@@ -93,7 +94,13 @@ def _build_registered(name: str, fields: Mapping[str, Any], methods: frozenset[s
         raise RefusalError(f"this site runs {', '.join(sorted(methods))} only, not {name}")
     if code := find_first_importable_name(fields):
         raise RefusalError(f"{name} would load {code!r} at this site, which runs no code that the server names")
-    algorithm: Algorithm[Any, Any] = get(name)(**fields)
+    try:
+        algorithm: Algorithm[Any, Any] = get(name)(**fields)
+    except (UserError, TypeError, ValueError) as error:  # it depends on the server's words alone
+        raise RefusalError(
+            f"polyfed {version('polyfed')} at this site cannot run the server's method: {str(error)[:1000]}; "
+            "server and sites need the same version of polyfed"
+        ) from error
     return algorithm
 
 
