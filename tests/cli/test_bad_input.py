@@ -366,7 +366,9 @@ def test_a_run_directory_that_was_changed(finished, refused):
     (finished / "config.yaml").write_text(config)
     (finished / ".lock").unlink()
     (finished / ".lock").mkdir()
-    assert refused("resume", "run") == "cannot write to the run directory run: Is a directory"
+    assert refused("resume", "run").startswith(
+        "cannot write to the run directory run: Is a directory; make it writable"
+    )
 
 
 def test_resume_of_a_run_made_in_python(refused):

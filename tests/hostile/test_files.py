@@ -249,3 +249,18 @@ def test_the_list_would_find_a_new_one():
         assert writes(ast.parse(line).body[0].value), line
     for line in ("open(p)", "p.open('rb')", "p.read_text()", "io.BytesIO()"):
         assert not writes(ast.parse(line).body[0].value), line
+
+
+def test_a_full_disk_says_the_call_that_goes_on_with_a_run_of_python(tmp_path, monkeypatch):
+    """Of a run whose clients were made in Python, both where it is trained and where it is resumed."""
+    clients, call = small_clients(2), re.escape("go on with `polyfed.resume('run', clients=...)`")
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        full(patch, 20, "fsync")
+        with pytest.raises(OSError, match=call):
+            pf.federate(clients, Local(lr=0.1), rounds=3, workers=0, out="run")
+    with monkeypatch.context() as patch:
+        full(patch, 0, "fsync")
+        with pytest.raises(OSError, match=call):
+            pf.resume("run", clients=clients)
+    assert_runs_equal(pf.resume("run", clients=clients), pf.federate(clients, Local(lr=0.1), rounds=3, workers=0))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from polyfed.algorithms import REGISTRY, get
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full, expand_user_path
 from polyfed.core.io.values.keyword_names import suggest_keywords, suggest_keywords_and_fields
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.compressors import Compressor
@@ -30,7 +30,7 @@ from polyfed.simulation.scheduling.scheduling_arguments import check_sampler_is_
 from polyfed.simulation.settings import EngineName, Keep, Settings
 from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.configuration import read_section, restore_settings_and_method
-from polyfed.simulation.storage.directory import RunDirectory, read_config
+from polyfed.simulation.storage.directory import RunDirectory, call_to_resume, read_config
 
 
 @suggest_keywords_and_fields(get)
@@ -300,7 +300,8 @@ def resume_federation(
             clients, algorithm, settings, public, metrics, out, clients_are_checked, sampler
         )
         check_clients_are_those_of_run(directory, federation)
-        start, history = rewind_to_newest_checkpoint(directory, federation)
+        with add_resume_hint_if_disk_full(f"`{call_to_resume(out)}`"):
+            start, history = rewind_to_newest_checkpoint(directory, federation)
     except BaseException:
         directory.close()
         raise

@@ -56,7 +56,7 @@ def run_remaining_rounds(
     """
     with ExitStack() as stack:
         if directory is not None:
-            stack.enter_context(add_resume_hint_if_disk_full(f"`polyfed resume {directory.path}`"))
+            stack.enter_context(add_resume_hint_if_disk_full(f"`{call_to_resume(directory.path)}`"))
             stack.callback(directory.close)
         checkpoint = start or federation.initial_checkpoint()
         engine = engine or _build_engine(federation, checkpoint, directory, progress)

@@ -113,7 +113,9 @@ class RunDirectory:
         try:
             return cls(folder, lock_directory(folder))
         except OSError as error:
-            raise UserError(f"cannot write to the run directory {folder}: {error.strerror}") from error
+            raise UserError(
+                f"cannot write to the run directory {folder}: {error.strerror}; make it writable, or resume a copy of it"
+            ) from error
 
     def close(self) -> None:
         """Releases the lock on the run directory, so that another process can open it."""
