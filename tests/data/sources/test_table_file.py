@@ -172,19 +172,29 @@ def test_names_of_sites_and_groups_that_look_like_numbers_stay_apart(tmp_path):
 
 def test_the_encoding_of_a_file_can_be_given(tmp_path):
     path = write(tmp_path, "größe,h,y\n1,x,0\n2,x,1\n", encoding="latin-1")
-    with pytest.raises(UserError, match=r"cannot be read as text in utf-8 .*encoding='latin-1'"):
+    with pytest.raises(UserError, match=r"cannot be read as text in utf-8 .*encoding='cp1252'"):
         TableFile(path, "y", "h").load()
     assert TableFile(path, "y", "h", encoding="latin-1").load().preprocessor.feature_names == ("größe",)
     text = "size,h,y\n1,zürich,0\n2,genf,1\n"
     path = write(tmp_path, "size,h,y\n" + "3,genf,1\n" * 2000 + text[9:], encoding="latin-1")
-    with pytest.raises(UserError, match=r"column 'h' of .* has texts that are not in utf-8; give encoding='latin-1'"):
+    with pytest.raises(UserError, match=r"column 'h' of .* has texts that are not in utf-8; give encoding='cp1252'"):
         TableFile(path, "y", None).load()
-    with pytest.raises(UserError, match=r"cannot be read as CSV .*invalid UTF8 data\); give encoding='latin-1'"):
+    with pytest.raises(UserError, match=r"cannot be read as CSV .*invalid UTF8 data\); give encoding='cp1252'"):
         TableFile(path, "y", "h").load()
     path = write(tmp_path, text, encoding="utf-16")
     with pytest.raises(UserError, match="encoding='utf-16'"):
         TableFile(path, "y", "h").load()
     assert TableFile(path, "y", "h", encoding="utf-16").load().columns["h"].tolist() == ["zürich", "genf"]
+
+
+@pytest.mark.parametrize("text", ["cost k€,h,y\n1,x,0\n2,x,1\n", "size,h,y\n1,5–9,0\n2,5–9,1\n"])
+def test_a_file_of_windows_read_as_latin_1_makes_no_control_characters(tmp_path, text):
+    path = write(tmp_path, text, encoding="cp1252")
+    with pytest.raises(UserError, match=r"control characters; give encoding='cp1252'"):
+        TableFile(path, "y", "h", encoding="latin-1").load()
+    with pytest.raises(UserError, match=r"give encoding='cp1252'"):
+        TableFile(path, "y", "h").load()
+    assert TableFile(path, "y", "h", encoding="cp1252").load().preprocessor.feature_names == (text.split(",")[0],)
 
 
 def test_an_identifier_and_copies_are_told(tmp_path):

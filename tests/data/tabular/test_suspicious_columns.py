@@ -130,6 +130,17 @@ def test_a_measurement_is_no_identifier(case):
     assert warned(rows_with(name, values), "y", "s") == []
 
 
+@pytest.mark.parametrize("visits", [2, 3, 8])
+def test_ages_of_patients_who_are_the_sites_are_no_identifier(visits):
+    ages = np.random.default_rng(0).integers(30, 85, 140)
+    rows = {
+        "age": (ages[:, None] + np.arange(visits)).ravel().tolist(),
+        "site": np.repeat(np.arange(140), visits).tolist(),
+    }
+    rows["y"] = np.random.default_rng(1).permutation([0, 1] * (70 * visits)).tolist()
+    assert not [text for text in warned(rows, "y", "site") if "identifier" in text]
+
+
 @pytest.mark.parametrize("name", ["breast_cancer", "diabetes", "wine"])
 def test_no_column_of_scikit_learns_tables_is_an_identifier(name):
     data = getattr(datasets, f"load_{name}")(**({"scaled": False} if name == "diabetes" else {}))

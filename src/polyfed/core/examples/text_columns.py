@@ -194,18 +194,21 @@ def is_numeric_text(value: str) -> bool:
 
 def describe_undecodable_file(file: Path, encoding: str, error: Exception) -> str:
     """Returns a sentence about a file that is no text in this encoding, with what to do."""
-    return f"{str(file)!r} cannot be read as text in {encoding} ({error_in_one_line(error)}); {advise_encoding(file)}"
+    reason, advice = error_in_one_line(error), advise_encoding(file, encoding)
+    return f"{str(file)!r} cannot be read as text in {encoding} ({reason}); {advice}"
 
 
-def advise_encoding(file: Path) -> str:
-    """Returns advice on the encoding of a file that could not be read."""
+def advise_encoding(file: Path, encoding: str) -> str:
+    """Returns advice on the encoding of a file that could not be read in this one."""
     try:
         with open_file(file, UNLIMITED_BYTES) as stream:
             is_utf16 = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     except (OSError, UserError):
         is_utf16 = False
-    encoding = "utf-16" if is_utf16 else "latin-1"
-    return f"give encoding={encoding!r} (--data.encoding {encoding}), or save the file as UTF-8"
+    likely = "utf-16" if is_utf16 else "cp1252"  # which has all letters of latin-1, and € and – besides
+    if likely == encoding:
+        return "save the file as UTF-8, or name the encoding of the program that wrote it, such as cp850 or mac-roman"
+    return f"give encoding={likely!r} (--data.encoding {likely}), or save the file as UTF-8"
 
 
 def error_in_one_line(error: BaseException) -> str:

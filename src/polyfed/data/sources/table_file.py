@@ -75,7 +75,7 @@ class TableFile(Source):
             sites, from sums that the sites send.
         delimiter: between the cells of a CSV file; "auto" infers it from the first line.
         decimal: "." or ",".
-        encoding: of a CSV file, such as utf-8 or latin-1.
+        encoding: of a CSV file, such as utf-8 or cp1252.
         missing_target: what becomes of rows without a target (a label, a time or an event): "refuse" the table, or "drop"
             these rows, with a warning that has their number at each site.
         missing_site: the same for rows without a site.

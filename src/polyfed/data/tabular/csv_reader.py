@@ -16,6 +16,8 @@ from polyfed.data.formats.files import Table
 _DELIMITERS = (",", ";", "\t", "|")
 _ENDS_WITH_ZEROS = r"^([+-]?\d+)\.0+$"  # a whole number as pandas writes it in a column with empty cells
 
+_CONTROL_CHARACTERS = "[\x80-\x9f]"
+
 
 @final
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ def parse_csv_file(file: Path, form: CSVFormat) -> Table:
         )
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         is_encoding = "UTF8" in str(error) or "codec" in str(error)
-        cure = advise_encoding(file) if is_encoding else _locate_uneven_row(file, form.encoding, separator)
+        cure = (
+            advise_encoding(file, form.encoding) if is_encoding else _locate_uneven_row(file, form.encoding, separator)
+        )
         cure = cure or f"cells are separated by {separator!r}, rows by line"
         reason = re.sub(
             r"(Expected \d+ columns, got \d+).*", r"\1", error_in_one_line(error)
@@ -95,14 +99,33 @@ def parse_csv_file(file: Path, form: CSVFormat) -> Table:
     if unreadable := [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]:
         raise UserError(
             f"column {unreadable[0]!r} of {str(file)!r} has texts that are not in {form.encoding}; "
-            f"{advise_encoding(file)}"
+            f"{advise_encoding(file, form.encoding)}"
         )
+    _check_no_control_characters(table, file, form.encoding)
     for name in set(form.text_columns) & set(table.column_names):
         if pyarrow.types.is_string(table.column(name).type):  # not if the file has spaces around the name
             trimmed = compute.utf8_trim_whitespace(table.column(name))
             names = compute.replace_substring_regex(trimmed, _ENDS_WITH_ZEROS, r"\1")
             table = table.set_column(table.column_names.index(name), name, names)
     return _without_empty_rows_at_the_end(table)
+
+
+def _check_no_control_characters(table: Table, file: Path, encoding: str) -> None:
+    """Raises a `UserError` for characters that latin-1 alone makes of bytes which are "€", "–" and "’" in cp1252."""
+    import pyarrow
+    import pyarrow.compute as compute
+
+    if encoding.lower().startswith("utf"):
+        return
+    for position, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True), start=1):
+        is_text = pyarrow.types.is_string(column.type)
+        in_cells = is_text and compute.any(compute.match_substring_regex(column, _CONTROL_CHARACTERS)).as_py()
+        if in_cells or re.search(_CONTROL_CHARACTERS, name):
+            place = f"the texts of column {position}" if in_cells else f"the name of column {position}"
+            raise UserError(
+                f"{str(file)!r} is not in {encoding}: {place} would have control characters; "
+                f"{advise_encoding(file, encoding)}"
+            )
 
 
 def _locate_uneven_row(file: Path, encoding: str, separator: str) -> str:

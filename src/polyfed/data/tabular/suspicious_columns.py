@@ -34,6 +34,7 @@ _ID_WORDS = frozenset({"id", "nr", "no", "number", "nummer", "case", "fall", "ke
 _ID_ENDING = re.compile(r"(nr|nummer|number|(case|encounter|pat|patient|person|record|sample|subject|user|visit)id)$")
 _ALMOST_UNIQUE = 0.9  # share of different values in a column with such a name
 _REPEATS = 10  # pairs of equal numbers that chance would make, from which on to have hardly any says something
+_LEAST_OF_SITE = 20  # rows of a site from which on the range of its numbers says something
 _LEAST_EVEN = 100  # rows from which on evenly spread numbers differ from a bell curve
 _EVEN = 1.22  # Kolmogorov and Smirnov's statistic: nine of ten columns of evenly drawn numbers are below it
 _ROLES = {"group": "that of a patient with several rows", "time": "a time"}
@@ -117,7 +118,8 @@ def _describe_identifier(table: Table, name: str, sites: Codes | None) -> str:
     steps = np.diff(values)
     if len(values) >= _LEAST_ROWS and (bool((steps > 0).all()) or bool((steps < 0).all())):
         return f"{counts}, in order"
-    by_site = [] if sites is None else [values[sites[present] == code] for code in np.unique(sites[present])]
+    codes = np.zeros(0, int) if sites is None else sites[present]
+    by_site = [values[codes == code] for code, count in enumerate(np.bincount(codes)) if count >= _LEAST_OF_SITE]
     if len(values) >= _LEAST_ROWS and (_hardly_repeats([values]) or _hardly_repeats(by_site)):
         return f"{counts}, which would repeat more often if they were measured"
     digits = len(str(int(different[0])))
