@@ -1,6 +1,7 @@
 """What a start may cost: names are imported when they are used, and nothing imports torch before it must."""
 
 import ast
+import inspect
 import json
 import os
 import pickle
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -39,6 +41,14 @@ def test_the_public_names_are_those_that_type_checkers_see():
     assert set(pf.__all__) <= set(dir(pf))
     rooms = {path.name.removesuffix(".py") for path in Path(pf.__file__).parent.iterdir() if path.name[0] != "_"}
     assert set(dir(pf)) <= {*pf.__all__, "__version__", *rooms}
+
+
+def test_what_a_public_function_returns_can_be_annotated():
+    functions = [getattr(pf, name) for name in pf.__all__ if inspect.isfunction(getattr(pf, name))]
+    hints = [get_type_hints(function)["return"] for function in functions]
+    returned = {kind for hint in hints for kind in get_args(hint) or [hint] if kind.__module__.startswith("polyfed.")}
+    assert {kind.__name__ for kind in returned} >= {"Comparison", "Look", "Run", "SavedRun"}
+    assert [kind.__name__ for kind in returned if getattr(pf, kind.__name__, None) is not kind] == []
 
 
 EVERY_WAY = """

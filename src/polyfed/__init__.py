@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from polyfed import algorithms, tasks
     from polyfed.comparison.compare import compare
+    from polyfed.comparison.storage.comparison_directory import Comparison
     from polyfed.comparison.storage.load import load
     from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
     from polyfed.core.errors import ClientError, RoundError, UserError
@@ -25,30 +26,37 @@ if TYPE_CHECKING:
     from polyfed.core.examples.examples import Examples
     from polyfed.core.io.trusted_code import trust_code
     from polyfed.core.training.privacy.options import Privacy
+    from polyfed.data.look.look import Look
     from polyfed.report.audit.audit import audit
+    from polyfed.report.audit.audit_report import AuditReport
     from polyfed.report.export.folder import export_model
     from polyfed.report.look import look
     from polyfed.simulation.callbacks.callback import Callback
     from polyfed.simulation.federate import federate, resume
     from polyfed.simulation.results.run import Run
+    from polyfed.simulation.results.saved_run import SavedRun
     from polyfed.simulation.scheduling.asynchronous.rules import FedAsync, FedBuff
     from polyfed.simulation.scheduling.sampling.sampler import Sampler
 
 __all__ = [
     "Algorithm",
+    "AuditReport",
     "Callback",
     "Client",
     "ClientError",
     "ClientInfo",
+    "Comparison",
     "Examples",
     "FedAsync",
     "FedBuff",
+    "Look",
     "Message",
     "Metric",
     "Privacy",
     "RoundError",
     "Run",
     "Sampler",
+    "SavedRun",
     "ServerContext",
     "UserError",
     "algorithms",
@@ -66,19 +74,23 @@ __all__ = [
 # Importing torch takes a second or more, which a help text should not cost. So a name is imported when it is first used.
 _HOMES = {
     "Algorithm": "core.algorithm",
+    "AuditReport": "report.audit.audit_report",
     "Callback": "simulation.callbacks.callback",
     "Client": "core.algorithm",
     "ClientError": "core.errors",
     "ClientInfo": "core.algorithm",
+    "Comparison": "comparison.storage.comparison_directory",
     "Examples": "core.examples.examples",
     "FedAsync": "simulation.scheduling.asynchronous.rules",
     "FedBuff": "simulation.scheduling.asynchronous.rules",
+    "Look": "data.look.look",
     "Message": "core.algorithm",
     "Metric": "core.evaluation.metrics",
     "Privacy": "core.training.privacy.options",
     "RoundError": "core.errors",
     "Run": "simulation.results.run",
     "Sampler": "simulation.scheduling.sampling.sampler",
+    "SavedRun": "simulation.results.saved_run",
     "ServerContext": "core.algorithm",
     "UserError": "core.errors",
     "audit": "report.audit.audit",
