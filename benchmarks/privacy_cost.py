@@ -9,7 +9,7 @@ clients of 400 training images with labels in unequal mixtures, one perceptron, 
 and 1; δ = 1e-5, an example is the unit) are compared with training alone without privacy: a model that stays at its site
 need not be private, so that this is what a site gives up. Every method's learning rate is searched over the same values on
 validation examples; the clipping norm is 1. The search's runs are not counted in ε. Results: results/privacy_cost.json;
-`page` prints the tables of docs/privacy.md. Runs that are in DIR are not repeated.
+`page` prints the tables of docs/privacy/cost.md. Runs that are in DIR are not repeated.
 """
 
 import argparse

@@ -23,14 +23,18 @@ WEIGHTS = {  # by the beginning of a page's address, the first that fits; 1 else
 GUIDE_WEIGHT = 4.0  # tutorial and how-to
 
 WORDS = {
-    "add_a_method.md": "custom method algorithm implement",
+    "add_a_method.md": "custom own method algorithm implement",
+    "callbacks.md": "hook hooks own callback callbacks",
     "asynchronous.md": "straggler stragglers fedbuff fedasync",
     "choose.md": "method best recommend recommended",
     "compare.md": "who join",
     "compare/fair.md": "learning rate tune tuning hyperparameter hyperparameters search optuna grid",
     "compare/results.md": "comparison.json",
-    "data.md": "data image images text texts string strings label labels imagefolder dataset datasets numpy dataloader "
-    "dirichlet non iid partition skew",
+    "data.md": "data image images text texts string strings label labels dataset datasets numpy dataloader",
+    "data/large.md": "million memory lazy",
+    "data/partitions.md": "dirichlet non iid partition partitions skew split shift",
+    "data/several_inputs.md": "multimodal several inputs dict tuple mask",
+    "data/sources.md": "imagefolder folder mnist cifar source",
     "deploy.md": "hospital hospitals two deploy deployment flower",
     "deploy/failures.md": "fails failed offline unavailable timeout",
     "deploy/machines.md": "docker container containers kubernetes ram hardware",
@@ -41,7 +45,7 @@ WORDS = {
     "deploy/who_learns_what.md": "sees learns server",
     "export.md": "export save load model serve serving onnx predict prediction inference production download",
     "faq.md": "custom decided undecided converged rounds longer resume checkpoint crash interrupted windows macos error "
-    "optimizer optimiser loss reproducible",
+    "optimizer optimiser reproducible",
     "index.md": "federate federated install pip conda requirements licence license cite citation bibtex personalized",
     "intervals.md": "cross validation fold folds many enough need test confidence significance significant p-value "
     "power sample size",
@@ -59,9 +63,17 @@ WORDS = {
     "security.md": "leave leaves sent safe gdpr legal governance hipaa",
     "security/bad_site.md": "bad byzantine poison poisoning malicious robust krum attack",
     "security/how_much_leaks.md": "leak leaks reconstruct reconstruction membership inference",
-    "tabular.md": "patients csv excel xlsx spreadsheet parquet pandas dataframe missing own imbalance "
-    "unbalanced imbalanced repeated measurements visits longitudinal",
-    "tasks.md": "regression forecast forecasting time series segmentation survival multilabel",
+    "tabular.md": "patients csv excel xlsx spreadsheet parquet pandas dataframe missing own data",
+    "tabular/columns.md": "column columns categorical identifier",
+    "tabular/groups.md": "repeated measurements visits longitudinal group groups recordings",
+    "tabular/several_files.md": "schema scale standardise",
+    "tasks.md": "regression multilabel task tasks",
+    "tasks/forecasting.md": "forecast forecasting time series",
+    "tasks/own_loss.md": "custom own loss losses focal class weights weighted imbalance unbalanced imbalanced classes",
+    "tasks/own_task.md": "custom own task",
+    "tasks/segmentation.md": "segmentation segment dice unet",
+    "tasks/survival.md": "survival cox hazard censored c-index",
+    "tasks/tokens.md": "token tokens tagging ner language perplexity",
     "tutorial.md": "tutorial start started getting quickstart example beginner",
     "versions.md": "python version versions 3.11 3.12 3.13",
 }

@@ -141,7 +141,7 @@ def test_readme_example(story, recorded, tmp_path, kind):
 @pytest.mark.slow
 def test_the_page_about_comparisons_shows_what_its_first_command_prints(story, tmp_path):
     text = (DOCS / "compare.md").read_text(encoding="utf-8")
-    command = re.search(r"^polyfed (compare heart --out runs/heart) ", text, flags=re.MULTILINE)[1]
+    command = re.search(r"^polyfed (compare heart --out runs/heart_auc) ", text, flags=re.MULTILINE)[1]
     shown = story.SHOWN.search(text)[2]
     printed = story.run_command([sys.executable, "-m", "polyfed", *command.split(), "--quiet"], tmp_path)
     lines = [line.rstrip() for line in printed.splitlines()]

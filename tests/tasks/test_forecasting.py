@@ -189,11 +189,11 @@ def test_a_linear_network_is_better_than_the_naive_forecast_and_clients_train_to
 
 @pytest.mark.thorough
 def test_the_example_of_the_docs_is_better_than_the_naive_forecast():
-    text = (Path(__file__).parents[2] / "docs/tasks.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs/tasks/forecasting.md").read_text(encoding="utf-8")
     (block,) = (b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "hourly_load" in b)
     namespace = {}
     shorter = block.replace("seeds=[0, 1, 2], rounds=20", "seeds=[0], rounds=2").replace("days=40", "days=12")
-    exec(compile(shorter.replace("print(", "found = ("), "docs/tasks.md", "exec"), namespace)  # noqa: S102  # the page's own
+    exec(compile(shorter.replace("print(", "found = ("), "docs/tasks/forecasting.md", "exec"), namespace)  # noqa: S102  # the page's own
     assert namespace["found"].results["score"] == "mase"
 
 

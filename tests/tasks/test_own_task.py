@@ -1,4 +1,4 @@
-"""A task of the user's own, the example of docs/tasks.md, from clients to the report."""
+"""A task of the user's own, the example of docs/tasks/own_task.md, from clients to the report."""
 
 import dataclasses
 import re
@@ -17,10 +17,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def counts():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tasks.md").read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/tasks/own_task.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     (block,) = (block for block in blocks if "class Counts" in block)
     namespace = {"__name__": "my_tasks"}
-    exec(compile(block.partition("\nclients =")[0], "docs/tasks.md", "exec"), namespace)  # noqa: S102  # the page's own code
+    exec(compile(block.partition("\nclients =")[0], "docs/tasks/own_task.md", "exec"), namespace)  # noqa: S102  # the page's own code
     return namespace["Counts"]
 
 

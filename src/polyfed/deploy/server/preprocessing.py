@@ -100,7 +100,7 @@ def compute_common_preprocessing_with_sites(
     if (size := len(json.dumps(common))) > SERVER_HEAD_BYTES - SITE_HEAD_BYTES:
         raise UserError(
             f"the columns and categories of all sites take {size / 2**10:.0f} kB, more than a message may; agree on a "
-            "schema with fewer (pf.data.split_table(..., schema=FILE), see docs/tabular.md)"
+            "schema with fewer (pf.data.split_table(..., schema=FILE), see docs/tabular/several_files.md)"
         )
     return replace(server, preprocessing=common, preprocessing_facts=moments_result.facts)
 
@@ -160,7 +160,7 @@ def _merge_tables(tables: Mapping[str, tuple[SchemaSummary, Any]]) -> tuple[Tabl
                 f"the tables of the sites differ in columns, categories or classes, and {without[0]!r} does not "
                 "send its names: allow-disclosure, or disclose=columns, lets it (if they take less than "
                 f"{SITE_HEAD_BYTES // 2**10} kB); or agree on one schema, pf.data.split_table(..., schema=FILE), see "
-                "docs/tabular.md"
+                "docs/tabular/several_files.md"
             )
         return merge_table_definitions(
             {site: read_schema(summary["schema"]) for site, summary in summaries.items()}

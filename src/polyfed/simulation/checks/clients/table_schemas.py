@@ -20,7 +20,8 @@ from polyfed.data.tabular.harmonise import merge_table_definitions, needs_common
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 
 SCHEMA_ADVICE = (
-    "agree on one schema and give it at each site: pf.data.split_table(..., schema=FILE), see docs/tabular.md"
+    "agree on one schema and give it at each site: pf.data.split_table(..., schema=FILE), "
+    "see docs/tabular/several_files.md"
 )
 FRAME_ADVICE = "give frame[NAMES] with the same names in one order"
 _ONE_FORM = frozenset({"one_architecture", "one_data_spec", "one_input_spec", "one_family", "public_data"})
