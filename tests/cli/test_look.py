@@ -33,7 +33,7 @@ def test_a_csv_file_is_looked_at(table, capsys):
     assert main(["look", "patients.csv", *WORDS, "--out", "look.html"]) == 0
     out, _ = capsys.readouterr()
     assert "chol is 0 at south (80 of 80 values), never at north" in out
-    assert "lab is empty or nearly so at south (3 of 80 rows have a value)" in out
+    assert "lab is empty or nearly so at south (fewer than 5 of 80 rows have a value)" in out
     page = (table / "look.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 4
     assert "The sites&#39; data side by side" in page
@@ -107,3 +107,24 @@ def test_the_matrix_in_a_comparison(table, capsys):
     page = (table / "c" / "report.html").read_text(encoding="utf-8")
     assert "every site&#39;s model at every site" in page
     assert "The sites&#39; data side by side" in page
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("words", [["data"], ["data", "--json"], ["look"], ["look", "--json", "--out", "look.html"]])
+@pytest.mark.parametrize("target", ["cost", "ward"])
+def test_nothing_printed_is_the_value_of_a_row(polyfed, words, target):
+    rows = [(f"P{k}", 3000 + 7 * k + visit, 6000 + 7 * k, f"ward{k % 2}") for k in range(60) for visit in range(2)]
+    (polyfed.here / "a.csv").write_text(
+        "pid,cost,lab,ward\n" + "".join(f"{p},{c}.5,{b}.5,{w}\n" for p, c, b, w in rows)
+    )
+    out = polyfed(words[0], "a.csv", "--data.target", target, "--data.site", "pid", *words[1:])
+    content = json.loads(out) if "--json" in words else {}
+    content.pop("edges", None)  # of all rows
+    text = json.dumps(content) if content else out
+    assert not [value for row in rows for value in (f"{row[1]}", f"{row[2]}") if value in text]
+    assert "100 %" not in text
+    assert len(out.splitlines()) < 60 or content
+    if words == ["look", "--json"]:
+        assert {row["categories"]["ward0"] for row in content["columns"] if row["column"] == "ward"} == {"<5"}
+    if words[0] == "data" and content:
+        assert {client["classes"] for client in content["clients"]} == {None}

@@ -164,6 +164,20 @@ def suppress_small_counts(counts: Mapping[str, Tensor], columns: Sequence[LookCo
     return safe
 
 
+def suppress_statistics_of_few_rows(counts: Mapping[str, Tensor], columns: Sequence[LookColumn]) -> Counts:
+    """Replaces statistics of columns and sites of fewer than `MIN_COUNT` rows, which would nearly be the rows."""
+    safe = suppress_small_counts(counts, columns)
+    is_hidden = safe["count"] == SUPPRESSED
+    if int(counts["rows"][0]) < MIN_COUNT:
+        safe["categories"] = torch.full_like(counts["categories"], SUPPRESSED)
+    else:
+        safe["categories"] = counts["categories"]
+    for name in counts.keys() - {"rows", "categories"}:
+        mask = is_hidden.view(-1, *[1] * (counts[name].dim() - 1))
+        safe[name] = torch.where(mask, safe[name], counts[name])
+    return safe
+
+
 def _round_down(counts: Tensor) -> Tensor:
     return (counts / MIN_COUNT).floor() * MIN_COUNT
 

@@ -155,7 +155,7 @@ class _NumberColumn:
             )  # fmt: skip
 
     def _find_empty(self) -> Iterator[SiteDifferenceFinding]:
-        shares = {name: 1 - self._largest_count(name) / self._rows[name] for name in self._sites}
+        shares = {name: 1 - self._largest_count(name) / rows for name, rows in self._rows.items() if rows >= MIN_COUNT}
         if not shares or min(shares.values()) > 0.5:
             return
         empty, often = dict[str, str](), dict[str, str]()

@@ -128,5 +128,7 @@ def look_at_sites(clients: Iterable[Client | ClientData] | ClientTables, class_n
         counts[name] |= passes.sum_squares(site, center, scale)
     low, high = passes.choose_histogram_limits(passes.add_counts(list(counts.values())), center, scale)
     for name, site in common.items():
-        counts[name] |= passes.count_histograms(site, low, high)
+        counts[name] = passes.suppress_statistics_of_few_rows(
+            counts[name] | passes.count_histograms(site, low, high), columns
+        )
     return Look.of(build_summaries(columns, counts, CommonScaleAndRange(center, scale, low, high), common))

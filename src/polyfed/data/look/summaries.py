@@ -26,14 +26,12 @@ class NumberSummary:
         histogram: counts of values below the lowest edge, in cells of equal width, and from the highest edge on; -1 for a
             count that is not shown.
         percentiles: about the 1st, 50th and 99th percentile; None without values.
-        extremes: the smallest and the largest value, of data in memory alone; None between sites.
     """
 
     statistics: NumberStatistics
     missing: float | None
     histogram: tuple[float, ...]
     percentiles: tuple[float, float, float] | None
-    extremes: tuple[float, float] | None = None
 
     @property
     def is_hidden(self) -> bool:
@@ -72,7 +70,7 @@ class SiteSummaries:
         columns: features, then targets.
         sites: by name; only `ALL_SITES` if the sites sent masked sums.
         edges: lowest and highest edge of the histograms, by column of numbers.
-        is_local: whether the data are in this process, so that all counts are shown.
+        is_local: whether the data are in this process: sites with `MIN_COUNT` rows or more then show smaller counts, too.
     """
 
     columns: tuple[LookColumn, ...]
@@ -119,8 +117,6 @@ def _number_fields(summary: NumberSummary) -> dict[str, Any]:
     }
     if summary.percentiles is not None:
         fields |= dict(zip(("p1", "median", "p99"), summary.percentiles, strict=True))
-    if summary.extremes is not None:
-        fields |= {"min": summary.extremes[0], "max": summary.extremes[1]}
     return fields
 
 
@@ -153,7 +149,7 @@ def build_summaries(
         columns: of all sites.
         counts: of the three passes, by site.
         frame: centers, scales and edges of the columns of numbers.
-        local_sites: the sites' examples, where they are in this process: for exact percentiles and ends.
+        local_sites: the sites' examples, where they are in this process: for exact percentiles.
     """
     numeric = find_numeric_column_positions(columns)
     edges = {columns[i].name: (float(frame.low[k]), float(frame.high[k])) for k, i in enumerate(numeric)}
@@ -185,19 +181,17 @@ def build_summaries(
 def _summarize_number(counts: Counts, position: int, frame: CommonScaleAndRange, values: Any) -> NumberSummary:
     statistics = number_statistics(counts, position, frame.center, frame.scale)
     histogram = tuple(counts["histograms"][position].tolist())
-    missing: float | None = float(counts["rows"][0]) - statistics.count
-    percentiles = ends = None
-    if values is not None:
-        present = values[~np.isnan(values)]
-        if len(present):
-            low, middle, high = np.percentile(present, (1, 50, 99)).tolist()
-            percentiles, ends = (low, middle, high), (float(present.min()), float(present.max()))
+    missing = None if statistics.count < 0 else float(counts["rows"][0]) - statistics.count
+    percentiles = None
+    if values is not None and statistics.count > 0:
+        low, middle, high = np.nanpercentile(values, (1, 50, 99)).tolist()
+        percentiles = (low, middle, high)
     elif statistics.count > 0:
         percentiles = _percentiles_of_histogram(histogram, float(frame.low[position]), float(frame.high[position]))
         if percentiles is not None and statistics.is_whole:
             percentiles = (round(percentiles[0]), round(percentiles[1]), round(percentiles[2]))
         missing = None if 0 < (missing or 0) < MIN_COUNT else missing
-    return NumberSummary(statistics, missing, histogram, percentiles, ends)
+    return NumberSummary(statistics, missing, histogram, percentiles)
 
 
 def _percentiles_of_histogram(histogram: Sequence[float], low: float, high: float) -> tuple[float, float, float] | None:

@@ -60,6 +60,8 @@ def format_look(look: SiteSummaries, findings: Sequence[SiteDifferenceFinding]) 
             site, mark = look.sites[name], marks.get((column.name, name), "")
             if column.values is None:
                 cells = _number_line(site.numbers[column.name], site.rows)
+            elif site.rows < MIN_COUNT:
+                cells = f"fewer than {MIN_COUNT} values"
             else:
                 counts = site.categories[column.name]
                 cells = f"{_format_percent(counts[''], site.rows):>8}  " + ", ".join(

@@ -11,9 +11,12 @@ from polyfed.cli.commands.terminal import PlainTable, print_json, print_line
 from polyfed.core.algorithm import Client
 from polyfed.core.io.text.site_words import client_heading
 from polyfed.data import draw_class_counts
+from polyfed.data.look.counts import MIN_COUNT
 from polyfed.data.tabular.columns import sorted_unique_texts
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.simulation.experiment import Experiment, load_participants
+
+_MAX_CLIENTS = 40
 
 
 class ShownClient(TypedDict, total=False):
@@ -24,13 +27,14 @@ class ShownClient(TypedDict, total=False):
     test: Required[int]
     unseen: Required[bool]
     classes: Required[list[int] | None]
-    """Training examples of each class or label; None where targets are not counted."""
+    """Training examples of each class or label; None where targets are not counted, or examples are fewer than five."""
 
 
 def show_class_counts(experiment: Experiment, plot: Path | None, *, as_json: bool = False) -> None:
     """Prints clients' training examples by class or label, as table or JSON, and draws them to `plot`.
 
-    For regression it prints their number, and the mean and standard deviation of their targets.
+    For regression it prints their number, and the mean and standard deviation of their targets. Of clients with fewer than
+    `MIN_COUNT` training examples it prints the number alone.
 
     Raises:
         UserError: a picture that cannot be written.
@@ -50,17 +54,23 @@ def show_class_counts(experiment: Experiment, plot: Path | None, *, as_json: boo
     table.add_column(client_heading([client.id for client in all_clients]))
     for name in (*names, "all", "test"):
         table.add_column(name, justify="right")
-    counts = {c.id: task.class_counts(c.train.labels, len(names)) or () for c in all_clients}
-    for position, client in enumerate(all_clients):
+    counts = {
+        c.id: (task.class_counts(c.train.labels, len(names)) or ()) if len(c.train) >= MIN_COUNT else ()
+        for c in all_clients
+    }
+    for position, client in enumerate(all_clients[:_MAX_CLIENTS]):
         cells = [str(n) if n else "·" for n in counts[client.id]]
         mark = " (unseen client)" if position >= participant_count else ""
-        if task.has_target_moments:
+        if len(client.train) < MIN_COUNT:  # they would be the rows themselves
+            cells = ["–"] * len(names)
+        elif task.has_target_moments:
             cells = [f"{mean:.4g} ± {spread:.2g}" for mean, spread in _target_moments(client)]
         table.add_row(f"{client.id}{mark}", *cells, str(len(client.train)), str(len(client.test)))
     # Drawn first: if the picture cannot be written, there is an error and nothing else.
     has_counts = any(counts.values())
     if has_counts and plot is not None:
-        draw_class_counts(np.array([counts[c.id] for c in all_clients]), names, plot, unseen=len(experiment_data.unseen),
+        drawn_counts = np.array([counts[c.id] or [0] * len(names) for c in all_clients])
+        draw_class_counts(drawn_counts, names, plot, unseen=len(experiment_data.unseen),
                          clients=[c.id for c in all_clients])  # fmt: skip
     if as_json:
         client_entries: list[ShownClient] = [
@@ -74,6 +84,8 @@ def show_class_counts(experiment: Experiment, plot: Path | None, *, as_json: boo
         print_json({"format": 1, "class_names": class_names, "partition": partition, "clients": client_entries})
         return
     console.print(table)
+    if len(all_clients) > _MAX_CLIENTS:
+        print_line(console, f"and {len(all_clients) - _MAX_CLIENTS} more (--json has all)")
     if has_counts and plot is not None:
         print_line(console, f"drawn in {plot}")
 
