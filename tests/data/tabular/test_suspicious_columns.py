@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn import datasets
 
-from polyfed.core.errors import collect_data_warnings
+from polyfed.core.errors import UserError, collect_data_warnings
 from polyfed.data import split_table
 from polyfed.data.sources.published.heart import read_heart_table
 
@@ -213,3 +213,19 @@ def test_names_whose_accents_are_encoded_differently_are_told():
     texts = "".join(str(warning.message) for warning in told)
     assert r"column 'h' has 'K\xf6ln' and 'Ko\u0308ln', which are two different values here" in texts
     assert "column 'ward' has 'a  b' and 'a b'" in texts
+
+
+def test_a_target_that_is_the_same_everywhere_is_told():
+    table = {"x": [*range(40)], "h": ["a", "b"] * 20, "y": [1.5] * 40, "z": [0, 1, 1, 0] * 10}
+    with pytest.warns(UserWarning, match="target 'y' is the same in every row, so that there is nothing to learn"):
+        split_table(table, "y", "h", task="regression")
+    with pytest.warns(UserWarning, match="target 'y' is the same in every row") as told:
+        split_table({**table, "y": [0] * 40}, ["y", "z"], "h", task="multilabel")
+    assert not any("target 'z'" in str(warning.message) for warning in told)
+
+
+def test_a_target_that_32_bits_cannot_tell_apart_is_refused():
+    table = {"x": [*range(40)], "h": ["a", "b"] * 20, "y": [2**40 + k for k in range(40)]}
+    with pytest.raises(UserError, match="target 'y' has numbers so large beside their differences"):
+        split_table(table, "y", "h", task="regression")
+    split_table({**table, "y": [1_700_000_000 + 86_400 * k for k in range(40)]}, "y", "h", task="regression")

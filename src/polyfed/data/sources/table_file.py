@@ -221,6 +221,9 @@ class TableFile(Source):
         if self.site is not None:
             spellings[self.site] = tuple(dict.fromkeys(column_as_texts(table, self.site).tolist()))
         warn_of_names_that_look_alike({f"column {name!r} has": names for name, names in spellings.items()})
+        for name, column in zip(target_names, y.T, strict=True) if y.dim() == 2 else ():
+            if name != self.event and column.min() == column.max():
+                warn_of_data(f"target {name!r} is the same in every row, so that there is nothing to learn about it")
         if self.event is not None and not y[:, -1].any():
             warn_of_data(
                 f"event {self.event!r} is 0 in every row: without an event no risk can be learnt; if 0 means that it "

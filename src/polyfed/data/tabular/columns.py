@@ -38,6 +38,7 @@ from polyfed.tasks import infer_table_task
 
 _MOST_SUBGROUP_VALUES = 10  # different values of a column of numbers that is kept for scores of subgroups
 _PRECISE = 1e-5  # of a column's standard deviation: with a larger rounding error it is kept as float64
+_PRECISE_TARGET = 1e-3  # likewise of a target, which is float32
 LARGEST_EXACT = 2.0**53
 """Sets up to which number a floating-point number tells neighbouring whole numbers apart."""
 
@@ -228,6 +229,11 @@ def read_targets(
             )
         column = column_as_numbers(table, name)
         resolved_task.check_table_column(column, name)
+        if np.abs(column - column.astype(np.float32)).max() > _PRECISE_TARGET * np.std(column) > 0:
+            raise UserError(
+                f"target {name!r} has numbers so large beside their differences that 32 bits round these away; subtract a "
+                "constant from all, the same at each site"
+            )
         columns.append(column)
     return torch.from_numpy(np.stack(columns, axis=1).astype(np.float32)), tuple(names), resolved_task
 
