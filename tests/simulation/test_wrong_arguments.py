@@ -220,7 +220,7 @@ def test_masks_with_an_axis_of_one_channel_are_told_apart_from_volumes():
 
 
 def test_an_audit_takes_a_run_and_says_that_one_in_memory_has_no_directory():
-    with pytest.raises(pf.UserError, match="was kept in memory; train it with out=DIR"):
+    with pytest.raises(pf.UserError, match="was kept in memory; write it with run"):
         pf.audit(pf.federate(small_clients(2), "fedavg", rounds=1, workers=0))
 
 

@@ -31,12 +31,13 @@ def write_page_of(folder: Path | None, out: str | Path | None, images_of: Sequen
 
     >>> write_page_of(None, None)
     Traceback (most recent call last):
-    polyfed.core.errors.UserError: a page is made from a directory, and this was kept in memory; give out="DIR" when you
-    train or compare
+    polyfed.core.errors.UserError: a page is made from a directory, and this was kept in memory; write a run with
+    run.save("DIR"), and give compare(..., out="DIR")
     """
     if folder is None:
         raise UserError(
-            'a page is made from a directory, and this was kept in memory; give out="DIR" when you train or compare'
+            'a page is made from a directory, and this was kept in memory; write a run with run.save("DIR"), and give '
+            'compare(..., out="DIR")'
         )
     groups, notes = read_run_groups([folder])
     path = None if out is None else expand_user_path(out, "out")

@@ -1,12 +1,15 @@
 """A run and a comparison are read from their directories without clients."""
 
+import dataclasses
 import re
+import shutil
 
 import pytest
 import torch
 
 import polyfed as pf
 from polyfed.simulation.results.saved_run import SavedRun
+from polyfed.simulation.storage.directory import read_manifest
 from polyfed.simulation.storage.run_files import RunFiles
 from polyfed.testing import small_clients
 from polyfed.testing.small_clients import SmallNet
@@ -58,6 +61,34 @@ def test_predictions_of_a_saved_run_are_those_of_the_run(run):
     saved, kept = pf.load(run.out).predictions("client-0"), run.predictions("client-0")
     assert torch.equal(saved.outputs, kept.outputs)
     assert torch.equal(saved.targets, kept.targets)
+
+
+def _read_all_but_times(folder):
+    """Returns the manifest without times, models, predictions and configuration, and the names of checkpoints."""
+    files = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    manifest = {k: v for k, v in read_manifest(folder).items() if k not in ("started", "auto")}
+    parts = {path: data for path, data in files.items() if path.parts[0] in ("models", "predictions", "config.yaml")}
+    return manifest, parts, {path.parts[:2] for path in files if path.parts[0] == "checkpoint"}
+
+
+@pytest.mark.parametrize(("method", "options"), [("fedavg", {"keep": "best"}), ("ditto", {}), ("flha_ghn", {})])
+def test_a_run_in_memory_is_saved_as_one_with_a_directory(tmp_path, method, options):
+    options = {"rounds": 3, "workers": 0, "progress": False, "checkpoint_every": 9} | options
+    run = pf.federate(small_clients(), method, **options)
+    pf.federate(small_clients(), method, out=tmp_path / "written", **options)
+    for name in ("first", "second"):  # saving leaves the run in memory as it was
+        assert run.save(tmp_path / name) == tmp_path / name
+        saved, written = (_read_all_but_times(tmp_path / folder) for folder in (name, "written"))
+        assert saved == written
+        assert list(pf.load(tmp_path / name).history) == list(run.history)
+    x = torch.arange(12.0).view(2, 6)
+    shutil.rmtree(tmp_path / "first")
+    assert torch.equal(pf.load(tmp_path / "second").predict("client-0", x, model=SmallNet), run.predict("client-0", x))
+    assert pf.resume(tmp_path / "second", clients=small_clients(), workers=0, progress=False).table() == run.table()
+    with pytest.raises(pf.UserError, match="is not empty"):
+        run.save(tmp_path / "second")
+    with pytest.raises(pf.UserError, match=r"is in .*second already; copy that folder, or load it"):
+        dataclasses.replace(run, out=tmp_path / "second").save(tmp_path / "third")
 
 
 def test_a_comparison_gives_its_runs(tmp_path):

@@ -95,7 +95,7 @@ def audit(
         public = folder.federation.public if public is None else public
     run_folder = folder.out if isinstance(folder, Run | SavedRun) else folder
     if run_folder is None:
-        raise UserError("an audit reads a run directory, and this run was kept in memory; train it with out=DIR")
+        raise UserError("an audit reads a run directory, and this run was kept in memory; write it with run.save(DIR)")
     path = expand_user_path(run_folder, "the run directory")
     if not (path / "config.yaml").is_file():
         is_comparison = (path / "comparison.yaml").is_file()

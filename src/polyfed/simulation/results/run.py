@@ -23,11 +23,12 @@ from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.results.across_sites.cross_site import compute_cross_site
-from polyfed.simulation.results.across_sites.cross_site_scores import CrossSiteScores
+from polyfed.simulation.results.across_sites.cross_site_scores import CrossSiteScores, write_cross_site
 from polyfed.simulation.results.display.frames import build_frame, list_scores_by_round
 from polyfed.simulation.results.display.notebook_html import run_html, unit_of_column
 from polyfed.simulation.results.display.plots import plot_learning_curves
 from polyfed.simulation.results.display.remarks import list_remarks, summarise_remarks
+from polyfed.simulation.results.run_writer import write_run_from_memory
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.evaluation_sample import has_other_clients_each_round
 from polyfed.simulation.sources.source_clients import SourceClients
@@ -131,6 +132,28 @@ class Run:
             UserError: the run was kept in memory, or the page cannot be written.
         """
         return write_page_of(self.out, out, images_of)
+
+    def save(self, out: str | Path) -> Path:
+        """Writes a run that was kept in memory to a new run directory, which `polyfed.load` reads; returns its path.
+
+        It holds what `federate(..., out=...)` writes, without the arrays that a method keeps of each round for plots.
+
+        Args:
+            out: the folder, which must not exist or be empty.
+
+        Raises:
+            UserError: the run has a directory already, or the folder is taken or cannot be written.
+        """
+        if self.out is not None:
+            raise UserError(
+                f"the run is in {self.out} already; copy that folder, or load it: polyfed.load('{self.out}')"
+            )
+        path = write_run_from_memory(
+            out, self.federation, self.history, self.last, self.best, self.prediction_store, self.stopped_by
+        )
+        if self.cross_site_scores is not None:
+            write_cross_site(self.cross_site_scores, path)
+        return path
 
     @property
     def class_names(self) -> tuple[str, ...] | None:

@@ -190,19 +190,26 @@ class PredictionStore:
         """Writes all rounds to one Parquet file for each client, and removes the rounds' files."""
         if self._folder is None or not (self._folder / _SPOOL).is_dir():
             return  # nothing was kept, or everything is written already
-        outputs_by_round = {number: self._read(number) for number in sorted(self._sizes)}
+        self._write_files_of_clients(self._folder, {number: self._read(number) for number in sorted(self._sizes)})
+        # Renamed first: a folder that is removed half must not be mistaken for a complete one.
+        (self._folder / _SPOOL).rename(self._folder / _OLD)
+        shutil.rmtree(self._folder / _OLD)
+
+    def _write_files_of_clients(self, folder: Path, outputs_by_round: Mapping[int, OutputsByClient]) -> None:
         files = []
         predicted_ids = {client for outputs in outputs_by_round.values() for client in outputs}
         for client in sorted(predicted_ids & self._clients.keys()):
             client_outputs = {
                 number: outputs[client] for number, outputs in outputs_by_round.items() if client in outputs
             }
-            files.append(self._folder / f"{safe_file_name(client)}.parquet")
+            files.append(folder / f"{safe_file_name(client)}.parquet")
             predictions_parquet.write_outputs_of_client(files[-1], self._clients[client], client_outputs)
         flush_files_to_disk(files)
-        # Renamed first: a folder that is removed half must not be mistaken for a complete one.
-        (self._folder / _SPOOL).rename(self._folder / _OLD)
-        shutil.rmtree(self._folder / _OLD)
+
+    def write_memory_to_run_directory(self, folder: Path) -> None:
+        """Writes the rounds that are in memory to a run directory, one Parquet file for each client."""
+        if self._memory:
+            self._write_files_of_clients(create_private_folder_if_missing(folder / FOLDER), self._memory)
 
     def get_predictions(self, client: str, split: str, round: int) -> Predictions:
         """Returns the stored predictions of a client after a round.
