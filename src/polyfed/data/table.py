@@ -7,6 +7,8 @@ from typing import Any, final
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples
+from polyfed.core.io.values.keyword_names import suggest_keywords
+from polyfed.core.tasks.task import Loss
 from polyfed.data.clients import ClientData, make_clients
 from polyfed.data.partitioning.partitions import IID, Natural
 from polyfed.data.partitioning.split import Split, SplitOrder
@@ -65,11 +67,15 @@ class ClientTables:
             raise UserError("only tables have a schema")
         return table_schema(self.dataset.preprocessor)
 
-    def build_clients(self, model: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None) -> list[Client]:
+    @suggest_keywords
+    def build_clients(
+        self, model: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None, *, loss: Loss | None = None
+    ) -> list[Client]:
         """Returns the list of clients for `polyfed.federate` and `polyfed.compare`.
 
         Args:
             model: builds a network, as `Client.model`; or one such function per site, by its name.
+            loss: what training minimises at each site, as `Client.loss`; None takes that of the task.
 
         Raises:
             UserError: a site without a network or test rows, a name that is not a site, or the name of a network.
@@ -89,7 +95,7 @@ class ClientTables:
         return [
             Client(
                 part.id, model[part.id] if isinstance(model, Mapping) else model, part.train, part.test, part.val,
-                task=self.dataset.task,
+                task=self.dataset.task, loss=loss,
             )
             for part in self.client_data
         ]  # fmt: skip
