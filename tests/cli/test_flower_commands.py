@@ -160,6 +160,26 @@ def test_a_run_that_failed_does_not_show_the_records_of_an_earlier_one(
     assert f"the run directory {run} is not empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (["algorithm.name=fedavgg"], "did you mean fedavg"),
+        (["num-server-rounds=2"], "the configuration has no 'num-server-rounds'; did you mean rounds?"),
+        (["algorithm.name=fedprox", "algorithm.muu=1"], "algorithm.muu is not a field of the method; did you mean mu?"),
+        (["rounds=two"], "rounds must be a whole number"),
+        (["metrics=auk"], "metrics has 'auk', which sites do not know"),
+        (["algorithm.name=fedavg", "secure=false"], "polyfed flower run DIR --allow-disclosure"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_before_flower_is_asked(tmp_path, monkeypatch, capsys, changes, sentence):
+    project = tmp_path / "fed"
+    assert main(["flower", "init", str(project), "--sites", "north,south"]) == 0
+    connect(monkeypatch, project)
+    monkeypatch.setattr(local_trial, "find_flwr_command", lambda: pytest.fail("Flower was called"))
+    assert main(["flower", "run", str(project), *(word for change in changes for word in ("--set", change))]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_the_command_without_words_prints_its_help_and_an_error_an_example(capsys):
     assert main(["flower"]) == 0
     assert "usage: polyfed flower init|up|run" in capsys.readouterr().out

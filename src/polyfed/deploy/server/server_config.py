@@ -15,6 +15,7 @@ from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.trusted_code import execute_file_and_get_function, is_code_trusted, trust_code
+from polyfed.core.io.values.keyword_names import OTHER_NAMES
 from polyfed.core.io.values.validation import parse_yaml
 from polyfed.core.messages.lora import architecture_key_without_averaged_lora_ranks
 from polyfed.core.methods.declared_words import CONSENT
@@ -49,6 +50,22 @@ def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
     >>> server.algorithm.lr, server.settings.rounds, server.deployment.sites
     (0.1, 3, ('north', 'south'))
     """
+    deployment, method_fields, setting_values = _split_configuration(config)
+    if deployment.resume:
+        return _configure_resumed_server(deployment)
+    check_can_become_run_directory(deployment.out)  # before any site is asked
+    algorithm, settings = _build_method_and_settings(deployment, method_fields, setting_values)
+    return _check_and_build_server(deployment, algorithm, settings, secrets.token_hex(8))
+
+
+def check_server_configuration(config: Mapping[str, Any]) -> None:
+    """Raises the `UserError` of `build_or_restore_server` for a new run, as far as no code of the operator is needed."""
+    deployment, method_fields, setting_values = _split_configuration(config)
+    _check_method_and_consent(deployment, *_build_method_and_settings(deployment, method_fields, setting_values))
+
+
+def _split_configuration(config: Mapping[str, Any]) -> tuple[Deployment, dict[str, Any], dict[str, Any]]:
+    """Returns the deployment of a flat configuration, the fields of its method with the name, and those of `Settings`."""
     options = {str(key): value for key, value in config.items() if value != ""}
     field_by_option = {f.name.replace("_", "-"): f.name for f in dataclasses.fields(Deployment)}
     setting_options = (
@@ -63,7 +80,8 @@ def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
         method_fields["privacy"] = privacy_options
     choices = [*field_by_option, *setting_options, "algorithm.name"]
     if unknown := [key for key in options if key not in choices and not key.startswith("algorithm.")]:
-        raise UserError(f"the configuration has no {unknown[0]!r}; {did_you_mean(unknown[0], choices)}")
+        likely = OTHER_NAMES.get(unknown[0].replace("-", "_"), unknown[0])
+        raise UserError(f"the configuration has no {unknown[0]!r}; {did_you_mean(likely, choices)}")
     for key in ("sites", "out"):
         if key not in options:
             raise UserError(f"the configuration lacks {key}")
@@ -74,9 +92,14 @@ def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
     deployment = Deployment(**values)
     if deployment.file is not None:  # the operator has named it, unlike a file named in a run directory
         trust_code(str(deployment.file))
-    if deployment.resume:
-        return _configure_resumed_server(deployment)
-    check_can_become_run_directory(deployment.out)  # before any site is asked
+    setting_values = {k.replace("-", "_"): options[k] for k in setting_options if k in options}
+    return deployment, method_fields, {**setting_values, "asynchronous": asynchronous}
+
+
+def _build_method_and_settings(
+    deployment: Deployment, method_fields: dict[str, Any], setting_values: Mapping[str, Any]
+) -> tuple[Algorithm[Any, Any], Settings]:
+    """Builds the method, with the bound on updates, and the settings."""
     if "name" not in method_fields:
         raise UserError('the configuration lacks algorithm.name; for example algorithm.name = "flha_ghn"')
     method_class = get(str(method_fields.pop("name")))
@@ -86,15 +109,13 @@ def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
             f"algorithm.{unknown_fields[0]} is not a field of the method; {did_you_mean(unknown_fields[0], fields)}"
         )
     algorithm = method_class(**{name: _parse_field_value(value) for name, value in method_fields.items()})
-    setting_values = {k.replace("-", "_"): options[k] for k in setting_options if k in options}
     names = tuple(name.strip() for name in str(setting_values.get("metrics", "")).split(",") if name.strip())
     if unknown := [name for name in names if not is_built_in_metric(name)]:
         raise UserError(f"metrics has {unknown[0]!r}, which sites do not know; {did_you_mean(unknown[0], METRICS)}")
-    settings = Settings(**{"on_error": "skip", **setting_values, "metrics": names, "asynchronous": asynchronous})
+    settings = Settings(**{"on_error": "skip", **setting_values, "metrics": names})
     bounded = bound_updates(algorithm, deployment.max_update_norm, secure=settings.secure)
-    algorithm = bounded.algorithm
     _LOG.info("%s", bounded.sentence)
-    return _check_and_build_server(deployment, algorithm, settings, secrets.token_hex(8))
+    return bounded.algorithm, settings
 
 
 def _remove_or_refuse_simulation_options(options: dict[str, Any]) -> None:
@@ -171,10 +192,10 @@ def _configure_resumed_server(deployment: Deployment) -> DeploymentServer:
     )
 
 
-def _check_and_build_server(
-    deployment: Deployment, algorithm: Algorithm[Any, Any], settings: Settings, run: str
-) -> DeploymentServer:
-    """Checks settings and consents, loads networks and public examples, and builds the server."""
+def _check_method_and_consent(
+    deployment: Deployment, algorithm: Algorithm[Any, Any], settings: Settings
+) -> Algorithm[Any, Any]:
+    """Checks settings and consents, and returns the method, with the noise that the run needs."""
     needs, name = algorithm.requires, registry_name(algorithm)
     parties = settings.count_round_clients(len(deployment.sites))
     if (rule := parse_asynchronous(settings.asynchronous)) is not None:
@@ -212,6 +233,15 @@ def _check_and_build_server(
             f"{name} needs a layer catalogue that the sites have agreed on, so that none has to list its layers: "
             'algorithm.catalogue = "/path/catalogue.yaml"; each site adds to it with `polyfed graph MODEL --catalogue FILE`'
         )
+    return algorithm
+
+
+def _check_and_build_server(
+    deployment: Deployment, algorithm: Algorithm[Any, Any], settings: Settings, run: str
+) -> DeploymentServer:
+    """Checks settings and consents, loads networks and public examples, and builds the server."""
+    algorithm = _check_method_and_consent(deployment, algorithm, settings)
+    needs, name = algorithm.requires, registry_name(algorithm)
     models: dict[str, Architecture] = {}
     if "one_architecture" in needs:
         model: Architecture = _load_server_function(deployment, "model", f"{name} needs one architecture")

@@ -142,6 +142,10 @@ def submit_run_and_follow_log(
         config["allow-disclosure"] = True
     if running is not None:
         config["sites"] = ",".join(running["sites"])
+    if resume is None:  # Flower would ask all sites first, and show a traceback
+        from polyfed.deploy.server.server_config import check_server_configuration  # which imports torch
+
+        check_server_configuration(config)
     rounds = RunFiles.read(target).planned_rounds if resume is not None else config.get("rounds")
     planned_rounds = rounds if isinstance(rounds, int) else 0
     home = trials.trial_folder_of(project) / "home" if running is not None else None

@@ -13,7 +13,8 @@ from polyfed.core.errors import UserError, did_you_mean
 OTHER_NAMES = {
     "learning_rate": "lr", "epochs": "local_epochs", "num_epochs": "local_epochs", "steps": "local_steps",
     "bs": "batch_size", "batchsize": "batch_size", "weightdecay": "weight_decay", "optim": "optimizer",
-    "num_clients": "clients", "method": "algorithm", "methods": "algorithm", "strategy": "algorithm",
+    "num_clients": "clients", "num_server_rounds": "rounds", "num_rounds": "rounds",
+    "method": "algorithm", "methods": "algorithm", "strategy": "algorithm",
 }  # fmt: skip
 """Name that a field has elsewhere -> its name here, for suggestions."""
 
