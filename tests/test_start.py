@@ -188,6 +188,18 @@ QUICK = [  # words, exit status, and what is said
     ("compare --rounds 0", 2, "--rounds must be a whole number of at least 1"),
     ("compare --budget x", 2, "unknown budget 'x'"),
     ("compare --tune lr", 2, "--tune takes 'grid'"),
+    ("compare heart --tune lr=0.1;lr=0.2", 2, "--tune takes 'grid'"),
+    ("compare heart --tune lrr=0.1", 2, "no method of the comparison has a field 'lrr' to search; did you mean lr?"),
+    ("compare heart --tune lr=-1,2", 2, "lr must be positive, got -1"),
+    ("compare heart --tune lr=0.01..1", 2, "the range '0.01..1' for lr needs a number of runs a method, --trials 20"),
+    ("compare heart --tune lr=3..1 --trials 2", 2, "from the lower to the higher number, got '3..1'"),
+    ("compare old --algorithms fedprox", 2, "old decides what is compared, so --algorithms cannot be given"),
+    ("export ended --client a --out full", 2, "full exists; choose another folder"),
+    ("export ended --client a --out new --format onxx", 2, "unknown format 'onxx'; did you mean onnx?"),
+    ("run --device gpu", 2, "unknown device 'gpu'; use auto, cpu, cuda, cuda:N, mps"),
+    ("run heart --data.test_fraction 1.5", 2, "test_fraction must be at least 0 and below 1, got 1.5"),
+    ("look heart --data.val_fraction 0.8", 2, "leave nothing to train on; their sum must be below 1"),
+    ("data digits --data.clients 0", 2, "clients must be at least 1, got 0"),
     ("compare --trials 3", 2, "--trials 3 searches nothing"),
     ("compare --folds 1", 2, "--folds must be a whole number of at least 2, got 1"),
     ("compare --fold-repeats 0", 2, "--fold-repeats must be a whole number of at least 1, got 0"),
@@ -222,8 +234,9 @@ print(json.dumps(found))
 def answers(tmp_path_factory):
     lines = json.dumps([words.split() for words, _, _ in QUICK])
     here = tmp_path_factory.mktemp("quick")
-    (here / "full").mkdir()
-    (here / "full" / "notes.txt").write_text("kept")
+    for folder, file in {"full": "notes.txt", "old": "comparison.yaml", "ended": "config.yaml"}.items():
+        (here / folder).mkdir()
+        (here / folder / file).write_text("kept")
     rows = "".join(f"p{k},2026-01-{k % 28 + 1:02},{'ab'[k % 2]},{k % 3 % 2}\n" for k in range(60))
     for name in ("ward.csv", "ward.txt"):
         (here / name).write_text(f"id,day,ward,ill\n{rows}")

@@ -86,6 +86,8 @@ def compare(argv: list[str]) -> None:
     argv = replace_help_all_by_help(argv)
     from polyfed.cli.commands.compare.compare_options import (
         build_compare_parser,
+        check_folder_allows_options,
+        check_searched_fields,
         is_comparison_folder,
         parse_compare_options,
     )
@@ -95,10 +97,12 @@ def compare(argv: list[str]) -> None:
         build_compare_parser().print_help()
     compare_options, others, words = parse_compare_options(argv)
     if words and is_comparison_folder(words[0]):
+        misplaced = [*words[1:], *(f"--{name}" for name, value in vars(others).items() if value is not None)]
+        comparison_folder = expand_user_path(words[0], "the folder")
+        check_folder_allows_options(comparison_folder, compare_options, misplaced)
         from polyfed.cli.commands.compare import compare_command
 
-        misplaced = [*words[1:], *(f"--{name}" for name, value in vars(others).items() if value is not None)]
-        compare_command.resume_comparison(expand_user_path(words[0], "the folder"), compare_options, misplaced)
+        compare_command.resume_comparison(comparison_folder, compare_options)
         return
     recipe, config, note = recipes.pop_recipe(words, others.scale, others.variant)
     if any(option_name(word) == "--seed" for word in words):
@@ -112,6 +116,7 @@ def compare(argv: list[str]) -> None:
     early_checks.check_logger_names(compare_options.logger)
     if compare_options.method_config is None:  # which may name labels
         early_checks.check_algorithm_names(compare_options.algorithms)
+        check_searched_fields(compare_options, [config["algorithm"], *config["baselines"]])
     else:
         read_config(compare_options.method_config)
     out = expand_optional_path(others.out, "--out")

@@ -24,8 +24,6 @@ from polyfed.simulation.rounds.replies.regional_sums import supports_regions
 from polyfed.simulation.settings import Settings
 
 Method = Algorithm[Any, Any]
-EQUAL_FIELDS = ("local_epochs", "local_steps", "batch_size")
-"""Fields that are the same in every method for an equal number of local steps."""
 TUNING_FOLDER = "tuning"  # folder of the runs of a search
 _RESERVED_NAMES = (DESCRIPTION, RESULTS, TUNING_FOLDER)
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")

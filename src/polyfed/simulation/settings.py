@@ -21,6 +21,11 @@ _SCHEDULING_DEFAULTS = {**dict.fromkeys(SCHEDULING_FIELDS), "sampler": "uniform"
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s/:]+):\d{1,5}")
 
 
+def unknown_device_error(name: str) -> str:
+    """Returns the error about a device that torch has not."""
+    return f"unknown device {name!r}; use auto, cpu, cuda, cuda:N, mps, or what else torch has"
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Settings:

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from polyfed.algorithms import REGISTRY, FedAvg, FedAvgFT, Local, registry_name
-from polyfed.comparison.plan import EQUAL_FIELDS, Method
+from polyfed.comparison.plan import Method
+from polyfed.comparison.tuning.grid import EQUAL_FIELDS
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
 from polyfed.core.training.config import TRANSFERABLE_FIELDS, LocalTraining

@@ -1,12 +1,11 @@
 """Determines the values that a search tries for a hyper-parameter: given values, multiples of the method's default, and
 values beyond the edge of the grid."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from polyfed.comparison.plan import Method
 from polyfed.comparison.tuning.optuna_search import SearchRange
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.values.number_checks import is_number
 from polyfed.simulation.storage.directory import to_plain_values
 
@@ -14,9 +13,39 @@ GRID = "grid"  # stands for the method's own value times each of the factors
 FACTORS = (0.1, 0.3, 1, 3, 10)
 EXTEND = "..."  # as the last value: the grid is extended beyond its edge
 EXTENDED_GRID = f"{GRID},{EXTEND}"
+EQUAL_FIELDS = ("local_epochs", "local_steps", "batch_size")
+"""Fields that are the same in every method for an equal number of local steps."""
+_LOSS = ("label_smoothing", "class_weights")  # fields that change the meaning of the loss
+_EACH = "by_client"  # field of `local` with the choice of each client
 
 
-def resolve_search_values(method: Method, name: str, values: Any) -> Any:
+def check_search_space(space: Mapping[str, Any], trials: int | None, field_names: Collection[str]) -> None:
+    """Raises a `UserError` if a field cannot be searched, or not in this range.
+
+    Args:
+        space: field -> values, or a range as text.
+        trials: runs of each method in a search by Optuna; None tries all combinations.
+        field_names: the fields of all methods that are compared.
+    """
+    for name, values in space.items():
+        if name in EQUAL_FIELDS:
+            raise UserError(f"{name} cannot be searched: methods are compared with equal local training")
+        if name in _LOSS:
+            raise UserError(f"{name} cannot be searched: it changes the meaning of the loss that the search minimises; "
+                            "compare methods with different values, each under its own label")  # fmt: skip
+        if name == _EACH:
+            raise UserError(f"{name} cannot be searched: it holds what each client has chosen; search the fields in it")
+        if isinstance(values, str) and values not in (GRID, EXTENDED_GRID) and trials is None:
+            raise UserError(f"the range {values!r} for {name} needs a number of runs a method, trials=20 (--trials 20), "
+                            "or give the values to try")  # fmt: skip
+        if name not in field_names:
+            raise UserError(
+                f"no method of the comparison has a field {name!r} to search; {did_you_mean(name, field_names)}"
+            )
+        _check_grid_can_be_extended(name, values, trials)
+
+
+def resolve_search_values(method: object, name: str, values: Any) -> Any:
     """Returns the distinct values to try for a method's field; a range unchanged.
 
     Raises:
@@ -91,7 +120,7 @@ def allows_values_beyond_listed(values: Any) -> bool:
     return isinstance(values, Sequence) and any(isinstance(value, str) and value == EXTEND for value in values)
 
 
-def check_grid_can_be_extended(name: str, values: Any, trials: int | None) -> None:
+def _check_grid_can_be_extended(name: str, values: Any, trials: int | None) -> None:
     """Raises a `UserError` if a grid with `...` has other than positive numbers, or Optuna searches."""
     if not allows_values_beyond_listed(values):
         return

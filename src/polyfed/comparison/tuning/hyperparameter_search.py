@@ -24,14 +24,13 @@ from typing import Any
 
 from polyfed.algorithms import Local
 from polyfed.comparison.execution.training_runs import RunSpec, execute_or_load_runs
-from polyfed.comparison.plan import EQUAL_FIELDS, TUNING_FOLDER, ComparisonPlan, Method
+from polyfed.comparison.plan import TUNING_FOLDER, ComparisonPlan, Method
 from polyfed.comparison.statistics.curves.learning_curve import build_learning_curve
 from polyfed.comparison.tuning.grid import (
     EXTEND,
     EXTENDED_GRID,
-    GRID,
     allows_values_beyond_listed,
-    check_grid_can_be_extended,
+    check_search_space,
     list_values_or_range_ends,
     next_value_beyond_edge,
     resolve_search_values,
@@ -39,7 +38,7 @@ from polyfed.comparison.tuning.grid import (
 from polyfed.comparison.tuning.optuna_search import OptunaSearch, import_optuna
 from polyfed.comparison.tuning.ranking import Fields, SearchRun
 from polyfed.comparison.tuning.search_result import MAX_EXTENSIONS, SearchResult, join_as_name_equals_value
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError
 from polyfed.core.io.values.number_checks import is_whole_number
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
@@ -48,8 +47,6 @@ from polyfed.simulation.storage.paths import safe_file_name
 AUTO, NONE = "auto", "none"
 DEFAULT_SEARCH_SPACE = {"lr": EXTENDED_GRID}
 """Fields that are searched by default: every method's learning rate, on a grid around its own value that may be extended."""
-_LOSS = ("label_smoothing", "class_weights")  # fields that change the meaning of the loss
-_EACH = "by_client"  # field of `local` with the choice of each client
 
 
 def trials_without_fields_error(trials: int) -> str:
@@ -71,23 +68,8 @@ def validate_search(plan: ComparisonPlan) -> None:
         raise UserError(f"tune must be fields with the values to try, as in {{'lr': [0.01, 0.1]}}, got {space!r}")
     if trials is not None and not is_whole_number(trials, 1):
         raise UserError(f"trials must be a whole number of runs a method from 1, got {trials!r}")
+    check_search_space(space, trials, {f.name for method in plan.methods.values() for f in _fields_of_method(method)})
     for name, values in space.items():
-        if name in EQUAL_FIELDS:
-            raise UserError(f"{name} cannot be searched: methods are compared with equal local training")
-        if name in _LOSS:
-            raise UserError(f"{name} cannot be searched: it changes the meaning of the loss that the search minimises; "
-                            "compare methods with different values, each under its own label")  # fmt: skip
-        if name == _EACH:
-            raise UserError(f"{name} cannot be searched: it holds what each client has chosen; search the fields in it")
-        if isinstance(values, str) and values not in (GRID, EXTENDED_GRID) and trials is None:
-            raise UserError(f"the range {values!r} for {name} needs a number of runs a method, trials=20 (--trials 20), "
-                            "or give the values to try")  # fmt: skip
-        field_names = {f.name for method in plan.methods.values() for f in _fields_of_method(method)}
-        if name not in field_names:
-            raise UserError(
-                f"no method of the comparison has a field {name!r} to search; {did_you_mean(name, field_names)}"
-            )
-        check_grid_can_be_extended(name, values, trials)
         for method in plan.methods.values():
             if name in {f.name for f in _fields_of_method(method)}:
                 for value in list_values_or_range_ends(name, resolve_search_values(method, name, values)):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples.groups import group_id_of_each_row
+from polyfed.core.examples.split_sizes import check_split_sizes, check_unseen_among_clients
 from polyfed.core.io.values.plain_values import convert_numpy_fields_in_place
 from polyfed.core.io.values.validation import check_field_types
 from polyfed.core.seeds import derive_seed, numpy_generator
@@ -69,26 +70,7 @@ class Split:
     def __post_init__(self) -> None:
         convert_numpy_fields_in_place(self)
         check_field_types(self, "split")
-        if self.clients is not None and self.clients < 1:
-            raise UserError(f"clients must be at least 1, got {self.clients}")
-        if self.unseen < 0:
-            raise UserError(f"unseen must be at least 0, got {self.unseen}")
-        if self.clients is not None:
-            _check_unseen(self.unseen, self.clients)
-        if self.examples_per_client is not None and self.examples_per_client < 1:
-            raise UserError(f"examples_per_client must be at least 1 or null, got {self.examples_per_client}")
-        for name in ("val_fraction", "test_fraction", "public_fraction"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
-        if self.val_fraction + self.test_fraction >= 1:
-            raise UserError(
-                f"val_fraction={self.val_fraction} and test_fraction={self.test_fraction} leave nothing to train on; "
-                "their sum must be below 1"
-            )
-        if not 0 <= self.shrink_fraction <= 1:
-            raise UserError(f"shrink_fraction must be between 0 and 1, got {self.shrink_fraction}")
-        if self.global_test < -1:
-            raise UserError(f"global_test must be a number of examples, 0 or -1 (all), got {self.global_test}")
+        check_split_sizes(vars(self))
 
     def choose_split_order(self, time: str | None, group: str | None) -> SplitOrder:
         """Returns how rows are split, "random", "time" or "time_within_group".
@@ -177,7 +159,7 @@ def split_rows_by_client(
     private = np.setdiff1d(np.arange(num), public, assume_unique=True)
     private_columns = {name: column[private] for name, column in (columns or {}).items()}
     ids = partition.client_ids(config.clients, seed, private_columns)
-    _check_unseen(config.unseen, len(ids))
+    check_unseen_among_clients(config.unseen, len(ids))
     parts = [private[rows] for rows in partition(labels[private], len(ids), seed, private_columns)]
     if (
         config.examples_drawn_per_client is not None
@@ -319,14 +301,6 @@ def _check_whole_sets(config: Split, reason: str) -> None:
         raise UserError(
             f"{conflicting[0]} draws single examples, which {reason} does not allow; leave it or the "
             f"{reason.split()[-1]} out"
-        )
-
-
-def _check_unseen(unseen: int, clients: int) -> None:
-    if unseen >= clients:
-        raise UserError(
-            f"unseen must be fewer than the {clients} clients, of which they are the last, got {unseen}; add the "
-            "unseen clients to clients"
         )
 
 

@@ -29,7 +29,8 @@ from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.tasks.task import TaskSpec
 from polyfed.core.tasks.task_lookup import get_task
 from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table
-from polyfed.report.export.formats import NETWORK_FILES, Format, serialize_network, validate_format
+from polyfed.report.export.export_target import NETWORK_FILES, Format, check_export_target
+from polyfed.report.export.formats import serialize_network
 from polyfed.report.export.model_card import build_model_card
 from polyfed.report.export.trained_model import (
     TrainedModel,
@@ -104,9 +105,7 @@ def export_model(
     ['README.md', 'network.ts', 'signature.json', 'weights.safetensors']
     """
     target = expand_user_path(out, "the folder to create")
-    validate_format(format)
-    if target.exists() or target.is_symlink():
-        raise UserError(f"{target} exists; choose another folder")
+    check_export_target(target, format)
     if isinstance(run, Run):
         if model is not None:
             raise UserError("model= is for directories; a run knows the networks of its clients")

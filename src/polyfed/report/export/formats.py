@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
+from polyfed.core.errors import UserError
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.report.export.standalone_module import (
     CHECKED_BATCH_SIZES,
@@ -21,25 +21,7 @@ from polyfed.report.export.standalone_module import (
 )
 from polyfed.report.export.trained_model import TrainedModel
 
-Format = Literal["torchscript", "onnx", "weights"]
-NETWORK_FILES: dict[str, str | None] = {"torchscript": "network.ts", "onnx": "network.onnx", "weights": None}
 _OUTPUT = "outputs"
-
-
-def validate_format(name: str) -> None:
-    """Raises an error unless the name is "torchscript", "onnx" or "weights", and its package installed.
-
-    Raises:
-        UserError: the name is not a format, or a package is missing; the message says which to install.
-
-    >>> validate_format("onxx")
-    Traceback (most recent call last):
-    polyfed.core.errors.UserError: unknown format 'onxx'; did you mean onnx? Choices: onnx, torchscript, weights
-    """
-    if name not in NETWORK_FILES:
-        raise UserError(f"unknown format {name!r}; {did_you_mean(name, NETWORK_FILES)}")
-    if name == "onnx":
-        check_extra_installed("onnx", "export", "format onnx")
 
 
 @final

@@ -3,7 +3,7 @@
 import torch
 
 from polyfed.core.errors import UserError, check_extra_installed
-from polyfed.simulation.settings import Settings
+from polyfed.simulation.settings import Settings, unknown_device_error
 
 
 def check_engine_installed(engine: str) -> None:
@@ -39,7 +39,7 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UserError(f"unknown device {name!r}; use auto, cpu, cuda, cuda:N, mps, or what else torch has") from error
+        raise UserError(unknown_device_error(name)) from error
     if not _is_device_available(device.type):
         raise UserError(f"device {name!r} is not available on this machine; use device='cpu'")
     return device

@@ -31,8 +31,7 @@ from polyfed.comparison.storage.comparison_directory import (
     parse_result_criteria,
     read_description,
 )
-from polyfed.comparison.tuning.grid import EXTEND, EXTENDED_GRID, GRID
-from polyfed.comparison.tuning.hyperparameter_search import AUTO, NONE, parse_search_space
+from polyfed.comparison.tuning.hyperparameter_search import AUTO, parse_search_space
 from polyfed.comparison.tuning.optuna_search import parse_number_or_text
 from polyfed.core.errors import RoundError, UserError, did_you_mean
 from polyfed.core.io.text.site_words import name_sites
@@ -55,9 +54,6 @@ from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import build_method, describe_method_and_settings, find_method_class
 from polyfed.simulation.storage.directory import read_config
 
-_WORDS = {"true": True, "false": False, "null": None}
-_DIRECTORY_OPTIONS = ("budget", "target", "parallel", "quiet", "logger", "tables")  # what may be asked of a directory
-
 
 def run_compare_command(config: Mapping[str, Any], options: CompareOptions, title: str, out: Path) -> None:
     """Compares several methods on the experiment of a configuration, and prints the results.
@@ -70,11 +66,7 @@ def run_compare_command(config: Mapping[str, Any], options: CompareOptions, titl
     experiment = build_experiment(config)
     requested = _methods_by_label(experiment, options)
     methods = select_methods(requested, like=experiment.algorithm)
-    search = (
-        parse_search_space(options.tune or AUTO, options.trials)
-        if options.tune in (None, NONE)
-        else _parse_tune_option(options.tune or "")
-    )
+    search = options.search_space() or parse_search_space(options.tune or AUTO, options.trials)
     shared_config = {key: value for key, value in config.items() if key not in ("baselines", "seed")}
     description = {
         "config": shared_config,
@@ -95,25 +87,15 @@ def run_compare_command(config: Mapping[str, Any], options: CompareOptions, titl
     _run_plan(plan, options.logger, with_tables=options.tables)
 
 
-def resume_comparison(folder: Path, options: CompareOptions, extra_arguments: Sequence[str] = ()) -> None:
+def resume_comparison(folder: Path, options: CompareOptions) -> None:
     """Continues a directory's comparison, or computes its results for another budget or target; prints them.
 
-    A finished one to which nothing is added is read from its file. `extra_arguments` are words of the command line that are
-    refused, since the directory decides them.
+    A finished one to which nothing is added is read from its file.
 
     Raises:
-        UserError: an option contradicts the directory, or the clients were made in Python.
+        UserError: the clients were made in Python.
         RoundError: as for `run_compare_command`.
     """
-    fixed_options = {
-        f.name: getattr(options, f.name) for f in fields(CompareOptions) if f.name not in _DIRECTORY_OPTIONS
-    }
-    if misplaced := [
-        *extra_arguments,
-        *(f"--{name}" for name, value in fixed_options.items() if value not in ((), None) and value is not False),
-    ]:
-        raise UserError(f"{folder} decides what is compared, so {misplaced[0]} cannot be given; with a directory, "
-                        "polyfed compare takes --budget, --target, --parallel, --logger, --tables and --quiet")  # fmt: skip
     validate_logger_names(options.logger)
     is_as_stored = options.budget is None and options.target is None and not options.logger
     if is_as_stored and (comparison := load_unchanged_comparison(folder)):
@@ -319,24 +301,3 @@ def _build_method(
         return build_method_with_training_of(name, experiment.algorithm, changes)
     except UserError as error:
         raise UserError(f"{file}: {label}: {error}" if entry else str(error)) from error
-
-
-def _parse_tune_option(text: str) -> dict[str, list[Any] | str]:
-    """Returns the hyper-parameters that the option `--tune` names, each with its values or range.
-
-    >>> _parse_tune_option("lr=0.001..0.3; mu=1,2,...; weighted=true,false")
-    {'lr': '0.001..0.3', 'mu': [1, 2, '...'], 'weighted': [True, False]}
-    """
-    if text in (GRID, EXTENDED_GRID):
-        return {"lr": text}
-    values_by_field: dict[str, list[Any] | str] = {}
-    for part in text.split(";"):
-        name, _, values = (word.strip() for word in part.partition("="))
-        if not values or name in values_by_field:
-            raise UserError("--tune takes 'grid', or each field with its values or range, such as "
-                            f"'lr=0.001..0.3;mu=0.1,1', got {text!r}")  # fmt: skip
-        is_range = ".." in values.removesuffix(EXTEND) or values in (GRID, EXTENDED_GRID)
-        values_by_field[name] = (
-            values if is_range else [_WORDS.get(v.strip(), parse_number_or_text(v.strip())) for v in values.split(",")]
-        )
-    return values_by_field

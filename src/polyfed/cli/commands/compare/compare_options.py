@@ -1,20 +1,32 @@
 """Parses the options of `polyfed compare` without importing torch, which would take seconds."""
 
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 from polyfed.cli.commands.argv import CommandParser, parse_decimal_number, parse_seeds, parse_whole_number, split_names
 from polyfed.cli.commands.options.recipes import add_scale_and_variant_options
-from polyfed.cli.static_registry import read_value_or_outline_without_import
+from polyfed.cli.static_registry import ALGORITHMS, StaticRegistry, read_value_or_outline_without_import
 from polyfed.comparison.planning.budget import Budget, ResultCriteria
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
+from polyfed.comparison.tuning.grid import (
+    EXTEND,
+    EXTENDED_GRID,
+    GRID,
+    check_search_space,
+    list_values_or_range_ends,
+)
+from polyfed.comparison.tuning.optuna_search import parse_number_or_text
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.trusted_code import trust_code
+from polyfed.core.training.field_ranges import check_field_ranges
 
+_DIRECTORY_OPTIONS = ("budget", "target", "parallel", "quiet", "logger", "tables")  # what may be asked of a directory
+_WORDS = {"true": True, "false": False, "null": None}
+_DEFAULT_METHODS = StaticRegistry("polyfed.comparison.planning.method_selection", "DEFAULT_METHODS")
 UNSEEN_CLIENT_KEYS = frozenset({"data.test_fraction", "data.augment"})  # fields of a split that suit one client alone
 
 
@@ -80,12 +92,34 @@ class CompareOptions:
         if self.trials is not None and self.tune in (None, "none"):
             raise UserError(f"--trials {self.trials} searches nothing without fields and their values or ranges; give them, "
                             "too: --tune lr=0.001..0.3")  # fmt: skip
-        if self.tune not in (None, "none", "grid", "grid,...") and any("=" not in p for p in str(self.tune).split(";")):
-            raise UserError("--tune takes 'grid', or each field with its values or range, such as "
-                            f"'lr=0.001..0.3;mu=0.1,1', got {self.tune!r}")  # fmt: skip
+        self.search_space()
         if duplicates := [label for label in self.algorithms if self.algorithms.count(label) > 1]:
             raise UserError(f"--algorithms has {duplicates[0]!r} twice; two kinds of one method need labels of their own in "
                             f"a file: --method-config, with {{name: {duplicates[0]}, ...}} below each")  # fmt: skip
+
+    def search_space(self) -> dict[str, list[Any] | str] | None:
+        """Returns the fields that `tune` names, each with its values or range; None if it names none.
+
+        >>> CompareOptions(tune="lr=0.001..0.3; mu=1,2,...; weighted=true,false").search_space()
+        {'lr': '0.001..0.3', 'mu': [1, 2, '...'], 'weighted': [True, False]}
+        """
+        if self.tune in (None, "none"):
+            return None
+        if self.tune in (GRID, EXTENDED_GRID):
+            return {"lr": str(self.tune)}
+        values_by_field: dict[str, list[Any] | str] = {}
+        for part in str(self.tune).split(";"):
+            name, _, values = (word.strip() for word in part.partition("="))
+            if not values or name in values_by_field:
+                raise UserError("--tune takes 'grid', or each field with its values or range, such as "
+                                f"'lr=0.001..0.3;mu=0.1,1', got {self.tune!r}")  # fmt: skip
+            is_range = ".." in values.removesuffix(EXTEND) or values in (GRID, EXTENDED_GRID)
+            values_by_field[name] = (
+                values
+                if is_range
+                else [_WORDS.get(v.strip(), parse_number_or_text(v.strip())) for v in values.split(",")]
+            )
+        return values_by_field
 
     def result_criteria(self, stored: ResultCriteria | None = None) -> ResultCriteria:
         """Returns budget and target score of the command line, or else of the comparison's directory.
@@ -95,6 +129,39 @@ class CompareOptions:
         defaults = stored or ResultCriteria()
         budget = defaults.budget if self.budget is None else Budget.from_text(self.budget)
         return ResultCriteria(budget, defaults.target if self.target is None else self.target)
+
+
+def check_folder_allows_options(folder: Path, options: CompareOptions, extra_arguments: Sequence[str]) -> None:
+    """Raises a `UserError` if an option or another argument contradicts a comparison's directory."""
+    if misplaced := [
+        *extra_arguments,
+        *(
+            f"--{f.name.replace('_', '-')}"
+            for f in fields(options)
+            if f.name not in _DIRECTORY_OPTIONS and getattr(options, f.name) != f.default
+        ),
+    ]:
+        raise UserError(f"{folder} decides what is compared, so {misplaced[0]} cannot be given; with a directory, "
+                        "polyfed compare takes --budget, --target, --parallel, --logger, --tables and --quiet")  # fmt: skip
+
+
+def check_searched_fields(options: CompareOptions, methods: Sequence[str | Mapping[str, Any]]) -> None:
+    """Raises a `UserError` if `--tune` has a field of no method, or a number out of its range; for own methods nothing.
+
+    Args:
+        options: with the methods that are compared.
+        methods: the sections of the configuration on methods, which are compared without `--algorithms`.
+    """
+    own_names = [entry if isinstance(entry, str) else str(entry["name"]) for entry in methods]
+    names, space = options.algorithms or own_names, options.search_space() or {}
+    if not all(name in ALGORITHMS for name in names):
+        return
+    kinds = [ALGORITHMS[name] for name in names] + list(_DEFAULT_METHODS.values())
+    check_search_space(space, options.trials, {f.name for kind in kinds for f in fields(kind)})
+    for name, values in space.items():
+        for value in () if values in (GRID, EXTENDED_GRID) else list_values_or_range_ends(name, values):
+            if isinstance(value, int | float):
+                check_field_ranges(kinds[0].__name__, {name: value})
 
 
 def build_compare_parser() -> CommandParser:

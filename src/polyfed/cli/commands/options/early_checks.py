@@ -7,25 +7,30 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from polyfed.cli.commands.argv import option_name
-from polyfed.cli.commands.options.table_checks import check_table
+from polyfed.cli.commands.options.table_checks import check_data_section
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, SOURCES, StaticRegistry
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
 from polyfed.core.evaluation.metric_names import check_metric_names
 from polyfed.core.io.atomic_files import read_file
 from polyfed.core.training.field_ranges import check_field_ranges
-from polyfed.simulation.settings import Settings
+from polyfed.simulation.settings import Settings, unknown_device_error
 from polyfed.simulation.storage.directory import check_directory_exists
 
 _LOGGERS = StaticRegistry("polyfed.simulation.monitoring.trackers", "LOGGERS")
 _SAMPLERS = StaticRegistry("polyfed.simulation.scheduling.sampling.registry", "SAMPLERS")
 _TASKS = StaticRegistry("polyfed.tasks", "REGISTRY")
+_DEVICES = frozenset(
+    ("auto", "cpu", "cuda", "fpga", "hip", "hpu", "ideep", "ipu", "lazy", "maia", "meta", "mkldnn", "mps", "mtia", "opencl",
+     "opengl", "privateuseone", "ve", "vulkan", "xla", "xpu")
+)  # fmt: skip  # the kinds that torch.device takes
 _KEY = re.compile(r"(?:unknown key |--)([\w.-]+)")
 
 
@@ -39,7 +44,7 @@ def check_settings(config: Mapping[str, Any], words: Sequence[str] = ()) -> None
         words: the options of the command line.
 
     Raises:
-        UserError: a value out of range, or what `check_table` refuses.
+        UserError: a value out of range, or what `check_data_section` refuses.
     """
     data = config.get("data")
     source = data if isinstance(data, Mapping) else {}
@@ -50,7 +55,7 @@ def check_settings(config: Mapping[str, Any], words: Sequence[str] = ()) -> None
             raise UserError(f"unknown task {name!r}; {did_you_mean(name, _TASKS)}")
         if ":" not in str(name):
             check_metric_names(config.get("metrics") or ())
-    check_table(data)
+    check_data_section(data)
     _check_names_and_ranges(config)
     names = [field.name for field in fields(Settings)]
     values = {name: config[name] for name in names if name in config and not name.startswith("compress")}
@@ -64,8 +69,11 @@ def check_settings(config: Mapping[str, Any], words: Sequence[str] = ()) -> None
 
 
 def _check_names_and_ranges(config: Mapping[str, Any]) -> None:
-    """Raises a `UserError` for an impossible name of a loss or sampler, and for local training with numbers out of range."""
+    """Raises a `UserError` for an impossible loss, sampler or device, and for local training with numbers out of range."""
     loss, sampler, fields = config.get("loss"), config.get("sampler"), config.get("algorithm")
+    device = str(config.get("device", "auto"))
+    if device.partition(":")[0] not in _DEVICES and not entry_points(group="torch.backends"):  # which may name others
+        raise UserError(unknown_device_error(device))
     if isinstance(loss, str) and ":" not in loss:
         raise UserError(f"{loss!r} does not name a loss; write it as module:name, for example my_code:Mine")
     if isinstance(sampler, str) and ":" not in sampler and sampler not in _SAMPLERS:

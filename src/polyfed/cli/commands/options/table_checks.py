@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.examples.split_sizes import check_split_sizes
 from polyfed.core.examples.text_columns import (
     DECIMAL_COMMA,
     check_names_of_columns,
@@ -32,6 +33,13 @@ _ARROW_NULLS = frozenset(
 )  # fmt: skip
 _TRUTH_VALUES = frozenset(("true", "false", "0", "1"))
 _ROW_PER_EXAMPLE = "a CSV or Parquet file that has one row per example"
+
+
+def check_data_section(data: Any) -> None:
+    """Raises a `UserError` if the section `data` has sizes of sets out of their range, or `check_table` refuses it."""
+    if isinstance(data, Mapping):
+        check_split_sizes(data)
+    check_table(data)
 
 
 def check_table(data: Any) -> None:

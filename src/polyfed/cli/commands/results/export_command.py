@@ -4,6 +4,7 @@ from polyfed.cli.commands.argv import CommandParser
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.trusted_code import import_trusted_callable, trust_code
+from polyfed.report.export.export_target import Format, check_export_target
 
 
 def export_command(argv: list[str]) -> None:
@@ -35,10 +36,12 @@ def export_command(argv: list[str]) -> None:
         raise UserError(f"polyfed export needs {'a' if options.out is None else 'one'} folder to create: --out FOLDER")
     target = options.to if options.out is None else options.out
     check_has_models(expand_user_path(run, "the run directory"))
+    file_format: Format = options.format or "torchscript"
+    check_export_target(expand_user_path(target, "the folder to create"), file_format)
     from polyfed.report.export.folder import export_model
 
     if options.model is not None:
         trust_code(options.model)  # the user's own word
     factory = None if options.model is None else import_trusted_callable(options.model)
-    folder = export_model(run, options.client, target, format=options.format or "torchscript", model=factory)
+    folder = export_model(run, options.client, target, format=file_format, model=factory)
     print(f"{folder} has {', '.join(sorted(path.name for path in folder.iterdir()))}; README.md says how to use it")

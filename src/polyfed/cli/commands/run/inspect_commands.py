@@ -34,7 +34,7 @@ def data_command(argv: list[str]) -> None:
         config = configuration_parser.parse_configuration(
             words, recipe.configuration, "polyfed data", command_options=parser.option_names
         )
-    table_checks.check_table(config.get("data"))
+    table_checks.check_data_section(config.get("data"))
     from polyfed.cli.commands.run import class_counts_table
     from polyfed.simulation.experiment import build_experiment
 

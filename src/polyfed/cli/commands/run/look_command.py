@@ -38,7 +38,7 @@ def look_command(argv: list[str]) -> None:
     config = configuration_parser.parse_configuration(
         words, recipe.configuration, "polyfed look", command_options=parser.option_names
     )
-    table_checks.check_table(config.get("data"))
+    table_checks.check_data_section(config.get("data"))
     out = expand_page_path(options.out)
     from polyfed.report.look import look
     from polyfed.report.page.panels.look import write_look_page
