@@ -192,3 +192,32 @@ def test_parameters_of_two_types_and_a_layer_without_units(name):
     except UserError:
         return  # which says so before round 1
     assert {tensor.dtype for tensor in state.values()} >= {torch.float32, torch.float64}
+
+
+class HeadAlone(nn.Module):
+    """Has a body that forward leaves out: a parameter without numbers, or a whole layer."""
+
+    def __init__(self, unused):
+        super().__init__()
+        self.body, self.out = unused(), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.out(x)
+
+
+class NoNumbers(nn.Module):
+    """Holds a parameter of shape (0,)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0))
+
+
+@pytest.mark.parametrize("name", ["fedrep", "fedbabu", "fedpac", "lg_fedavg", "fedper"])
+def test_a_body_that_forward_leaves_out(name):
+    assert torch.isfinite(torch.tensor(run(name, lambda: HeadAlone(NoNumbers)).history[-1]["summary"]["loss"]["mean"]))
+    if name in ("fedrep", "fedbabu", "fedpac"):  # which train the body alone for a while
+        with pytest.raises(
+            ClientError, match=r"depends on none of the parameters .* trains \(body.weight, body.bias\)"
+        ):
+            run(name, lambda: HeadAlone(lambda: nn.Linear(6, 6)))

@@ -104,8 +104,14 @@ def test_losses_that_are_finite_nowhere_are_a_warning_once(monkeypatch):
 def test_a_loss_that_is_not_finite_at_one_client_is_told_with_its_name():
     rows = {"a": {"loss": None, "train_loss": 1.0}, "b": {"loss": 0.5, "train_loss": 1.0}, "c": {}}
     record = {"round": 3, "clients": rows}
-    assert describe_round_warnings(record) == ["round 3: the test loss of 'a' is not finite"]
+    eval_alone = "what forward does in eval mode alone (statistics of BatchNorm, a branch on self.training)"
+    reason = f"and the training loss is: an outlier among the examples, or {eval_alone}"
+    assert describe_round_warnings(record) == [f"round 3: the test loss of 'a' is not finite, {reason}"]
+    rows["a"]["train_loss"] = None
+    assert "round 3: the test loss of 'a' is not finite" in describe_round_warnings(record)
     assert describe_diverged_losses([record]) == ""
+    everyone = {"round": 3, "clients": {"a": {"loss": None, "train_loss": 1.0}}}
+    assert describe_diverged_losses([everyone]).endswith(f"or an update has ruined the model, or {eval_alone}")
     many = {f"c{k}": {"loss": None} for k in range(5)} | {"d": {"loss": 1.0}}
     assert describe_round_warnings({"round": 1, "clients": many}) == [
         "round 1: the test loss of 'c0', 'c1', 'c2' and 2 more is not finite"

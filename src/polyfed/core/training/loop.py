@@ -14,6 +14,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import Inputs, first_leaf
+from polyfed.core.io.text.number_format import join_first_and_count_rest
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.optimizers import ParameterGroup, build_optimizer
 from polyfed.core.nn.tied_weights import all_names_by_first_name
@@ -177,6 +178,12 @@ def fit(
             if penalty is not None and with_penalty
             else value
         )
+        if not total.requires_grad:
+            names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+            raise UserError(
+                f"the loss depends on none of the parameters that this step trains ({join_first_and_count_rest(names)}): "
+                "take layers that forward leaves out or detaches out of the network, or choose another method"
+            )
         torch.autograd.backward(total.sum() if total.dim() else total)
         if reported_loss == "task" and loss is not None:
             with torch.no_grad(), autocast:

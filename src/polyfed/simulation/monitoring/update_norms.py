@@ -30,6 +30,7 @@ OUTLIER_FACTOR = 10.0  # times the median of the others, from which on a norm st
 _LOSSES = {"train_loss": "training loss", "loss": "test loss", "val_loss": "validation loss"}
 _NAMED = 3  # clients in a sentence
 _NOBODY = "no client has a finite"
+_EVAL = "what forward does in eval mode alone (statistics of BatchNorm, a branch on self.training)"
 
 
 class MeasuredUpdate(NamedTuple):
@@ -153,14 +154,23 @@ def _loss_warnings(record: Mapping[str, Any]) -> list[str]:
     sentences = []
     for name, words in _LOSSES.items():
         values = {client: row[name] for client, row in record["clients"].items() if name in row}
-        affected = [client for client, value in values.items() if value is None or not math.isfinite(value)]
+        affected = [client for client, value in values.items() if not _is_finite(value)]
+        train_losses = [record["clients"][client].get("train_loss") for client in affected]
+        eval_only = name != "train_loss" and all(map(_is_finite, train_losses))
         if affected and len(affected) == len(values):
             cause = "the training has diverged, or an update has ruined the model"
-            sentences.append(f"round {record['round']}: {_NOBODY} {words}; {cause}")
+            sentences.append(
+                f"round {record['round']}: {_NOBODY} {words}; {cause}{f', or {_EVAL}' if eval_only else ''}"
+            )
         elif affected:
             names = join_first_and_count_rest(list(map(repr, affected)), _NAMED)
-            sentences.append(f"round {record['round']}: the {words} of {names} is not finite")
+            cause = f", and the training loss is: an outlier among the examples, or {_EVAL}" if eval_only else ""
+            sentences.append(f"round {record['round']}: the {words} of {names} is not finite{cause}")
     return sentences
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def _norm_warnings(record: Mapping[str, Any]) -> list[str]:

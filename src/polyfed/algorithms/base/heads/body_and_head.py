@@ -147,7 +147,7 @@ def train_head_then_body(
 ) -> float:
     """Trains the head with the body frozen, then the reverse; returns the last loss.
 
-    A part without parameters is left out.
+    A part without parameters, or with empty ones alone, is left out.
 
     Args:
         module: the network, which both calls train in place.
@@ -172,7 +172,8 @@ def train_only(
     trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     for name, parameter in trainable.items():
         parameter.requires_grad_(is_trained(name))
-    loss = fit_part().loss if any(parameter.requires_grad for parameter in trainable.values()) else otherwise
+    chosen_numbers = sum(parameter.numel() for parameter in trainable.values() if parameter.requires_grad)
+    loss = fit_part().loss if chosen_numbers else otherwise
     for parameter in trainable.values():
         parameter.requires_grad_(True)
     return loss
