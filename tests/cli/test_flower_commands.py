@@ -156,8 +156,29 @@ def test_a_run_that_failed_does_not_show_the_records_of_an_earlier_one(
     assert sentence in err
     assert "Successfully started run 7" in err
     assert ("round 1" in out) == (status == 0)
-    assert main(["flower", "run", str(project), "--out", str(run)]) == 2
-    assert f"the run directory {run} is not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("rounds=abc", "rounds must be a whole number of at least 1, got 'abc'"),
+        ("roundz=3", "the configuration has no 'roundz'; did you mean rounds?"),
+        ("algorithm.lrr=0.1", "algorithm.lrr is not a field of the method"),
+        ("rounds=3", "runs is not empty; choose another"),
+    ],
+)
+def test_a_run_that_the_server_would_refuse_is_not_sent(change, sentence, tmp_path, monkeypatch, capsys):
+    project = tmp_path / "fed"
+    assert main(["flower", "init", str(project)]) == 0
+    connect(monkeypatch, project)
+    monkeypatch.setattr(local_trial, "find_flwr_command", lambda: "/nowhere/flwr")
+    (project / "runs" / "run-1").mkdir(parents=True)
+    out = str(project / "runs") if change == "rounds=3" else str(project / "new")
+    assert main(["flower", "run", str(project), "--out", out, "--set", change]) == 2
+    assert sentence in capsys.readouterr().err
+    taken = ("--set", "algorithm.name=fedavg", "--set", "asynchronous.rule=fedasync", "--set", "evaluate-every=10")
+    main(["flower", "run", str(project), "--allow-disclosure", *taken, "--set", "secure=false"])
+    assert "/nowhere/flwr" in capsys.readouterr().err  # which would have sent it
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def test_a_superlink_that_is_killed_costs_the_rounds_since_the_checkpoint_only(w
     has_ended.set()
     thread.join()
     assert done.returncode == 1
-    assert f"continue it with `polyfed flower run {project.path} --resume {out}`" in done.stderr
+    assert f"continue it with `polyfed flower run {project.path} --allow-disclosure --resume {out}`" in done.stderr
     assert 2 <= len(read_metrics(out / "metrics.jsonl")) < 6
     deadline = time.monotonic() + 120
     while online(project) < 2:

@@ -386,7 +386,9 @@ def test_the_words_of_a_server_are_those_that_it_knows(tmp_path):
     given = {key: "x" for key in known if key not in {*SETTINGS_KEYS, "algorithm.name", "sites"}}
     found = said(check_server_configuration({**config(), **given, "file": str(file)}, tmp_path / "p"))
     assert not any("not a word of it" in one for one in found)
-    assert not said(check_server_configuration({**config(), "file": str(file)}, tmp_path / "p"))
+    rule = {"asynchronous": {"rule": "fedbuff", "buffer": 2}, "evaluate-every": 9}
+    for words in ({}, rule, {"asynchronous.rule": "fedasync"}):
+        assert not said(check_server_configuration({**config(), **words, "file": str(file)}, tmp_path / "p"))
 
 
 def test_consent_is_a_note(tmp_path):

@@ -95,6 +95,19 @@ def _is_update_bound(value: Any) -> bool:
 
 
 def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[DoctorFinding]:
+    yield from _setting_findings(config, file)
+    method, values = _method_fields(config), {key: value for key, value in config.items() if value != ""}
+    if (name := str(method.get("name"))) in ALGORITHMS:
+        yield from _needs_findings(name, method, values, file)
+
+
+def _setting_findings(config: Mapping[str, Any], label: object) -> Iterator[DoctorFinding]:
+    """Yields findings on names, types and contradictions of a server's configuration; looks at no other file.
+
+    Args:
+        config: the configuration, with nested keys or flat ones such as "algorithm.lr".
+        label: what findings call it, such as its file.
+    """
     fields = {
         f.name.replace("_", "-"): f
         for f in dataclasses.fields(read_value_or_outline_without_import("polyfed.deploy.server.server", "Deployment"))
@@ -102,21 +115,21 @@ def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[D
     values = {key: value for key, value in config.items() if value != "" and key != "algorithm"}
     choices = [*fields, *SETTINGS_KEYS, "keep"]
     for key in values:
-        if key not in choices and not key.startswith("algorithm."):
+        if key not in choices and key.partition(".")[0] not in ("algorithm", "asynchronous"):
             yield problem_finding(
-                "configuration", f"{file} has {key!r}, which is not a word of it; {did_you_mean(key, choices)}"
+                "configuration", f"{label} has {key!r}, which is not a word of it; {did_you_mean(key, choices)}"
             )
     for key in ("join-seconds", "round-seconds", "max-megabytes"):
         value = values.get(key, 1)
         if not is_positive_number(value):
-            yield problem_finding("configuration", f"{file}: {key} must be positive, got {value!r}")
+            yield problem_finding("configuration", f"{label}: {key} must be positive, got {value!r}")
     if not _is_update_bound(bound := values.get("max-update-norm", "auto")):
         yield problem_finding(
-            "configuration", f"{file}: max-update-norm must be auto, a positive number, or off, got {bound!r}"
+            "configuration", f"{label}: max-update-norm must be auto, a positive number, or off, got {bound!r}"
         )
     for key in ("allow-disclosure", "resume", "look"):
         if not isinstance(values.get(key, False), bool):
-            yield problem_finding("configuration", f"{file}: {key} must be true or false, got {values[key]!r}")
+            yield problem_finding("configuration", f"{label}: {key} must be true or false, got {values[key]!r}")
     settings = {
         key.replace("-", "_"): values[key] for key in SETTINGS_KEYS if key in values and key not in ("metrics",)
     }
@@ -125,16 +138,20 @@ def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[D
         parsed_settings = Settings(**plain)
         sites = [name for name in str(values.get("sites", "")).split(",") if name.strip()]
         parties = parsed_settings.count_round_clients(len(sites))
-        yield from _secure_findings(parsed_settings, values, parties, file)
+        yield from _secure_findings(parsed_settings, values, parties, label)
     except (UserError, TypeError) as error:
-        yield problem_finding("configuration", f"{file}: {error}")
-    method = {key.partition(".")[2]: value for key, value in config.items() if key.startswith("algorithm.")}
-    method |= config["algorithm"] if isinstance(config.get("algorithm"), Mapping) else {}
-    yield from _method_findings(method, values, file)
+        yield problem_finding("configuration", f"{label}: {error}")
+    yield from _method_findings(_method_fields(config), label)
+
+
+def _method_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the name and fields of the configuration's method, whether its keys are nested or flat."""
+    flat_fields = {key.split(".")[1]: value for key, value in config.items() if key.startswith("algorithm.")}
+    return flat_fields | (config["algorithm"] if isinstance(config.get("algorithm"), Mapping) else {})
 
 
 def _secure_findings(
-    settings: Settings, values: Mapping[str, Any], parties: int, file: Path
+    settings: Settings, values: Mapping[str, Any], parties: int, label: object
 ) -> Iterator[DoctorFinding]:
     if not settings.secure:
         return
@@ -142,33 +159,38 @@ def _secure_findings(
     if parties < 2:
         yield problem_finding(
             "configuration",
-            f"{file}: secure = true hides a site among those of its round, and a round has {parties}; "
+            f"{label}: secure = true hides a site among those of its round, and a round has {parties}; "
             "raise clients-per-round",
         )
     if threshold is not None and (type(threshold) is not int or not max(1, parties // 2) < threshold <= parties):
         yield problem_finding(
             "configuration",
-            f"{file}: secure-threshold must be above half of the {parties} sites of a round, and at "
+            f"{label}: secure-threshold must be above half of the {parties} sites of a round, and at "
             f"most {parties}, got {threshold!r}",
         )
     if values.get("compress", "none") != "none":
-        yield problem_finding("configuration", f"{file}: compress and secure exclude one another; leave one out")
+        yield problem_finding("configuration", f"{label}: compress and secure exclude one another; leave one out")
 
 
-def _method_findings(fields: Mapping[str, Any], values: Mapping[str, Any], file: Path) -> Iterator[DoctorFinding]:
+def _method_findings(fields: Mapping[str, Any], label: object) -> Iterator[DoctorFinding]:
     name = fields.get("name")
     if not isinstance(name, str) or name not in ALGORITHMS:
         yield problem_finding(
-            "configuration", f"{file}: algorithm.name is {name!r}; {did_you_mean(str(name), ALGORITHMS)}"
+            "configuration", f"{label}: algorithm.name is {name!r}; {did_you_mean(str(name), ALGORITHMS)}"
         )
         return
-    method = ALGORITHMS[name]
-    field_names = {f.name for f in dataclasses.fields(method)}
+    field_names = {f.name for f in dataclasses.fields(ALGORITHMS[name])}
     for field in fields:
         if field not in field_names | {"name"}:
             yield problem_finding(
-                "configuration", f"{file}: {name} has no field {field!r}; {did_you_mean(field, field_names)}"
+                "configuration", f"{label}: {name} has no field {field!r}; {did_you_mean(field, field_names)}"
             )
+
+
+def _needs_findings(
+    name: str, fields: Mapping[str, Any], values: Mapping[str, Any], file: Path
+) -> Iterator[DoctorFinding]:
+    method = ALGORITHMS[name]
     needs, project_folder = method.requires, file.parent.parent  # from which relative paths start
     needed_functions = dict(entry for word, entry in _FUNCTIONS.items() if word in needs)
     if needed_functions and not values.get("file"):

@@ -157,7 +157,8 @@ def submit_run_and_follow_log(
     status = _describe_end_of_run(home, connection, run_id)
     records = read_metrics(target / "metrics.jsonl")
     if status or not records:
-        raise RoundError(_unfinished_run_message(folder, target, records, planned_rounds, status))
+        consent = " --allow-disclosure" if allow_disclosure else ""
+        raise RoundError(_unfinished_run_message(f"{folder}{consent}", target, records, planned_rounds, status))
     Console().print(_last_round_table(target, records))
     print(f"{target}")
 
@@ -180,15 +181,15 @@ def _check_connection_of_flower(connection: str, folder: Path) -> None:
 
 
 def _unfinished_run_message(
-    folder: Path, target: Path, records: Sequence[Mapping[str, Any]], planned_rounds: int, status: str
+    words: object, target: Path, records: Sequence[Mapping[str, Any]], planned_rounds: int, status: str
 ) -> str:
-    """Describes a run that ended early.
+    """Describes a run that ended early; `words` are those of its command that a resumed run needs too.
 
     Its first round may be in a checkpoint before its record is written.
     """
     rounds_done = records[-1]["round"] if records else 0
     can_resume = bool(records) or any((target / "checkpoint").glob("round-*"))
-    resume_hint = f"; continue it with `polyfed flower run {folder} --resume {target}`" if can_resume else ""
+    resume_hint = f"; continue it with `polyfed flower run {words} --resume {target}`" if can_resume else ""
     return f"the run has ended after {rounds_done} of {planned_rounds} rounds ({status}); its log is above{resume_hint}"
 
 
