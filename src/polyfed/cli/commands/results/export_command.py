@@ -1,6 +1,9 @@
 """Implements `polyfed export`, which writes a trained network to a folder that can be used without polyfed."""
 
+from shlex import quote
+
 from polyfed.cli.commands.argv import CommandParser
+from polyfed.cli.commands.results.network_of_answer import check_is_run_of_client
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.trusted_code import import_trusted_callable, trust_code
@@ -35,6 +38,11 @@ def export_command(argv: list[str]) -> None:
     if (options.out is None) == (options.to is None):
         raise UserError(f"polyfed export needs {'a' if options.out is None else 'one'} folder to create: --out FOLDER")
     target = options.to if options.out is None else options.out
+    client = f" --client {quote(options.client)}" if options.client is not None else ""
+    check_is_run_of_client(
+        expand_user_path(run, "the run directory"), options.client,
+        f"polyfed export {{run}}{client} --out {quote(target)}",
+    )  # fmt: skip
     check_has_models(expand_user_path(run, "the run directory"))
     file_format: Format = options.format or "torchscript"
     check_export_target(expand_user_path(target, "the folder to create"), file_format)

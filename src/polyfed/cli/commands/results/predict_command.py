@@ -1,10 +1,11 @@
 """Implements `polyfed predict`, which predicts the rows of a table file with a client's trained network."""
 
 from pathlib import Path
+from shlex import quote
 
 from polyfed.cli.commands.argv import CommandParser, expand_optional_path
-from polyfed.cli.commands.options.early_checks import check_is_no_comparison
 from polyfed.cli.commands.options.table_checks import check_prediction
+from polyfed.cli.commands.results.network_of_answer import check_is_run_of_client
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.simulation.storage.directory import check_directory_exists
@@ -38,7 +39,8 @@ def predict_file(folder: Path, client: str | None, file: str, out: Path | None) 
     if out is not None and out.exists():
         raise UserError(f"{out} exists; choose another --out")
     check_directory_exists(folder)
-    check_is_no_comparison(folder)
+    words = f" --client {quote(client)}" if client is not None else ""
+    check_is_run_of_client(folder, client, f"polyfed predict {{run}} {quote(file)}{words}")
     if not any((folder / name).exists() for name in ("signature.json", "config.yaml")):
         raise UserError(
             f"cannot read {folder}: it is neither a run directory (config.yaml) nor a folder of polyfed export"
