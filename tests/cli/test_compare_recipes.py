@@ -32,6 +32,8 @@ def test_a_recipe_can_be_compared(recipe, monkeypatch, tmp_path):
     with pytest.raises(Stop):
         main(["compare", *([recipe] if recipe else []), "--quiet"])
     (plan,) = plans
+    if recipe in {None, "quickstart"}:  # one name for the folder, in the terminal and on the page
+        assert (plan.title, plan.out.parent.name, plan.out.name[:14]) == ("heart", "runs", "compare-heart-")
     assert "local" in plan.methods
     assert len(plan.methods) > 1
     assert (plan.folds == Folds(5)) == (recipe in WITH_SITES)

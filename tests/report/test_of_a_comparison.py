@@ -11,6 +11,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.cli.commands.results.report_command import show_report
+from polyfed.comparison.verdicts.verdict_sentences import describe_local_alternative
 from polyfed.core.io.text.advice import keep_advice_for_python
 from polyfed.core.seeds import torch_generator
 from polyfed.report.data.predictions import read_group_predictions
@@ -45,7 +46,13 @@ def test_a_comparison_has_a_page(tmp_path, words, metrics):
         if (p := method["statistics"]["p_reference"]) is not None:
             assert re.search(rf"<tr><t[dh][^>]*>{label}</t[dh]>.*?<td[^>]*>{p:.2g}</td>", text)
     for name in content["references"]:
-        assert f"{name.replace('_', ' ')} (" in text
+        label = (
+            "pooled (for reference)"
+            if name == "pooled"
+            else describe_local_alternative(name, "local", "classification")
+        )
+        assert re.search(rf"<th [^>]*>{re.escape(label)}</th>", text)
+    assert "(alone)" not in text  # one name for what a site has alone
     has = "no predictions" not in text
     assert has == content["predictions"]
     assert 'id="p0-curves"' in text

@@ -127,9 +127,8 @@ def compare(argv: list[str]) -> None:
     compare_command.check_fields_have_a_method(words, config["algorithm"]["name"], compare_options.algorithms)
     if note and not compare_options.quiet:
         print(sanitise_for_terminal(note), file=sys.stderr)
-    folder = f"compare-{Path(recipe).stem if recipe else config['algorithm']['name']}"
-    title = Path(recipe).stem if recipe else Path(str(config["data"].get("path") or config["data"]["name"])).stem
-    compare_command.run_compare_command(config, compare_options, title, out or choose_run_directory(folder))
+    title = Path(str(config["data"].get("path") or config["data"]["name"])).stem  # as its page is called
+    compare_command.run_compare_command(config, compare_options, title, out or choose_run_directory(f"compare-{title}"))
 
 
 def resume(argv: list[str]) -> None:

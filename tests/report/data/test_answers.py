@@ -103,10 +103,14 @@ def test_simple_models_stand_among_the_methods_by_their_score(page):
     assert "<h1>Join, or train alone? Mine</h1>" in top
     rows = re.findall(r"<tr><t[dh][^>]*>([^<]+)</t[dh]>", top[top.index("Best first") :])
     assert rows[:2] == ["method", "gradient boosting alone"]
-    assert "pooled (all data in one place, for reference)" in rows
+    assert not any("pooled" in row for row in rows)
+    assert "For reference, all data in one place, which no site has: a network reaches a mean AUC of 1.000 " in top
+    assert "is scored after its last round, not its best: so it can be below training alone." in top
     assert "+0.020 to +0.080" in top
     assert "The answers above compare with the best that a site has alone, simple models included" in top
-    assert "Mean over sites: gradient boosting alone is 0.020 to 0.080 better in AUC than training alone." in top
+    better = "gradient boosting alone is 0.020 to 0.080 better in AUC than training alone."
+    assert f"Without joining, on average over sites: {better}" in top
+    assert top.count("Mean over sites:") == 1
 
 
 def test_the_pooled_curve_looks_like_no_verdict(page):
@@ -138,9 +142,23 @@ def test_many_sites_are_grouped_by_answer_below_the_mean_and_drawn_together(page
     assert drawing.count('class="mark ') == 45
 
 
-def test_names_of_sites_in_the_heading_are_written_as_they_are(page):
-    top, _ = page({"north": 60, "e-coli": 50, "south": 40}, title="comparison")
-    assert "<h1>Join, or train alone? e-coli, north, south</h1>" in top
+@pytest.mark.parametrize(("more", "outcome"), [
+    ({}, "Outcome: <b>sick against healthy</b>."),
+    ({"class_names": None}, "Outcome: <b>class 1 against class 0</b>."),
+    ({"class_names": None, "task": "regression"}, ""),
+])  # fmt: skip
+def test_a_comparison_without_a_name_says_how_many_sites_and_examples_and_what_is_predicted(page, more, outcome):
+    top, _ = page({"north": 60, "e-coli": 50, "south": 40}, title="comparison", **more)
+    assert "<h1>Join, or train alone? 3 sites with 45 examples</h1>" in top  # of 10 for training and 5 tested each
+    assert outcome in top
+    assert ("Outcome" in top) == bool(outcome)
+
+
+def test_views_of_researchers_stand_apart_from_the_details(page):
+    _, whole = page(site_model={"over": "local", "gain": 0.0, "deviation": 0.1, "clients": {"north": {"gain": 0.0}}})
+    details, researchers = whole.partition('<h2 class="below">For researchers</h2>')[::2]
+    assert "<h3>Gain of each site by partial pooling over sites</h3>" in researchers
+    assert "<h3>Learning curves</h3>" in details
 
 
 def test_a_method_has_one_colour_in_all_figures(page):

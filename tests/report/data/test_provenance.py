@@ -56,12 +56,20 @@ def test_a_comparison_says_the_command_that_makes_it_again(write_comparison, tmp
     start = "polyfed compare config.yaml --algorithms local,fedavg"
     assert told().command == f"{start} --seeds 0,1 --same-data --tune none"
     assert (told().fingerprint, told().data_name, told().folder_name) == ("aa, bb", "heart", "mine")
+    methods["fedrep"] = {"name": "fedrep"}  # does not suit the clients, so that it is not compared
+    assert told(methods={"local": {}, "fedavg": {}}).command == f"{start} --seeds 0,1 --same-data --tune none"
+    del methods["fedrep"]
     assert told(search={"lr": "grid,..."}, experiment={**experiment, "resplit": 2}).command == f"{start} --resplit 2"
     assert told(seeds=[0, 1, 2, 3, 4], search={"mu": [0.1, 1]}).command == f"{start} --same-data --tune 'mu=0.1,1'"
     renamed = {**experiment, "methods": {"mine": {"name": "fedavg"}}}
     assert told(experiment=renamed).command == ""  # no option gives a method a label
     assert told(experiment=None).configuration == ""
     show_report([folder], Console(quiet=True), out=tmp_path / "page.html")
+    assert "save the configuration below as config.yaml" not in (tmp_path / "page.html").read_text()
+    told()
+    show_report([folder], Console(quiet=True), out=tmp_path / "command.html")
+    footer = "<dt>To make it again, save the configuration below as config.yaml, then run</dt><dd><code>polyfed compare"
+    assert footer in (tmp_path / "command.html").read_text()
     text = (tmp_path / "page.html").read_text()
     assert "made in Python; the directory does not hold them" in text
     assert "<h1>Join, or train alone? Mine</h1>" in text

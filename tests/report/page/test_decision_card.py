@@ -49,9 +49,28 @@ def test_the_card_says_decision_gain_cost_disclosure_and_why_this_round(group):
                     "The server learns": "weights"}  # fmt: skip
     assert "95 % interval +0.010 to +0.050; over training alone" in texts
     assert "all sites, up and down; 0.667 MB for each" in texts
-    assert (
-        "Gain and costs are those of fedavg. Scores of fedavg are those after round 2 of 2: equal local steps." in texts
-    )
+    assert "Gain and costs are those of fedavg. Scores: equal local steps." in texts
+    assert "fedavg: The average of the sites&#39; models, weighted by examples." in texts
+
+
+def test_the_card_says_in_a_few_words_which_round_is_scored(group):
+    best = "each method at its best round by validation loss (alone: each client at its own), with equal local training"
+    card = html_header_card(group(budget={"kind": "best", "limit": None, "sentence": best}))
+    assert "Gain and costs are those of fedavg. Each method is scored at its best validation round.</p>" in card
+
+
+@pytest.mark.parametrize(("gain", "times"), [(0.05, "about 7.9 times"), (0.001, "more than 100 times")])
+def test_an_undecided_comparison_says_how_many_examples_would_decide_it(group, gain, times):
+    interval = [gain - 0.1, gain + 0.1]
+    mean = {**answers("undecided")[0], "client": None, "gain": gain, "interval": interval}
+    run_group = group(answers=answers("undecided"), mean_answer=mean)
+    card = html_header_card(run_group)
+    assert f"To decide the mean difference, if it is as small as estimated, takes {times} as many examples." in card
+    assert "With plan_only=True a comparison says before training how small a gain it can decide." in card
+    sites = [{**answer, "gain": gain, "interval": interval} for answer in answers("join", "undecided")]
+    results = {**run_group.comparison_results, "answers": sites, "mean_answer": {**mean, "answer": "join"}}
+    card = html_header_card(dataclasses.replace(run_group, comparison_results=results))
+    assert f"To decide the difference at s1, if it is as small as estimated, takes {times} as many examples." in card
 
 
 def test_the_line_below_the_heading_says_what_the_score_is(group):
@@ -93,7 +112,7 @@ def test_an_error_is_named_once_and_stands_below_the_number_if_its_name_is_long(
 def test_the_decision_is_one_sentence(group, kinds, sentence, kind):
     card = html_header_card(group(answers=answers(*kinds)))
     assert f'<h2 class="verdict">{sentence}</h2>' in card
-    meanings = re.findall('<p class="meaning">(?:<b>([^<]*):</b> )?', card)
+    _, *meanings = re.findall('<p class="meaning">(?:<b>([^<]*):</b> )?', card)  # the first is what the method does
     labels = [label for key, label in ANSWER_LABELS.items() if key in kinds]
     assert meanings == (labels if len(labels) > 1 else ["" for _ in labels])
     assert f'<div class="lead {kind}">' in card
@@ -111,7 +130,7 @@ def test_answers_of_networks_that_still_learn_ask_for_training_and_not_for_examp
         answer["sentence"] = f"s: not decided: {reason}"
     card = html_header_card(group(answers=undecided))
     assert ("Training ended too early for an answer" in card) == is_early
-    assert ("more examples would narrow" in card) == (not is_early)
+    assert ("as many examples. " in card) == (not is_early)
 
 
 def test_runs_have_a_card_without_a_decision(write_run, tmp_path):
@@ -196,7 +215,7 @@ def test_the_card_says_why_it_is_of_a_method_that_does_not_lead_the_table(group)
             comparison_results={**run_group.comparison_results, **results},
         )
         card = html_header_card(changed)
-        assert f"Gain and costs are those of fedavg, the best by validation examples{reason}. Scores of" in card
+        assert f"Gain and costs are those of fedavg, the best by validation examples{reason}. Scores: " in card
 
 
 def test_the_labels_of_the_axis_of_many_sites_are_whole():
@@ -252,5 +271,13 @@ def test_a_model_of_a_site_alone_has_one_name_on_the_page(group):
     assert "over Cox regression with a ridge penalty alone" in html_header_card(found)
     assert "gain over Cox regression with a ridge penalty, AUC" in section
     assert ">Cox regression with a ridge penalty alone</th>" in section
-    assert ">Cox regression with a ridge penalty (all data in one place, for reference)</th>" in section
+    assert "which no site has: Cox regression with a ridge penalty reaches a mean AUC of " in section
     assert "cox ridge" not in section
+
+
+def test_differences_between_the_sites_data_are_the_first_warnings(group):
+    section = html_advice_section(group(), None, "k", ["chol is 0 at south. See below."])
+    assert (
+        "<h3>Before you rely on this</h3><ul><li>chol is 0 at south. See below.</li><li>Methods were not tuned"
+        in section
+    )

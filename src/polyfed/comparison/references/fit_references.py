@@ -99,7 +99,11 @@ def fit_references(
     }
     left_out = tuple(dict.fromkeys(sentence for seed_fit in fitted.values() for sentence in seed_fit["left_out"]))
     pooled_models, sentences = _fit_pooled_models(plan, methods)
-    once = "; on the data of the first seed alone" if len(distinct_seeds) > 1 else ""
+    once = (
+        f"; on the data of the first {'seed' if plan.folds is None else 'fold'} alone"
+        if len(distinct_seeds) > 1
+        else ""
+    )
     for pooled in pooled_models:
         clients = plan.panel.select(plan.build_client_set(first).clients)
         first_scores = {c.id: _score_or_none(metric, pooled.outputs[c.id], c.test.labels.cpu()) for c in clients}

@@ -12,6 +12,7 @@ from polyfed.comparison.statistics.estimate import ALPHA, t_quantile
 
 POWER = 0.8
 _Z_POWER = 0.8416  # the standard normal quantile of POWER
+_MANY = 1000  # degrees of freedom of the examples: hundreds, mostly
 
 
 @final
@@ -89,8 +90,7 @@ def smallest_decidable_gain(pilot: PilotVariances, design: ComparisonDesign) -> 
     num_clients = len(variances)
     repeats = max(design.runs // design.folds, 1)
     free = max(design.runs - (repeats if design.kind == "folds" else 1), 1)
-    many = 1000  # degrees of freedom of the examples: hundreds, mostly
-    of_examples = free if design.kind == "resplit" else many
+    of_examples = free if design.kind == "resplit" else _MANY
 
     def half_width(examples: float, networks: float, alpha: float, free: int) -> float:
         return math.sqrt(t_quantile(alpha, of_examples) ** 2 * examples + t_quantile(alpha, free) ** 2 * networks)
@@ -101,6 +101,18 @@ def smallest_decidable_gain(pilot: PilotVariances, design: ComparisonDesign) -> 
     together = half_width(examples, networks, ALPHA / num_clients, num_clients * free)
     alone = half_width(examples, networks, ALPHA, free)
     return mean, max(together, alone) + _Z_POWER * math.sqrt(examples + networks)
+
+
+def factor_of_examples_to_decide(gain: float, interval: tuple[float, float]) -> float:
+    """Returns how many times as many examples decide a gain with probability `POWER`, if it is as large as estimated.
+
+    An interval narrows with the root of the number of examples, as far as these and not the networks make it wide.
+
+    >>> round(factor_of_examples_to_decide(0.1, (-0.1, 0.3)), 1)
+    7.9
+    """
+    half_width = (interval[1] - interval[0]) / 2
+    return (half_width * (1 + _Z_POWER / t_quantile(ALPHA, _MANY)) / gain) ** 2
 
 
 def _client_variance(pilot: PilotVariances, design: ComparisonDesign, k: int) -> float:

@@ -11,11 +11,12 @@ import yaml
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, read_description
 from polyfed.core.errors import UserError
 from polyfed.core.io.text.number_format import join_first_and_count_rest
+from polyfed.core.tasks.task import DEFAULT_TASK
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.simulation.settings import EXECUTION_FIELDS
 from polyfed.simulation.storage.directory import read_manifest
 
-_NAMED_CLASSES = 4  # of an outcome
+_NAMED_CLASSES = 4  # of an outcome; more are counted
 _SEEDS_OF_COMPARE = (0, 1, 2, 3, 4)  # by default
 
 
@@ -27,12 +28,13 @@ class Provenance:
     Attributes:
         folder_name: of the run or comparison.
         date: when the last result was written, in UTC.
-        command: makes the results again from the configuration, saved as config.yaml.
+        command: makes the results again from the configuration, saved as config.yaml; of a comparison with the methods
+            that it compared.
         configuration: as YAML, without where it ran and without folders of files.
         fingerprint: of the data.
         versions: of Python and packages, and the machine's cores.
         data_name: of the data; empty for clients made in Python.
-        outcome: what is predicted: the target's column, with its classes or its time; empty where no column is named.
+        outcome: what is predicted: the target's column, with its classes or its time, or the classes alone.
     """
 
     folder_name: str = ""
@@ -82,25 +84,38 @@ def read_provenance(run_group: RunGroup) -> Provenance:
         join_first_and_count_rest(prints, 3),
         ", ".join(versions),
         name_of_data(config),
-        _name_of_outcome(config, run_group.comparison_results.get("class_names") or ()),
+        _name_of_outcome(config, _class_names(run_group.comparison_results)),
     )
 
 
 def _name_of_outcome(config: Mapping[str, Any], class_names: Sequence[object]) -> str:
-    """Returns what a configuration's data ask to predict, in words; empty if they name no column.
+    """Returns what is to be predicted, in words; empty if the data name neither a column nor classes.
 
     >>> _name_of_outcome({"data": {"target": "days", "event": "died"}}, ())
     'died (time in column days)'
     >>> _name_of_outcome({"data": {"target": "outcome"}}, ["relapse", "well"])
     'outcome (relapse or well)'
+    >>> _name_of_outcome({}, ["well", "relapse"]), _name_of_outcome({}, "0123456789")
+    ('relapse against well', 'one of 10 classes')
     """
     data = config.get("data")
     target, event = (data.get("target"), data.get("event")) if isinstance(data, Mapping) else (None, None)
+    is_named = 1 < len(class_names) <= _NAMED_CLASSES
     if not isinstance(target, str) or not target:
-        return ""
+        separator = " against " if len(class_names) == 2 else " or "
+        classes = f"one of {len(class_names)} classes" if class_names else ""
+        return separator.join(map(str, class_names[::-1])) if is_named else classes
     if isinstance(event, str) and event:
         return f"{event} (time in column {target})"
-    return f"{target} ({' or '.join(map(str, class_names))})" if 1 < len(class_names) <= _NAMED_CLASSES else target
+    return f"{target} ({' or '.join(map(str, class_names))})" if is_named else target
+
+
+def _class_names(results: Mapping[str, Any]) -> Sequence[object]:
+    """Returns the names of a comparison's classes, of classes without names their numbers; empty for other tasks."""
+    if results.get("class_names") or results.get("task") != DEFAULT_TASK:
+        return results.get("class_names") or ()
+    counts = [entry.get("classes") or () for clients in results["data"].values() for entry in clients.values()]
+    return [f"class {k}" for k in range(max(map(len, counts), default=0))]
 
 
 def name_of_data(config: Mapping[str, Any]) -> str:
@@ -137,7 +152,8 @@ def _as_yaml(config: Mapping[str, Any]) -> str:
 
 def _compare_command(description: Mapping[str, Any], experiment: Mapping[str, Any]) -> str:
     """Returns the command that compares the same methods again; empty if options cannot say which they are."""
-    methods = experiment.get("methods") or {}
+    compared = description.get("methods") or {}  # without default methods that do not suit the clients
+    methods = {k: entry for k, entry in (experiment.get("methods") or {}).items() if k in compared or not compared}
     if any(label != entry.get("name") for label, entry in methods.items()):
         return ""
     words = ["polyfed compare config.yaml", f"--algorithms {','.join(methods)}"]

@@ -9,7 +9,6 @@ from polyfed.core.io.text.number_format import (
     capitalize_first,
     count_with_noun,
     join_first_and_count_rest,
-    join_with_and,
 )
 from polyfed.core.machine.package_versions import package_versions
 from polyfed.report.data.predictions import GroupPredictions
@@ -99,10 +98,17 @@ def _page_heading(run_group: RunGroup, origin: Provenance) -> str:
         return f"{data}: {join_first_and_count_rest([m.label for m in run_group.methods], 3)}"
     name = capitalize_first(origin.data_name or run_group.title)
     if name == capitalize_first(_TITLE_OF_NO_NAME):
-        name = join_first_and_count_rest(run_group.clients, 3)
+        name = _describe_size(run_group)
     left_out_labels = [*(results.get("skipped") or {}), *(results.get("failed") or {})]
     names_absent_method = any(label.lower() in name.lower() for label in left_out_labels)
     return "Join, or train alone?" + ("" if names_absent_method else f" {name}")
+
+
+def _describe_size(run_group: RunGroup) -> str:
+    """Returns how many sites and examples a comparison has, such as "4 sites with 920 examples"."""
+    sites = next(iter(run_group.comparison_results["data"].values()))
+    examples = sum(entry.get(part, 0) for entry in sites.values() for part in ("train", "val", "test"))
+    return f"{count_with_noun(len(sites), 'site')} with {count_with_noun(examples, 'example')}"
 
 
 def _html_group(
@@ -132,7 +138,7 @@ def _html_group(
         return render_template(
             "group",
             **context,
-            results=results,
+            results=[*results, *page_details.data_warnings],
             notes=notes,
             notes_title=count_with_noun(len(notes), "note"),
             methods_table=html_methods_table(run_group),
@@ -140,10 +146,10 @@ def _html_group(
             details=[
                 *wide,
                 *prediction_panels,
-                *view_panels,
                 (_CLASSES_HEADING, quarters[_CLASSES_HEADING]),
                 *page_details.panels.items(),
             ],
+            for_researchers=view_panels,
         )
     convergence = run_group.comparison_results.get("convergence") or {}
     judgements = [
@@ -162,11 +168,12 @@ def _html_group(
         ("All methods: percentiles, tests, costs", html_methods_table(run_group)),
         ("All answers as sentences, and notes", html_bullet_list(results) + html_bullet_list(notes)),
         *other_quarters,
-        *([("Gain of each site by partial pooling over sites", pooled)] if pooled else []),
-        *view_panels,
     ]
-    decision = html_advice_section(run_group, page_details.predictions, key)
-    return render_template("decided_group", **context, decision=decision, details=details)
+    for_researchers = [*([("Gain of each site by partial pooling over sites", pooled)] if pooled else []), *view_panels]
+    decision = html_advice_section(run_group, page_details.predictions, key, page_details.data_warnings)
+    return render_template(
+        "decided_group", **context, decision=decision, details=details, for_researchers=for_researchers
+    )
 
 
 def _prediction_panels(run_group: RunGroup, page_details: PageDetails, key: str) -> list[tuple[str, Markup]]:
@@ -184,12 +191,6 @@ def _prediction_panels(run_group: RunGroup, page_details: PageDetails, key: str)
     for k, column in enumerate(page_details.subgroup_columns):
         panel = subgroups.html_subgroup_scores(predictions, column, run_group.score_format, level, f"{key}-g{k}")
         panels.append((f"Subgroups by {column}", panel))
-    if not page_details.subgroup_columns and (columns := predictions.column_names()):
-        hint = (
-            "polyfed report DIR --subgroup COLUMN adds scores of groups; the test examples have "
-            f"{join_with_and(columns)}."
-        )
-        panels.append(("Subgroups", html_paragraph(hint)))
     return panels
 
 

@@ -22,6 +22,7 @@ from polyfed.report.data.predictions import GroupPredictions, methods_by_importa
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import ScoreFormat
+from polyfed.report.page.advice.answer_table import name_of_rival
 from polyfed.report.page.charts.svg_charts import (
     COLOUR_COUNT,
     ChartBar,
@@ -57,6 +58,7 @@ class PageDetails:
         predictions_note: a sentence that says why there are none; may be empty.
         subgroup_columns: columns of the test examples by whose values the page has scores.
         panels: further panels of the group by heading: look at the data, scores of every model at every site, audits.
+        data_warnings: sentences on the sites' data that can change an answer, the most serious first.
     """
 
     class_counts: Mapping[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class PageDetails:
     predictions_note: str = ""
     subgroup_columns: Sequence[str] = ()
     panels: Mapping[str, Markup] = field(default_factory=dict)
+    data_warnings: Sequence[str] = ()
 
 
 def html_methods_table(run_group: RunGroup) -> Markup:
@@ -313,15 +316,16 @@ def html_client_scores(run_group: RunGroup) -> Markup:
         columns=[
             "site",
             *(x.label for x in order),
-            *(_reference_label(name, entry) for name, entry in references.items()),
+            *(_reference_label(name, entry, run_group) for name, entry in references.items()),
         ],
         rows=rows,
         bold=bold,
     )
 
 
-def _reference_label(name: str, entry: Mapping[str, Any]) -> str:
-    return f"{name.replace('_', ' ')} ({'alone' if entry.get('alone', name != 'pooled') else 'for reference'})"
+def _reference_label(name: str, entry: Mapping[str, Any], run_group: RunGroup) -> str:
+    is_alone = entry.get("alone", name != "pooled")
+    return name_of_rival(name, run_group) if is_alone else f"{name.replace('_', ' ')} (for reference)"
 
 
 def html_class_counts(details: PageDetails, key: str) -> Markup:

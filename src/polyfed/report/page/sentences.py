@@ -118,9 +118,9 @@ def _best_method_sentence(run_group: RunGroup, scored_methods: Sequence[MethodRu
     return f"{best.label} has the {run_group.score_format.highest_or_lowest} mean{seeds}, {best_mean}{local_text}."
 
 
-def describe_methods(run_group: RunGroup) -> list[str]:
+def describe_methods(methods: Sequence[MethodRuns]) -> list[str]:
     """Returns for each method of polyfed what it does, in a few words, such as "local: Training on own data only"."""
-    cards = {m.label: card_of_method(REGISTRY.get(m.runs[0].method)) for m in run_group.methods}
+    cards = {m.label: card_of_method(REGISTRY.get(m.runs[0].method)) for m in methods}
     return [f"{label}: {say_sites(card.summary)}" for label, card in cards.items() if card is not None]
 
 
@@ -128,7 +128,7 @@ def omission_and_tuning_notes(run_group: RunGroup) -> list[str]:
     """Returns sentences on what a comparison left out, and how it chose fields and rounds."""
     results = run_group.comparison_results
     if not results:
-        return describe_methods(run_group)
+        return describe_methods(run_group.methods)
     sentences = [capitalize_first(end_with_period(text)) for text in results["notes"]]
     if results["best"] is not None:
         sentences.append(

@@ -1,12 +1,13 @@
 """The figures of the sites' data: a column of few whole numbers fills its axis, and names the numbers below the bars."""
 
+import dataclasses
 import random
 import re
 
 import pytest
 
 import polyfed as pf
-from polyfed.report.page.panels.look import html_look, svg_site_histograms
+from polyfed.report.page.panels.look import data_warnings, html_look, svg_site_histograms
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +61,27 @@ def test_an_outer_bar_says_that_it_holds_all_values_beyond_the_axis(seen):
 def test_a_page_of_folds_does_not_show_a_split_that_was_not_used(seen):
     assert '<th scope="col">training</th>' in html_look(seen, "k")
     assert '<th scope="col">training</th>' not in html_look(seen, "k", show_splits=False)
+
+
+def test_the_top_of_the_page_repeats_the_two_differences_that_can_change_an_answer():
+    draw = random.Random(0)
+    rows = [
+        {
+            "site": site,
+            "chol": 0 if site == "south" else draw.gauss(240, 30),
+            "slope": None if site == "north" else k % 3,
+            "age": draw.gauss(60 + 30 * (site == "west"), 5),
+            "ill": int(k > 5) if site == "south" else k % 2,
+        }
+        for site in ("north", "south", "west")
+        for k in range(60)
+    ]
+    seen = pf.look(pf.data.split_table(rows, "ill", "site"))
+    kinds = [finding.kind for finding in seen.findings]
+    assert kinds[:2] == ["code", "empty"]
+    assert {"few", "shift"} <= set(kinds)
+    first, second = data_warnings(seen)
+    assert first.startswith("chol is 0 at south (60 of 60 values)")
+    assert first.endswith("See “The sites' data side by side” below.")
+    assert second.startswith("slope is empty")
+    assert data_warnings(dataclasses.replace(seen, findings=seen.findings[-1:])) == []

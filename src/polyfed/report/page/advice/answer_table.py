@@ -55,7 +55,7 @@ def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: 
         level: confidence level of the intervals.
     """
     form = run_group.score_format
-    rivals = {_short_name_of_rival(answer.compared_with, run_group) for answer in answers}
+    rivals = {short_name_of_rival(answer.compared_with, run_group) for answer in answers}
     is_over_best = any(answer.has_several_rivals for answer in answers)
     heading = "best alone" if is_over_best else "compared with"
     columns = ["gain", f"{100 * level:g} % interval", *([heading] if len(rivals) > 1 else []), "test examples"]
@@ -66,7 +66,7 @@ def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: 
         cells = [
             "–" if answer.gain is None else form.format_signed(answer.gain).removesuffix(" points"),
             _format_interval(answer.interval, form),
-            *([_short_name_of_rival(answer.compared_with, run_group)] if len(rivals) > 1 else []),
+            *([short_name_of_rival(answer.compared_with, run_group)] if len(rivals) > 1 else []),
             "–" if answer.test_examples is None else str(answer.test_examples),
             *(["–" if answer.rarest is None else str(answer.rarest)] if name_of_rarest else []),
         ]
@@ -94,7 +94,7 @@ def html_pooled_gains(run_group: RunGroup, level: float) -> Markup:
     pooled = run_group.comparison_results.get("site_model")
     if not pooled:
         return Markup()
-    rival = _short_name_of_rival(str(pooled["over"]), run_group)
+    rival = short_name_of_rival(str(pooled["over"]), run_group)
     caption = (
         f"Gain over {rival}, shrunk towards the mean over sites, most where a site has few examples. Such intervals hold on "
         "average over sites, and give no answer"
@@ -113,7 +113,8 @@ def name_of_rival(compared_with: str, run_group: RunGroup) -> str:
         return f"{compared_with.replace('_', ' ')} alone"
 
 
-def _short_name_of_rival(compared_with: str, run_group: RunGroup) -> str:
+def short_name_of_rival(compared_with: str, run_group: RunGroup) -> str:
+    """Returns the name of what a site has alone without the word "alone", for a table of such names."""
     name = name_of_rival(compared_with, run_group) if compared_with else "–"
     return name if compared_with == "local" else name.removesuffix(" alone")
 

@@ -28,7 +28,7 @@ from polyfed.report.data.provenance import read_provenance
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import ScoreFormat
-from polyfed.report.page.advice.answer_table import gain_axis, html_answer_table, name_of_rival
+from polyfed.report.page.advice.answer_table import gain_axis, html_answer_table, name_of_rival, short_name_of_rival
 from polyfed.report.page.charts.caterpillar_plot import svg_caterpillar_plot
 from polyfed.report.page.charts.forest_plot import IntervalMark
 from polyfed.report.page.charts.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
@@ -59,8 +59,10 @@ def is_comparison_with_answers(run_group: RunGroup) -> bool:
     )
 
 
-def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | None, key: str) -> Markup:
-    """Renders the top section: warnings, advice, a table of methods, figures, and limits."""
+def html_advice_section(
+    run_group: RunGroup, predictions: GroupPredictions | None, key: str, data_warnings: Sequence[str] = ()
+) -> Markup:
+    """Renders the top section: warnings, those about the data first, advice, a table of methods, figures, and limits."""
     results, level = run_group.comparison_results, confidence_level_of(run_group)
     answers, mean_answer = parse_site_answers(results), parse_answer_for_mean_over_sites(results)
     mean_text = ""
@@ -70,7 +72,8 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
     is_long, axis = len(answers) > _LISTED, gain_axis(answers)
     figures = [_html_caterpillar_figure(answers, run_group, level, f"{key}-forest")] if is_long else []
     figures.append(_html_roc_or_learning_curves(run_group, predictions, level, f"{key}-top"))
-    warnings = [*(results.get("warnings") or ()), *describe_omissions(results)]  # older results have no omissions there
+    # Older results have no omissions among their warnings.
+    warnings = [*data_warnings, *(results.get("warnings") or ()), *describe_omissions(results)]
     return render_template(
         "decision",
         warnings=[
@@ -108,10 +111,10 @@ def _group_by_answer(answers: Sequence[SiteAnswer]) -> list[tuple[str, list[Site
 
 
 def _simple_model_verdicts(results: Mapping[str, Any]) -> list[str]:
-    """Returns the sentences on sites like these, and on simple models against training alone."""
+    """Returns the sentences on sites like these, and on what simple models are worth without joining."""
     mean_sentence = (results.get("mean_answer") or {}).get("sentence")
     return [
-        verdict.replace("mean over clients: ", "mean over sites: ")
+        verdict.replace("mean over clients: ", "without joining, on average over sites: ")
         for verdict in results.get("verdicts") or ()
         if verdict.startswith(("mean over clients: ", "sites like these (")) and verdict != mean_sentence
     ]
@@ -122,10 +125,7 @@ def _as_sentence(text: str) -> str:
 
 
 def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
-    """Renders a table with one row per method and per simple model, the best first.
-
-    Training on pooled data, which no site has, comes last.
-    """
+    """Renders a table with one row per method and per simple model, the best first, and below it what pooled data give."""
     score_format, percent = run_group.score_format, f"{100 * level:g} % interval"
     ranked: list[tuple[float, list[str]]] = []
     for method in run_group.methods:
@@ -139,13 +139,16 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
             entry |= {"gain": gain, "gain_interval": statistics.get("gain_interval")}
         label = f"training alone ({method.label})" if is_local else method.label
         ranked.append((run_group.ranking_key(method), [label, *_score_cells(entry, scores, run_group)]))
-    references = run_group.comparison_results.get("references") or {}
+    references, notes, pooled_sentences = run_group.comparison_results.get("references") or {}, [], []
     for name, reference in references.items():
         scores = [float(value) for value in (reference.get("scores") or {}).values() if value is not None]
-        mean_score, is_pooled = reference.get("mean"), not reference.get("alone", name != "pooled")
-        label = _name_of_reference(name, run_group, is_pooled=is_pooled)
-        rank = -math.inf if is_pooled or mean_score is None else score_format.positive_if_better(float(mean_score))
+        if not reference.get("alone", name != "pooled"):
+            pooled_sentences.append(_describe_pooled_model(name, reference, scores, run_group))
+            continue
+        label, mean_score = name_of_rival(name, run_group), reference.get("mean")
+        rank = -math.inf if mean_score is None else score_format.positive_if_better(float(mean_score))
         ranked.append((rank, [label, *_score_cells(reference, scores, run_group)]))
+        notes += [f"{label}: {say_sites(reference['sentence'])}"] if reference.get("sentence") else []
     explanation = (
         ""
         if score_format.higher_is_better
@@ -164,24 +167,26 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
         f"{explanation}",
         columns=["method", score_format.mean_label, percent, "gain over training alone", percent, "worst site"],
         rows=[row for _, row in sorted(ranked, key=lambda row: row[0], reverse=True)],
-        notes=[
-            *describe_methods(run_group),
-            *(
-                f"{_name_of_reference(name, run_group, is_pooled=not reference.get('alone', name != 'pooled'))}: "
-                f"{say_sites(reference['sentence'])}"
-                for name, reference in references.items()
-                if reference.get("sentence")
-            ),
-        ],
+        pooled=pooled_sentences,
+        notes=[*describe_methods(run_group.methods), *notes],
     )
 
 
-def _name_of_reference(name: str, run_group: RunGroup, *, is_pooled: bool) -> str:
-    """Returns what a simple model, or a model trained on pooled data, is called in the table of methods."""
-    if not is_pooled:
-        return name_of_rival(name, run_group)
-    model = name_of_rival(name.removeprefix("pooled_"), run_group).removesuffix(" alone")
-    return f"{model} (all data in one place, for reference)"
+def _describe_pooled_model(
+    name: str, reference: Mapping[str, Any], scores: Sequence[float], run_group: RunGroup
+) -> str:
+    """Says what a model trained on the data of all sites reaches, and why a network can be below training alone."""
+    mean_score, _, _, _, worst = _score_cells(reference, scores, run_group)
+    model = "a network" if name == "pooled" else short_name_of_rival(name.removeprefix("pooled_"), run_group)
+    repeats = f", on the first {run_group.repeat} alone" if len(run_group.seeds) > 1 else ""
+    why = (
+        " One network (of each architecture) serves all sites, and is scored after its last round, not its best: so it can "
+        "be below training alone."
+    )
+    return (
+        f"For reference, all data in one place, which no site has: {model} reaches a {run_group.score_format.mean_label} of "
+        f"{mean_score} (worst site {worst}){repeats}.{why if name == 'pooled' else ''}"
+    )
 
 
 def _score_cells(entry: Mapping[str, Any], scores: Sequence[float], run_group: RunGroup) -> list[str]:

@@ -7,6 +7,7 @@ from typing import NamedTuple, final
 
 from markupsafe import Markup
 
+from polyfed.comparison.statistics.power import factor_of_examples_to_decide
 from polyfed.core.io.text.number_format import (
     count_with_noun,
     end_with_period,
@@ -28,16 +29,19 @@ from polyfed.report.data.costs import MethodCost, cost_of_method, describe_prote
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.page.advice.answer_table import name_of_rival
+from polyfed.report.page.advice.decision import keep_advice_for_reader
 from polyfed.report.page.elements import render_template
+from polyfed.report.page.sentences import describe_methods
 
 _MEANINGS: Mapping[AnswerKind, str] = {
     "join": "Together with the others, the site can expect better predictions for its new examples than with the best "
     "that it has alone.",
     "stay": "Something that the site has alone predicts better.",
-    "undecided": "This comparison cannot tell a gain from chance. Staying alone costs nothing and discloses "
-    "nothing; more examples would narrow the intervals.",
+    "undecided": "This comparison cannot tell a gain from chance. Staying alone costs nothing and discloses nothing.",
 }
+_MANY_TIMES = 100  # as many examples, beyond which nobody collects them
 _LONGEST_UNIT = 12  # characters of a unit that stand beside the number, in its size
+_AT_BEST_ROUND = "Each method is scored at its best validation round."
 
 
 @final
@@ -73,26 +77,42 @@ def html_header_card(run_group: RunGroup) -> Markup:
         decision=decision,
         meanings=[
             (ANSWER_LABELS[k] if len(kinds) > 1 else "", meaning)
-            for k, meaning in {**_MEANINGS, **_meaning_if_training_ended_early(answers or [mean_answer])}.items()
+            for k, meaning in {**_MEANINGS, **_meaning_of_undecided(run_group, answers, mean_answer)}.items()
             if k in kinds
         ],
         facts=[fact for fact in (*facts, *_cost_facts(cost), _disclosure_fact(run_group, method)) if fact.value],
         method=method.label,
         why_method=_why_this_method(run_group, method),
+        gloss=next(iter(describe_methods([method])), ""),
         why_round=why_this_round(run_group, method, cost),
         protection=_protection_sentence(run_group, method),
     )
 
 
-def _meaning_if_training_ended_early(answers: Sequence[SiteAnswer | None]) -> dict[AnswerKind, str]:
-    """Returns what "undecided" means where each such answer is one because a network was still learning; else nothing."""
-    sentences = [answer.sentence for answer in answers if answer is not None and answer.kind == "undecided"]
-    if not sentences or not all(sentence.rstrip(".").endswith("had not converged") for sentence in sentences):
-        return {}
-    return {
-        "undecided": "Training ended too early for an answer: networks were still learning. Train on, as the box below "
-        "says, before you collect more examples. Staying alone costs nothing and discloses nothing."
-    }
+def _meaning_of_undecided(
+    run_group: RunGroup, answers: Sequence[SiteAnswer], mean_answer: SiteAnswer | None
+) -> dict[AnswerKind, str]:
+    """Returns what "undecided" means: where networks were still learning to train on, else how many examples decide."""
+    of_mean = [] if mean_answer is None or mean_answer.kind != "undecided" else [mean_answer]
+    undecided = [answer for answer in answers if answer.kind == "undecided"] if answers else of_mean
+    if undecided and all(answer.sentence.rstrip(".").endswith("had not converged") for answer in undecided):
+        return {
+            "undecided": "Training ended too early for an answer: networks were still learning. Train on, as the box below "
+            "says, before you collect more examples. Staying alone costs nothing and discloses nothing."
+        }
+    factors = [
+        (factor_of_examples_to_decide(answer.gain, answer.interval), answer.client or "")
+        for answer in of_mean or undecided
+        if answer.gain and answer.interval is not None
+    ]
+    more = ""
+    if factors:
+        factor, site = min(factors)
+        times = f"about {factor:.2g} times" if factor < _MANY_TIMES else f"more than {_MANY_TIMES} times"
+        whose = f"the difference at {site}" if site else "the mean difference"
+        more = f"To decide {whose}, if it is as small as estimated, takes {times} as many examples. "
+    plan = "With plan_only=True (--plan) a comparison says before training how small a gain it can decide."
+    return {"undecided": f"{_MEANINGS['undecided']} {more}{keep_advice_for_reader(plan, run_group)}"}
 
 
 def _why_this_method(run_group: RunGroup, method: MethodRuns) -> str:
@@ -241,10 +261,10 @@ def _protection_sentence(run_group: RunGroup, method: MethodRuns) -> str:
 
 
 def why_this_round(run_group: RunGroup, method: MethodRuns, cost: MethodCost) -> str:
-    """Returns a sentence that says after which round the scores are, and why after that one."""
+    """Returns a sentence that says after which round the scores are; the notes below the details say it in full."""
+    if budget := (run_group.comparison_results.get("budget") or {}).get("sentence"):
+        is_best = budget.startswith("each method at its best round")
+        return _AT_BEST_ROUND if is_best else f"Scores: {end_with_period(say_sites(budget))}"
     low, high = cost.scored_rounds
     after = f"after round {low}" if low == high else f"after rounds {low} to {high}, one for each {run_group.repeat},"
-    scores = f"Scores of {method.label} are those {after} of {cost.planned_rounds}"
-    if budget := (run_group.comparison_results.get("budget") or {}).get("sentence"):
-        return f"{scores.rstrip(',')}: {end_with_period(say_sites(budget))}"
-    return f"{scores.rstrip(',')}, the last that was evaluated."
+    return f"Scores of {method.label} are those {after} of {cost.planned_rounds}, the last that was evaluated."

@@ -16,7 +16,11 @@ from polyfed.core.io.atomic_files import write_file_atomically
 from polyfed.core.io.text.number_format import capitalize_first, count_with_noun, end_with_period, shorten_name
 from polyfed.core.machine.package_versions import package_versions
 from polyfed.data.look.counts import BINS, MIN_COUNT, describe_count
-from polyfed.data.look.findings import describe_class_counts_of_site, find_most_serious_kind_per_site_column
+from polyfed.data.look.findings import (
+    SiteDifferenceFinding,
+    describe_class_counts_of_site,
+    find_most_serious_kind_per_site_column,
+)
 from polyfed.data.look.look import Look
 from polyfed.data.look.site_columns import LookColumn
 from polyfed.data.look.summaries import NumberSummary, SiteDataStatistics
@@ -50,8 +54,19 @@ _MEANING_OF_MARK: Mapping[str, str] = {
     "balance": "another share of a class",
     "shift": "values lie elsewhere",
 }
+_CAN_CHANGE_AN_ANSWER = ("code", "unit", "empty", "classes", "few")
 _COLUMNS, _SITES = 60, 16  # columns with a figure; sites in a figure
 _ROW = 30  # height of a site's histogram
+
+
+def data_warnings(look: Look, most: int = 2) -> list[str]:
+    """Returns the most serious differences between the sites' data, those that can change an answer, as sentences."""
+    findings = [finding for finding in look.findings if finding.kind in _CAN_CHANGE_AN_ANSWER][:most]
+    return [f"{_sentence_of_finding(finding)} See “{LOOK_HEADING}” below." for finding in findings]
+
+
+def _sentence_of_finding(finding: SiteDifferenceFinding) -> str:
+    return end_with_period(finding.text if finding.column else capitalize_first(finding.text))
 
 
 def html_look(look: Look, key: str, *, remarks: Sequence[str] = (), show_splits: bool = True) -> Markup:
@@ -66,9 +81,7 @@ def html_look(look: Look, key: str, *, remarks: Sequence[str] = (), show_splits:
     kinds = find_most_serious_kind_per_site_column(look.findings)
     marks = {place: _MEANING_OF_MARK[kind] for place, kind in kinds.items()}
     sentences = [
-        f"{end_with_period(finding.text if finding.column else capitalize_first(finding.text))} "
-        f"{capitalize_first(finding.meaning)}."
-        for finding in look.findings
+        f"{_sentence_of_finding(finding)} {capitalize_first(finding.meaning)}." for finding in look.findings
     ] or ["No column differs between the sites in a way that is known to mislead."]
     if not look.summaries.is_local:
         sentences.append(f"Counts of fewer than {MIN_COUNT} rows stay at their site and are shown as <{MIN_COUNT}.")

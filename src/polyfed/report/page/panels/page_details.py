@@ -23,7 +23,7 @@ from polyfed.report.data.run_records import RunRecord
 from polyfed.report.page.panels import update_directions, update_norms
 from polyfed.report.page.panels.audit_panel import AUDIT_HEADING, html_audits
 from polyfed.report.page.panels.cross_site import CROSS_SITE_HEADING, html_cross_site
-from polyfed.report.page.panels.look import LOOK_HEADING, html_look
+from polyfed.report.page.panels.look import LOOK_HEADING, data_warnings, html_look
 from polyfed.report.page.panels.method_panels import (
     MethodResult,
     PanelInputs,
@@ -35,6 +35,8 @@ from polyfed.report.page.sections import PageDetails
 from polyfed.simulation.experiment import Participants
 from polyfed.simulation.results.across_sites.cross_site_scores import average_cross_site, read_cross_site
 from polyfed.simulation.storage.directory import read_manifest
+
+_NO_CLASSES = "The examples of these sites have no classes to count."
 
 
 def collect_page_details(
@@ -95,25 +97,22 @@ def _class_counts_and_panels(
         for heading, html in panels.items():
             if html:
                 method_views.setdefault(heading, {})[panel_name] = html
-    site_panels = _site_panels(run_group, shown_participants, key)
+    panels, warnings = _site_panels(run_group, shown_participants, key)
     if run_group.comparison_results:
-        return replace(_comparison_class_counts(run_group, method_views), panels=site_panels)
-    if participants is None:
+        counts = _comparison_class_counts(run_group)
+    elif participants is None:
         manifest = read_manifest(runs[0].folder or Path()) if runs else {}
         names = tuple(str(name) for name in manifest.get("class_names") or ())
-        return PageDetails(class_names=names, class_note=reason, method_views=method_views, panels=site_panels)
-    if not participants.classes:
-        note = "The examples of these sites have no classes to count."
-        return PageDetails(class_note=note, method_views=method_views, panels=site_panels)
-    class_counts = {client.id: participants.classes[client.id] for client in participants.clients}
-    more = "" if len(run_group.seeds) == 1 else f"Seed {runs[0].seed}; the others deal the same data in their own draw."
-    return PageDetails(
-        {runs[0].seed: class_counts},
-        participants.pool.task.count_names(participants.pool.class_names),
-        more,
-        method_views,
-        panels=site_panels,
-    )
+        counts = PageDetails(class_names=names, class_note=reason)
+    elif not participants.classes:
+        counts = PageDetails(class_note=_NO_CLASSES)
+    else:
+        class_counts = {client.id: participants.classes[client.id] for client in participants.clients}
+        names = participants.pool.task.count_names(participants.pool.class_names)
+        is_single_seed = len(run_group.seeds) == 1
+        more = "" if is_single_seed else f"Seed {runs[0].seed}; the others deal the same data in their own draw."
+        counts = PageDetails({runs[0].seed: class_counts}, names, more)
+    return replace(counts, method_views=method_views, panels=panels, data_warnings=warnings)
 
 
 def _participants_of_comparison(run: RunRecord) -> Participants | None:
@@ -144,9 +143,11 @@ def _clients_of_first_run(
     return redrawn[0] if redrawn else clients
 
 
-def _site_panels(run_group: RunGroup, participants: Participants | None, key: str) -> dict[str, Markup]:
-    """Renders the look at the data, the cross-site scores and the last audits, where they exist."""
-    panels = {}
+def _site_panels(
+    run_group: RunGroup, participants: Participants | None, key: str
+) -> tuple[dict[str, Markup], Sequence[str]]:
+    """Renders the look at the data, the cross-site scores and the last audits; adds the most serious data warnings."""
+    panels, warnings = {}, list[str]()
     matrices = {}
     for method in run_group.methods:
         parts = [read_cross_site(run.folder) for run in method.runs if run.folder is not None]
@@ -165,10 +166,11 @@ def _site_panels(run_group: RunGroup, participants: Participants | None, key: st
         summary = look_at_sites(participants.clients, tuple(map(str, participants.pool.class_names)))
         is_dealt_anew = run_group.repeat == "fold" or bool(run_group.comparison_results.get("resplit"))
         panels[LOOK_HEADING] = html_look(summary, f"{key}-look", show_splits=not is_dealt_anew)
-    return panels
+        warnings = data_warnings(summary)
+    return panels, warnings
 
 
-def _comparison_class_counts(run_group: RunGroup, method_views: Mapping[str, Mapping[str, Markup]]) -> PageDetails:
+def _comparison_class_counts(run_group: RunGroup) -> PageDetails:
     """Collects the class counts that a finished comparison holds, by seed where seeds differ in their data."""
     results = run_group.comparison_results
     counts_by_seed = {}
@@ -178,12 +180,11 @@ def _comparison_class_counts(run_group: RunGroup, method_views: Mapping[str, Map
         if counts := {client: entry["classes"] for client, entry in clients.items() if entry["classes"]}:
             counts_by_seed[int(seed)] = counts
     if not counts_by_seed:
-        note = "The examples of these sites have no classes to count."
-        return PageDetails(class_note=note, method_views=method_views)
+        return PageDetails(class_note=_NO_CLASSES)
     names = _names_of_counts(results)
     class_count = max(len(counts) for by_client in counts_by_seed.values() for counts in by_client.values())
     names += map(str, range(len(names), class_count))  # clients made in Python have no names of classes
-    return PageDetails(counts_by_seed, names, "", method_views)
+    return PageDetails(counts_by_seed, names)
 
 
 def _names_of_counts(results: Mapping[str, Any]) -> list[str]:
