@@ -53,6 +53,30 @@ def test_a_part_with_other_arguments_or_a_misspelt_name_is_refused_when_the_clas
         _define(**parts)
 
 
+def test_a_method_without_parts_is_told_which_base_has_them():
+    part = {"dispatch": lambda self, server_state, client_info: pf.Message()}
+    expected = (
+        "Mine lacks aggregate, client_init, local_update, personal_model, server_init: write them, or begin with a base "
+        "that has them, as in class Mine(polyfed.algorithms.base.Averaging)"
+    )
+    with pytest.raises(TypeError, match=re.escape(expected)):
+        dataclass(frozen=True)(type("Mine", (pf.Algorithm,), part))()
+
+
+def test_a_method_shows_the_fields_that_are_not_its_defaults():
+    assert repr(pf.algorithms.FedProx(mu=0.1, lr=0.01)) == "FedProx(mu=0.1)"
+    assert repr(pf.algorithms.Local()) == "Local()"
+    required = _define(__annotations__={"scale": float})
+    assert repr(required(scale=0.25)) == "Mine(scale=0.25)"
+    scaled = _define(scale=0.5, __annotations__={"scale": float})
+    assert (repr(scaled()), repr(scaled(scale=0.25))) == ("Mine()", "Mine(scale=0.25)")
+    own = dataclass(frozen=True, kw_only=True)(type("Mine", (Averaging,), {"__repr__": lambda self: "mine"}))
+    assert repr(own()) == "mine"
+    assert {repr(kind()) for kind in pf.algorithms.REGISTRY.values()} == {
+        f"{kind.__name__}()" for kind in pf.algorithms.REGISTRY.values()
+    }
+
+
 def test_other_names_of_arguments_and_further_ones_with_defaults_may_be_chosen():
     _define(server_step=lambda self, state, mean, ids, scale=1.0: mean, dispatch=lambda self, *arguments: None)
     _define(client_update=lambda self: None)  # a helper of the method's own

@@ -38,7 +38,7 @@ tensor(2.2500)
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from inspect import Signature, isabstract, signature
+from inspect import isabstract
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, final
 
 from torch import Tensor, nn
@@ -47,9 +47,17 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.text_labels import share_classes
-from polyfed.core.io.values.keyword_names import check_keyword_names, suggest_keywords
+from polyfed.core.io.values.keyword_names import suggest_keywords
 from polyfed.core.methods.declared_words import check_declared_words_are_known
-from polyfed.core.methods.method_definition import check_fields_are_named, check_is_dataclass, check_overridden_parts
+from polyfed.core.methods.method_definition import (
+    ConstructorSignature,
+    check_field_names,
+    check_fields_are_named,
+    check_has_all_parts,
+    check_is_dataclass,
+    check_overridden_parts,
+    describe_changed_fields,
+)
 from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.tasks.task import DEFAULT_TASK, Loss, Task, TaskSpec
@@ -252,21 +260,6 @@ class ServerContext:
     data_spec: DataSpec | None = None
 
 
-@final
-class _ConstructorSignature:
-    """Gives a class the signature of its `__init__`."""
-
-    def __get__(self, instance: Any, owner: Any) -> Signature:
-        return Signature(list(signature(owner.__init__).parameters.values())[1:])
-
-
-def _check_field_names(kind: Any, fields: Mapping[str, Any]) -> None:
-    """Raises a `TypeError` that suggests a field, if the constructor of a method has no argument of such a name."""
-    arguments = signature(kind).parameters
-    if not any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
-        check_keyword_names(fields, arguments, f"{kind.__name__} has no field")
-
-
 class Algorithm(ABC, Generic[ServerState, ClientState]):
     """Defines the server's and the clients' half of a federated method; the module shows a complete one.
 
@@ -300,6 +293,8 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         super().__init_subclass__(**more)
         check_declared_words_are_known(cls, cls.__name__)
         check_overridden_parts(cls)
+        if "__repr__" not in vars(cls):  # else that of a dataclass, which shows every field
+            cls.__repr__ = Algorithm.__repr__  # type: ignore[method-assign]
         if cls.dispatch is Algorithm.dispatch and cls.dispatch_all is Algorithm.dispatch_all and not isabstract(cls):
             raise TypeError(f"{cls.__name__} must define dispatch or dispatch_all")
         last = next(kind for kind in cls.__mro__ if {"dispatch", "dispatch_all"} & vars(kind).keys())
@@ -309,15 +304,18 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
                 "at once; override dispatch_all as well, or in its place"
             )
 
-    __signature__ = _ConstructorSignature()  # else `inspect` shows that of `__new__`
+    __signature__ = ConstructorSignature()  # else `inspect` shows that of `__new__`
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
-        """Checks the names of the fields."""
+        """Checks the names of the fields, and that no part is missing."""
+        check_has_all_parts(cls)
         check_is_dataclass(cls)
         check_fields_are_named(cls, args)
-        if not fields.keys() <= getattr(cls, "__dataclass_fields__", {}).keys():
-            _check_field_names(cls, fields)  # Python's own error names no field that would do
+        check_field_names(cls, fields)  # Python's own error names no field that would do
         return super().__new__(cls)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(describe_changed_fields(self))})"
 
     # -- server ---------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,14 @@
 """Checks how the class of a method is written, before it can train: names and arguments of its parts, and its fields."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
 from types import FunctionType
-from typing import Any
+from typing import Any, final
+
+from polyfed.core.io.values.keyword_names import check_keyword_names
 
 
 def check_overridden_parts(kind: type) -> None:
@@ -47,6 +51,51 @@ def _check_takes_same_arguments(label: str, part: FunctionType, overridden: Func
         raise TypeError(
             f"{label} takes ({names}), but gets ({right_names}): write def {label.split('.')[1]}(self, {right_names})"
         )
+
+
+def check_has_all_parts(kind: type) -> None:
+    """Raises a `TypeError` that names the missing parts of a method, and the base that has most of them."""
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise TypeError(
+            f"{kind.__name__} lacks {', '.join(missing)}: write them, or begin with a base that has them, as in class "
+            f"{kind.__name__}(polyfed.algorithms.base.Averaging), whose server takes the mean, and override what differs"
+        )
+
+
+def describe_changed_fields(method: Any) -> list[str]:
+    """Returns "field=value" for each field of a dataclass whose value is not its default, without those hidden by `repr`.
+
+    >>> from dataclasses import make_dataclass
+    >>> describe_changed_fields(make_dataclass("Mine", [("lr", float, 0.1), ("mu", float, 0.0)])(mu=0.5))
+    ['mu=0.5']
+    """
+    values = (
+        {f.name: getattr(method, f.name) for f in fields(method) if f.repr and f.init} if is_dataclass(method) else {}
+    )
+    required = {
+        name: values[name] for name in values if signature(type(method)).parameters[name].default is Parameter.empty
+    }
+    with suppress(TypeError, ValueError):  # a method of which no default can be made shows all
+        default = type(method)(**required)
+        values = {n: v for n, v in values.items() if n in required or repr(v) != repr(getattr(default, n))}
+    return [f"{name}={value!r}" for name, value in values.items()]
+
+
+@final
+class ConstructorSignature:
+    """Gives a class the signature of its `__init__`."""
+
+    def __get__(self, instance: Any, owner: Any) -> Signature:
+        return Signature(list(signature(owner.__init__).parameters.values())[1:])
+
+
+def check_field_names(kind: Any, names: Iterable[str]) -> None:
+    """Raises a `TypeError` that suggests a field, if the constructor of a method has no argument of such a name."""
+    if getattr(kind, "__dataclass_fields__", {}).keys() >= set(names):
+        return
+    arguments = signature(kind).parameters
+    if not any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
+        check_keyword_names(names, arguments, f"{kind.__name__} has no field")
 
 
 def check_fields_are_named(kind: type, values: Sequence[Any]) -> None:
