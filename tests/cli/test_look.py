@@ -128,3 +128,24 @@ def test_nothing_printed_is_the_value_of_a_row(polyfed, words, target):
         assert {row["categories"]["ward0"] for row in content["columns"] if row["column"] == "ward"} == {"<5"}
     if words[0] == "data" and content:
         assert {client["classes"] for client in content["clients"]} == {None}
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_what_training_refuses_is_listed_with_its_option_and_hides_nothing_else(polyfed, explicit):
+    rows = [
+        f"{50 + k % 20},S-{k},2026-01-{k % 28 + 1:02},{'n/k' if k % 9 == 0 else k},{'' if k == 7 else k % 2},"
+        f"{'' if k == 9 else 'ns'[k % 2]}\n"
+        for k in range(60)
+    ]
+    (polyfed.here / "odd.csv").write_text("age,serial,day,lab,ill,ward\n" + "".join(rows))
+    words = ["--data.target", "ill", "--data.site", "ward"]
+    words += ["--data.columns", "age,serial,day,lab"] if explicit else []
+    out = polyfed("look", "odd.csv", *words, "--out", "look.html")
+    assert "age\n  n " in out
+    refusals = [line for line in out.splitlines() if line.startswith("- Training refuses this: ")]
+    options = ["--data.missing-site drop", "--data.missing-target drop", "--data.drop serial", "--data.drop day",
+               "--data.missing n/k"]  # fmt: skip
+    assert [option in refusal for option, refusal in zip(options, refusals, strict=True)] == [True] * 5
+    assert "Training refuses this" in (polyfed.here / "look.html").read_text(encoding="utf-8")
+    assert len(json.loads(polyfed("look", "odd.csv", *words, "--json"))["warnings"]) >= 5
+    assert main(["run", "odd.csv", *words]) == 2

@@ -3,7 +3,7 @@ each row's site.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, final
 
 import numpy as np
@@ -20,6 +20,7 @@ from polyfed.data.pooled_dataset import PooledDataset, Source
 from polyfed.data.tabular.columns import (
     check_task_option,
     drop_rows_without,
+    find_feature_refusal,
     has_few_values,
     infer_feature_columns,
     read_targets,
@@ -139,6 +140,30 @@ class TableFile(Source):
         form = self._form(tuple(name for name in (self.site, self.group) if name is not None))
         return read_table(rows, **asdict(form))
 
+    def leave_out_refused(self, table: Table) -> tuple["TableFile", list[str]]:
+        """Returns options that leave out rows and columns which training refuses, for a look, and what is said of each."""
+        changes: dict[str, Any] = {}
+        refusals = []
+        names_by_role = {"site": (self.site,) if self.site is not None else ()}
+        names_by_role["target"] = (*parse_column_names(self.target, table), *((self.event,) if self.event else ()))
+        for role, names in names_by_role.items():
+            for name in names if getattr(self, f"missing_{role}") == "refuse" else ():
+                try:
+                    check_no_missing_values(column_as_texts(table, name), name, role)
+                except UserError as error:
+                    changes[f"missing_{role}"] = "drop"
+                    refusals.append(str(error))
+        if self.schema is None:
+            categorical = parse_column_names(self.categorical, table)
+            features = self._feature_names(table, names_by_role["target"])
+            refused = {name: r for name in features if (r := find_feature_refusal(table, name, name in categorical))}
+            refusals += map(str, refused.values())
+            if refused and self.columns:
+                changes["columns"] = [name for name in features if name not in refused]
+            elif refused:
+                changes["drop"] = [*parse_column_names(self.drop, table), *refused]
+        return replace(self, **changes), refusals
+
     def _form(self, text_columns: tuple[str, ...] = ()) -> CSVFormat:
         return CSVFormat(parse_column_names(self.missing), self.delimiter, self.decimal, self.encoding, text_columns)
 
@@ -234,6 +259,15 @@ class TableFile(Source):
         warn_of_suspicious_columns(table, y, target_names, feature_names, self.site, own_roles)
 
     def _feature_columns(self, table: Table, targets: Sequence[str]) -> tuple[Column, ...]:
+        names, categorical = self._feature_names(table, targets), parse_column_names(self.categorical, table)
+        if not names:
+            raise UserError(
+                "no column is left for features: leave out less (drop=..., --data.drop), or name some (columns=..., "
+                "--data.columns)"
+            )
+        return infer_feature_columns(table, names, categorical)
+
+    def _feature_names(self, table: Table, targets: Sequence[str]) -> tuple[str, ...]:
         left_out = {
             *targets,
             *parse_column_names(self.drop, table),
@@ -246,13 +280,7 @@ class TableFile(Source):
             raise UserError(
                 f"column {overlap[0]!r} cannot be a feature: it is the target, the site, the group or the time, or dropped"
             )
-        categorical = parse_column_names(self.categorical, table)
-        if not names:
-            raise UserError(
-                "no column is left for features: leave out less (drop=..., --data.drop), or name some (columns=..., "
-                "--data.columns)"
-            )
-        return infer_feature_columns(table, names, categorical)
+        return names
 
     def _subgroup_columns(self, table: Table, targets: Sequence[str]) -> dict[str, NDArray[Any]]:
         """Returns the columns of sites, groups and few values, by which subgroups can be scored."""

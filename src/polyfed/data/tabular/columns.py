@@ -49,12 +49,13 @@ def infer_feature_columns(table: Table, names: Sequence[str], categorical: Seque
     Raises:
         UserError: columns hold dates, free text, or no value; it names all of them.
     """
-    refusals = [_reason_against_feature(table, name, name in categorical) for name in names]
+    refusals = [find_feature_refusal(table, name, name in categorical) for name in names]
     refuse_columns([refusal for refusal in refusals if refusal is not None])
     return tuple(_infer_feature_column(table, name, name in categorical) for name in names)
 
 
-def _reason_against_feature(table: Table, name: str, as_categories: bool) -> ColumnRefusal | None:
+def find_feature_refusal(table: Table, name: str, as_categories: bool) -> ColumnRefusal | None:
+    """Says why a column cannot be a feature; None if it can."""
     import pyarrow.types as kinds
 
     kind = column_as_arrow_array(table, name).type

@@ -35,15 +35,20 @@ _TRUTH_VALUES = frozenset(("true", "false", "0", "1"))
 _ROW_PER_EXAMPLE = "a CSV or Parquet file that has one row per example"
 
 
-def check_data_section(data: Any) -> None:
+def check_data_section(data: Any, *, is_for_training: bool = True) -> None:
     """Raises a `UserError` if the section `data` has sizes of sets out of their range, or `check_table` refuses it."""
     if isinstance(data, Mapping):
         check_split_sizes(data)
-    check_table(data)
+    check_table(data, is_for_training=is_for_training)
 
 
-def check_table(data: Any) -> None:
-    """Raises a `UserError` if the section `data` names a table or a column that does not exist."""
+def check_table(data: Any, *, is_for_training: bool = True) -> None:
+    """Raises a `UserError` if the section `data` names a table or a column that does not exist.
+
+    Args:
+        data: a section of a configuration.
+        is_for_training: whether cells are checked, too, and not the names alone.
+    """
     if not isinstance(data, Mapping) or data.get("name") != "table":
         return
     if not data.get("path"):
@@ -60,7 +65,7 @@ def check_table(data: Any) -> None:
     ]
     for role, names in names_by_role.items():
         check_names_of_columns(header, names, role)
-    cells = _read_cells(expand_user_path(str(data["path"]), "the table"), header, data)
+    cells = _read_cells(expand_user_path(str(data["path"]), "the table"), header, data) if is_for_training else {}
     if cells:
         _check_cells(cells, names_by_role, data)
 

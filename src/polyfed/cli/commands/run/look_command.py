@@ -38,7 +38,7 @@ def look_command(argv: list[str]) -> None:
     config = configuration_parser.parse_configuration(
         words, recipe.configuration, "polyfed look", command_options=parser.option_names
     )
-    table_checks.check_data_section(config.get("data"))
+    table_checks.check_data_section(config.get("data"), is_for_training=False)
     out = expand_page_path(options.out)
     from polyfed.report.look import look
     from polyfed.report.page.panels.look import write_look_page
@@ -47,14 +47,15 @@ def look_command(argv: list[str]) -> None:
     experiment = build_experiment(config)
     with warnings.catch_warnings(record=True) as caught:  # above a long description nobody would read them
         warnings.simplefilter("always", UserWarning)  # of polyfed; others keep the filters that they have
-        clients, class_names = _load_clients(experiment)
+        clients, class_names, refusals = _load_clients(experiment)
         summary = look(
             clients,
             class_names=class_names,
             between_sites=options.between_sites,
             secure=options.between_sites and experiment.settings.secure,
         )
-    remarks = list(dict.fromkeys(keep_advice_for_terminal(str(warning.message)) for warning in caught))
+    remarks = [keep_advice_for_terminal(f"Training refuses this: {refusal}") for refusal in refusals]
+    remarks += list(dict.fromkeys(keep_advice_for_terminal(str(warning.message)) for warning in caught))
     if out is not None:
         write_look_page(summary, out, remarks)
     if options.json:
@@ -68,17 +69,25 @@ def look_command(argv: list[str]) -> None:
         print(f"The page: {out}", file=sys.stderr if options.json else sys.stdout)
 
 
-def _load_clients(experiment: "Experiment") -> tuple[list[Any], tuple[str, ...]]:
-    """Loads the data of an experiment's clients without their networks, and the names of the classes.
+def _load_clients(experiment: "Experiment") -> tuple[list[Any], tuple[str, ...], list[str]]:
+    """Loads the data of an experiment's clients without their networks, the names of the classes, and what training refuses.
 
+    Rows and columns of a table that training refuses are left out.
     Preprocessing over all sites is not fitted: it may refuse what a look must show.
     """
     from polyfed.core.algorithm import Client
     from polyfed.core.seeds import derive_seed
     from polyfed.data import make_clients
+    from polyfed.data.sources.table_file import TableFile
 
-    pool = experiment.source.load()
+    source, refusals = experiment.source, list[str]()
+    if isinstance(source, TableFile):
+        table = source.read(source.path)
+        source, refusals = source.leave_out_refused(table)
+        pool = source.build_dataset(table)
+    else:
+        pool = source.load()
     seed = derive_seed(experiment.settings.seed, "partition")
     parts, _ = make_clients(pool, experiment.split, experiment.partition, seed, experiment.shifts, None, False)
     clients = [Client(d.id, None, d.train, d.test, d.val, task=pool.task) if len(d.test) else d for d in parts]
-    return clients, tuple(map(str, pool.class_names))
+    return clients, tuple(map(str, pool.class_names)), refusals
