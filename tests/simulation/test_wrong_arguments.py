@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from polyfed.algorithms import FedAvg, FedProx
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.errors import ClientError
 from polyfed.core.evaluation.metrics import resolve_metrics
+from polyfed.simulation.checks.networks.trial_forward import output_shape
 from polyfed.testing import small_clients
 
 ROWS = [{"age": 40.0 + k, "sex": "fm"[k % 2], "ill": int(k % 3 == 0), "hospital": "ab"[k % 2]} for k in range(40)]
@@ -272,8 +274,14 @@ def test_a_network_that_ends_in_a_softmax_is_warned_of():
     clients = small_clients()
     network = clients[0].model
     ending = [dataclasses.replace(client, model=lambda: nn.Sequential(network(), nn.Softmax(1))) for client in clients]
-    with pytest.warns(UserWarning, match="its network returns probabilities .*leave the softmax at its end out"):
+    with pytest.warns(
+        UserWarning, match="its network returns probabilities .*leave the softmax at its end out"
+    ) as warned:
         pf.federate(ending, "fedavg", rounds=1, quiet=True, engine="inprocess")
+    assert {Path(warning.filename) for warning in warned} == {Path(__file__)}  # so that each of one's lines shows it
+    images = pf.Examples(torch.randn(2, 1, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64))
+    with pytest.warns(UserWarning, match="its network returns probabilities"):
+        output_shape(nn.Sequential(nn.Conv2d(1, 2, 1), nn.Softmax(1)), images, "client 'north'")
 
 
 def test_a_comparison_of_one_client_is_warned_of():

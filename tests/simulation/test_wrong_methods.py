@@ -113,6 +113,20 @@ def test_states_and_messages_of_another_form_are_refused_before_training(parts, 
         _run(**parts, local_update=_refuse_to_train)
 
 
+def _divide_by_zero(self, message, client_state, client, seed):
+    return 1 / 0
+
+
+@pytest.mark.parametrize("engine", ["inprocess", "pool"])
+def test_a_failure_in_ones_own_method_names_its_line(engine):
+    line = _divide_by_zero.__code__.co_firstlineno + 1
+    reason = "ZeroDivisionError: division by zero"
+    place = re.escape(f" ({__file__}, line {line}, in _divide_by_zero)")
+    with pytest.raises(ClientError, match=f"{reason}.*{place}$") as failure:
+        pf.federate(small_clients(), _define(local_update=_divide_by_zero)(), rounds=1, engine=engine, workers=1)
+    assert "line" not in failure.value.reason  # which a site sends to its server
+
+
 def _lose_a_tensor(self, server_state, mean, client_ids):
     return {"model": {name: tensor for name, tensor in mean["model"].items() if name != "body.0.weight"}}
 

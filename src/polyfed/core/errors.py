@@ -3,12 +3,15 @@ copies of rows); each message says what was wrong, shows the value, and says wha
 """
 
 import difflib
+import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
 from inspect import currentframe
+from pathlib import Path
 
 from polyfed.core.io.text.advice import keep_advice_for_this_process
 
@@ -31,13 +34,29 @@ class ClientError(RuntimeError):
     """Raised when a client could not finish its part of a round, or when the server refused the client's reply.
 
     Attributes: `round` (counted from 1), `client` (its id), `phase` ("local", "evaluate" or "reply"), `reason` and `trace`
-    (the client's traceback, or "").
+    (the client's traceback, or ""). The message ends with the line of your own code that failed, if it was in yours.
     """
 
     def __init__(self, round_number: int, client: str, phase: str, reason: str, trace: str = "") -> None:
         reason = keep_advice_for_this_process(reason)
-        super().__init__(f"round {round_number}, client {client!r}, phase {phase!r}: {reason}")
+        place = _find_line_of_user(trace)
+        super().__init__(f"round {round_number}, client {client!r}, phase {phase!r}: {reason}{place and f' ({place})'}")
         self.round, self.client, self.phase, self.reason, self.trace = round_number, client, phase, reason, trace
+
+
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+_NOT_OF_USER = str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<frozen ", "<string>"
+
+
+def _find_line_of_user(trace: str) -> str:
+    r"""Returns the innermost place of a traceback that is in no package (polyfed, torch, Python's own); "" if there is none.
+
+    >>> _find_line_of_user('  File "/home/ann/mine.py", line 7, in local_update\n    1 / 0')
+    '/home/ann/mine.py, line 7, in local_update'
+    """
+    frames = _FRAME.findall(trace.rpartition("Traceback (most recent call last):")[2])
+    own = [frame for frame in frames if not frame[0].startswith(_NOT_OF_USER) and "-packages" not in frame[0]]
+    return "{}, line {}, in {}".format(*own[-1]) if own else ""
 
 
 class RoundError(RuntimeError):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.errors import UserError, describe_exception
+from polyfed.core.errors import UserError, describe_exception, warn_of_data
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import call_network, input_spec_of, logits_or_output, named_leaves, tree_map
 from polyfed.core.io.text.number_format import format_batch_shape
@@ -93,12 +93,14 @@ def _describe_tensors(module: nn.Module) -> dict[str, tuple[tuple[int, ...], boo
 
 def _warn_of_probabilities(outputs: Tensor, client_name: str) -> None:
     """Warns of a network that ends in a softmax: the loss takes one itself, so that such a network hardly learns."""
-    if outputs.dim() == 2 and outputs.shape[1] > 1 and outputs.min() >= 0 and ((outputs.sum(1) - 1).abs() < 1e-5).all():
-        warnings.warn(
+    if (
+        outputs.dim() > 1
+        and outputs.min() >= 0
+        and any(outputs.shape[axis] > 1 and ((outputs.sum(axis) - 1).abs() < 1e-5).all() for axis in (1, -1))
+    ):
+        warn_of_data(
             f"{client_name}: its network returns probabilities (each row is positive and sums to 1), and losses and metrics "
-            "take logits; leave the softmax at its end out",
-            UserWarning,
-            stacklevel=2,
+            "take logits; leave the softmax at its end out"
         )
 
 
