@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -40,10 +41,23 @@ def test_what_is_shown_has_the_documented_schema(folders, capsys, name):
     assert content["next"]
 
 
+def test_if_all_methods_diverge_the_first_is_told_and_the_directory_says_why(tmp_path, capsys):
+    words = {"rounds": 1, "seeds": [0], "tune": "none", "references": False, "parallel": 1, "quiet": True}
+    why = "lower lr or set clip_norm (method local, seed 0)"
+    with pytest.raises(pf.ClientError, match=re.escape(why)):
+        pf.compare(small_clients(2), [pf.algorithms.FedAvg(lr=1e38, local_epochs=3)], out=tmp_path / "c", **words)
+    assert main(["report", str(tmp_path / "c")]) == 2
+    assert f"{why}; change that, and give another --out" in capsys.readouterr().err
+    assert main(["show", str(tmp_path / "c")]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "failed local: " in text
+    assert "go on: " not in text
+
+
 def test_a_comparison_shows_answers_a_table_its_files_and_what_to_do(folders, capsys):
     assert main(["show", str(folders / "comparison")]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("fedprox", "comparison.json", "go on: polyfed report", "finished"):
+    for part in ("fedprox", "comparison.json", "go on: polyfed report", "finished", " accuracy in % "):
         assert part in text
 
 

@@ -291,6 +291,9 @@ def _run_comparison(plan: ComparisonPlan, open_files: ExitStack) -> Comparison:
         methods, runs, failed = run_final_methods(plan, methods, description)
         methods = {label: method for label, method in methods.items() if label not in failed}
         if all(isinstance(method, Local) for method in methods.values()):
+            if plan.out is not None:
+                reasons = {label: str(error) for label, error in failed.items()}
+                comparison_directory.write_description(plan.out, {**description, "failed": reasons}, plan.criteria)
             raise next(iter(failed.values()))
         references = (
             fit_references(plan, methods, description["fingerprints"]) if plan.with_references else FittedReferences()

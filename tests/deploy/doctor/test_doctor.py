@@ -31,7 +31,8 @@ def doctor(capsys):
 
     def examined(folder, *words):
         status = main(["flower", "doctor", str(folder), *words])
-        lines = capsys.readouterr().out.splitlines()
+        *lines, summary = capsys.readouterr().out.splitlines()
+        assert summary == f"{sum(line.startswith('ok') for line in lines)} checks passed, {len(wrongs(lines))} failed"
         assert all(line.split()[0] in ("ok", "note", "wrong") for line in lines)
         assert status == any(line.startswith("wrong") for line in lines)
         return status, lines

@@ -4,7 +4,7 @@ descriptions."""
 from collections.abc import Mapping
 from typing import Any
 
-_OF_READING = ("reading", "title", "references", "skipped")  # what is said of results; no run knows of it
+_OF_READING = ("reading", "failed", "title", "references", "skipped")  # what is said of results; no run knows of it
 _MAY_GROW = ("methods", "evaluated", "fingerprints")  # by label or seed
 
 

@@ -339,6 +339,8 @@ class ComparisonDescription(TypedDict, total=False):
     reference: str | None
     same_clients: bool
     folds: int
+    failed: dict[str, str]
+    """The error of each method if all failed."""
     most_repeats: int
     """How often the folds are dealt at most, if that stops when the answer is decided."""
 

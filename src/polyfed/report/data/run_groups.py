@@ -20,6 +20,7 @@ from polyfed.report.data.run_records import (
     ClientGain,
     LearningCurvePoint,
     RunRecord,
+    advise_continuation,
     find_simulated_seconds,
     mean_of_defined,
     norms_and_warnings_of_rounds,
@@ -223,13 +224,12 @@ def read_run_groups(folders: Sequence[Path]) -> RunGroups:
         run_by_path = {path: read_run_record(path) for path in _run_directories(folder)}
         scored_runs = {path: run for path, run in run_by_path.items() if run is not None}
         if not scored_runs:
-            call = comparison.command_to_continue(folder) if is_comparison else f"polyfed resume {folder}"
-            raise UserError(f"{folder} has no evaluated round yet; go on with it: {call}")
+            raise UserError(f"{folder} has no evaluated round yet; {advise_continuation(folder)}")
         notes += [sentence for path in scored_runs for sentence in describe_changed_files_of_run(path)]
         unscored_paths = [path for path in run_by_path if path not in scored_runs]
         notes += [f"{path} has no evaluated round yet and is left out" for path in unscored_paths]
         if is_comparison:
-            notes.append(f"The comparison is not finished; go on with it: {comparison.command_to_continue(folder)}")
+            notes.append(f"The comparison is not finished; {advise_continuation(folder)}")
             groups.append(_unfinished_comparison_group(folder, list(scored_runs.values()), notes))
         else:
             run_by_folder |= scored_runs

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from polyfed.comparison.statistics.curves.learning_curve import iterate_records_with_costs_so_far
+from polyfed.comparison.storage.comparison_directory import DESCRIPTION, command_to_continue, read_description
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import METRICS, default_metric_names
 from polyfed.core.io.values.number_checks import is_number, is_whole_number
@@ -310,3 +311,13 @@ def _is_number(value: Any) -> bool:
 def _short_json(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def advise_continuation(folder: Path) -> str:
+    """Returns how to go on with a run or comparison without results; of one of which all methods failed what to change."""
+    if not (folder / DESCRIPTION).exists():
+        return f"go on with it: polyfed resume {folder}"
+    if failed := read_description(folder).get("failed"):
+        first = next(iter(failed.values()))
+        return f"all methods that federate failed, the first so: {first}; change that, and give another out=... (--out)"
+    return f"go on with it: {command_to_continue(folder)}"

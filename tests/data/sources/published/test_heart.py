@@ -69,6 +69,7 @@ def test_the_column_of_sites_is_the_default(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "Switzerland" in shown
     assert ">=2" in shown
+    assert "(outcome: num)" in " ".join(shown.split())
     main(
         [
             "data",

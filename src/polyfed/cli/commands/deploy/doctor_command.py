@@ -73,6 +73,8 @@ def check_folder_and_print_findings(
             ],
         }  # fmt: skip
         print_json(report)
+    else:
+        print(f"{sum(finding.level == 'ok' for finding in findings)} checks passed, {count} failed")
     if count:
         raise RoundError(f"{count} {'thing is' if count == 1 else 'things are'} wrong in {folder}")
 

@@ -30,6 +30,8 @@ class ShownDirectory(TypedDict, total=False):
     """Lists a run's main method and then its baselines, or the methods of a comparison."""
     table: Required[list[dict[str, Any]]]
     """Holds a row for each client and one for the mean (runs), or a row for each method (finished comparisons)."""
+    score_label: Required[str]
+    """The name of the score that decides, in words; empty where it is not known."""
     score_unit: Required[str]
     """"%" where scores are shares, which are shown in per cent; else empty."""
     files: Required[dict[str, str]]
@@ -96,6 +98,7 @@ def show_directory(folder: Path, *, as_json: bool = False, console: Console | No
 
 def _describe_run(folder: Path) -> ShownDirectory:
     run, name = RunFiles.read(folder), str(folder)
+    score = run.manifest.get("score") or {}
     evaluated = any(record["summary"] for record in run.history)
     baselines = sorted(path.parent.name for path in (folder / BASELINES).glob("*/config.yaml"))
     texts = [*(run.manifest.get("data_warnings") or ()), *(t for r in run.history for t in r.get("warnings", ()))]
@@ -107,7 +110,7 @@ def _describe_run(folder: Path) -> ShownDirectory:
         "format": JSON_FORMAT, "kind": "run", "directory": name, "finished": run.is_finished,
         "methods": [run.method, *baselines], "table": run.table() if evaluated else [],
         "files": _find_paths(folder, ("config.yaml", "metrics.jsonl", "models", "predictions", BASELINES, "report.html")),
-        "score_unit": str((run.manifest.get("score") or {}).get("unit") or ""),
+        "score_label": str(score.get("label") or ""), "score_unit": str(score.get("unit") or ""),
         "next": commands, "warnings": list(dict.fromkeys(map(str, texts))),
         "rounds_done": len(run.history), "rounds": run.planned_rounds,
         "score": None if run.score is None else {"name": run.score[0], "mean": run.score[1]},
@@ -124,9 +127,13 @@ def _describe_comparison(folder: Path) -> ShownDirectory:
             runs.append({"path": place, "rounds_done": len(run.history), "finished": run.is_finished})
     content: ShownDirectory = {
         "format": JSON_FORMAT, "kind": "comparison", "directory": name, "finished": finished,
-        "methods": [str(label) for label in description.get("methods") or {}], "table": [], "score_unit": "",
+        "methods": [str(label) for label in description.get("methods") or {}], "table": [],
+        "score_label": "", "score_unit": "",
         "files": _find_paths(folder, (DESCRIPTION, RESULTS, "report.html")), "next": [], "warnings": [], "runs": runs,
     }  # fmt: skip
+    if failed := description.get("failed"):
+        content["failed"] = failed
+        return content
     if not finished:
         in_python = description.get("experiment") is None
         again = f"polyfed.compare(clients, ..., out={name!r}) in Python, where its clients were made"
@@ -135,7 +142,8 @@ def _describe_comparison(folder: Path) -> ShownDirectory:
     comparison = load_comparison(folder)
     results = comparison.results
     content["methods"], content["table"] = [str(label) for label in results["methods"]], comparison.table()
-    content["warnings"], content["score_unit"] = list(map(str, results["warnings"])), str(results["score_unit"])
+    content["warnings"] = list(map(str, results["warnings"]))
+    content["score_label"], content["score_unit"] = str(results["score_label"]), str(results["score_unit"])
     content["answers"] = [dict(answer) for answer in results.get("answers") or ()]
     content["sentences"] = list(comparison.verdicts)
     content["left_out"], content["failed"] = dict(comparison.skipped), dict(comparison.failed)
@@ -163,7 +171,8 @@ def _state_sentence(content: ShownDirectory) -> str:
 def _build_table(content: ShownDirectory) -> PlainTable:
     """Builds the table for the terminal, of columns that fit a line; `--json` has all."""
     unit, rows = content["score_unit"], content["table"]
-    table = PlainTable(title=f"scores in {unit}" if unit else None, title_justify="left")
+    title = " in ".join(filter(None, (content["score_label"] or "scores", unit)))
+    table = PlainTable(title=title, title_justify="left")
     if content["kind"] == "run":
         heading = client_heading([row["client"] for row in rows[:-1]])
         scores = [name for name in rows[0] if name not in ("client", "num_examples") and not name.endswith("loss")]

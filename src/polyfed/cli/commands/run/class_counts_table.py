@@ -12,6 +12,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.io.text.site_words import client_heading
 from polyfed.data import draw_class_counts
 from polyfed.data.look.counts import MIN_COUNT
+from polyfed.data.sources.table_file import parse_column_names
 from polyfed.data.tabular.columns import sorted_unique_texts
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.simulation.experiment import Experiment, load_participants
@@ -47,10 +48,9 @@ def show_class_counts(experiment: Experiment, plot: Path | None, *, as_json: boo
         (*_sorted_by_name(experiment_data.clients), *_sorted_by_name(experiment_data.unseen)),
         len(experiment_data.clients),
     )
-    table = PlainTable(
-        title=f"training examples {task.counts_title}",
-        title_justify="left",
-    )
+    target = getattr(experiment.source, "target", "")  # one column or several
+    outcome = f" (outcome: {', '.join(parse_column_names(target))})" if target else ""
+    table = PlainTable(title=f"training examples {task.counts_title}{outcome}", title_justify="left")
     table.add_column(client_heading([client.id for client in all_clients]))
     for name in (*names, "all", "test"):
         table.add_column(name, justify="right")

@@ -46,6 +46,7 @@ class Heart(Source):
     (920, ('no disease', 'disease'), ['Cleveland', 'Hungary', 'Switzerland', 'VA'])
     """
 
+    target = "num"  # the diagnosis; the same for all, and so no field
     site: str | None = SITE
     positive: str | None = POSITIVE
     columns: list[str] | str = ""
@@ -60,7 +61,7 @@ class Heart(Source):
     def load(self) -> PooledDataset:
         """Reads the patients of all four hospitals as one data set."""
         options = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        pool = TableFile(target="num", **options).build_dataset(read_heart_table(), warn=False)
+        pool = TableFile(target=self.target, **options).build_dataset(read_heart_table(), warn=False)
         if self.positive != POSITIVE or pool.preprocessor is None:
             return pool
         return replace(pool, class_names=_CLASSES, preprocessor=replace(pool.preprocessor, classes=_CLASSES))
