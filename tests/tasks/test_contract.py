@@ -32,14 +32,17 @@ BAD = {
     "survival": [
         (
             torch.tensor([[3.0, 1], [2.0, 2], [5.0, 1], [2.0, 1]]),
-            r"row 1 \(the first is 0\) has event 2, and an event is 1",
+            r"row 1 \(the first is 0\) has an event other than 1, or 0 for censored; give 1",
         ),
         (
             torch.tensor([[3.0, 1], [2.0, 0], [-5.0, 1], [2.0, 1]]),
-            r"row 2 \(the first is 0\) has time -5, and a time is at least 0",
+            r"row 2 \(the first is 0\) has a time below 0; correct it$",
         ),
         (torch.tensor([[3.0, 1], [2.0, 0], [math.nan, 1], [2.0, 1]]), "row 2, column 0 is nan"),
-        (torch.tensor([[1.0, 30], [0, 20], [1, 10], [1, 5]]), r"row 0 .* has event 30.*swap the two columns"),
+        (
+            torch.tensor([[1.0, 30], [0, 20], [1, 10], [1, 5]]),
+            r"row 0 .* has an event other than 1.*swap the two columns",
+        ),
         (torch.tensor([3.0, 2.0, 5.0, 2.0]), "the time and the event"),
     ],
     "tokens": [

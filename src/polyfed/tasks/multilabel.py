@@ -75,7 +75,7 @@ class Multilabel(Task):
         odd = np.flatnonzero((values != 0) & (values != 1))
         if len(odd):
             raise UserError(
-                f"target {name!r} of several labels must be 0 or 1, got {values[odd[0]]:g} in {format_row_numbers(odd)}"
+                f"target {name!r} of several labels must be 0 or 1, and is not in {format_row_numbers(odd)}"
             )
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -108,14 +108,11 @@ class Survival(Task):
                 else "give 1 for the event (in a table, positive=... (--data.positive) says which value is the event)"
             )
             raise UserError(
-                f"{name} targets: row {row} (the first is 0) has event {float(event[row]):g}, and an event is 1, or 0 for "
-                f"censored; {cure}"
+                f"{name} targets: row {row} (the first is 0) has an event other than 1, or 0 for censored; {cure}"
             )
         if bool((time < 0).any()):
             row = int((time < 0).nonzero()[0, 0])
-            raise UserError(
-                f"{name} targets: row {row} (the first is 0) has time {float(time[row]):g}, and a time is at least 0"
-            )
+            raise UserError(f"{name} targets: row {row} (the first is 0) has a time below 0; correct it")
 
     def check_table_column(self, values: NDArray[np.float64], name: str) -> None:
         """Raises a `UserError` if a column of times or events has a value below 0."""

@@ -203,7 +203,7 @@ def test_sentiment140_from_parquet_with_plain_labels(tmp_path):
     assert pool.test is None
     assert pool.input_shape == (25,)
     pyarrow.parquet.write_table(table.set_column(1, "label", [[1, 7]]), tmp_path / "train-00000-of-00001.parquet")
-    with pytest.raises(UserError, match="must hold 0 and 4"):
+    with pytest.raises(UserError, match="or 0 and 1, and does not in row"):
         Sentiment140(path=str(tmp_path)).load()
 
 

@@ -222,7 +222,7 @@ def test_the_task_follows_the_target():
     assert pool("ill", positive="no").class_names == ("yes", "no")
     with pytest.raises(UserError, match="positive='no' is for two classes, and the task is regression"):
         pool("cost", positive="no")
-    with pytest.raises(UserError, match="of several labels must be 0 or 1, got 2 in rows 3"):
+    with pytest.raises(UserError, match="of several labels must be 0 or 1, and is not in rows 3"):
         pool("a,score", task="multilabel")
 
 

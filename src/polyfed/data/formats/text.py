@@ -47,9 +47,10 @@ class Vocabulary:
 
     def __post_init__(self) -> None:
         if self.tokens[:2] != (PADDING, UNKNOWN) or len(set(self.tokens)) != len(self.tokens):
+            start = "so" if self.tokens[:2] == (PADDING, UNKNOWN) else "with others"
             raise UserError(
-                f"a vocabulary must start with {PADDING!r} and {UNKNOWN!r} and have no token twice; this one starts "
-                f"with {self.tokens[:2]} and has {len(self.tokens) - len(set(self.tokens))} repeated tokens"
+                f"a vocabulary must start with {PADDING!r} and {UNKNOWN!r} and have no token twice; this one starts {start} "
+                f"and has {len(self.tokens) - len(set(self.tokens))} repeated tokens"
             )
 
     def __len__(self) -> int:

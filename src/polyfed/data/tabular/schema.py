@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path, read_file
+from polyfed.core.io.text.number_format import format_row_numbers
 from polyfed.core.io.values.validation import parse_json
 from polyfed.core.tasks.task import Task
 from polyfed.core.tasks.task_lookup import get_task
@@ -141,7 +143,8 @@ def recode_targets_to_schema(
             )
         return y
     if unknown := [name for name in class_names if name not in schema.classes]:
+        rows = np.flatnonzero(np.isin(y.numpy(), [class_names.index(name) for name in unknown]))
         raise UserError(
-            f"the target has {unknown[0]!r}, which is not a class of the schema: {', '.join(schema.classes)}"
+            f"the target has no class of the schema ({', '.join(schema.classes)}) in {format_row_numbers(rows)}"
         )
     return torch.tensor([schema.classes.index(name) for name in class_names], dtype=y.dtype)[y]

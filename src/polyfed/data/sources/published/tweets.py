@@ -11,6 +11,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import check_regular_file, expand_user_path
+from polyfed.core.io.text.number_format import format_row_numbers
 from polyfed.data.formats.files import (
     Table,
     column_to_numpy,
@@ -127,8 +128,10 @@ def _read_tweets(table: Table) -> tuple[list[str], Tensor, dict[str, NDArray[Any
     values = column_to_numpy(table, label)
     # Published labels are 0 negative, 2 neutral, 4 positive; other copies have 0 and 1.
     positive = 4 if (values > 1).any() else 1
-    if not np.isin(values, (0, 2, positive)).all():
-        raise UserError(f"column {label!r} must hold 0 and 4 (2 is neutral) or 0 and 1, got {np.unique(values)[:6]}")
+    if len(odd := np.flatnonzero(~np.isin(values, (0, 2, positive)))):
+        raise UserError(
+            f"column {label!r} must hold 0 and 4 (2 is neutral) or 0 and 1, and does not in {format_row_numbers(odd)}"
+        )
     rows = np.flatnonzero(values != 2)
     columns = {
         name: column[rows]
