@@ -1,6 +1,8 @@
 """A run and a comparison are read from their directories without clients."""
 
+import copy
 import dataclasses
+import pickle
 import re
 import shutil
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 import polyfed as pf
+from polyfed.comparison.storage.comparison_directory import Comparison
 from polyfed.simulation.results.saved_run import SavedRun
 from polyfed.simulation.storage.directory import read_manifest
 from polyfed.simulation.storage.run_files import RunFiles
@@ -125,6 +128,21 @@ def test_a_comparison_prints_its_answers(tmp_path):
     assert str(pf.load(tmp_path / "c")) == str(made) != repr(made)
     assert all(f"not decided  {name}" in str(made) for name in ("mean over clients", *made.results["clients"]))
     assert "\n" not in repr(made)
+
+
+def test_an_attribute_that_is_not_there_suggests_the_nearest(run):
+    comparison = Comparison({"methods": {}, "best": "fml"})
+    for holder, name, near in (
+        (run, "models", r"'Run' object has no attribute 'models'; did you mean model\?"),
+        (pf.load(run.out), "hystory", r"'SavedRun' object has no attribute 'hystory'; did you mean history\?"),
+        (comparison, "runs", r"'Comparison' object has no attribute 'runs'; did you mean run\?"),
+        (comparison, "best", r"did you mean results\['best'\]\?"),
+        (comparison, "_ipython_canary", "no attribute '_ipython_canary'$"),
+    ):
+        with pytest.raises(AttributeError, match=near):
+            getattr(holder, name)
+    assert copy.copy(run) == run
+    assert pickle.loads(pickle.dumps(comparison)) == comparison  # noqa: S301  # made a moment ago
 
 
 def test_the_version_is_that_of_the_command():

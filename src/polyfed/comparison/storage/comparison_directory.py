@@ -30,6 +30,7 @@ from polyfed.core.io.atomic_files import (
 from polyfed.core.io.text.advice import keep_advice_for_python
 from polyfed.core.io.text.number_format import count_with_noun
 from polyfed.core.io.text.site_words import say_sites_of
+from polyfed.core.io.values.keyword_names import suggest_attributes
 from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.core.machine.package_versions import package_versions
 from polyfed.simulation.results.across_sites.cross_site_scores import (
@@ -58,6 +59,7 @@ DESCRIPTION, RESULTS = "comparison.yaml", "comparison.json"
 RESULTS_FORMAT = 2  # of the results
 
 
+@suggest_attributes
 @final
 @dataclass(frozen=True)
 class Comparison:

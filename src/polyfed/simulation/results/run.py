@@ -12,6 +12,7 @@ from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.prediction_inputs import convert_inputs_to_examples_like
 from polyfed.core.io.text.number_format import NumberUnit, count_with_noun
+from polyfed.core.io.values.keyword_names import suggest_attributes
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.methods.capabilities import BringsNetwork, check_network_has_all_weights, wrap_network_if_method_wraps
 from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from polyfed.simulation.results.unseen_clients import WarmStart
 
 
+@suggest_attributes
 @final
 @dataclass(frozen=True)
 class Run:

@@ -16,7 +16,7 @@ from polyfed.core.examples.prediction_inputs import convert_inputs_to_examples_l
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import read_file
 from polyfed.core.io.text.number_format import NumberUnit
-from polyfed.core.io.values.keyword_names import rename_keywords
+from polyfed.core.io.values.keyword_names import rename_keywords, suggest_attributes
 from polyfed.core.io.values.validation import parse_json
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.methods.capabilities import BringsNetwork, wrap_network_if_method_wraps
@@ -41,6 +41,7 @@ from polyfed.simulation.storage.predictions.prediction_store import Predictions,
 from polyfed.simulation.storage.run_files import RunFiles
 
 
+@suggest_attributes
 @final
 @dataclass(frozen=True, repr=False)
 class SavedRun:

@@ -4,6 +4,7 @@ takes other arguments than it is called with.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ _SETTINGS_OF_COMPARISONS = frozenset({"seeds", "folds", "resplit", "tune", "budg
 _SETTINGS_OF_RUNS = frozenset({"rounds", "seed", "keep", "clients_per_round", "evaluate_every"})
 
 Target = TypeVar("Target", bound=Callable[..., Any])
+Kind = TypeVar("Kind", bound=type)
 
 
 def suggest_keywords(target: Target) -> Target:
@@ -52,6 +54,27 @@ def suggest_keywords(target: Target) -> Target:
         return target
     checked: Target = _check_each_call(target, target.__name__)
     return checked
+
+
+def suggest_attributes(target: Kind) -> Kind:
+    """Makes a class suggest the nearest attribute, or the entry of a mapping in it, for an attribute that it lacks.
+
+    >>> @suggest_attributes
+    ... class Scores:
+    ...     def __init__(self): self.results = {"best": "fml"}
+    >>> Scores().best
+    Traceback (most recent call last):
+    AttributeError: 'Scores' object has no attribute 'best'; did you mean results['best']?
+    """
+
+    def refuse_attribute(self: Any, name: str) -> None:
+        near = [f"{key}[{name!r}]" for key, value in vars(self).items() if isinstance(value, Mapping) and name in value]
+        near += get_close_matches(name, (key for key in dir(self) if not key.startswith("_")), n=1)
+        hint = f"; did you mean {near[0]}?" if near and not name.startswith("_") else ""
+        raise AttributeError(f"{target.__name__!r} object has no attribute {name!r}{hint}")
+
+    target.__getattr__ = refuse_attribute  # type: ignore[attr-defined]
+    return target
 
 
 def rename_keywords(**new_names: str) -> Callable[[Target], Target]:
