@@ -33,7 +33,7 @@ def main() -> None:
         folder = Path(name)
         answered, compared = run_terminal(folder / "terminal"), run_readme(folder / "readme")
         told, quick = run_tutorial(folder / "tutorial"), run_quickstart(folder)
-        README.write_text(with_outputs(README.read_text(encoding="utf-8"), [answered["printed"]]), encoding="utf-8")
+        README.write_text(with_outputs(README.read_text(encoding="utf-8"), [compared["printed"]]), encoding="utf-8")
         text = CODE.sub(lambda _: f"```python\n{readme_code()}```", INDEX.read_text(encoding="utf-8"))
         INDEX.write_text(with_outputs(text, [compared["printed"]]), encoding="utf-8")
         TUTORIAL.write_text(with_outputs(TUTORIAL.read_text(encoding="utf-8"), told), encoding="utf-8")

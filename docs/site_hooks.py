@@ -24,7 +24,7 @@ if str(DOCS) not in sys.path:
     sys.path.insert(0, str(DOCS))
 
 from site_blocks import BENCHMARKS, LINK, ROOT, four_spaces, outside_code, set_equations, without_marks  # noqa: E402
-from site_search import WORDS, weigh_page  # noqa: E402
+from site_search import UNSEARCHED, WORDS, weigh_page  # noqa: E402
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -49,6 +49,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Takes out the marks of a page, turns its links, prepares its equations, and weighs it for the search."""
     uri = page.file.src_uri
     page.meta.setdefault("search", {})["boost"] = weigh_page(uri, page.ancestors[-1].title if page.ancestors else "")
+    page.meta["search"]["exclude"] = uri.startswith(UNSEARCHED)
     page.meta["tags"] = WORDS.get(uri, "").split()
     if uri == "index.md":
         page.meta["hide"] = ["navigation", "toc"]

@@ -21,6 +21,7 @@ WEIGHTS = {  # by the beginning of a page's address, the first that fits; 1 else
     "scaling.md": 4.0,
 }
 GUIDE_WEIGHT = 4.0  # tutorial and how-to
+UNSEARCHED = ("defaults.md", "results/", "leaderboard/federations.md")  # long tables, which a search loads whole
 
 WORDS = {
     "add_a_method.md": "custom own method algorithm implement",
@@ -31,7 +32,7 @@ WORDS = {
     "compare/fair.md": "learning rate tune tuning hyperparameter hyperparameters search optuna grid",
     "compare/results.md": "comparison.json",
     "data.md": "data image images text texts string strings label labels dataset datasets numpy dataloader",
-    "data/large.md": "million memory lazy",
+    "data/large.md": "large big lazy",
     "data/partitions.md": "dirichlet non iid partition partitions skew split shift",
     "data/several_inputs.md": "multimodal several inputs dict tuple mask",
     "data/sources.md": "imagefolder folder mnist cifar source",
@@ -63,7 +64,7 @@ WORDS = {
     "security.md": "leave leaves sent safe gdpr legal governance hipaa",
     "security/bad_site.md": "bad byzantine poison poisoning malicious robust krum attack",
     "security/how_much_leaks.md": "leak leaks reconstruct reconstruction membership inference",
-    "tabular.md": "patients csv excel xlsx spreadsheet parquet pandas dataframe missing own data",
+    "tabular.md": "patients csv excel xlsx spreadsheet parquet pandas dataframe missing own",
     "tabular/columns.md": "column columns categorical identifier",
     "tabular/groups.md": "repeated measurements visits longitudinal group groups recordings",
     "tabular/several_files.md": "schema scale standardise",
@@ -75,7 +76,7 @@ WORDS = {
     "tasks/survival.md": "survival cox hazard censored c-index",
     "tasks/tokens.md": "token tokens tagging ner language perplexity",
     "tutorial.md": "tutorial start started getting quickstart example beginner",
-    "versions.md": "python version versions 3.11 3.12 3.13",
+    "versions.md": "python version versions 3.11 3.12 3.13 3.14",
 }
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature, get_annotations, signature
 from types import FunctionType
 from typing import Any, final
 
@@ -110,9 +110,7 @@ def check_is_dataclass(kind: Any) -> None:
     """Raises a `TypeError` if a method has hyper-parameters that are no fields, which no run would keep."""
     if "__dataclass_params__" in vars(kind):
         return
-    fields = [
-        name for name, annotation in vars(kind).get("__annotations__", {}).items() if "ClassVar" not in str(annotation)
-    ]
+    fields = [name for name, annotation in get_annotations(kind).items() if "ClassVar" not in str(annotation)]
     if fields or "__init__" in vars(kind):
         cause = f"its {', '.join(fields)}" if fields else "what its __init__ takes"
         raise TypeError(
