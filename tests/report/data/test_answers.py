@@ -97,9 +97,12 @@ def test_a_table_without_simple_models_speaks_of_none(page):
 def test_simple_models_stand_among_the_methods_by_their_score(page):
     told = {"sentence": "Trees.", "alone": True, "scores": dict.fromkeys(SITES, 0.99), "mean": 0.99, "gain": 0.05,
             "gain_interval": [0.02, 0.08], "interval": [0.97, 1.0]}  # fmt: skip
-    references = {"gradient_boosting": told, "pooled": {"sentence": "Pooled.", "scores": {}, "mean": 1.0}}
+    references = {"gradient_boosting": told, "pooled": {"sentence": "Pooled.", "scores": {}, "mean": 1.0},
+                  "majority": told | {"mean": 0.5}}  # fmt: skip
     verdict = "mean over clients: gradient boosting alone is 0.020 to 0.080 better in AUC than training alone"
-    top, _ = page(references=references, verdicts=[verdict])
+    top, whole = page(references=references, verdicts=[verdict])
+    assert "majority" not in whole
+    assert whole.count(">always answering the most frequent class</") == 2
     assert "<h1>Join, or train alone? Mine</h1>" in top
     rows = re.findall(r"<tr><t[dh][^>]*>([^<]+)</t[dh]>", top[top.index("Best first") :])
     assert rows[:2] == ["method", "gradient boosting alone"]
