@@ -84,7 +84,7 @@ def registry_module(text: str, methods: Sequence[Declared]) -> str:
         for module in sorted(by_module)
     )
     entries = "".join(f'    "{method.name}": {method.class_name},\n' for method in methods)
-    exported = ["REGISTRY", "get", "registry_name", *(method.class_name for method in methods)]
+    exported = ["REGISTRY", "get", "names", "registry_name", *(method.class_name for method in methods)]
     exported.sort(key=lambda name: (0 if name.isupper() else 1 if name[0].isupper() else 2, name))
     text = re.sub(r"(?:from polyfed\.algorithms\.[^\n]*\n)+", lambda _: imports, text, count=1)
     text = re.sub(r"(?<=\nREGISTRY: dict\[str, type\[Algorithm\[Any, Any\]\]\] = \{\n).*?(?=\}\n)", lambda _: entries, text,

@@ -1,9 +1,18 @@
-"""Lists all federated methods by name in `REGISTRY`; each method's server code and client code are in one file.
+"""Holds the federated methods: `names()` lists them, `get(name)` returns the class of one, whose fields are its
+hyper-parameters.
 
-`python tools/update_lists.py` writes this file from the methods' cards. `REGISTRY` is a literal dict, since the command line
-reads it, and each method's fields and docstring, from the source files: an import would take seconds
-(`polyfed.cli.static_registry`).
+`polyfed.federate` and `polyfed.compare` take a name, for the defaults, or an object. Methods of your own begin with
+`polyfed.algorithms.base`.
+
+>>> FedProx(mu=0.1, lr=0.05)
+FedProx(lr=0.05, mu=0.1)
+>>> "fedprox" in names(), get("fedprox") is FedProx
+(True, True)
 """
+
+# `python tools/update_lists.py` writes this file from the methods' cards. `REGISTRY` is a literal dict, since the command
+# line reads it, and each method's fields and docstring, from the source files: an import would take seconds
+# (`polyfed.cli.static_registry`).
 
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -130,6 +139,14 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
 }
 
 
+_LISTING = "polyfed.algorithms.names() (polyfed list algorithms)"
+
+
+def names() -> list[str]:
+    """Returns the names of all methods, sorted; `get`, `polyfed.federate` and `polyfed.compare` take them."""
+    return sorted(REGISTRY)
+
+
 def get(name: str) -> type[Algorithm[Any, Any]]:
     """Returns the class of a method by its name in the registry, such as "fedavg".
 
@@ -140,7 +157,7 @@ def get(name: str) -> type[Algorithm[Any, Any]]:
     0.1
     """
     if name not in REGISTRY:
-        raise UserError(f"unknown algorithm {name!r}; {did_you_mean(name, REGISTRY, 'polyfed list algorithms')}")
+        raise UserError(f"unknown algorithm {name!r}; {did_you_mean(name, REGISTRY, _LISTING)}")
     return REGISTRY[name]
 
 
@@ -176,5 +193,5 @@ __all__ = [
     "FedDSNAS", "FedDyn", "FedFomo", "FedGH", "FedGen", "FedHeNN", "FedHeNNHomo", "FedKD", "FedL2G", "FedMD", "FedMRL",
     "FedNova", "FedOpt", "FedPAC", "FedPNAS", "FedPer", "FedProto", "FedProx", "FedRep", "FedRoD", "FedRolex",
     "FedSALoRA", "FedTGP", "HeteroFL", "HeurPFedLA", "KNNPer", "LGFedAvg", "Local", "Moon", "PFedHN", "PFedLA",
-    "PFedMe", "PerFedAvg", "QFedAvg", "RoLoRA", "Scaffold", "get", "registry_name",
+    "PFedMe", "PerFedAvg", "QFedAvg", "RoLoRA", "Scaffold", "get", "names", "registry_name",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from polyfed.models.token_models import lstm_tagger, tiny_transformer
 from polyfed.models.unet import unet, unet3d
 from polyfed.models.vit import vit
 
-__all__ = ["MODELS", "FrozenMapping", "ModelSpec", "build"]
+__all__ = ["MODELS", "FrozenMapping", "ModelSpec", "build", "names"]
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
@@ -46,6 +46,12 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "unet": unet,
     "unet3d": unet3d,
 }
+_LISTING = "polyfed.models.names() (polyfed list models)"
+
+
+def names() -> list[str]:
+    """Returns the names of polyfed's networks, sorted; `build` and `ModelSpec` take them."""
+    return sorted(MODELS)
 
 
 def build(
@@ -78,7 +84,7 @@ def build(
         return call_factory(model, import_trusted_callable(model), tuple(input_shape), num_classes, arguments)
     if model not in MODELS:
         raise UserError(
-            f"there is no model {model!r}; {did_you_mean(model, MODELS, 'polyfed list models')}. "
+            f"there is no model {model!r}; {did_you_mean(model, MODELS, _LISTING)}. "
             "A network of your own is given as module:factory"
         )
     argument_text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
@@ -119,7 +125,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if ":" not in self.name and self.name not in MODELS:
             raise UserError(
-                f"there is no model {self.name!r}; {did_you_mean(self.name, MODELS, 'polyfed list models')}. "
+                f"there is no model {self.name!r}; {did_you_mean(self.name, MODELS, _LISTING)}. "
                 f"A network of your own is given as module:factory"
             )
         if clash := sorted({"model", "input_shape", "num_classes"} & set(self.arguments)):

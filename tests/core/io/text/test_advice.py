@@ -67,3 +67,15 @@ def test_an_error_names_the_argument_in_python_and_the_option_in_the_terminal(tm
         TableFile(str(tmp_path / "t.csv")).load()
     assert main(["look", "table", "--data.path", str(tmp_path / "t.csv"), "--data.site", "a"]) == 2
     assert "give --data.target with the column to predict" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("room", "ask"), [("algorithms", "get"), ("models", "ModelSpec")])
+def test_a_wrong_name_is_told_where_the_names_are_listed_in_python_and_in_the_terminal(room, ask):
+    package = getattr(polyfed, room)
+    assert set(package.names()) == set(getattr(package, "REGISTRY" if room == "algorithms" else "MODELS"))
+    with pytest.raises(UserError, match=rf"All \d+: polyfed\.{room}\.names\(\)(\. |$)"):
+        getattr(package, ask)("fedprx", *[{}, (1,), 2] * (room == "models"))
+    with keep_options_in_errors(), pytest.raises(UserError) as error:
+        getattr(package, ask)("fedprx", *[{}, (1,), 2] * (room == "models"))
+    assert f"polyfed list {room}" in keep_advice_for_terminal(str(error.value))
+    assert "names()" not in keep_advice_for_terminal(str(error.value))

@@ -12,6 +12,7 @@ _ARGUMENT = r"""\b\w+=(?:'[^']*'|"[^"]*"|\{[^}]*\}|\[[^\]]*\]|\.\.\.|[\w.]+)(?: 
 _VALUE = r"(?: (?:'[^']*'|(?!and |or )(?:[^\s;,.()]|[,.](?! |$))+))?"
 _ARGUMENT_COMMA_OPTION = re.compile(rf"({_ARGUMENT}), (?:or )?(--[\w.-]*\w{_VALUE})")
 _ARGUMENT_AND_OPTION_IN_PARENTHESES = re.compile(rf"({_ARGUMENT}) \((--[^()]+)\)")
+_CALL_AND_COMMAND = re.compile(r"(polyfed(?:\.\w+)+\(\)) \((polyfed [a-z ]+)\)")
 
 
 def keep_advice_for_terminal(text: str) -> str:
@@ -22,7 +23,13 @@ def keep_advice_for_terminal(text: str) -> str:
     >>> keep_advice_for_terminal("give path=... (--data.path) with a file")
     'give --data.path with a file'
     """
-    return _ARGUMENT_AND_OPTION_IN_PARENTHESES.sub(r"\2", _ARGUMENT_COMMA_OPTION.sub(r"\2", text))
+    return _keep_one_of_each_pair(text, r"\2")
+
+
+def _keep_one_of_each_pair(text: str, group: str) -> str:
+    for pair in (_ARGUMENT_COMMA_OPTION, _ARGUMENT_AND_OPTION_IN_PARENTHESES, _CALL_AND_COMMAND):
+        text = pair.sub(group, text)
+    return text
 
 
 def keep_advice_for_python(text: str) -> str:
@@ -32,8 +39,10 @@ def keep_advice_for_python(text: str) -> str:
     'give more (seeds=5; or folds=5).'
     >>> keep_advice_for_python("Try values beyond (tune={'lr': [1, 3]}, --tune lr=1,3,...), then more rounds.")
     "Try values beyond (tune={'lr': [1, 3]}), then more rounds."
+    >>> keep_advice_for_python("All 58: polyfed.algorithms.names() (polyfed list algorithms)")
+    'All 58: polyfed.algorithms.names()'
     """
-    return _ARGUMENT_AND_OPTION_IN_PARENTHESES.sub(r"\1", _ARGUMENT_COMMA_OPTION.sub(r"\1", text))
+    return _keep_one_of_each_pair(text, r"\1")
 
 
 @contextmanager
@@ -55,7 +64,7 @@ def keep_advice_for_this_process(text: str) -> str:
     >>> keep_advice_for_this_process("give path=... (--data.path) with a file")
     'give path=... with a file'
     """
-    if _options_kept or "--" not in text:
+    if _options_kept or ("--" not in text and "() (polyfed " not in text):
         return text
     from multiprocessing import parent_process  # takes milliseconds, which a help text should not cost
 
