@@ -51,6 +51,7 @@ class Manifest(TypedDict, total=False):
     seed: int
     config_sha256: str
     data_fingerprint: str
+    column_fingerprint: str
     partition_fingerprint: str
     class_names: list[str]
     decided: dict[str, str]

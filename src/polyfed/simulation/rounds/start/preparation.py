@@ -1,5 +1,6 @@
 """Prepares a run: checks everything that can be wrong before the first round, and creates the run directory."""
 
+import hashlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.precision import check_precision
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.data.sources.client_source import ClientSource, is_client_source
+from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.clients.client_list import list_clients
 from polyfed.simulation.checks.code_fingerprints import code_fingerprint, find_changed_code, warn_of_changed_code
@@ -133,6 +135,7 @@ def create_run_directory(
         **facts,
         "seed": federation.settings.seed,
         "data_fingerprint": _data_fingerprint(federation),
+        **({"column_fingerprint": columns} if (columns := _column_fingerprint(federation)) else {}),
         **({"code": code} if (code := _code_fingerprint(federation)) else {}),
         "score": deciding_metric_manifest_entry(federation),
         "task": federation.task.spec,
@@ -165,6 +168,14 @@ def check_clients_are_those_of_run(directory: RunDirectory, federation: Federati
     out, fingerprint_before = directory.path, directory.read_manifest().get("data_fingerprint")
     fingerprint_now = _data_fingerprint(federation)
     if fingerprint_before == fingerprint_now:
+        columns_now = _column_fingerprint(federation)
+        if (
+            directory.read_manifest().get("column_fingerprint", columns_now) != columns_now
+        ):  # the first versions wrote none
+            raise UserError(
+                f"columns or categories of the table have other names, or another order, than when the run in {out} began; "
+                "put the table back, or start another run with another out=... (--out)"
+            )
         warn_of_changed_code(find_changed_code(directory.read_manifest().get("code"), _code_fingerprint(federation)))
         _warn_of_other_versions(directory)
         return
@@ -193,6 +204,18 @@ def _data_fingerprint(federation: Federation) -> str:
     if isinstance(federation.clients, SourceClients):
         return federation.clients.fingerprint(federation.public)
     return data_fingerprint(list(federation.clients.values()), federation.public)
+
+
+def _column_fingerprint(federation: Federation) -> str:
+    """Hashes the names of columns and categories of the clients' tables, which the data fingerprint leaves out."""
+    is_source = isinstance(federation.clients, SourceClients)  # which makes clients when they are drawn
+    transforms = {} if is_source else {c.id: c.train.transform for c in federation.clients.values()}
+    columns = {
+        client: [(column.name, column.categories) for column in transform.columns]
+        for client, transform in sorted(transforms.items())
+        if isinstance(transform, TablePreprocessor)
+    }
+    return hashlib.sha256(repr(columns).encode(errors="surrogatepass")).hexdigest()[:16] if columns else ""
 
 
 def _code_fingerprint(federation: Federation) -> dict[str, str]:
