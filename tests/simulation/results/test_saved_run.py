@@ -8,8 +8,11 @@ import shutil
 
 import pytest
 import torch
+from pyarrow.csv import read_csv
+from torch import nn
 
 import polyfed as pf
+from polyfed.cli.main import main
 from polyfed.comparison.storage.comparison_directory import Comparison
 from polyfed.simulation.results.saved_run import SavedRun
 from polyfed.simulation.storage.directory import read_manifest
@@ -92,6 +95,34 @@ def test_a_run_in_memory_is_saved_as_one_with_a_directory(tmp_path, method, opti
         run.save(tmp_path / "second")
     with pytest.raises(pf.UserError, match=r"is in .*second already; copy that folder, or load it"):
         dataclasses.replace(run, out=tmp_path / "second").save(tmp_path / "third")
+
+
+def test_classes_and_probabilities_are_those_of_the_command(tmp_path):
+    rows = {"age": range(20), "ill": ["no", "yes"] * 10, "site": ["north"] * 10 + ["south"] * 10}
+    sites = pf.data.split_table(rows, "ill", "site")
+    clients = sites.build_clients(pf.models.ModelSpec("mlp", {}, (1,), 2))
+    run = pf.federate(clients, "fedavg", rounds=1, workers=0, progress=False, out=tmp_path / "run")
+    (tmp_path / "new.csv").write_text("age\n3\n40\n")
+    table = run.predict_table("north", tmp_path / "new.csv")
+    assert list(table) == ["predicted", "probability of no", "probability of yes"]
+    assert (
+        main(["predict", str(run.out), str(tmp_path / "new.csv"), "--client", "north", "--out", str(tmp_path / "o")])
+        == 0
+    )
+    written = read_csv(tmp_path / "o").to_pydict()
+    for other in (written, pf.load(run.out).predict_table("north", {"age": [3, 40]})):
+        assert other["predicted"] == table["predicted"]
+        for name in list(table)[1:]:
+            assert other[name] == pytest.approx(table[name])
+
+
+def test_classes_named_by_texts_are_those_of_predictions(tmp_path):
+    x, y = torch.randn(4, 8, 4), ["cat", "dog"] * 4
+    clients = [pf.Client(str(k), lambda: nn.Linear(4, 2), (x[k], y), (x[k + 2], y)) for k in range(2)]
+    run = pf.federate(clients, "fedavg", rounds=1, workers=0, progress=False, out=tmp_path / "run")
+    table = run.predict_table("0", x[0])
+    assert table["predicted"] == [("cat", "dog")[k] for k in run.predict("0", x[0]).argmax(1)]
+    assert pf.load(run.out).predict_table("0", x[0], model=lambda: nn.Linear(4, 2)) == table
 
 
 def test_a_comparison_gives_its_runs(tmp_path):

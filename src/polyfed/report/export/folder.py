@@ -256,7 +256,7 @@ class ExportedModel:
         self.prepared.warn_of_unlike_rows(stored, f"the rows for client {self._client!r}")
         with exclusive_single_torch_thread_with_grad(), torch.inference_mode():
             outputs: Tensor = self._script(stored)
-        return convert_outputs_to_columns(outputs, self.prepared)
+        return convert_outputs_to_columns(outputs, self.prepared.task, self.prepared.classes)
 
 
 def _load_script(script: Path) -> Any:

@@ -30,6 +30,7 @@ from polyfed.simulation.results.display.notebook_html import run_html, unit_of_c
 from polyfed.simulation.results.display.plots import plot_learning_curves
 from polyfed.simulation.results.display.remarks import list_remarks, summarise_remarks
 from polyfed.simulation.results.run_writer import write_run_from_memory
+from polyfed.simulation.results.saved_model import convert_outputs_to_columns
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.evaluation_sample import has_other_clients_each_round
 from polyfed.simulation.sources.source_clients import SourceClients
@@ -252,7 +253,7 @@ class Run:
 
         Returns:
             Outputs (logits; numbers for regression, of a table in the unit of its target), float32 on the CPU, shape
-            (n, ...).
+            (n, ...). `predict_table` has classes and probabilities.
 
         Raises:
             UserError: no client has this id, or the inputs are not like the client's: of another shape or type, NaN.
@@ -276,6 +277,28 @@ class Run:
             if isinstance(examples.transform, TablePreprocessor)
             else outputs
         )
+
+    def predict_table(self, client: str, x: Any) -> dict[str, list[Any]]:
+        """Returns what `polyfed predict` writes of new inputs, as `{column: a value for each input}`.
+
+        For classes the columns are "predicted" and "probability of ..."; for other tasks probabilities, risks or numbers.
+
+        Args:
+            client, x: as for `predict`.
+
+        Raises:
+            UserError: as `predict`, or outputs are NaN or infinite.
+
+        >>> from polyfed.testing import small_clients
+        >>> from polyfed.simulation.federate import federate
+        >>> run = federate(small_clients(), "fedavg", rounds=1, workers=0)
+        >>> list(run.predict_table("client-0", run.federation.clients["client-0"].test.x))
+        ['predicted', 'probability of 0', 'probability of 1', 'probability of 2']
+        """
+        outputs, owner = self.predict(client, x), self.federation.clients[client]
+        transform = owner.train.transform
+        names = transform.classes if isinstance(transform, TablePreprocessor) else self.class_names or ()
+        return convert_outputs_to_columns(outputs, owner.task, names)
 
     def predictions(self, client: str, split: Literal["test", "val"] = "test", round: int | None = None) -> Predictions:
         """Returns a client's outputs on test or validation examples, stored at evaluation.

@@ -3,7 +3,7 @@
 The data of the run are not read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -22,6 +22,7 @@ from polyfed.core.methods.capabilities import BringsNetwork, wrap_network_if_met
 from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.core.state_dict import StateDict
+from polyfed.core.tasks.task import Task
 from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table, preprocessor_from_json
 from polyfed.models import ModelSpec
 from polyfed.simulation.storage.configuration import build_method, read_section
@@ -63,13 +64,18 @@ class SavedModel:
         self.prepared.warn_of_unlike_rows(stored, f"the rows for client {self.client!r}")
         with exclusive_single_torch_thread_with_grad(), torch.inference_mode():
             outputs = torch.cat([self.network(self.prepared(part)).float() for part in torch.split(stored, _BATCH)])
-        return convert_outputs_to_columns(self.prepared.unscale_outputs(outputs), self.prepared)
+        return convert_outputs_to_columns(
+            self.prepared.unscale_outputs(outputs), self.prepared.task, self.prepared.classes
+        )
 
 
-def convert_outputs_to_columns(outputs: Tensor, prepared: TablePreprocessor) -> dict[str, list[Any]]:
-    """Converts outputs to a table of predictions, `{column: a value for each row}`.
+def convert_outputs_to_columns(outputs: Tensor, task: Task, names: Sequence[str] = ()) -> dict[str, list[Any]]:
+    """Converts outputs to a table of predictions, `{column: a value for each row}`; the task decides which columns.
 
-    The task decides which; regression outputs are in the unit of the table already.
+    Args:
+        outputs: of a network; for regression in the unit of the table already.
+        task: of the client.
+        names: of the outputs; empty for their numbers.
 
     Raises:
         UserError: outputs are NaN or infinite.
@@ -79,7 +85,8 @@ def convert_outputs_to_columns(outputs: Tensor, prepared: TablePreprocessor) -> 
             f"the network's outputs are NaN or infinite for {format_row_numbers(wrong_rows.numpy())}: the values are far "
             "from those that it was trained on; correct them, or leave these rows out"
         )
-    return prepared.task.prediction_columns(outputs, prepared.classes)
+    num_outputs = outputs.shape[1 if outputs.dim() > 3 else -1]  # images of outputs have them first, texts last
+    return task.prediction_columns(outputs, names or list(map(str, range(num_outputs))))
 
 
 def load_saved_model(folder: str | Path, client: str | None = None) -> SavedModel:

@@ -22,11 +22,13 @@ from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.methods.capabilities import BringsNetwork, wrap_network_if_method_wraps
 from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.nn.module_cache import build_module, fill_module
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
 from polyfed.simulation.results.display.frames import build_frame, list_scores_by_round
 from polyfed.simulation.results.display.notebook_html import run_html, unit_of_column
 from polyfed.simulation.results.display.plots import plot_learning_curves
 from polyfed.simulation.results.display.remarks import list_remarks, summarise_remarks
+from polyfed.simulation.results.saved_model import convert_outputs_to_columns
 from polyfed.simulation.storage.configuration import build_method, read_section
 from polyfed.simulation.storage.model_signature import (
     PREPROCESSING_SUFFIX,
@@ -164,6 +166,18 @@ class SavedRun:
             outputs = predict(network, examples)
         is_table = isinstance(reference.transform, TablePreprocessor)
         return reference.transform.unscale_outputs(outputs) if is_table else outputs  # type: ignore[union-attr]
+
+    def predict_table(self, client: str, x: Any, model: Callable[[], nn.Module] | None = None) -> dict[str, list[Any]]:
+        """Returns classes and probabilities, or what else the task has, as `Run.predict_table` does.
+
+        Raises:
+            UserError: as `predict`, or outputs are NaN or infinite.
+        """
+        outputs, transform = self.predict(client, x, model), self._example_like_those_of(client).transform
+        if isinstance(transform, TablePreprocessor):
+            return convert_outputs_to_columns(outputs, transform.task, transform.classes)
+        task = get_task(self._signature(client)["task"])
+        return convert_outputs_to_columns(outputs, task, self.files.manifest.get("class_names") or ())
 
     def predictions(self, client: str, split: Literal["test", "val"] = "test", round: int | None = None) -> Predictions:
         """Returns a client's outputs on test or validation examples, stored at evaluation, as `Run.predictions` does.
