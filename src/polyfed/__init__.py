@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from polyfed.report.audit.audit_report import AuditReport
     from polyfed.report.export.folder import export_model
     from polyfed.report.look import look
+    from polyfed.report.page_file import write_report
     from polyfed.simulation.callbacks.callback import Callback
     from polyfed.simulation.federate import federate, resume
     from polyfed.simulation.results.run import Run
@@ -69,6 +70,7 @@ __all__ = [
     "resume",
     "tasks",
     "trust_code",
+    "write_report",
 ]
 
 # Importing torch takes a second or more, which a help text should not cost. So a name is imported when it is first used.
@@ -101,6 +103,7 @@ _HOMES = {
     "look": "report.look",
     "resume": "simulation.federate",
     "trust_code": "core.io.trusted_code",
+    "write_report": "report.page_file",
 }
 
 logging.getLogger("polyfed").addHandler(logging.NullHandler())

@@ -2,47 +2,63 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path, write_file_atomically
 from polyfed.core.io.text.number_format import join_first_and_count_rest
+from polyfed.core.io.values.keyword_names import suggest_keywords
 from polyfed.report.data.run_groups import RunGroup, read_run_groups
 from polyfed.report.data.run_records import RunRecord
 from polyfed.report.page.page import render_page
 from polyfed.report.page.panels.method_panels import MethodResult, method_adds_panels
 from polyfed.report.page.panels.page_details import collect_page_details
 from polyfed.simulation.checks.clients.client_list import list_clients
+from polyfed.simulation.storage.directory import check_directory_exists
 
 PAGE = "report.html"
 _MAX_PANELS = 12  # clients or layers with panels of one kind, of all runs together
 
 
-def write_page_of(folder: Path | None, out: str | Path | None, images_of: Sequence[Client] | None = None) -> Path:
-    """Writes a directory's HTML page as `polyfed report` does, and returns its path.
+@suggest_keywords
+def write_report(
+    runs: Any,
+    out: str | Path | None = None,
+    *,
+    subgroups: Sequence[str] = (),
+    images_of: Sequence[Client] | None = None,
+) -> Path:
+    """Writes one HTML page of runs and comparisons, as `polyfed report` does, and returns its path.
 
     Args:
-        folder: of the run or comparison; None if it was kept in memory.
-        out: the page; None for `report.html` in `folder`.
-        images_of: clients whose test images of segmentations are on the page; None for no images.
+        runs: a `Run`, `SavedRun`, `Comparison` or directory, or a list of them: methods on the same data are side by side.
+        out: the page; None for `report.html` in the first directory.
+        subgroups: columns of the test examples, such as "sex"; the page has scores by their values.
+        images_of: clients whose test images of segmentations are on the page, which are their data; None for no images.
 
     Raises:
-        UserError: `folder` is None, or the page cannot be written.
+        UserError: a run was kept in memory, a directory holds none, or the page cannot be written.
 
-    >>> write_page_of(None, None)
+    >>> write_report([])
     Traceback (most recent call last):
-    polyfed.core.errors.UserError: a page is made from a directory, and this was kept in memory; write a run with
-    run.save("DIR"), and give compare(..., out="DIR")
+    polyfed.core.errors.UserError: give write_report a run, a comparison or a directory, or a list of them
     """
-    if folder is None:
+    places: list[Any] = [getattr(run, "out", run) for run in (runs if isinstance(runs, list | tuple) else [runs])]
+    if None in places:
         raise UserError(
             'a page is made from a directory, and this was kept in memory; write a run with run.save("DIR"), and give '
             'compare(..., out="DIR")'
         )
-    groups, notes = read_run_groups([folder])
+    if not places:
+        raise UserError("give write_report a run, a comparison or a directory, or a list of them")
+    folders = [expand_user_path(place, "runs") for place in places]
+    for folder in folders:
+        check_directory_exists(folder)
+    groups, notes = read_run_groups(folders)
     path = None if out is None else expand_user_path(out, "out")
     clients = list_clients(images_of) if images_of is not None else []
-    return write_page([folder], groups, notes, path, show_images=bool(clients), images_of=clients)
+    return write_page(folders, groups, notes, path, subgroups=subgroups, show_images=bool(clients), images_of=clients)
 
 
 def write_page(

@@ -4,7 +4,7 @@ import pytest
 
 from polyfed.core.errors import UserError
 from polyfed.report.data.run_groups import read_run_groups
-from polyfed.report.page_file import write_page_of
+from polyfed.report.page_file import write_report
 
 DESCRIPTION = "title: mine\nsame_clients: true\nreference: local\n"
 EXPERIMENT = "experiment: {config: {}, methods: {}, same_data: false, resplit: null, references: false}\n"
@@ -25,7 +25,7 @@ def test_a_comparison_that_was_stopped(write_run, tmp_path):
     assert (gain.client, round(gain.mean, 9), round(gain.high, 9)) == ("x", 0.15, 0.2)
     assert notes[0] == f"{tmp_path / 'other/seed-0'} has no evaluated round yet and is left out"
     assert notes[1] == f"The comparison is not finished; go on with it: polyfed compare {tmp_path}"
-    page = write_page_of(tmp_path, None).read_text(encoding="utf-8")
+    page = write_report(tmp_path).read_text(encoding="utf-8")
     assert all(note in page for note in notes)
     assert "<h1>Join, or train alone? " in page
     assert '<h2 class="verdict">Not finished: 4 of 4 runs are done, and there are no answers yet.</h2>' in page
@@ -38,7 +38,7 @@ def test_an_unfinished_comparison_in_folds_counts_its_runs_and_speaks_of_folds(w
         write_run(tmp_path / f"local/seed-{seed}", "local", {"x": [0.5]}, seed=seed)
         write_run(tmp_path / f"mine/seed-{seed}", "fedavg", {"x": [0.6]}, seed=seed)
     write_run(tmp_path / "mine/seed-2", "fedavg", {"x": [0.6]}, seed=2, wanted=3)
-    page = write_page_of(tmp_path, None).read_text(encoding="utf-8")
+    page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "Not finished: 4 of 6 runs are done, and there are no answers yet.</h2>" in page
     assert "Compared on the 2 folds that all methods below have." in page
     visible = page.split("<script")[0].split("<footer>")[0].split("</style>")[1]

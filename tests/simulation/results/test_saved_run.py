@@ -143,6 +143,19 @@ def test_run_and_comparison_write_their_page(run, tmp_path):
     assert pf.load(run.out).report() == run.out / "report.html"
 
 
+def test_several_runs_are_put_on_one_page(run, tmp_path):
+    pf.federate(small_clients(), "local", rounds=2, workers=0, out=tmp_path / "local", progress=False)
+    page = pf.write_report([run, tmp_path / "local"], out=tmp_path / "page.html")
+    text = page.read_text(encoding="utf-8")
+    assert "fedavg" in text
+    assert "local" in text
+    assert pf.write_report(pf.load(run.out)) == run.out / "report.html"
+    with pytest.raises(pf.UserError, match=r"write a run with run.save"):
+        pf.write_report([run, dataclasses.replace(run, out=None)])
+    with pytest.raises(pf.UserError, match="does not exist"):
+        pf.write_report(tmp_path / "nothing")
+
+
 def test_an_unfinished_run_is_read(run, tmp_path):
     (tmp_path / "config.yaml").write_bytes((run.out / "config.yaml").read_bytes())
     files = RunFiles.read(tmp_path)

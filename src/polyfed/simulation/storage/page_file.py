@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def write_page_of(folder: Path | None, out: str | Path | None, images_of: "Sequence[Client] | None" = None) -> Path:
-    """Writes a directory's page by `polyfed.report.page_file.write_page_of`; returns its path.
+    """Writes a directory's page by `polyfed.report.page_file.write_report`; returns its path.
 
     Raises:
         UserError: `folder` is None.
@@ -20,5 +20,5 @@ def write_page_of(folder: Path | None, out: str | Path | None, images_of: "Seque
         out: the page; None for `report.html` in `folder`.
         images_of: clients whose test images of segmentations are on the page; None for no images.
     """
-    page: Path = import_module("polyfed.report.page_file").write_page_of(folder, out, images_of)
+    page: Path = import_module("polyfed.report.page_file").write_report(folder, out, images_of=images_of)
     return page
