@@ -138,6 +138,7 @@ QUICK = [  # words, exit status, and what is said
         2,
         "FedProx: batch_size must be at least 1, or 0 for the",
     ),
+    ("run --algorithm fedprox --algorithm.mu -1", 2, "FedProx: mu must be at least 0, got -1.0"),
     ("run --sampler uniformm", 2, "unknown sampler 'uniformm'; did you mean uniform?"),
     ("run --loss focal", 2, "'focal' does not name a loss; write it as module:name"),
     ("run --rounds 0", 2, "--rounds must be a whole number of at least 1, got 0"),

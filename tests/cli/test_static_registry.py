@@ -8,7 +8,9 @@ import pytest
 from polyfed.algorithms import REGISTRY
 from polyfed.cli import static_registry
 from polyfed.cli.commands.options.configuration_parser import options_of
+from polyfed.cli.commands.options.early_checks import check_settings
 from polyfed.cli.static_registry import StaticRegistry, read_value_or_outline_without_import
+from polyfed.core.errors import UserError
 from polyfed.data import PARTITIONS, SOURCES
 from polyfed.models import MODELS
 
@@ -102,3 +104,15 @@ def test_an_expression_that_only_running_the_module_could_tell_is_refused(packag
     package("def net(width: int = [n for n in range(3)][0]): pass\nNETS = {'net': net}\n")
     with pytest.raises(TypeError, match=r"polyfed\.made, line 1: .* cannot be read without importing the module"):
         StaticRegistry("polyfed.made", "NETS")["net"]
+
+
+def test_numbers_that_a_method_refuses_are_refused_early_in_its_words():
+    fields = {name: list(static_registry.list_least_values(static_registry.ALGORITHMS[name])) for name in REGISTRY}
+    assert sum(map(len, fields.values())) > 90
+    for name, field, least in ((name, *row) for name, rows in fields.items() for row in rows):
+        value = 0 if least is None else least - 1
+        with pytest.raises(UserError) as early:
+            check_settings({"algorithm": {"name": name, field: value}})
+        with pytest.raises(UserError) as late:
+            REGISTRY[name](**{field: value})
+        assert str(early.value) == str(late.value), (name, field)

@@ -24,6 +24,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.BitOr: operator.or_, ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.Div: operator.truediv, ast.Pow: operator.pow,
 }  # fmt: skip
+_CALLS_IN_CHECKS: dict[tuple[str, str], list[tuple[str, list[Any]]]] = {}  # of each class whose module was read
 _FOREIGN: Any = Any  # stands for whatever another package defines: no field of a choice depends on it
 
 
@@ -102,6 +103,8 @@ def _top_level_definitions(module: str) -> Mapping[str, ast.AST]:
     definitions: dict[str, ast.AST] = {}
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            if isinstance(node, ast.ClassDef):
+                _CALLS_IN_CHECKS[module, node.name] = list(_calls_in_checks(node))
             node.body = [part for part in node.body if isinstance(part, ast.AnnAssign | ast.Expr)]  # no code
             definitions[node.name] = node
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -111,6 +114,29 @@ def _top_level_definitions(module: str) -> Mapping[str, ast.AST]:
         elif isinstance(node, ast.Assign):
             definitions |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
     return definitions
+
+
+def _calls_in_checks(node: ast.ClassDef) -> Iterator[tuple[str, list[Any]]]:
+    """Yields names and arguments of calls such as `self._at_least(0, "mu")` that `__post_init__` makes in any case."""
+    checks = (part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__post_init__")
+    for statement in (statement for check in checks for statement in check.body):
+        match statement:
+            case ast.Expr(ast.Call(ast.Attribute(ast.Name("self"), name), arguments, [])):
+                if all(isinstance(argument, ast.Constant) for argument in arguments):
+                    yield name, [ast.literal_eval(argument) for argument in arguments]
+
+
+def list_least_values(outline: type) -> Iterator[tuple[str, float | None]]:
+    """Yields the fields of a method that its checks let be no less than a number; with None those that are positive.
+
+    >>> list(list_least_values(ALGORITHMS["fedprox"]))
+    [('mu', 0)]
+    """
+    for base in outline.__mro__:
+        for name, arguments in _CALLS_IN_CHECKS.get((base.__module__, base.__name__), ()):
+            if name in ("_at_least", "_positive"):
+                least, *fields = arguments if name == "_at_least" else (None, *arguments)
+                yield from ((field, least) for field in fields)
 
 
 def _build_class_outline(node: ast.ClassDef, module: str) -> type:

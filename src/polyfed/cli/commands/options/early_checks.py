@@ -9,17 +9,19 @@ from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import yaml
 
 from polyfed.cli.commands.argv import option_name
 from polyfed.cli.commands.options.table_checks import check_data_section
-from polyfed.cli.static_registry import ALGORITHMS, MODELS, SOURCES, StaticRegistry
+from polyfed.cli.static_registry import ALGORITHMS, MODELS, SOURCES, StaticRegistry, list_least_values
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
 from polyfed.core.evaluation.metric_names import check_metric_names
 from polyfed.core.io.atomic_files import read_file
+from polyfed.core.io.values.number_checks import is_number
 from polyfed.core.training.field_ranges import check_field_ranges
 from polyfed.simulation.settings import Settings, unknown_device_error
 from polyfed.simulation.storage.directory import check_directory_exists
@@ -81,7 +83,14 @@ def _check_names_and_ranges(config: Mapping[str, Any]) -> None:
                         "module:Class of your own are possible, too")  # fmt: skip
     name = str(fields.get("name")) if isinstance(fields, Mapping) else ""
     if name in ALGORITHMS and "LocalTraining" in {base.__name__ for base in ALGORITHMS[name].__mro__}:
-        check_field_ranges(ALGORITHMS[name].__name__, dict(fields or {}))
+        method, values = ALGORITHMS[name], dict(fields or {})
+        check_field_ranges(method.__name__, values)
+        for field, least in list_least_values(method):
+            value, hint = values.get(field), method.__dataclass_fields__[field].type
+            if is_number(value) and not (value > 0 if least is None else value >= least):
+                requirement = "positive" if least is None else f"at least {least}"
+                none = ", or none" if NoneType in get_args(hint) else ""
+                raise UserError(f"{method.__name__}: {field} must be {requirement}{none}, got {value!r}")
 
 
 def check_logger_names(names: Sequence[str]) -> None:
