@@ -201,6 +201,13 @@ def test_a_wrong_configuration_is_refused_before_flower_is_asked(tmp_path, monke
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("action", ["up", "doctor"])
+@pytest.mark.parametrize("port", ["0", "-1", "65536", "99999"])
+def test_a_port_that_none_can_be_is_refused(action, port, project, capsys):
+    assert main(["flower", action, str(project), f"--port={port}"]) == 2
+    assert f"--port must be a port from 1 to 65535, got '{port}'" in capsys.readouterr().err
+
+
 def test_the_command_without_words_prints_its_help_and_an_error_an_example(capsys):
     assert main(["flower"]) == 0
     assert "usage: polyfed flower init|up|run" in capsys.readouterr().out

@@ -201,7 +201,7 @@ def start_trial(
         for site, key in keys.items():
             if not key.exists():
                 write_site_key_pair(key)
-            free_port = next(number for number in range(free_port + 1, 65536) if not _is_port_open(number))
+            free_port = next(n for n in (*range(free_port + 1, 2**16), *range(2**10, port)) if not _is_port_open(n))
             state_folder = folder / "sites" / site
             make_private_folder(state_folder)
             key_config = f'key="{key}" peers="{certificates}"'  # for secure sums

@@ -1,5 +1,6 @@
 """Parses the command lines of `polyfed flower`: one parser for each of its commands, with help of its own."""
 
+import argparse
 from collections.abc import Callable, Mapping
 
 from polyfed.cli.commands.argv import CommandParser, expand_optional_path, has_help_flag, parse_whole_number
@@ -56,6 +57,13 @@ def _print_overview() -> None:
         print(f"  {name:8}{build().description}")
 
 
+def _parse_port(text: str) -> int:
+    """Converts the text of an option's value to the number of a TCP port."""
+    if not 0 < (port := parse_whole_number(text)) < 2**16:
+        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, got {text!r}")
+    return port
+
+
 def _build_init_parser() -> CommandParser:
     parser = CommandParser(
         "polyfed flower init DIR [--sites NAMES]",
@@ -73,7 +81,7 @@ def _build_up_parser() -> CommandParser:
         "example: polyfed flower up fed; then, in another terminal: polyfed flower run fed",
     )
     parser.add_option("--sites", "NAMES", "only these sites, with commas between, or a number (default: all)")
-    parser.add_option("--port", "P", "port of the SuperLink (default: 8000)", parse_whole_number)
+    parser.add_option("--port", "P", "port of the SuperLink (default: 8000)", _parse_port)
     parser.add_option("--node-config", "WORDS", "node configuration of all sites: 'KEY=VALUE ...'")
     parser.add_option("--loss", "MODULE:NAME", "the loss that sites minimise; its module stands next to site.py")
     return parser
@@ -111,7 +119,7 @@ def _build_doctor_parser() -> CommandParser:
         "configuration; says how to mend what is wrong, and then exits with status 1.",
         "example: polyfed flower doctor /srv/site --address server.example.org:9092",
     )
-    parser.add_option("--port", "P", "port of the SuperLink (default: 8000)", parse_whole_number)
+    parser.add_option("--port", "P", "port of the SuperLink (default: 8000)", _parse_port)
     parser.add_option("--address", "HOST:PORT", "address of the SuperLink to reach")
     parser.add_flag("--json", "print JSON (docs/json.md)")
     return parser
