@@ -24,5 +24,5 @@ clients = [
     pf.Client("west", network, train=table, test=test),
 ]
 run = pf.federate(clients, pf.algorithms.FedAvg(lr=0.1, local_epochs=2), rounds=5, seed=0)
-print(*run.table(), sep="\n")
+print(run.table())
 print(run.model("north"))  # an nn.Module, ready to use

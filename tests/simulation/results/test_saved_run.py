@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import json
 import pickle
 import re
 import shutil
+from collections import defaultdict
 
 import pytest
 import torch
@@ -141,6 +143,16 @@ def test_run_and_comparison_write_their_page(run, tmp_path):
     assert page == tmp_path / "page.html"
     assert page.read_text("utf-8").startswith("<!doctype html>")
     assert pf.load(run.out).report() == run.out / "report.html"
+
+
+def test_a_table_is_printed_in_columns(run):
+    comparison = Comparison({"methods": {"local": {"statistics": defaultdict(lambda: None, seconds=0.12345)}}})
+    for table in (run.table(), pf.load(run.out).table(), comparison.table()):
+        heading, *lines = str(table).splitlines()
+        assert heading.split() == list(table[0])
+        assert [line.split()[0] for line in lines] == [next(iter(row.values())) for row in table]
+        assert json.loads(json.dumps(table)) == table
+    assert str(comparison.table()).split()[-2:] == ["–", "0.123"]
 
 
 def test_several_runs_are_put_on_one_page(run, tmp_path):

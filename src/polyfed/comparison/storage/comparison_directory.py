@@ -29,6 +29,7 @@ from polyfed.core.io.atomic_files import (
 )
 from polyfed.core.io.text.advice import keep_advice_for_python
 from polyfed.core.io.text.number_format import count_with_noun
+from polyfed.core.io.text.row_table import RowTable
 from polyfed.core.io.text.site_words import say_sites_of
 from polyfed.core.io.values.keyword_names import suggest_attributes
 from polyfed.core.io.values.validation import parse_json, validation_error
@@ -205,13 +206,13 @@ class Comparison:
         return methods[method]["runs"]  # type: ignore[no-any-return]
 
     def table(self) -> list[dict[str, Any]]:
-        """Returns a dict of scores and costs for each method, None where undefined.
+        """Returns a dict of scores and costs for each method, None where undefined; `print` shows them in columns.
 
         Columns: `method`; `mean` over clients and seeds with its interval `low`, `high`; `worst` client, `p10` and `p90`;
         `gain` over training alone with `gain_low`, `gain_high`; `losers`, the number of clients that lose by joining; the
         corrected `p_reference` and `p_best`; `megabytes` (2^20 bytes) and `seconds` of a run.
         """
-        rows = []
+        rows = RowTable()
         for label, method in self.results["methods"].items():
             statistics = method["statistics"]
             low, high = statistics["interval"] or (None, None)

@@ -174,7 +174,7 @@ class Run:
         return self.federation.best_round(self.history)
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
-        """Returns the "last" or "best" round's metrics as dicts, by client id, then the means.
+        """Returns the "last" or "best" round's metrics as dicts, by client id, then the means; `print` shows columns.
 
         Columns: `client`, the metrics (the first decides), `loss`, `num_examples` (for training), `val_...` and
         `global_...` if there are such sets, and other networks that the method evaluates (`trained_...` of pFedLA,

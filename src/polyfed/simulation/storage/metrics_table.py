@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from polyfed.core.io.text.row_table import RowTable
+
 
 def build_metrics_table(
     record: Mapping[str, Any], client_ids: Iterable[str], num_examples: Mapping[str, int], metric_names: Sequence[str]
@@ -45,9 +47,8 @@ def build_metrics_table(
     total = sum(counts) / len(rows) if rows and len(counts) == len(rows) else None
     sizes = {} if sample is None else {"evaluated": sample["clients"], "of": sample["of"]}
     rows.append({"client": "mean", **means, "num_examples": total, **sizes})
-    if "simulated_seconds" in record:
-        rows = [{**row, "simulated_seconds": record["simulated_seconds"]} for row in rows]
-    return rows
+    time = {"simulated_seconds": record["simulated_seconds"]} if "simulated_seconds" in record else {}
+    return RowTable({**row, **time} for row in rows)
 
 
 def find_metric_names(records: Sequence[Mapping[str, Any]], first: str | None = None) -> list[str]:
