@@ -1,4 +1,4 @@
-"""Rules for names (CONTRIBUTING.md, "Names"): a name says what a thing does or holds."""
+"""Rules for names (CONTRIBUTING.md, "Style"): a name says what a thing does or holds."""
 
 import ast
 import re

@@ -85,7 +85,7 @@ class ClientTables:
             check_model_per_client(model, names)
         networks: list[Any] = [*model.values()] if isinstance(model, Mapping) else [model]
         for network in networks:
-            if isinstance(network, str):  # networks have names in a room above this one
+            if isinstance(network, str):  # networks have names in a package above this one
                 spec = f"pf.models.ModelSpec({network!r}, {{}}, {tuple(self.dataset.input_shape)}, {self.num_outputs})"
                 raise UserError(
                     f"model must be a function that builds a network, got the name {network!r}; write {spec}"

@@ -1,7 +1,7 @@
 """Keeps graphs of networks on disk if extracting them took long, so that a machine extracts each of them once.
 
 A file's name is a hash of all that the graph depends on: the network's architecture, the source files of its classes, the
-form of its inputs, and the versions of torch and of this room of polyfed. A file that is damaged, or does not fit the
+form of its inputs, and the versions of torch and of this package of polyfed. A file that is damaged, or does not fit the
 network, is ignored and written again.
 """
 

@@ -10,7 +10,7 @@ LOADED_TASK_CLASSES: WeakValueDictionary[str, type[Any]] = WeakValueDictionary()
 
 
 def registered_task_classes() -> Mapping[str, type[Any]]:
-    """Returns the tasks of polyfed by name. Their room is above this one, and is imported at the first use only."""
+    """Returns the tasks of polyfed by name. Their package is above this one, and is imported at the first use only."""
     registry: Mapping[str, type[Any]] = import_module("polyfed.tasks").REGISTRY
     return registry
 

@@ -1,4 +1,4 @@
-"""Reaches the room that writes HTML pages, which imports this one: in this place alone, by name and late."""
+"""Reaches the package that writes HTML pages, which imports this one: in this place alone, by name and late."""
 
 from collections.abc import Sequence
 from importlib import import_module
