@@ -1,12 +1,12 @@
 """A run and a comparison are read from their directories without clients."""
 
 import copy
-import dataclasses
 import json
 import pickle
 import re
 import shutil
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.cli.main import main
 from polyfed.comparison.storage.comparison_directory import Comparison
+from polyfed.core.io.trusted_code import restore_trusted_names_afterwards
 from polyfed.simulation.results.saved_run import SavedRun
 from polyfed.simulation.storage.directory import read_manifest
 from polyfed.simulation.storage.run_files import RunFiles
@@ -42,7 +43,7 @@ def test_a_run_is_read_without_its_clients(run):
 
 def test_a_network_in_python_is_built_by_the_callers_function(run):
     saved = pf.load(run.out)
-    with pytest.raises(pf.UserError, match=r"function in Python.*give it: model=MyNetwork"):
+    with pytest.raises(pf.UserError, match=r"function in Python.*give it: model=MyNetwork, or"):
         saved.model("client-0")
     x = torch.arange(12.0).view(2, 6)
     assert torch.equal(saved.predict("client-0", x, model=SmallNet), run.predict("client-0", x))
@@ -52,6 +53,22 @@ def test_a_network_in_python_is_built_by_the_callers_function(run):
         saved.predict("client-0", x, build=SmallNet, model=SmallNet)
     with pytest.raises(pf.UserError, match="no network of a client 'client-9'"):
         saved.model("client-9")
+
+
+def test_a_network_of_a_module_is_imported_if_its_code_is_trusted(run, tmp_path):
+    saved, x, path = pf.load(run.out), torch.arange(12.0).view(2, 6), "polyfed.testing.small_clients:SmallNet"
+    with pytest.raises(pf.UserError, match=rf"or import it: polyfed\.trust_code\('{path}'\), if you trust that code"):
+        saved.predict("client-0", x)
+    with pytest.raises(pf.UserError, match="were made in Python, and only that can build them"):
+        pf.export_model(run.out, "client-0", tmp_path / "a", format="weights")
+    with restore_trusted_names_afterwards():
+        pf.trust_code(path)
+        assert torch.equal(saved.predict("client-0", x), run.predict("client-0", x))
+        pf.export_model(run.out, "client-0", tmp_path / "a", format="weights")
+    clients = [replace(client, model=lambda: SmallNet()) for client in small_clients()]
+    local = pf.federate(clients, "local", rounds=1, workers=0, progress=False, out=tmp_path / "b")
+    with pytest.raises(pf.UserError, match=r"give it: model=MyNetwork$"):
+        pf.load(local.out).model("client-0")
 
 
 def test_a_saved_run_is_exported_like_its_directory(run, tmp_path):
@@ -96,7 +113,7 @@ def test_a_run_in_memory_is_saved_as_one_with_a_directory(tmp_path, method, opti
     with pytest.raises(pf.UserError, match="is not empty"):
         run.save(tmp_path / "second")
     with pytest.raises(pf.UserError, match=r"is in .*second already; copy that folder, or load it"):
-        dataclasses.replace(run, out=tmp_path / "second").save(tmp_path / "third")
+        replace(run, out=tmp_path / "second").save(tmp_path / "third")
 
 
 def test_classes_and_probabilities_are_those_of_the_command(tmp_path):
@@ -163,7 +180,7 @@ def test_several_runs_are_put_on_one_page(run, tmp_path):
     assert "local" in text
     assert pf.write_report(pf.load(run.out)) == run.out / "report.html"
     with pytest.raises(pf.UserError, match=r"write a run with run.save"):
-        pf.write_report([run, dataclasses.replace(run, out=None)])
+        pf.write_report([run, replace(run, out=None)])
     with pytest.raises(pf.UserError, match="does not exist"):
         pf.write_report(tmp_path / "nothing")
 

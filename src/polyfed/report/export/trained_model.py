@@ -35,6 +35,7 @@ from polyfed.simulation.storage.model_signature import (
     BuiltInNetwork,
     Signature,
     build_model_signature,
+    find_factory_of_signature,
     read_signature,
     spec_from_signature,
 )
@@ -172,7 +173,14 @@ def read_trained_model(folder: Path, client: str | None, network: Architecture |
     description = None
     if isinstance(algorithm, BringsNetwork) and not algorithm.requires & MODEL_REQUIREMENTS:  # type: ignore[attr-defined]
         description = read_architecture_description(path.with_suffix(".json"))
-    module = build_trained_network(signature["network"], weights, folder, network, algorithm, description)
+    module = build_trained_network(
+        signature["network"],
+        weights,
+        folder,
+        network or (find_factory_of_signature(signature) if signature["network"] is None else None),
+        algorithm,
+        description,
+    )
     metrics, settings = resolve_metrics(None, signature["task"]), build_settings(config) if config else None
     if settings is not None:
         try:

@@ -28,7 +28,7 @@ from polyfed.models import ModelSpec
 from polyfed.simulation.storage.configuration import build_method, read_section
 from polyfed.simulation.storage.directory import read_config, read_manifest
 from polyfed.simulation.storage.integrity import check_model_unchanged
-from polyfed.simulation.storage.model_signature import PREPROCESSING_SUFFIX, read_signature, spec_from_signature
+from polyfed.simulation.storage.model_signature import PREPROCESSING_SUFFIX, find_factory_of_signature, read_signature
 from polyfed.simulation.storage.model_signature import SIGNATURE_SUFFIX as SIGNATURE
 from polyfed.simulation.storage.paths import safe_file_name
 
@@ -137,11 +137,11 @@ def load_saved_model(folder: str | Path, client: str | None = None) -> SavedMode
             ) from error
         return SavedModel(_fill_for_evaluation(network, weights, folder), prepared, owner)
     signature_path = models / f"{name}{SIGNATURE}"
-    spec = read_signature(signature_path)["network"] if signature_path.is_file() else None
-    if spec is not None:
+    factory = find_factory_of_signature(read_signature(signature_path)) if signature_path.is_file() else None
+    if factory is not None:
         return SavedModel(
             _fill_for_evaluation(
-                wrap_network_if_method_wraps(method, build_module(spec_from_signature(spec), seed=0), weights),
+                wrap_network_if_method_wraps(method, build_module(factory, seed=0), weights),
                 weights,
                 folder,
             ),

@@ -34,8 +34,8 @@ from polyfed.simulation.storage.model_signature import (
     PREPROCESSING_SUFFIX,
     SIGNATURE_SUFFIX,
     Signature,
+    find_factory_of_signature,
     read_signature,
-    spec_from_signature,
 )
 from polyfed.simulation.storage.page_file import write_page_of
 from polyfed.simulation.storage.paths import safe_file_name
@@ -120,7 +120,7 @@ class SavedRun:
         Args:
             client: its id.
             model: builds the client's network, as `Client.model`, for one that a function in Python built: its code is not
-                in the directory.
+                in the directory. One of a module is imported if `polyfed.trust_code` allows it.
 
         Raises:
             UserError: there is no such network, or `model` is missing or builds another network.
@@ -131,13 +131,14 @@ class SavedRun:
             if isinstance(method, BringsNetwork) and not method.requires & MODEL_REQUIREMENTS:
                 description = parse_json(read_file(stem.with_name(f"{stem.name}.json")))
                 return fill_module(method.build_from_description(description), weights).eval()
-            stored = self._signature(client)["network"]
-            if model is None and stored is None:
+            signature = self._signature(client)
+            if (factory := model or find_factory_of_signature(signature)) is None:
+                path = signature.get("factory")
+                trust = "" if path is None else f", or import it: polyfed.trust_code({path!r}), if you trust that code"
                 raise UserError(
                     f"the network of {client!r} was built by a function in Python, which is not in {self.out}; give it: "
-                    "model=MyNetwork"
+                    f"model=MyNetwork{trust}"
                 )
-            factory = model or spec_from_signature(stored)  # type: ignore[arg-type]
             network = wrap_network_if_method_wraps(method, build_module(factory, seed=0), weights)
             return fill_module(network, weights).eval()
         except UserError:

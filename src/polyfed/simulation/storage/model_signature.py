@@ -5,8 +5,10 @@ The file holds shapes, counts and constants of the preprocessing, and no example
 """
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -14,10 +16,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from polyfed.core.algorithm import Client
+from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform
 from polyfed.core.io.atomic_files import read_file, write_file_atomically
+from polyfed.core.io.trusted_code import import_trusted_callable, is_code_trusted
 from polyfed.core.io.values.number_checks import is_whole_number
 from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.core.state_dict import StateDict
@@ -72,6 +75,7 @@ class Signature(TypedDict):
         transform: name of the owner's own function, whose result the inputs describe; "part: function" for a part of
             them.
         network: None for a network that a function in Python builds.
+        factory: that function as `module:name`, if it can be imported.
         examples: split -> number of examples.
     """
 
@@ -81,6 +85,7 @@ class Signature(TypedDict):
     tree: Any
     transform: str | None
     network: BuiltInNetwork | None
+    factory: NotRequired[str]
     examples: dict[str, int]
 
 
@@ -120,10 +125,13 @@ def build_model_signature(client: Client) -> Signature:
         inputs[input_names.index("")]["name"] = name
     sets = {"train": train, "val": client.val, "test": client.test, "global_test": client.global_test}
     counts = {name: len(part) for name, part in sets.items() if isinstance(part, Examples)}
-    return {
+    signature: Signature = {
         "client": client.id, "task": client.task.spec, "inputs": inputs, "tree": tree, "transform": transform_name,
         "network": _describe_network(client.model), "examples": counts,
     }  # fmt: skip
+    if (import_path := _find_import_path(client.model)) is not None:
+        signature["factory"] = import_path
+    return signature
 
 
 def _qualified_name(function: Any) -> str:
@@ -173,6 +181,28 @@ def _describe_network(model: Any) -> BuiltInNetwork | None:
         "name": model.name, "arguments": arguments, "input_shape": list(model.input_shape),
         "num_classes": model.num_classes,
     }  # fmt: skip
+
+
+def _find_import_path(model: Any) -> str | None:
+    """Returns `module:name` of a function or class that can be imported by it; None for others, as of a notebook."""
+    module, name = getattr(model, "__module__", None), getattr(model, "__qualname__", "")
+    try:
+        is_importable = module != "__main__" and attrgetter(name)(sys.modules[str(module)]) is model
+    except (AttributeError, KeyError):
+        return None
+    return f"{module}:{name}" if is_importable else None
+
+
+def find_factory_of_signature(signature: Signature) -> Architecture | None:
+    """Returns what builds the network of a signature; None for a function in Python, unless this process trusts it.
+
+    Raises:
+        UserError: the function is trusted, and cannot be imported.
+    """
+    if signature["network"] is not None:
+        return spec_from_signature(signature["network"])
+    import_path = signature.get("factory")
+    return import_trusted_callable(import_path) if import_path and is_code_trusted(import_path) else None
 
 
 def spec_from_signature(network: BuiltInNetwork) -> ModelSpec:
