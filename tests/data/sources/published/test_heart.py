@@ -84,3 +84,13 @@ def test_the_column_of_sites_is_the_default(tmp_path, capsys):
         ]
     )
     assert "client-002" in capsys.readouterr().out
+
+
+def test_numbers_that_stand_for_no_value_can_be_emptied_as_the_look_at_the_data_advises(monkeypatch, tmp_path):
+    sites = pf.data.heart(missing="chol=0")
+    kinds = {(finding.kind, finding.column) for finding in pf.look(sites).findings}
+    assert ("code", "chol") not in kinds
+    assert ("code", "chol") in {(finding.kind, finding.column) for finding in pf.look(pf.data.heart()).findings}
+    assert Heart().load().train.y.equal(Heart(missing="chol=0").load().train.y)
+    monkeypatch.chdir(tmp_path)
+    assert main(["look", "heart", "--data.missing", "chol=0"]) == 0

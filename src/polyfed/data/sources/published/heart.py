@@ -39,7 +39,7 @@ class Heart(Source):
         columns: features; none takes all 13.
         drop: columns that are not features.
         categorical: columns of numbers that are codes.
-        preprocess, subgroups: see the source `table`.
+        missing, preprocess, subgroups: see the source `table`; chol=0 is for the cholesterol of Switzerland.
 
     >>> pool = Heart().load()
     >>> len(pool.train), pool.class_names, sorted(set(pool.columns["hospital"].tolist()))
@@ -52,6 +52,7 @@ class Heart(Source):
     columns: list[str] | str = ""
     drop: list[str] | str = ""
     categorical: list[str] | str = "cp,restecg,thal"
+    missing: list[str] | str = ""
     preprocess: Scope = "site"
     subgroups: list[str] | str = ""
 
@@ -61,7 +62,8 @@ class Heart(Source):
     def load(self) -> PooledDataset:
         """Reads the patients of all four hospitals as one data set."""
         options = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        pool = TableFile(target=self.target, **options).build_dataset(read_heart_table(), warn=False)
+        reader = TableFile(target=self.target, **options)
+        pool = reader.build_dataset(reader.read(read_heart_table()), warn=False)
         if self.positive != POSITIVE or pool.preprocessor is None:
             return pool
         return replace(pool, class_names=_CLASSES, preprocessor=replace(pool.preprocessor, classes=_CLASSES))
@@ -98,7 +100,7 @@ def heart(
     Args:
         test_fraction, val_fraction, public_fraction: see `polyfed.data.Split`.
         seed: of the random division.
-        options: positive, columns, drop, categorical, preprocess, subgroups: see `Heart`.
+        options: positive, columns, drop, categorical, missing, preprocess, subgroups: see `Heart`.
 
     Raises:
         UserError: an unknown option, or one of a wrong type.
