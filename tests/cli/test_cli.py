@@ -143,7 +143,7 @@ def test_a_mixture_of_networks(polyfed, here):
     models = printed_config(polyfed, "--model", "mlp,cnn_small", "--algorithm", "local")["model"]
     assert [model["name"] for model in models] == ["mlp", "cnn_small"]
     out, _ = polyfed("run", *SMALL, "--model", "mlp,cnn_small", "--algorithm", "local", "--out", "mixed")
-    assert "local: 0.0 MB down, 0.0 MB up in 2 rounds" in out
+    assert "local: 0 kB down, 0 kB up in 2 rounds" in out
     (here / "mixed.yaml").write_text("model: [mlp, {name: mlp, hidden: [3]}]\nalgorithm: local\n")
     assert [model["hidden"] for model in printed_config(polyfed, "mixed.yaml")["model"]] == [[64], [3]]
     assert printed_config(polyfed, "mixed.yaml", "--model", "mlp")["model"] == {"name": "mlp", "hidden": [64]}

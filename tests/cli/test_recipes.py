@@ -371,4 +371,4 @@ def test_a_smoke_run_with_all_baselines(polyfed, here, name):
         config = read_config(variant)
         assert len(read_metrics(here / variant / "metrics.jsonl")) == config["rounds"]
         methods = {config["algorithm"]["name"], *(b if isinstance(b, str) else b["name"] for b in config["baselines"])}
-        assert {line.split(":")[0] for line in out.splitlines() if " MB down, " in line} == methods
+        assert {line.split(":")[0] for line in out.splitlines() if "B down, " in line} == methods

@@ -57,13 +57,30 @@ def test_if_all_methods_diverge_the_first_is_told_and_the_directory_says_why(tmp
 def test_a_comparison_shows_answers_a_table_its_files_and_what_to_do(folders, capsys):
     assert main(["show", str(folders / "comparison")]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("fedprox", "comparison.json", "go on: polyfed report", "finished", " accuracy in % "):
+    for part in (
+        "fedprox",
+        "comparison.json",
+        "go on: polyfed report",
+        "finished: 4 of 4 runs are done",
+        "training alone",
+        " accuracy in % ",
+    ):
         assert part in text
 
 
 def test_an_unfinished_run_says_how_to_go_on(folders, capsys):
     assert main(["show", str(folders / "begun-run")]) == 0
     assert f"go on: polyfed resume {folders / 'begun-run'}" in capsys.readouterr().out.replace("\n", "")
+    assert main(["show", str(folders / "begun-comparison")]) == 0
+    assert "not finished: 0 of 4 runs are done" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_finished_directory_does_not_advise_to_resume_it(folders, capsys):
+    words = ["run", "--data", "blobs", "--out"]
+    assert main([*words, str(folders / "run")]) == 2
+    assert f"run is finished: polyfed show {folders / 'run'}, or choose another --out" in capsys.readouterr().err
+    assert main([*words, str(folders / "begun-run")]) == 2
+    assert "is not empty; continue it with" in capsys.readouterr().err
 
 
 def test_a_run_without_a_manifest_says_so_and_shows_columns_that_fit(folders, capsys, tmp_path):

@@ -270,7 +270,7 @@ def check_run(polyfed, name, variant, *words):
     config = read_config(folder)
     method = config["algorithm"]["name"]
     baselines = [entry if isinstance(entry, str) else entry["name"] for entry in config["baselines"]]
-    assert {line.split(":")[0] for line in out.splitlines() if " MB down, " in line} == {method, *baselines}
+    assert {line.split(":")[0] for line in out.splitlines() if "B down, " in line} == {method, *baselines}
     for path in (folder, *(f"{folder}/baselines/{baseline}" for baseline in baselines)):
         history = read_metrics(polyfed.here / path / "metrics.jsonl")
         assert len(history) == config["rounds"]

@@ -42,12 +42,17 @@ def find_first_difference(before: Any, after: Any, place: str = "") -> str | Non
 
     >>> find_first_difference({"metrics": [{"name": "auc", "unit": ""}]}, {"metrics": [{"name": "dice", "unit": ""}]})
     'metrics was auc and is now dice'
+    >>> find_first_difference({"metrics": ["auc", "f1", "mcc"]}, {"metrics": ["auc", "mcc", "f1"]})
+    >>> find_first_difference({"metrics": ["auc", "f1"]}, {"metrics": ["f1", "auc"]})
+    "metrics was ['auc', 'f1'] and is now ['f1', 'auc'] (the first decides)"
     """
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in (*before, *(key for key in after if key not in before)):
             inner = f"{place}.{key}" if place else str(key)
             if key not in after or key not in before:
                 return f"{inner} is {'new' if key in after else 'gone'}"
+            if key == "metrics" and _decide_alike(before[key], after[key]):
+                continue
             if difference := find_first_difference(before[key], after[key], inner):
                 return difference
         return None
@@ -56,7 +61,15 @@ def find_first_difference(before: Any, after: Any, place: str = "") -> str | Non
     texts = _join_names(before), _join_names(after)
     if None in texts or texts[0] == texts[1]:
         texts = repr(before), repr(after)
-    return f"{place} was {texts[0]} and is now {texts[1]}"
+    decides = " (the first decides)" if place.endswith("metrics") and len(before or ()) > 1 else ""
+    return f"{place} was {texts[0]} and is now {texts[1]}{decides}"
+
+
+def _decide_alike(before: Any, after: Any) -> bool:
+    """Returns whether two lists have the same metrics, and first the same one, which decides."""
+    if not (isinstance(before, list | tuple) and isinstance(after, list | tuple)):
+        return False
+    return before[:1] == after[:1] and sorted(map(str, before)) == sorted(map(str, after))
 
 
 def _join_names(entries: Any) -> str | None:

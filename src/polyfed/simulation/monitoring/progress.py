@@ -10,7 +10,7 @@ from typing import Any, TextIO, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import default_metric_names, metric_by_name
-from polyfed.core.io.text.number_format import format_number, format_time_left
+from polyfed.core.io.text.number_format import format_bytes, format_number, format_time_left
 from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 from polyfed.simulation.monitoring.update_directions import update_bound_sentences
 from polyfed.simulation.monitoring.update_norms import norms_by_client
@@ -76,14 +76,14 @@ def _format_mean(mean: float, score: str) -> str:
     return format_number(mean, unit)
 
 
-def _format_megabytes(record: Mapping[str, Any]) -> str:
-    """Formats the bytes sent and received so far in MB (2^20 bytes)."""
-    return f"{(record['bytes_down_total'] + record['bytes_up_total']) / 2**20:.1f} MB"
+def _format_traffic(record: Mapping[str, Any]) -> str:
+    """Formats the bytes sent and received so far."""
+    return format_bytes(record["bytes_down_total"] + record["bytes_up_total"])
 
 
 def describe_score_and_traffic(record: Mapping[str, Any], separator: str = ", ") -> str:
     """Returns a round's mean score over clients, if it has one, and the traffic so far, as text."""
-    return separator.join(part for part in (_mean_score(record), _format_megabytes(record)) if part)
+    return separator.join(part for part in (_mean_score(record), _format_traffic(record)) if part)
 
 
 @final
@@ -159,7 +159,7 @@ class LineProgress(Progress):
             parts.append(f"train loss {record['train_loss']:.3f}")
         parts += [
             _mean_score(record),
-            _format_megabytes(record),
+            _format_traffic(record),
             f"{record['seconds']:.2f} s",
             format_time_left(seconds_left),
         ]

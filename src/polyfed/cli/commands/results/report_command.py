@@ -11,7 +11,7 @@ from rich.measure import Measurement
 
 from polyfed.cli.commands.compare.answer_lines import print_answers
 from polyfed.cli.commands.terminal import PlainTable, print_line
-from polyfed.core.io.text.number_format import count_with_noun, format_number
+from polyfed.core.io.text.number_format import count_with_noun, format_bytes, format_number
 from polyfed.core.io.text.site_words import client_heading
 from polyfed.report.data.run_groups import MethodRuns, RunGroup, read_run_groups
 from polyfed.report.data.run_records import RunRecord
@@ -83,7 +83,7 @@ def _methods_table(run_group: RunGroup) -> PlainTable:
         "round",
         "mean",
         f"worst {word}",
-        "MB a run" if several_seeds else "MB",
+        "traffic a run" if several_seeds else "traffic",
     ):
         table.add_column(column, justify="right")
     for method in run_group.methods:
@@ -99,7 +99,7 @@ def _methods_table(run_group: RunGroup) -> PlainTable:
             "–".join(map(str, dict.fromkeys((rounds[0], rounds[-1])))),
             format_number(run_group.mean_score(method), unit),
             "–" if worst is None else f"{format_number(defined_scores[worst], unit)} ({worst})",
-            f"{fmean(run.cost_until_scored_round[0] for run in method.runs):.1f}",
+            format_bytes(2**20 * fmean(run.cost_until_scored_round[0] for run in method.runs)),
         )
     return table
 

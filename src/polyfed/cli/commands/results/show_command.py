@@ -11,6 +11,7 @@ from polyfed.cli.commands.compare.answer_lines import print_answers
 from polyfed.cli.commands.terminal import PlainTable, print_json, print_line
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_comparison, read_description
 from polyfed.core.errors import UserError
+from polyfed.core.io.text.number_format import format_bytes
 from polyfed.core.io.text.site_words import client_heading
 from polyfed.simulation.storage.directory import BASELINES, check_directory_exists
 from polyfed.simulation.storage.run_files import RunFiles
@@ -45,7 +46,8 @@ class ShownDirectory(TypedDict, total=False):
     score: dict[str, Any] | None
     """The name of the metric that decides, and its mean over clients."""
     runs: list[dict[str, Any]]
-    """Holds `path`, `rounds_done` and `finished` of each run of a comparison."""
+    """Holds `path`, `rounds_done` and `finished` of each run of a comparison that was begun."""
+    planned_runs: int
     answers: list[dict[str, Any]]
     """Holds the answer for each client of a finished comparison, as in `comparison.json`."""
     sentences: list[str]
@@ -130,6 +132,7 @@ def _describe_comparison(folder: Path) -> ShownDirectory:
         "methods": [str(label) for label in description.get("methods") or {}], "table": [],
         "score_label": "", "score_unit": "",
         "files": _find_paths(folder, (DESCRIPTION, RESULTS, "report.html")), "next": [], "warnings": [], "runs": runs,
+        "planned_runs": len(description.get("methods") or {}) * len(description.get("seeds") or ()),
     }  # fmt: skip
     if failed := description.get("failed"):
         content["failed"] = failed
@@ -163,9 +166,8 @@ def _state_sentence(content: ShownDirectory) -> str:
         rounds = f"{content['rounds_done']} of {content['rounds']} rounds"
         return f"run of {', '.join(content['methods'])}, {state}: {rounds}{sample}"
     done = sum(run["finished"] for run in content["runs"])
-    return (
-        f"comparison of {', '.join(content['methods'])}, {state}: {done} of {len(content['runs'])} runs begun are done"
-    )
+    planned_runs = max(len(content["runs"]), 0 if content["finished"] else content["planned_runs"])
+    return f"comparison of {', '.join(content['methods'])}, {state}: {done} of {planned_runs} runs are done"
 
 
 def _build_table(content: ShownDirectory) -> PlainTable:
@@ -192,8 +194,8 @@ def _build_table(content: ShownDirectory) -> PlainTable:
             {
                 "method": row["method"], "mean": _format_value(row["mean"], unit),
                 "95 % interval": f"{_format_value(row['low'], unit)} to {_format_value(row['high'], unit)}",
-                f"worst {word}": _format_value(row["worst"], unit), "gain": _format_value(row["gain"], unit),
-                "MB": _format_value(row["megabytes"]),
+                f"worst {word}": _format_value(row["worst"], unit), "over training alone": _format_value(row["gain"], unit),
+                "traffic": "–" if row["megabytes"] is None else format_bytes(2**20 * row["megabytes"]),
             }
             for row in rows
         ]  # fmt: skip

@@ -21,6 +21,7 @@ from polyfed.core.errors import ClientError, RoundError, UserError, collect_data
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.io.atomic_files import create_private_folder_if_missing
+from polyfed.core.io.text.number_format import format_bytes
 from polyfed.core.io.text.site_words import client_heading
 from polyfed.core.methods.capabilities import describe_evaluated_network
 from polyfed.simulation.checks.requirements import check_clients, check_networks_run, warn_of_single_client
@@ -322,13 +323,13 @@ def _table_by_client(
 def _print_traffic(runs: Mapping[str, Run], experiment_data: Participants, console: Console) -> None:
     for name, run in runs.items():
         record = run.history[-1]
-        megabytes_down, megabytes_up = (record[f"bytes_{way}_total"] / 2**20 for way in ("down", "up"))
-        traffic_text = f"{name}: {megabytes_down:.1f} MB down, {megabytes_up:.1f} MB up in {len(run.history)} rounds"
+        down, up = (format_bytes(record[f"bytes_{way}_total"]) for way in ("down", "up"))
+        traffic_text = f"{name}: {down} down, {up} up in {len(run.history)} rounds"
         print_line(console, f"{traffic_text}{_seconds_text(run)}")
         if network_text := describe_evaluated_network(run.federation.algorithm):
             print_line(console, f"{name}: scores are of {network_text}")
     if cost := experiment_data.preparation:
-        traffic_text = f"{cost['bytes_up'] / 1024:.1f} kB up, {cost['bytes_down'] / 1024:.1f} kB down"
+        traffic_text = f"{format_bytes(cost['bytes_up'])} up, {format_bytes(cost['bytes_down'])} down"
         print_line(console, f"preprocessing from sums over all clients: {traffic_text} in {cost['rounds']} rounds")
 
 

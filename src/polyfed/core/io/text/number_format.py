@@ -44,6 +44,15 @@ def format_three_significant_digits(value: float) -> str:
     return f"{value:,.0f}".replace(",", " ") if value >= 100 else f"{value:.3g}"
 
 
+def format_bytes(count: float) -> str:
+    """Returns a number of bytes as text, in MB (2^20 bytes), or below 0.1 MB in kB.
+
+    >>> format_bytes(3_400_000), format_bytes(27_000), format_bytes(0)
+    ('3.2 MB', '26 kB', '0 kB')
+    """
+    return f"{count / 2**20:.1f} MB" if count >= 0.1 * 2**20 else f"{count / 2**10:.0f} kB"
+
+
 def format_count(value: float) -> str:
     """Returns a count as text: whole numbers without decimals, and other numbers (means of counts) with one decimal.
 
