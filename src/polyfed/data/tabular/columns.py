@@ -39,6 +39,8 @@ from polyfed.tasks import infer_table_task
 _MOST_SUBGROUP_VALUES = 10  # different values of a column of numbers that is kept for scores of subgroups
 _PRECISE = 1e-5  # of a column's standard deviation: with a larger rounding error it is kept as float64
 _PRECISE_TARGET = 1e-3  # likewise of a target, which is float32
+_MOST_SHOWN_VALUES = 5  # values of a column of texts that an error may name
+_LEAST_ROWS_OF_SHOWN_VALUE = 5
 LARGEST_EXACT = 2.0**53
 """Sets up to which number a floating-point number tells neighbouring whole numbers apart."""
 
@@ -221,7 +223,8 @@ def read_targets(
             continue
         if roles and name == names[-1] and not is_numeric_column(table, name):
             raise UserError(
-                f"{roles[-1]} {name!r} holds texts; say which value is the {roles[-1]} (positive=..., --data.positive)"
+                f"{roles[-1]} {name!r} holds texts{_list_frequent_values(column_as_texts(table, name))}; say which value is "
+                f"the {roles[-1]} (positive=..., --data.positive)"
             )
         if not is_numeric_column(table, name):
             raise UserError(
@@ -237,6 +240,13 @@ def read_targets(
             )
         columns.append(column)
     return torch.from_numpy(np.stack(columns, axis=1).astype(np.float32)), tuple(names), resolved_task
+
+
+def _list_frequent_values(column: NDArray[Any]) -> str:
+    """Returns the values of a column in brackets if they are few and frequent, and so no data of a single row; else ""."""
+    values, counts = np.unique(column.astype(str), return_counts=True)
+    is_private = len(values) > _MOST_SHOWN_VALUES or counts.min() < _LEAST_ROWS_OF_SHOWN_VALUE
+    return "" if is_private else f" ({', '.join(map(repr, values.tolist()))})"
 
 
 def _equals_positive(column: NDArray[Any], name: str, positive: str) -> NDArray[np.float64]:
