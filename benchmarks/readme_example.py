@@ -43,10 +43,9 @@ def measure_dealing(seed):
         subprocess.run([sys.executable, "-W", "error", "example.py"], cwd=name, check=True, stdout=subprocess.DEVNULL)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         found = read_comparison(Path(name))
-    low, high = found["mean_interval"]
     return {
-        "interval": [low, high],
-        "answer": "join" if low > 0 else "stay" if high < 0 else "undecided",
+        "interval": found["mean_interval"],
+        "answer": found["mean_answer"],
         "sites": {site: answer["answer"] for site, answer in found["answers"].items()},
         "means": found["means"],
         "seconds": time.monotonic() - began,

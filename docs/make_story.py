@@ -94,7 +94,8 @@ def read_comparison(folder: Path) -> dict:
         answer["client"]: {key: answer[key] for key in ("answer", "gain", "interval")} for answer in found["answers"]
     }
     means = {name: method["statistics"]["mean"] for name, method in found["methods"].items()}
-    return {"answers": answers, "means": means, "mean_interval": found["mean_answer"]["interval"]}
+    mean = found["mean_answer"]
+    return {"answers": answers, "means": means, "mean_answer": mean["answer"], "mean_interval": mean["interval"]}
 
 
 def run_tutorial(folder: Path) -> list[str]:
