@@ -104,3 +104,17 @@ def test_details_have_what_the_overview_leaves_out():
     assert "discloses architecture, weights" in printed("algorithms")
     assert "what the scales reduce against the paper" in printed("recipes", width=200)
     assert "what the scales reduce" not in printed()
+
+
+def test_the_card_of_a_method_has_its_paper_needs_and_fields():
+    for words in (["fedprox"], ["algorithms", "fedprox"]):
+        text = " ".join(printed(*words, width=100).split())
+        assert text.startswith(f"fedprox: {REGISTRY['fedprox'].card.summary} ({REGISTRY['fedprox'].card.paper})")
+        assert "discloses weights" in text
+        assert "mu 0.01 μ ≥ 0" in text
+        assert "local training: local_epochs 1, " in text
+    assert [entry["name"] for entry in describe_choices(["fedprox"])["algorithms"]] == ["fedprox"]
+    with pytest.raises(UserError, match="cannot list 'fedprx'; did you mean fedprox"):
+        printed("fedprx")
+    for name in REGISTRY:
+        assert printed(name).startswith(f"{name}: ")

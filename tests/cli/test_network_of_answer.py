@@ -17,8 +17,8 @@ def test_export_names_the_run_of_the_answer_and_how_to_train_on_all_rows(tmp_pat
     (tmp_path / "my table.csv").write_text("lab,hospital,state,note\n" + "".join(rows))
     words = ["my table.csv", "--data.target", "state", "--data.site", "hospital", "--data.drop", "note"]
     words += ["--algorithms", "fedprox", "--algorithm", "fedprox", "--algorithm.mu", "0.5", "--folds", "2"]
-    assert main(["compare", *words, "--rounds", "2", "--tune", "none", "--no-references", "--quiet", "--out", "c"]) == 0
-    capsys.readouterr()
+    assert main(["compare", *words, "--rounds", "2", "--tune", "none", "--no-references", "--out", "c"]) == 0
+    assert "added: fedavg, fedavg_ft, local\n" in capsys.readouterr().err
     assert main(["export", "c", "--client", "n", "--out", "net"]) == 2
     text = capsys.readouterr().err
     assert "c is a comparison; the answer for n is of " in text

@@ -72,3 +72,19 @@ def test_what_is_refused(polyfed):
     assert (status, "nothing does not exist" in err) == (2, True)
     assert polyfed("report")[0] == 2
     assert polyfed("report", "--help")[0] == 0
+
+
+def test_quiet_prints_the_path_alone_and_no_command_replaces_a_file(polyfed):
+    words = ["--data", "digits", "--algorithm", "local", *TINY, "--out", "a"]
+    assert polyfed("run", *words)[0] == 0
+    status, out, _ = polyfed("report", "a", "-q", "--out", "page.html")
+    assert (status, out) == (0, "Everything on one page: page.html\n")
+    before = (polyfed.here / "page.html").read_bytes()
+    for command in (["report", "a"], ["look", "digits", "--data.clients", "2"]):
+        status, _, err = polyfed(*command, "--out", "page.html")
+        assert (status, err) == (2, "polyfed: page.html exists; choose another --out\n")
+    assert (polyfed.here / "page.html").read_bytes() == before
+    assert polyfed("report", "a", "-q")[0] == 0
+    assert polyfed("report", "a", "-q")[0] == 0, "the page in the directory itself is made again"
+    assert polyfed("data", "digits", "--data.clients", "2", "--quiet")[1] == ""
+    assert polyfed("-V")[1] == polyfed("--version")[1]

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(format_overview(), end="")
         return 0
-    if arguments[0] in ("--version", "version"):
+    if arguments[0] in ("-V", "--version", "version"):
         print(f"polyfed {polyfed.__version__}{_describe_environment() if arguments[0] == 'version' else ''}")
         return 0
     try:

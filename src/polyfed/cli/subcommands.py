@@ -220,7 +220,7 @@ def warmstart(argv: list[str]) -> None:
 def report(argv: list[str]) -> None:
     """Implements `polyfed report`: prints the scores of runs, and writes an HTML page about them."""
     parser = CommandParser(
-        "polyfed report DIR... [--out FILE] [--subgroup COLUMN]... [--images]",
+        "polyfed report DIR... [--out FILE] [--subgroup COLUMN]... [--images] [--quiet]",
         "Prints the last scores of runs, of their baselines and of comparisons (polyfed compare), and what their "
         "methods have learned: operations and cells (fedpnas and its relatives), aggregation weights (pfedla, "
         "heur_pfedla), alignment of representations (fedhenn, fedhenn_homo).",
@@ -237,6 +237,7 @@ def report(argv: list[str]) -> None:
     parser.add_flag(
         "--images", "segmentation: also each client's best, middle and worst test image, which are its data"
     )
+    parser.add_flag("--quiet", "print the path of the page alone")
     parser.print_help_and_exit_if_asked(argv)
     options, directories = parser.parse_declared_options(argv)
     if not directories or any(word.startswith("-") for word in directories):
@@ -255,6 +256,7 @@ def report(argv: list[str]) -> None:
         out=page,
         subgroups=list(dict.fromkeys(column_names)),
         show_images=options.images,
+        quiet=options.quiet,
     )
 
 
@@ -287,8 +289,9 @@ def reproduce(argv: list[str]) -> None:
 def list_choices(argv: list[str]) -> None:
     """Implements `polyfed list`: prints the available methods, data sets, networks and recipes."""
     parser = CommandParser(
-        "polyfed list [algorithms|data|models|recipes]",
-        "Lists what there is to choose from: names, with a line each; with an argument, more about one kind.",
+        "polyfed list [algorithms|data|models|recipes|METHOD...]",
+        "Lists what there is to choose from: names, with a line each; with an argument, more about one kind, or the card of "
+        "a method: its paper, what it needs and discloses, and its fields.",
     )
     parser.add_flag("--json", "print JSON")
     parser.print_help_and_exit_if_asked(argv)

@@ -173,7 +173,7 @@ def expand_optional_path(text: str | None, option: str) -> Path | None:
 
 
 def expand_page_path(text: str | None) -> Path | None:
-    """Converts the text of `--out` to the path of an HTML page; None if the option was not given.
+    """Converts the text of `--out` to the path of a new HTML page; None if the option was not given.
 
     >>> expand_page_path("page.pdf")
     Traceback (most recent call last):
@@ -181,7 +181,15 @@ def expand_page_path(text: str | None) -> Path | None:
     """
     if text is not None and not text.lower().endswith((".html", ".htm")):
         raise UserError(f"--out must be an HTML file (.html), which a browser prints to PDF, got {text!r}")
-    return expand_optional_path(text, "--out")
+    path = expand_optional_path(text, "--out")
+    check_is_new_file(path)
+    return path
+
+
+def check_is_new_file(path: Path | None) -> None:
+    """Raises a `UserError` if a file that `--out` names exists: no command overwrites one."""
+    if path is not None and path.exists():
+        raise UserError(f"{path} exists; choose another --out")
 
 
 def option_name(word: str) -> str:

@@ -4,11 +4,14 @@ import inspect
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
 from textwrap import shorten
 from typing import Any, Required, TypedDict
 
 from rich.console import Console
 
+from polyfed.cli.commands.options.configuration_parser import options_of
 from polyfed.cli.commands.options.recipes import read_recipe, shipped_recipe_files
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES
@@ -34,12 +37,12 @@ class ListedChoices(TypedDict, total=False):
 
 
 def describe_choices(kinds: Sequence[str]) -> ListedChoices:
-    """Returns the choices of the given kinds, or of all.
+    """Returns the choices of the given kinds, or of all; where methods are named, these alone.
 
     Raises:
         UserError: an unknown kind.
     """
-    kinds = _resolve_kinds(kinds)
+    kinds, method_names = _split_kinds_and_methods(kinds)
     choices: ListedChoices = {"format": 1}
     if not kinds or "algorithms" in kinds:
         choices["algorithms"] = [
@@ -49,6 +52,7 @@ def describe_choices(kinds: Sequence[str]) -> ListedChoices:
             }
             for title, methods in _methods_by_family().items()
             for name, method in methods.items()
+            if name in method_names or not method_names
         ]  # fmt: skip
     if not kinds or "data" in kinds:
         choices["data"], choices["partitions"] = _names_and_summaries(SOURCES), _names_and_summaries(PARTITIONS)
@@ -67,16 +71,19 @@ def _names_and_summaries(registry: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"name": name, "summary": first_docstring_sentence(thing)} for name, thing in registry.items()]
 
 
-def _resolve_kinds(kinds: Sequence[str]) -> list[str]:
-    kinds = [_SYNONYMS.get(kind, kind) for kind in kinds]
+def _split_kinds_and_methods(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the kinds among the words, and the methods; raises a `UserError` for another word."""
+    kinds = [_SYNONYMS.get(word, word) for word in words if word not in ALGORITHMS]
+    methods = [word for word in words if word in ALGORITHMS]
     for kind in kinds:
         if kind not in _KINDS:
-            raise UserError(f"cannot list {kind!r}; {did_you_mean(kind, _KINDS)}")
-    return kinds
+            choices = ALGORITHMS if get_close_matches(kind, ALGORITHMS, cutoff=0.8) else _KINDS
+            raise UserError(f"cannot list {kind!r}; {did_you_mean(kind, choices, 'polyfed list algorithms')}")
+    return kinds or (["algorithms"] if methods else []), methods
 
 
 def show_choices(kinds: Sequence[str], console: Console | None = None) -> None:
-    """Prints an overview of all methods, data sets, networks and recipes, or the details of the given kinds.
+    """Prints an overview of all methods, data sets, networks and recipes, the details of kinds, or the cards of methods.
 
     Raises:
         UserError: an unknown kind.
@@ -87,16 +94,36 @@ def show_choices(kinds: Sequence[str], console: Console | None = None) -> None:
         "models": _model_tables,
         "recipes": _recipe_tables,
     }
-    kinds = _resolve_kinds(kinds)
+    kinds, method_names = _split_kinds_and_methods(kinds)
     if console is None:
         console = Console()
         if not console.is_terminal and "COLUMNS" not in os.environ:  # `polyfed list | grep` reads whole lines
             console = Console(width=_LOG_WIDTH)
+    for name in method_names:
+        _print_card(name, console)
+    if method_names:
+        return
     for table in [table for kind in kinds for table in details[kind]()] if kinds else _overview_tables(console.width):
         console.print(table)
     if not kinds:
         more = ", ".join(f"polyfed list {kind}" for kind in details)
         print_line(console, f"More of each: {more}")
+
+
+def _print_card(name: str, console: Console) -> None:
+    """Prints what a method does, its paper, what it needs and discloses, and its fields with their defaults."""
+    method = ALGORITHMS[name]
+    shared = {field.name for base in method.__mro__ if base.__name__ == "LocalTraining" for field in fields(base)}
+    paper = f" ({method.card.paper})" if method.card.paper else ""
+    print_line(console, f"{name}: {method.card.summary}{paper}", style="bold")
+    print_line(console, _needs_and_discloses(method))
+    options = {option.key.partition(".")[2]: option for option in options_of(method, "algorithm")}
+    own = [[key, f"{o.default}", o.help.replace("%%", "%")] for key, o in options.items() if key not in shared]
+    if own:
+        console.print(_build_table("", ("field", "default", ""), own))
+    if trained := [f"{key} {option.default}" for key, option in options.items() if key in shared]:
+        print_line(console, f"local training: {', '.join(trained)}")
+    print_line(console, f"More: polyfed run --algorithm {name} --help", style="cyan")
 
 
 def first_docstring_sentence(thing: Any) -> str:

@@ -78,6 +78,8 @@ def run_compare_command(config: Mapping[str, Any], options: CompareOptions, titl
         "references": not options.no_references,
         "unasked": sorted(labels_added_by_default(methods, requested)),
     }
+    if options.algorithms and description["unasked"] and not options.quiet:
+        print(f"added: {', '.join(description['unasked'])}", file=sys.stderr)
     plan = _plan_default_folds(experiment, options, description, methods, title, out)
     if plan is None:
         folds = build_folds(options.folds, options.fold_repeats)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from shlex import quote
 
-from polyfed.cli.commands.argv import CommandParser, expand_optional_path
+from polyfed.cli.commands.argv import CommandParser, check_is_new_file, expand_optional_path
 from polyfed.cli.commands.options.table_checks import check_prediction
 from polyfed.cli.commands.results.network_of_answer import check_is_run_of_client
 from polyfed.core.errors import UserError
@@ -36,8 +36,7 @@ def predict_file(folder: Path, client: str | None, file: str, out: Path | None) 
     Raises:
         UserError: there is no such model, the file cannot be read, or `out` exists.
     """
-    if out is not None and out.exists():
-        raise UserError(f"{out} exists; choose another --out")
+    check_is_new_file(out)
     check_directory_exists(folder)
     words = f" --client {quote(client)}" if client is not None else ""
     check_is_run_of_client(folder, client, f"polyfed predict {{run}} {quote(file)}{words}")

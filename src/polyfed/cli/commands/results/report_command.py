@@ -31,6 +31,7 @@ def show_report(
     out: Path | None = None,
     subgroups: Sequence[str] = (),
     show_images: bool = False,
+    quiet: bool = False,
 ) -> Path:
     """Prints scores of runs, baselines and comparisons, writes a page, and returns its path.
 
@@ -40,6 +41,7 @@ def show_report(
         out: the page to write; None for `report.html` in the first folder.
         subgroups: columns of the test examples, such as "sex"; the page has scores by their values.
         show_images: puts test images of segmentations on the page, which are the clients' data.
+        quiet: prints the path of the page alone.
 
     Returns:
         The path of the page.
@@ -50,14 +52,15 @@ def show_report(
     """
     console = console or Console()
     groups, notes = read_run_groups(folders)
+    shown_console = Console(quiet=True) if quiet else console
     for run_group in groups:
-        console.print(_methods_table(run_group))
-        console.print(_clients_table(run_group, console))
+        shown_console.print(_methods_table(run_group))
+        shown_console.print(_clients_table(run_group, console))
     for note in notes:
-        print_line(console, note)
+        print_line(shown_console, note)
     for run_group in groups:
         if run_group.comparison_results:
-            print_answers(run_group.comparison_results, None, console)
+            print_answers(run_group.comparison_results, None, shown_console)
     page = write_page(
         folders,
         groups,
@@ -65,7 +68,7 @@ def show_report(
         out,
         subgroups=subgroups,
         show_images=show_images,
-        on_result=partial(_print_result, console),
+        on_result=partial(_print_result, shown_console),
     )
     print_line(console, f"Everything on one page: {page}", style="cyan")
     return page

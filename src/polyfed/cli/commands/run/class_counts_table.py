@@ -31,7 +31,7 @@ class ShownClient(TypedDict, total=False):
     """Training examples of each class or label; None where targets are not counted, or examples are fewer than five."""
 
 
-def show_class_counts(experiment: Experiment, plot: Path | None, *, as_json: bool = False) -> None:
+def show_class_counts(experiment: Experiment, plot: Path | None, *, as_json: bool = False, quiet: bool = False) -> None:
     """Prints clients' training examples by class or label, as table or JSON, and draws them to `plot`.
 
     For regression it prints their number, and the mean and standard deviation of their targets. Of clients with fewer than
@@ -40,7 +40,7 @@ def show_class_counts(experiment: Experiment, plot: Path | None, *, as_json: boo
     Raises:
         UserError: a picture that cannot be written.
     """
-    console = Console()
+    console = Console(quiet=quiet)
     experiment_data = load_participants(experiment)
     task = experiment_data.pool.task
     names = task.count_names(experiment_data.pool.class_names)

@@ -26,6 +26,7 @@ def data_command(argv: list[str]) -> None:
     )
     parser.add_option("--plot", "FILE", "also draw it in this picture, .png or .svg")
     parser.add_flag("--json", "print JSON")
+    parser.add_flag("--quiet", "print no table: draw the picture, or see whether the data can be used")
     recipes.add_scale_and_variant_options(parser)
     parser.print_help_and_exit_if_asked(argv)
     options, words = parser.parse_declared_options(argv)
@@ -39,7 +40,7 @@ def data_command(argv: list[str]) -> None:
     from polyfed.simulation.experiment import build_experiment
 
     plot = expand_optional_path(options.plot, "--plot")
-    class_counts_table.show_class_counts(build_experiment(config), plot, as_json=options.json)
+    class_counts_table.show_class_counts(build_experiment(config), plot, as_json=options.json, quiet=options.quiet)
 
 
 def graph_command(argv: list[str]) -> None:
