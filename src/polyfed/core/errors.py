@@ -55,8 +55,8 @@ def _find_line_of_user(trace: str) -> str:
     '/home/ann/mine.py, line 7, in local_update'
     """
     frames = _FRAME.findall(trace.rpartition("Traceback (most recent call last):")[2])
-    own = [frame for frame in frames if not frame[0].startswith(_NOT_OF_USER) and "-packages" not in frame[0]]
-    return "{}, line {}, in {}".format(*own[-1]) if own else ""
+    places = [frame for frame in frames if not frame[0].startswith(_NOT_OF_USER) and "-packages" not in frame[0]]
+    return "{}, line {}, in {}".format(*places[-1]) if places else ""
 
 
 class RoundError(RuntimeError):

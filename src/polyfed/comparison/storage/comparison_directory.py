@@ -227,8 +227,7 @@ class Comparison:
                     "gain": statistics["gain"],
                     "gain_low": gain_low,
                     "gain_high": gain_high,
-                    "losers": statistics["losers"],
-                    **{name: statistics[name] for name in ("p_reference", "p_best")},
+                    **{name: statistics[name] for name in ("losers", "p_reference", "p_best")},
                     "megabytes": None if statistics["bytes"] is None else statistics["bytes"] / 2**20,
                     "seconds": statistics["seconds"],
                 }
