@@ -255,3 +255,23 @@ def test_untuned_defaults_are_told(table, capsys):
     assert main([*words[:at], *words[at + 2 :], "--out", "default"]) == 0
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("learning rate 0.01 is a default, untuned for these data: --algorithm.lr; polyfed compare")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_table_is_also_trained_alone_and_small_tests_are_marked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    rows = [f"{k * 7 % 11},{'north' if k < 100 else 'tiny'},{k % 2}\n" for k in range(110)]
+    (tmp_path / "a.csv").write_text("lab,ward,ill\n" + "".join(rows))
+    words = ["run", "a.csv", "--data.target", "ill", "--data.site", "ward", "--rounds", "1", "--quiet"]
+    assert main([*words, "--algorithm", "fedavg", "--out", "a"]) == 0
+    out = capsys.readouterr().out
+    assert "gain: of fedavg over local" in out
+    lines = {line.split()[1]: line.split() for line in out.splitlines() if line.startswith("│ ")}
+    assert lines["tiny"][5:7] == ["3", "*"]
+    assert lines["north"][5] == "30"
+    assert "* 1 site with fewer than 10 test examples: such a score says little" in out
+    assert main([*words, "--algorithm", "local", "--out", "b"]) == 0
+    assert "gain" not in capsys.readouterr().out
+    assert main([*words, "--baselines", "[]", "--out", "c"]) == 0
+    assert "local" not in capsys.readouterr().out

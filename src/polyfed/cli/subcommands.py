@@ -32,6 +32,7 @@ def run(argv: list[str]) -> None:
         return
     from polyfed.cli.commands.options import configuration_parser, early_checks, recipes
     from polyfed.cli.commands.options.option_hints import describe_promotion, describe_untuned_defaults
+    from polyfed.cli.commands.options.site_options import find_last_option_value
 
     argv = replace_help_all_by_help(argv)
     parser = CommandParser(
@@ -55,9 +56,11 @@ def run(argv: list[str]) -> None:
         print("  --loss MODULE:NAME  your own loss, a function of outputs and targets\n")
     recipe, recipe_config, note = recipes.pop_recipe(words, options.scale, options.variant)
     words += ["--cross_site", "true"] if options.cross_site else []
+    is_table = recipe is None and find_last_option_value("--data", words) == "table"
+    start_config = {"baselines": ["local"]} if is_table else recipe_config  # each site alone, as in recipes
     with early_checks.name_file_in_errors(recipe, words):
         config = configuration_parser.parse_configuration(
-            words, recipe_config, "polyfed run", command_options=parser.option_names
+            words, start_config, "polyfed run", command_options=parser.option_names
         )
         early_checks.check_settings(config, words)
     logger = [name.strip() for name in (options.logger or "").split(",")] if options.logger is not None else []

@@ -21,7 +21,7 @@ from polyfed.core.errors import ClientError, RoundError, UserError, collect_data
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.io.atomic_files import create_private_folder_if_missing
-from polyfed.core.io.text.number_format import format_bytes
+from polyfed.core.io.text.number_format import count_with_noun, format_bytes
 from polyfed.core.io.text.site_words import client_heading
 from polyfed.core.methods.capabilities import describe_evaluated_network
 from polyfed.simulation.checks.requirements import check_clients, check_networks_run, warn_of_single_client
@@ -46,6 +46,7 @@ from polyfed.simulation.scheduling.asynchronous.rules import parse_asynchronous
 from polyfed.simulation.storage.directory import BASELINES, check_can_become_run_directory, read_config
 from polyfed.simulation.storage.run_files import RunFiles
 
+_FEW_TEST_EXAMPLES = 10
 _ONE_SEED = "One seed: differences of a few points can be chance."
 
 
@@ -270,6 +271,10 @@ def print_scores_by_client_and_traffic(
     ):
         table = _table_by_method(tables, main, score, when)
     console.print(table)
+    test_counts = _count_few_test_examples(experiment_data, list(tables[main]))
+    if num_few := sum(count < _FEW_TEST_EXAMPLES for count in test_counts.values()):
+        places = f"{count_with_noun(num_few, word)} with fewer than {_FEW_TEST_EXAMPLES} test examples"
+        print_line(console, f"* {places}: such a score says little, and counts in the mean as any other")
     if baseline_names:
         print_line(console, f"gain: of {main} over {baseline_names[0]}. {_ONE_SEED}")
     _print_traffic(runs, experiment_data, console)
@@ -297,13 +302,18 @@ def _table_by_client(
     counted = []
     if classes:
         counted = ["classes" if task.one_class_per_example else task.count_names(experiment_data.pool.class_names)[-1]]
-    for column in ("trained on", *counted, *methods, *(["gain"] if len(methods) > 1 else [])):
+    test_counts = _count_few_test_examples(experiment_data, list(tables[methods[-1]]))
+    tested = ["tested on"] if test_counts else []
+    for column in ("trained on", *tested, *counted, *methods, *(["gain"] if len(methods) > 1 else [])):
         table.add_column(column, justify="right")
     for client, row in tables[methods[-1]].items():
         is_mean = client == "mean"
         if is_mean:
             table.add_section()
         cells = [f"{row['num_examples']:.0f}"]
+        if test_counts:
+            count = test_counts.get(client)
+            cells.append("" if count is None else f"{count} *" if count < _FEW_TEST_EXAMPLES else f"{count}  ")
         if classes:
             counts = [
                 sum(n > 0 for n in class_counts) if task.one_class_per_example else class_counts[-1]
@@ -318,6 +328,12 @@ def _table_by_client(
             cells.append(_format_gain(scores[-1], scores[0], score))
         table.add_row(client, *cells)
     return table
+
+
+def _count_few_test_examples(experiment_data: Participants, names: Sequence[str]) -> dict[str, int]:
+    """Returns the number of test examples of each client, if some of those named have few; else nothing."""
+    counts = {client.id: len(client.test) for client in experiment_data.clients if client.id in names}
+    return counts if min(counts.values(), default=_FEW_TEST_EXAMPLES) < _FEW_TEST_EXAMPLES else {}
 
 
 def _print_traffic(runs: Mapping[str, Run], experiment_data: Participants, console: Console) -> None:
