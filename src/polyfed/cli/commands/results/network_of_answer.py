@@ -55,8 +55,8 @@ def _build_run_command(folder: Path, results: Mapping[str, Any], method: str, ru
     rounds = [number for number in results["methods"][method]["statistics"]["rounds"] if number is not None]
     config = {**{key: stored[key] for key in ("data", "model", "loss")}, "algorithm": method_fields}
     data = {key: value for key, value in stored["data"].items() if key in ("name", "path", "site")}
-    given = {"data": data, "algorithm": {"name": method_fields["name"]}}
-    options = list(_list_differing_options(config, parse_configuration([], given, "polyfed run")))
+    minimal_config = {"data": data, "algorithm": {"name": method_fields["name"]}}
+    options = list(_list_differing_options(config, parse_configuration([], minimal_config, "polyfed run")))
     start = (
         [data["path"]]
         if data["name"] == "table"
