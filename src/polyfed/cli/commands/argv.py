@@ -20,6 +20,7 @@ _CODE_OPTIONS = {
 }
 _SHORT_NAMES = {"--out": ["-o"], "--quiet": ["-q"]}  # of options that have one
 _FACTORY = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")  # module:factory, anywhere in a value
+_PAGE_MARK = b'<meta name="generator" content="polyfed">'  # of pages that polyfed has written
 
 
 @final
@@ -173,7 +174,7 @@ def expand_optional_path(text: str | None, option: str) -> Path | None:
 
 
 def expand_page_path(text: str | None) -> Path | None:
-    """Converts the text of `--out` to the path of a new HTML page; None if the option was not given.
+    """Converts the text of `--out` to the path of an HTML page, new or made by polyfed; None if the option was not given.
 
     >>> expand_page_path("page.pdf")
     Traceback (most recent call last):
@@ -182,12 +183,13 @@ def expand_page_path(text: str | None) -> Path | None:
     if text is not None and not text.lower().endswith((".html", ".htm")):
         raise UserError(f"--out must be an HTML file (.html), which a browser prints to PDF, got {text!r}")
     path = expand_optional_path(text, "--out")
-    check_is_new_file(path)
+    if path is not None and not (path.is_file() and _PAGE_MARK in path.read_bytes()[:1000]):
+        check_is_new_file(path)
     return path
 
 
 def check_is_new_file(path: Path | None) -> None:
-    """Raises a `UserError` if a file that `--out` names exists: no command overwrites one."""
+    """Raises a `UserError` if a file that `--out` names exists: no command overwrites one, but for its own pages."""
     if path is not None and path.exists():
         raise UserError(f"{path} exists; choose another --out")
 
