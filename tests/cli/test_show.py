@@ -78,7 +78,7 @@ def test_an_unfinished_run_says_how_to_go_on(folders, capsys):
 def test_a_finished_directory_does_not_advise_to_resume_it(folders, capsys):
     words = ["run", "--data", "blobs", "--out"]
     assert main([*words, str(folders / "run")]) == 2
-    assert f"run is finished: polyfed show {folders / 'run'}, or choose another --out" in capsys.readouterr().err
+    assert f"its run is finished (polyfed show {folders / 'run'}); choose another --out" in capsys.readouterr().err
     assert main([*words, str(folders / "begun-run")]) == 2
     assert "is not empty; continue it with" in capsys.readouterr().err
 

@@ -259,7 +259,9 @@ def test_checkpoints_every_few_rounds(tmp_path):
 def test_a_run_directory_must_be_new(tmp_path):
     pf.federate(small_clients(), FedAvg(), rounds=1, workers=0, out=tmp_path / "run")
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    with pytest.raises(UserError, match=r"the run in .*run is finished: polyfed show .*run, or choose another out"):
+    with pytest.raises(
+        UserError, match=r"run is not empty; its run is finished \(polyfed show .*run\); choose another out"
+    ):
         pf.federate(small_clients(), FedAvg(), rounds=1, workers=0, out=tmp_path / "run")
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     RunDirectory.open(tmp_path / "run").close()

@@ -118,9 +118,9 @@ def _print_card(name: str, console: Console) -> None:
     print_line(console, f"{name}: {method.card.summary}{paper}", style="bold")
     print_line(console, _needs_and_discloses(method))
     options = {option.key.partition(".")[2]: option for option in options_of(method, "algorithm")}
-    own = [[key, f"{o.default}", o.help.replace("%%", "%")] for key, o in options.items() if key not in shared]
-    if own:
-        console.print(_build_table("", ("field", "default", ""), own))
+    own_fields = [[key, f"{o.default}", o.help.replace("%%", "%")] for key, o in options.items() if key not in shared]
+    if own_fields:
+        console.print(_build_table("", ("field", "default", ""), own_fields))
     if trained := [f"{key} {option.default}" for key, option in options.items() if key in shared]:
         print_line(console, f"local training: {', '.join(trained)}")
     print_line(console, f"More: polyfed run --algorithm {name} --help", style="cyan")

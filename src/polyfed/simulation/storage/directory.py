@@ -380,23 +380,12 @@ def check_can_become_run_directory(folder: Path) -> None:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"the run directory {folder} is a file; choose another out=... (--out)")
         if folder.exists() and not all(is_left_by_a_start(entry.name) for entry in folder.iterdir()):
-            if _holds_finished_run(folder):
-                raise UserError(
-                    f"the run in {folder} is finished: polyfed show {folder}, or choose another out=... (--out)"
-                )
             hint = f"continue it with `{call_to_resume(folder)}` or " if (folder / "config.yaml").exists() else ""
+            if hint and all(read_manifest(run).get("files") for run in (folder, *(folder / BASELINES).glob("*/"))):
+                hint = f"its run is finished (polyfed show {folder}); "
             raise UserError(f"the run directory {folder} is not empty; {hint}choose another out=... (--out)")
     except OSError as error:
         raise _unwritable_error(folder, error) from error
-
-
-def _holds_finished_run(folder: Path) -> bool:
-    """Returns whether a run and its baselines have ended, so that nothing is left to continue."""
-    with suppress(UserError):
-        baselines = list((folder / BASELINES).glob("*/config.yaml"))
-        is_complete = len(baselines) == len(read_config(folder).get("baselines") or ())
-        return is_complete and all(read_manifest(f).get("files") for f in (folder, *(b.parent for b in baselines)))
-    return False
 
 
 def _unwritable_error(folder: Path, error: OSError) -> UserError:

@@ -339,8 +339,8 @@ def _count_few_test_examples(experiment_data: Participants, names: Sequence[str]
 def _print_traffic(runs: Mapping[str, Run], experiment_data: Participants, console: Console) -> None:
     for name, run in runs.items():
         record = run.history[-1]
-        down, up = (format_bytes(record[f"bytes_{way}_total"]) for way in ("down", "up"))
-        traffic_text = f"{name}: {down} down, {up} up in {len(run.history)} rounds"
+        sent, received = (format_bytes(record[f"bytes_{way}_total"]) for way in ("down", "up"))
+        traffic_text = f"{name}: {sent} down, {received} up in {len(run.history)} rounds"
         print_line(console, f"{traffic_text}{_seconds_text(run)}")
         if network_text := describe_evaluated_network(run.federation.algorithm):
             print_line(console, f"{name}: scores are of {network_text}")
