@@ -67,19 +67,19 @@ def run_compare_command(config: Mapping[str, Any], options: CompareOptions, titl
     requested = _methods_by_label(experiment, options)
     methods = select_methods(requested, like=experiment.algorithm)
     search = options.search_space() or parse_search_space(options.tune or AUTO, options.trials)
-    shared_config = {key: value for key, value in config.items() if key not in ("baselines", "seed")}
+    added_labels = sorted(labels_added_by_default(methods, requested))
+    if options.algorithms and added_labels and not options.quiet:
+        print(f"added: {', '.join(added_labels)}", file=sys.stderr)
     description = {
-        "config": shared_config,
+        "config": {key: value for key, value in config.items() if key not in ("baselines", "seed")},
         "methods": {
             label: describe_method_and_settings(method, Settings())["algorithm"] for label, method in methods.items()
         },
         "same_data": options.same_data,
         "resplit": options.resplit,
         "references": not options.no_references,
-        "unasked": sorted(labels_added_by_default(methods, requested)),
+        "unasked": added_labels,
     }
-    if options.algorithms and description["unasked"] and not options.quiet:
-        print(f"added: {', '.join(description['unasked'])}", file=sys.stderr)
     plan = _plan_default_folds(experiment, options, description, methods, title, out)
     if plan is None:
         folds = build_folds(options.folds, options.fold_repeats)
