@@ -20,7 +20,13 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 README, INDEX, TUTORIAL, STORY = ROOT / "README.md", DOCS / "index.md", DOCS / "tutorial.md", DOCS / "story.json"
-PICTURES = ("answers.png", "decision.png", "report_quickstart_desktop.png", "report_quickstart_phone.png")
+PICTURES = (
+    "answers.png",
+    "decision.png",
+    "hospitals.png",
+    "report_quickstart_desktop.png",
+    "report_quickstart_phone.png",
+)
 CODE = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(r"^(```(?:text|\{ \.text \.output \})\n)(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 MARK = "--- next piece of code ---"
@@ -139,13 +145,13 @@ def with_outputs(text: str, outputs: list[str]) -> str:
 
 
 def take_pictures(folder: Path) -> None:
-    """Photographs the tops of the two comparisons' pages, and the page of `polyfed run`, by shoot_report.py."""
+    """Photographs the tops of the three comparisons' pages, and the page of `polyfed run`, by shoot_report.py."""
     if not shutil.which("chromium"):
         raise SystemExit("there is no Chromium to photograph pages with: apt-get install chromium chromium-driver")
     import shoot_report
 
     polyfed = [sys.executable, "-m", "polyfed", "report"]
-    for picture, run in (("answers", "terminal"), ("decision", "readme")):
+    for picture, run in (("answers", "terminal"), ("decision", "readme"), ("hospitals", "tutorial")):
         (file,) = (folder / run).glob("runs/*/comparison.json")
         run_command([*polyfed, str(file.parent), "--out", f"{picture}.html"], folder)
         shoot_report.shoot_top(folder / f"{picture}.html", END, TOP, DOCS / "images" / f"{picture}.png")

@@ -10,6 +10,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from polyfed.algorithms import REGISTRY
@@ -178,6 +179,7 @@ def test_a_long_subject_has_a_short_page_and_pages_that_begin_with_a_question(na
 )
 def test_the_examples_of_a_page_run_as_they_stand(page):
     namespace = {"__name__": "my_tasks"}
+    torch.manual_seed(0)  # examples draw data
     for block in python_blocks(f"docs/{page}.md"):
         exec(compile(block, f"docs/{page}.md", "exec"), namespace)  # noqa: S102  # the page's own code
         assert namespace["run"].history[-1]["train_loss"] < namespace["run"].history[0]["train_loss"]
@@ -224,12 +226,13 @@ def test_defaults_are_those_of_the_code_and_each_has_its_provenance():
 
 
 def anchors_of(document):
-    """The anchors of a page's headings and of its `<a id="...">`, as the site writes them."""
+    """The anchors of a page's headings that the site and GitHub write alike, and of its `<a id="...">`."""
     text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    titles = (re.sub(r"\]\([^)]*\)", "", title) for title in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE))
+    titles = [re.sub(r"\]\([^)]*\)", "", title) for title in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)]
     plain = (unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode().lower() for title in titles)
-    slugs = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip()) for title in plain}
-    return slugs | set(re.findall(r'<a id="([\w-]+)">', text))
+    of_site = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip()) for title in plain}
+    of_github = {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+    return (of_site & of_github) | set(re.findall(r'<a id="([\w-]+)">', text))
 
 
 def test_links_between_documents_lead_somewhere():

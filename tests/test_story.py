@@ -49,6 +49,7 @@ def test_the_command_and_the_code_of_readme_can_follow_each_other_in_one_folder(
 def test_the_tutorial_shows_what_its_code_printed(story, recorded):
     text = story.TUTORIAL.read_text(encoding="utf-8")
     assert [shown for _, shown in story.SHOWN.findall(text)] == recorded["tutorial"]
+    assert re.findall(r"images/(.*?)\)", text) == ["hospitals.png"]
 
 
 def test_pictures_are_of_the_run_whose_numbers_are_shown(story, recorded):

@@ -129,7 +129,10 @@ def test_imagefolder_reads_classes_and_test(picture_folder):
 
 def test_imagefolder_that_does_not_fit_is_refused(picture_folder, tmp_path):
     (picture_folder / "test/dog").mkdir()
-    with pytest.raises(UserError, match="classes without training pictures: dog"):
+    with (
+        pytest.warns(UserWarning, match="no pictures in dog"),
+        pytest.raises(UserError, match="classes without training pictures: dog"),
+    ):
         ImageFolder(path=str(picture_folder)).load()
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"holds no pictures; give path=..."):

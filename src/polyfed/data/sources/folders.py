@@ -32,6 +32,7 @@ from polyfed.data.tabular.table_reader import (
 )
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+_COMPANIONS = (".txt", ".md", ".csv", ".json", ".xml", ".yaml", ".yml", ".ini", ".db")  # files that go with pictures
 Layout = Literal["class", "site/class", "class/site"]
 
 
@@ -103,7 +104,8 @@ class ImageFolder(Source):
                 site, label = (leaf.name, outer.name) if self.layout == "class/site" else (outer.name, leaf.name)
                 pictures = _list_pictures(leaf, recursive=True)
                 entries += [(file, label, site) for file in pictures]
-                other_files += {*_list_files(leaf, recursive=True)} - {*pictures}
+                files = _list_files(leaf, recursive=True)
+                other_files += [file for file in files if file.suffix.lower() not in _SUFFIXES + _COMPANIONS]
                 empty += [] if pictures else [leaf]
         kinds = join_first_and_count_rest(sorted({file.suffix.lower() or "no suffix" for file in other_files}))
         unread = f"{count_with_noun(len(other_files), 'file')} of other kinds ({kinds})" if other_files else ""

@@ -11,7 +11,7 @@ from rich.measure import Measurement
 
 from polyfed.cli.commands.compare.answer_lines import print_answers
 from polyfed.cli.commands.terminal import PlainTable, print_line
-from polyfed.core.io.text.number_format import count_with_noun, format_bytes, format_number
+from polyfed.core.io.text.number_format import count_with_noun, format_number
 from polyfed.core.io.text.site_words import client_heading
 from polyfed.report.data.run_groups import MethodRuns, RunGroup, read_run_groups
 from polyfed.report.data.run_records import RunRecord
@@ -74,6 +74,10 @@ def show_report(
     return page
 
 
+def _format_megabytes(megabytes: float) -> str:
+    return f"{megabytes:.1f}" if megabytes >= 0.1 else f"{megabytes:.2g}"
+
+
 def _methods_table(run_group: RunGroup) -> PlainTable:
     """Builds the table with one row per method: its mean over clients and seeds, its worst client, and its traffic."""
     word = client_heading(run_group.clients)
@@ -86,7 +90,7 @@ def _methods_table(run_group: RunGroup) -> PlainTable:
         "round",
         "mean",
         f"worst {word}",
-        "traffic a run" if several_seeds else "traffic",
+        "MB a run" if several_seeds else "MB",
     ):
         table.add_column(column, justify="right")
     for method in run_group.methods:
@@ -102,7 +106,7 @@ def _methods_table(run_group: RunGroup) -> PlainTable:
             "–".join(map(str, dict.fromkeys((rounds[0], rounds[-1])))),
             format_number(run_group.mean_score(method), unit),
             "–" if worst is None else f"{format_number(defined_scores[worst], unit)} ({worst})",
-            format_bytes(2**20 * fmean(run.cost_until_scored_round[0] for run in method.runs)),
+            _format_megabytes(fmean(run.cost_until_scored_round[0] for run in method.runs)),
         )
     return table
 
