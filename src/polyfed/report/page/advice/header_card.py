@@ -34,9 +34,9 @@ from polyfed.report.page.elements import render_template
 from polyfed.report.page.sentences import describe_methods
 
 _MEANINGS: Mapping[AnswerKind, str] = {
-    "join": "Together with the others, the site can expect better predictions for its new examples than with the best "
+    "join": "Together with the others, such a site can expect better predictions for its new examples than with the best "
     "that it has alone.",
-    "stay": "Something that the site has alone predicts better.",
+    "stay": "Something that such a site has alone predicts better.",
     "undecided": "This comparison cannot tell a gain from chance. Staying alone costs nothing and discloses nothing.",
 }
 _MANY_TIMES = 100  # as many examples, beyond which nobody collects them
