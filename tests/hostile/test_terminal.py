@@ -12,7 +12,8 @@ import yaml
 from rich.console import Console
 
 import polyfed as pf
-from polyfed.cli.commands.argv import format_warning, print_error_and_return_status
+from polyfed.cli import subcommands
+from polyfed.cli.commands.argv import build_warning_formatter, print_error_and_return_status
 from polyfed.cli.commands.compare import comparison_tables
 from polyfed.cli.commands.results.report_command import show_report
 from polyfed.cli.commands.run import run_command
@@ -99,7 +100,7 @@ def test_errors_and_warnings_of_the_command(tmp_path, monkeypatch, capsys):
     Path("c.yaml").write_text(yaml.safe_dump({"algorithm": {"name": "\x1b[31mx"}, "data": {"name": "[/b]"}}))
     assert main(["run", "c.yaml"]) == 2
     assert not FORBIDDEN.search(capsys.readouterr().err)
-    assert not FORBIDDEN.search(format_warning(UserWarning("a\x1b[2J\nb")).rstrip("\n"))
+    assert not FORBIDDEN.search(build_warning_formatter()(UserWarning("a\x1b[2J\nb")).rstrip("\n"))
     print_error_and_return_status("a\x1b[2J", 2)
     assert not FORBIDDEN.search(capsys.readouterr().err)
 
@@ -139,3 +140,13 @@ def test_nothing_is_printed_in_another_way():
                     (given,) = node.args
                     assert not isinstance(given, ast.JoinedStr | ast.Constant), (file, ast.unparse(node))
                     assert not node.keywords, (file, ast.unparse(node))
+
+
+@pytest.mark.parametrize(("command", "status"), [("compare", 141), ("resume", 141), ("list", 0), ("show", 0)])
+def test_training_that_ends_because_nobody_reads_its_output_is_no_success(command, status, monkeypatch):
+    def write_to_a_closed_pipe(_):
+        raise BrokenPipeError
+
+    name = {"list": "list_choices"}.get(command, command)
+    monkeypatch.setattr(subcommands, name, write_to_a_closed_pipe)
+    assert main([command]) == status

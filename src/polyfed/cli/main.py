@@ -2,7 +2,8 @@
 
 Progress goes to standard error, results to standard output.
 
-Exit status: 0; 2 with one sentence for what the user can mend; 1 for a failure of the run; 130 for Ctrl-C.
+Exit status: 0; 2 with one sentence for what the user can mend; 1 for a failure of the run; 130 for Ctrl-C; 141 for training
+that ended because nobody reads its output.
 """
 
 import io
@@ -17,7 +18,7 @@ import polyfed
 from polyfed.cli import subcommands
 from polyfed.cli.command_table import format_overview
 from polyfed.cli.commands import completion_command
-from polyfed.cli.commands.argv import CommandParser, format_warning, print_error_and_return_status
+from polyfed.cli.commands.argv import CommandParser, build_warning_formatter, print_error_and_return_status
 from polyfed.cli.commands.deploy import flower_options
 from polyfed.cli.commands.results import audit_command, export_command, predict_command
 from polyfed.cli.commands.run import inspect_commands, look_command
@@ -28,7 +29,7 @@ from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust
 
 def entry() -> None:
     """Runs the command `polyfed` from the installed script, and exits the process with the command's status."""
-    warnings.formatwarning = format_warning
+    warnings.formatwarning = build_warning_formatter()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a character that the terminal's encoding lacks ends no command
         sys.stdout.reconfigure(errors="backslashreplace")
     status = main(sys.argv[1:])
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt as stop:
         return print_error_and_return_status(stop if stop.args else "interrupted", 130)
     except BrokenPipeError:
-        return 0  # the reader of our output has seen enough
+        return _status_if_output_is_closed(arguments[0])
     except MemoryError:
         return print_error_and_return_status(
             "there is not enough memory for this; close other programs, or make the data or networks smaller", 1
@@ -98,9 +99,14 @@ def main(arguments: Sequence[str]) -> int:
         )
     except SystemExit as exit_request:
         if isinstance(exit_request.__context__, BrokenPipeError):
-            return 0  # as `rich` ends the process where the reader has seen enough
+            return _status_if_output_is_closed(arguments[0])  # as `rich` ends the process
         return exit_request.code if isinstance(exit_request.code, int) else 0
     return 0
+
+
+def _status_if_output_is_closed(command: str) -> int:
+    """Returns the exit status of a command whose output nobody reads on: 0 unless it may have stopped training."""
+    return 141 if command in ("run", "compare", "resume", "reproduce", "warmstart", "audit") else 0
 
 
 def _describe_environment() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.atomic_files import expand_user_path, read_file
 from polyfed.core.io.text.advice import keep_advice_for_terminal
 from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 from polyfed.core.io.values.validation import parse_yaml
@@ -183,7 +183,7 @@ def expand_page_path(text: str | None) -> Path | None:
     if text is not None and not text.lower().endswith((".html", ".htm")):
         raise UserError(f"--out must be an HTML file (.html), which a browser prints to PDF, got {text!r}")
     path = expand_optional_path(text, "--out")
-    if path is not None and not (path.is_file() and _PAGE_MARK in path.read_bytes()[:1000]):
+    if path is not None and not (path.is_file() and _PAGE_MARK in read_file(path, None)[:1000]):
         check_is_new_file(path)
     return path
 
@@ -266,9 +266,24 @@ def print_error_and_return_status(message: object, status: int) -> int:
     return status
 
 
-def format_warning(message: Warning | str, *_: object, **__: object) -> str:
-    """Formats a warning as one line, without the line of source code that Python adds."""
-    return f"polyfed: warning: {_one_line(message)}\n"
+def build_warning_formatter() -> Callable[..., str]:
+    """Returns a function that formats a warning as one line, and one that it has formatted before as nothing.
+
+    Python itself repeats a warning after each `warnings.catch_warnings`.
+
+    >>> format_warning = build_warning_formatter()
+    >>> format_warning("3 rows are copies", UserWarning), format_warning("3 rows are copies", UserWarning)
+    ('polyfed: warning: 3 rows are copies\\n', '')
+    """
+    known_texts = set[str]()
+
+    def format_warning(message: Warning | str, *_: object, **__: object) -> str:
+        text = f"polyfed: warning: {_one_line(message)}\n"
+        is_new = text not in known_texts
+        known_texts.add(text)
+        return text if is_new else ""
+
+    return format_warning
 
 
 def _one_line(message: object) -> str:

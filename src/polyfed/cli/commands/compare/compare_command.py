@@ -34,7 +34,9 @@ from polyfed.comparison.storage.comparison_directory import (
 from polyfed.comparison.tuning.hyperparameter_search import AUTO, parse_search_space
 from polyfed.comparison.tuning.optuna_search import parse_number_or_text
 from polyfed.core.errors import RoundError, UserError, did_you_mean
+from polyfed.core.io.text.advice import keep_advice_for_terminal
 from polyfed.core.io.text.site_words import name_sites
+from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 from polyfed.core.io.trusted_code import find_trusted_import_path
 from polyfed.core.training.config import TRANSFERABLE_FIELDS
 from polyfed.data.partitioning.folds import Folds, build_folds, check_seeds_suit_resplit_or_folds, redraw_clients
@@ -173,7 +175,9 @@ def _plan_default_folds(
     plan = _plan_seeds_or_folds(options, description, methods, folds, title, out)
     try:
         clients = plan.build_client_set(plan.seeds[0]).clients
-    except UserError:  # too few examples, or a time; what is wrong with the data is said without folds, too
+    except UserError as error:  # too few examples, or a time
+        reason = sanitise_for_terminal(keep_advice_for_terminal(str(error)))
+        print(f"no folds, and so no answer for each site: {reason}", file=sys.stderr)
         return None
     if len(clients) == 1:
         raise UserError(
