@@ -242,7 +242,7 @@ def test_runs_side_by_side_are_those_of_one_after_another(polyfed, monkeypatch):
         remove(run / name)
     status, _, err = polyfed("run", "pfedla_table1", "--scale", "smoke", "--baselines", "[local]", "--out", str(run))
     assert status == 2
-    assert "local is not empty; continue it with" in err
+    assert "local is not empty; its run is finished (polyfed show" in err
     assert polyfed("reproduce", *words, "--out", "two", "--quiet")[0] == 0
     assert cells(polyfed.here / "two") == two
     (run / "config.yaml").unlink()
