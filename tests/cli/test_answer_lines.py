@@ -26,7 +26,7 @@ def comparison(tmp_path_factory):
 def answer(client, word, gain, interval):
     sentence = f"{client}: not decided: fedavg is between (best estimate 1; 9 test examples)" if interval else ""
     return {"client": client, "answer": word, "method": "fedavg", "gain": gain, "interval": interval, "over": "local",
-            "sentence": sentence if word == "undecided" else ""}  # fmt: skip
+            "over_words": "training alone", "sentence": sentence if word == "undecided" else ""}  # fmt: skip
 
 
 def results(sites):
@@ -60,8 +60,8 @@ def test_answers_are_ordered_and_the_next_commands_stand_last():
 
 
 def test_an_answer_names_what_a_site_has_alone_in_words():
-    row = answer("a", "join", 0.03, [0.01, 0.05]) | {"over": "logistic_regression"}
-    assert "fedavg +3.0 [+1.0, +5.0] over logistic regression alone\n" in printed(results([row]))
+    row = answer("a", "join", 0.03, [0.01, 0.05]) | {"over_words": "the best alone, logistic regression"}
+    assert "fedavg +3.0 [+1.0, +5.0] over the best alone, logistic regression\n" in printed(results([row]))
 
 
 def test_an_answer_is_one_line_of_a_log():

@@ -44,6 +44,15 @@ def test_pictures_are_turned_as_their_tag_says(kind):
     assert decode_image(io.BytesIO(turned), "L", 8, "p")[[0, 0, -1, -1], [0, -1, 0, -1], 0].tolist() == [255, 0, 0, 0]
 
 
+@pytest.mark.parametrize("inserted", [b"", b"\xff\xe2\x02\x00" + bytes(510)])
+def test_a_tag_is_followed_wherever_it_stands_in_the_header(inserted):
+    """As behind a colour profile, where the fast decoder, which ignores tags, is not asked."""
+    tags = Image.Exif()
+    tags[0x0112] = 6
+    blob = encode(Image.new("RGB", (16, 8)), "JPEG", exif=tags)
+    assert decode_images([blob[:2] + inserted + blob[2:]], "RGB").shape == (1, 3, 16, 8)
+
+
 @pytest.mark.parametrize("kind", ["GIF", "TIFF"])
 def test_further_pages_of_a_picture_are_told(kind):
     pages = [Image.new("L", (8, 8), level) for level in (10, 90)]

@@ -34,6 +34,8 @@ class AnswerEntry(TypedDict, total=False):
     test_examples: int | None
     over: str | None
     """The best that the client has alone, such as "ridge"; the gain is over it."""
+    over_words: str
+    """The same in words, such as "the best alone, ridge regression"."""
     rarest: int | None
     """Test examples of the rarest class, where they limit the score."""
     basis: str

@@ -59,7 +59,7 @@ def build_answer_lines(results: Mapping[str, Any], max_clients: int | None = MAX
         (
             row["answer"],
             say_sites_of(names, "mean over clients") if row["client"] is None else row["client"],
-            say_sites_of(names, describe_answer(row, results["score_unit"], results.get("reference"))),
+            say_sites_of(names, describe_answer(row, results["score_unit"])),
         )
         for row in (mean, *ranked[:max_clients])
     )
@@ -69,11 +69,11 @@ def build_answer_lines(results: Mapping[str, Any], max_clients: int | None = MAX
     return AnswerLines(heading, rows, f"and {rest}" if rest else "")
 
 
-def describe_answer(row: Mapping[str, Any], unit: str, reference: str | None = "local") -> str:
+def describe_answer(row: Mapping[str, Any], unit: str) -> str:
     """Describes an answer's gain in a few words; of one without a usable interval the reason.
 
     >>> describe_answer({"answer": "join", "method": "fedavg", "gain": 0.041, "interval": [0.01, 0.062],
-    ...                  "over": "local", "sentence": ""}, "%")
+    ...                  "over_words": "training alone", "sentence": ""}, "%")
     'fedavg +4.1 [+1.0, +6.2] over training alone'
     >>> describe_answer({"answer": "undecided", "method": "fedavg", "gain": None, "interval": None,
     ...                  "over": "local", "sentence": "north: not decided: no predictions were kept (9 test examples)"}, "%")
@@ -85,12 +85,8 @@ def describe_answer(row: Mapping[str, Any], unit: str, reference: str | None = "
     low, high = (_format_gain(end, unit) for end in row["interval"])
     more = row["sentence"].rpartition("); ")
     doubt = f"; {more[2]}" if row["answer"] == "undecided" and more[1] else ""
-    over = row.get("over", reference)
-    name = str(over).replace("_", " ")
-    rival = "training alone" if over == reference else f"{name} alone"
-    if len(row.get("gains") or ()) > 1:
-        rival = f"the best alone, {'own network' if over == reference else name}"
-    return f"{row['method']} {_format_gain(row['gain'], unit)} [{low}, {high}] over {rival}{doubt}"
+    gain, over = _format_gain(row["gain"], unit), row.get("over_words") or row["over"]
+    return f"{row['method']} {gain} [{low}, {high}] over {over}{doubt}"
 
 
 def _format_gain(value: float, unit: str) -> str:

@@ -49,23 +49,29 @@ def describe_local_alternative(name: str, reference: str | None, task: TaskSpec)
     return f"{labels.get(name, name.replace('_', ' '))} alone"
 
 
-def describe_best_alternative(answer: Mapping[str, Any], reference: str | None, task: TaskSpec) -> str:
+def describe_best_alternative(
+    answer: Mapping[str, Any], reference: str | None, task: TaskSpec, *, is_brief: bool = False
+) -> str:
     """Describes in words what an answer's gain is over: one alternative, or the best of several.
 
     The interval of a gain over the best of several is not that of the gain over the one that was best in the test data.
 
     Args:
         answer: an entry of `answers` in `comparison.json`, or `mean_answer`.
+        is_brief: for a line or a card instead of a sentence.
 
     >>> answer = {"client": "a", "over": "ridge", "gains": {"ridge": {}, "local": {}}}
     >>> describe_best_alternative(answer, "local", "regression")
     'the best that it has alone, ridge regression'
+    >>> describe_best_alternative(answer, "local", "regression", is_brief=True)
+    'the best alone, ridge regression'
     """
     name = describe_local_alternative(answer["over"], reference, task)
     if len(answer.get("gains") or ()) < 2:
         return name
     owner, network = ("they have", "their networks") if answer["client"] is None else ("it has", "its network")
-    return f"the best that {owner} alone, {network if answer['over'] == reference else name.removesuffix(' alone')}"
+    model = network if answer["over"] == reference else name.removesuffix(" alone")
+    return f"the best alone, {model}" if is_brief else f"the best that {owner} alone, {model}"
 
 
 def collect_local_simple_model_scores(references: Mapping[str, Any]) -> ScoresByMethod:

@@ -161,6 +161,7 @@ def _answer_entry(
         }
         for key, estimate in gains.items()
     }
+    row["over_words"] = describe_best_alternative(row, content["reference"], content["task"], is_brief=True)
     return row | {"sentence": _answer_sentence(content, row, why_not, clients)}
 
 

@@ -41,7 +41,7 @@ def decode_images(blobs: Sequence[bytes], mode: Mode, size: int | None = None) -
     turbo = _load_turbo_jpeg_decoder() if mode == "RGB" and size is None else None
 
     def decode(blob: bytes) -> NDArray[np.uint8]:
-        if turbo is not None and 0 < _jpeg_pixel_count(blob) <= MAX_PIXELS and b"Exif" not in blob[:64]:
+        if turbo is not None and 0 < _jpeg_pixel_count(blob) <= MAX_PIXELS:
             try:
                 return np.asarray(turbo(blob, "rgb"), np.uint8)
             except Exception:  # kornia_rs raises nothing narrower (CMYK images, for example); PIL decides
@@ -151,7 +151,7 @@ def _load_turbo_jpeg_decoder() -> Callable[[bytes, str], Any] | None:
 
 
 def _jpeg_pixel_count(blob: bytes) -> int:
-    r"""Returns the number of pixels in a JPEG's header; 0 for other bytes or an unusual header.
+    r"""Returns the number of pixels in a JPEG's header; 0 for other bytes, an unusual header, or one with an EXIF tag.
 
     >>> _jpeg_pixel_count(b"\xff\xd8\xff\xc0\x00\x11\x08\x00\x02\x00\x03\x03")
     6
@@ -159,6 +159,8 @@ def _jpeg_pixel_count(blob: bytes) -> int:
     at = 2 if blob[:2] == b"\xff\xd8" else len(blob)
     while at + 9 <= len(blob) and blob[at] == 0xFF:
         marker = blob[at + 1]
+        if marker == 0xE1:  # EXIF, which may turn the picture
+            return 0
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # the header of a frame
             return int.from_bytes(blob[at + 5 : at + 7]) * int.from_bytes(blob[at + 7 : at + 9])
         at += 2 + int.from_bytes(blob[at + 2 : at + 4])

@@ -103,13 +103,8 @@ def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[D
         yield from _needs_findings(name, method, values, file)
 
 
-def _setting_findings(config: Mapping[str, Any], label: object) -> Iterator[DoctorFinding]:
-    """Yields findings on names, types and contradictions of a server's configuration; looks at no other file.
-
-    Args:
-        config: the configuration, with nested keys or flat ones such as "algorithm.lr".
-        label: what findings call it, such as its file.
-    """
+def _setting_findings(config: Mapping[str, Any], file: Path) -> Iterator[DoctorFinding]:
+    """Yields findings on names, types and contradictions of the server's settings."""
     fields = {
         f.name.replace("_", "-"): f
         for f in dataclasses.fields(read_value_or_outline_without_import("polyfed.deploy.server.server", "Deployment"))
@@ -119,19 +114,19 @@ def _setting_findings(config: Mapping[str, Any], label: object) -> Iterator[Doct
     for key in values:
         if key not in choices and key.partition(".")[0] not in ("algorithm", "asynchronous"):
             yield problem_finding(
-                "configuration", f"{label} has {key!r}, which is not a word of it; {did_you_mean(key, choices)}"
+                "configuration", f"{file} has {key!r}, which is not a word of it; {did_you_mean(key, choices)}"
             )
     for key in ("join-seconds", "round-seconds", "max-megabytes"):
         value = values.get(key, 1)
         if not is_positive_number(value):
-            yield problem_finding("configuration", f"{label}: {key} must be positive, got {value!r}")
+            yield problem_finding("configuration", f"{file}: {key} must be positive, got {value!r}")
     if not _is_update_bound(bound := values.get("max-update-norm", "auto")):
         yield problem_finding(
-            "configuration", f"{label}: max-update-norm must be auto, a positive number, or off, got {bound!r}"
+            "configuration", f"{file}: max-update-norm must be auto, a positive number, or off, got {bound!r}"
         )
     for key in ("allow-disclosure", "resume", "look"):
         if not isinstance(values.get(key, False), bool):
-            yield problem_finding("configuration", f"{label}: {key} must be true or false, got {values[key]!r}")
+            yield problem_finding("configuration", f"{file}: {key} must be true or false, got {values[key]!r}")
     settings = {
         key.replace("-", "_"): values[key] for key in SETTINGS_KEYS if key in values and key not in ("metrics",)
     }
@@ -140,10 +135,10 @@ def _setting_findings(config: Mapping[str, Any], label: object) -> Iterator[Doct
         parsed_settings = Settings(**plain)
         sites = [name for name in str(values.get("sites", "")).split(",") if name.strip()]
         parties = parsed_settings.count_round_clients(len(sites))
-        yield from _secure_findings(parsed_settings, values, parties, label)
+        yield from _secure_findings(parsed_settings, values, parties, file)
     except (UserError, TypeError) as error:
-        yield problem_finding("configuration", f"{label}: {error}")
-    yield from _method_findings(_method_fields(config), label)
+        yield problem_finding("configuration", f"{file}: {error}")
+    yield from _method_findings(_method_fields(config), file)
 
 
 def _method_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +148,7 @@ def _method_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _secure_findings(
-    settings: Settings, values: Mapping[str, Any], parties: int, label: object
+    settings: Settings, values: Mapping[str, Any], parties: int, file: Path
 ) -> Iterator[DoctorFinding]:
     if not settings.secure:
         return
@@ -161,31 +156,31 @@ def _secure_findings(
     if parties < 2:
         yield problem_finding(
             "configuration",
-            f"{label}: secure = true hides a site among those of its round, and a round has {parties}; "
+            f"{file}: secure = true hides a site among those of its round, and a round has {parties}; "
             "raise clients-per-round",
         )
     if threshold is not None and (type(threshold) is not int or not max(1, parties // 2) < threshold <= parties):
         yield problem_finding(
             "configuration",
-            f"{label}: secure-threshold must be above half of the {parties} sites of a round, and at "
+            f"{file}: secure-threshold must be above half of the {parties} sites of a round, and at "
             f"most {parties}, got {threshold!r}",
         )
     if values.get("compress", "none") != "none":
-        yield problem_finding("configuration", f"{label}: compress and secure exclude one another; leave one out")
+        yield problem_finding("configuration", f"{file}: compress and secure exclude one another; leave one out")
 
 
-def _method_findings(fields: Mapping[str, Any], label: object) -> Iterator[DoctorFinding]:
+def _method_findings(fields: Mapping[str, Any], file: Path) -> Iterator[DoctorFinding]:
     name = fields.get("name")
     if not isinstance(name, str) or name not in ALGORITHMS:
         yield problem_finding(
-            "configuration", f"{label}: algorithm.name is {name!r}; {did_you_mean(str(name), ALGORITHMS)}"
+            "configuration", f"{file}: algorithm.name is {name!r}; {did_you_mean(str(name), ALGORITHMS)}"
         )
         return
     field_names = {f.name for f in dataclasses.fields(ALGORITHMS[name])}
     for field in fields:
         if field not in field_names | {"name"}:
             yield problem_finding(
-                "configuration", f"{label}: {name} has no field {field!r}; {did_you_mean(field, field_names)}"
+                "configuration", f"{file}: {name} has no field {field!r}; {did_you_mean(field, field_names)}"
             )
 
 

@@ -180,10 +180,8 @@ def _mean_gain_of_answer(run_group: RunGroup, answer: SiteAnswer | None) -> KeyF
     if answer is None or answer.gain is None:
         return KeyFact("Mean gain", "–" if answer is not None else "")
     form, level = run_group.score_format, run_group.comparison_results.get("level", 0.95)
-    over = f"over {name_of_rival(answer.compared_with or 'local', run_group)}"
-    if answer.has_several_rivals:
-        name = over.removesuffix(" alone").removeprefix("over ")
-        over = f"over the best alone, {'own networks' if answer.compared_with == 'local' else name}"
+    words = run_group.comparison_results["mean_answer"].get("over_words")
+    over = f"over {words or name_of_rival(answer.compared_with or 'local', run_group)}"
     label = "" if form.unit == "%" else form.label
     value, parts = form.format_signed(answer.gain), [over]
     if answer.interval is not None:

@@ -169,9 +169,7 @@ def check_clients_are_those_of_run(directory: RunDirectory, federation: Federati
     fingerprint_now = _data_fingerprint(federation)
     if fingerprint_before == fingerprint_now:
         columns_now = _column_fingerprint(federation)
-        if (
-            directory.read_manifest().get("column_fingerprint", columns_now) != columns_now
-        ):  # the first versions wrote none
+        if directory.read_manifest().get("column_fingerprint", columns_now) != columns_now:
             raise UserError(
                 f"columns or categories of the table have other names, or another order, than when the run in {out} began; "
                 "put the table back, or start another run with another out=... (--out)"
