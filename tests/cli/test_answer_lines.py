@@ -64,6 +64,13 @@ def test_an_answer_names_what_a_site_has_alone_in_words():
     assert "fedavg +3.0 [+1.0, +5.0] over the best alone, logistic regression\n" in printed(results([row]))
 
 
+def test_results_of_an_earlier_release_have_no_words_of_alternatives():
+    row = answer("a", "join", 0.03, [0.01, 0.05])
+    earlier = {key: value for key, value in row.items() if key not in ("over", "over_words")}
+    line = next(text for text in printed(results([earlier])).splitlines() if text.startswith("join  a"))
+    assert line.rstrip().endswith("fedavg +3.0 [+1.0, +5.0]")
+
+
 def test_an_answer_is_one_line_of_a_log():
     rows = [answer("a", "join", 0.03, [0.01, 0.05]) | {"method": "m" * 70}]
     assert f"{'m' * 70} +3.0 [+1.0, +5.0] over training alone" in printed(results(rows))

@@ -192,10 +192,10 @@ def write_comparison(write_run, write_predictions, comparison_of):
         for k, (site, size) in enumerate(sorted(sites.items())):
             kind = kinds[k % 3]
             answers.append({"client": site, "answer": kind, "method": "fedavg", "gain": sum(spans[kind]) / 2,
-                            "interval": spans[kind], "test_examples": size,
-                            "sentence": f"{site}: words of {site}"})  # fmt: skip
+                            "interval": spans[kind], "test_examples": size, "over": "local",
+                            "over_words": "training alone", "sentence": f"{site}: words of {site}"})  # fmt: skip
         mean = {"client": None, "answer": "join", "method": "fedavg", "gain": 0.03, "interval": [0.01, 0.05],
-                "test_examples": sum(sites.values()),
+                "test_examples": sum(sites.values()), "over": "local", "over_words": "training alone",
                 "sentence": "mean over clients: join with fedavg: 0.010 to 0.050 better in AUC"}  # fmt: skip
         new = {"score": "auc", "score_label": "AUC", "score_unit": "", "higher_is_better": True, "answers": answers,
                "mean_answer": mean, "covers": ["The gain is what is expected on new examples of the site.",

@@ -210,7 +210,7 @@ def test_many_clients_and_cells_on_the_page(tmp_path):
     html = html_searched_cells(found, "k")
     for name in (*(f"base cell {k}" for k in range(1, 5)), "personal cell 1"):
         assert html.count(f"{name} of $a of 0_$: probability of each operation at each edge.") == 1
-    assert "The first 12 of 40 clients." in html
+    assert "The first 12 of 40 sites." in html
     assert html.count("<img ") == 12
 
 

@@ -85,8 +85,9 @@ def describe_answer(row: Mapping[str, Any], unit: str) -> str:
     low, high = (_format_gain(end, unit) for end in row["interval"])
     more = row["sentence"].rpartition("); ")
     doubt = f"; {more[2]}" if row["answer"] == "undecided" and more[1] else ""
-    gain, over = _format_gain(row["gain"], unit), row.get("over_words") or row["over"]
-    return f"{row['method']} {gain} [{low}, {high}] over {over}{doubt}"
+    over = row.get("over_words") or row.get("over")  # results of an earlier release have neither
+    compared = f" over {over}" if over else ""
+    return f"{row['method']} {_format_gain(row['gain'], unit)} [{low}, {high}]{compared}{doubt}"
 
 
 def _format_gain(value: float, unit: str) -> str:
