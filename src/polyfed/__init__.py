@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from polyfed import algorithms, tasks
     from polyfed.comparison.compare import compare
-    from polyfed.comparison.storage.comparison_directory import Comparison
+    from polyfed.comparison.storage.comparison import Comparison
     from polyfed.comparison.storage.load import load
+    from polyfed.comparison.verdicts.answer import Answer
     from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
     from polyfed.core.errors import ClientError, RoundError, UserError
     from polyfed.core.evaluation.metric import Metric
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Algorithm",
+    "Answer",
     "AuditReport",
     "Callback",
     "Client",
@@ -76,12 +78,13 @@ __all__ = [
 # Importing torch takes a second or more, which a help text should not cost. So a name is imported when it is first used.
 _HOMES = {
     "Algorithm": "core.algorithm",
+    "Answer": "comparison.verdicts.answer",
     "AuditReport": "report.audit.audit_report",
     "Callback": "simulation.callbacks.callback",
     "Client": "core.algorithm",
     "ClientError": "core.errors",
     "ClientInfo": "core.algorithm",
-    "Comparison": "comparison.storage.comparison_directory",
+    "Comparison": "comparison.storage.comparison",
     "Examples": "core.examples.examples",
     "FedAsync": "simulation.scheduling.asynchronous.rules",
     "FedBuff": "simulation.scheduling.asynchronous.rules",

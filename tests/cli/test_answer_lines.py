@@ -10,7 +10,7 @@ import polyfed as pf
 from polyfed.cli.commands.compare.answer_lines import print_answers
 from polyfed.cli.commands.results.show_command import show_directory
 from polyfed.cli.main import main
-from polyfed.comparison.storage.comparison_directory import Comparison
+from polyfed.comparison.storage.comparison import Comparison
 from polyfed.core.io.text.advice import keep_advice_for_python, keep_advice_for_terminal
 from polyfed.testing import small_clients
 

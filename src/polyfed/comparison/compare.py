@@ -28,7 +28,7 @@ from polyfed.comparison.planning.plan_description import (
 )
 from polyfed.comparison.references.fit_references import FittedReferences, fit_references
 from polyfed.comparison.storage import comparison_directory
-from polyfed.comparison.storage.comparison_directory import Comparison
+from polyfed.comparison.storage.comparison import Comparison
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.tuning.client_rounds import freeze_history_after, select_compared_rounds_of_local_runs
 from polyfed.core.algorithm import Client

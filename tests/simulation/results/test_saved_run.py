@@ -15,7 +15,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.cli.main import main
-from polyfed.comparison.storage.comparison_directory import Comparison
+from polyfed.comparison.storage.comparison import Comparison
 from polyfed.core.io.trusted_code import restore_trusted_names_afterwards
 from polyfed.simulation.results.saved_run import SavedRun
 from polyfed.simulation.storage.directory import read_manifest

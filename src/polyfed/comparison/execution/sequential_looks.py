@@ -13,7 +13,8 @@ from statistics import NormalDist
 
 from polyfed.comparison.plan import ComparisonPlan
 from polyfed.comparison.statistics.estimate import ALPHA
-from polyfed.comparison.storage.comparison_directory import DESCRIPTION, Comparison, read_description
+from polyfed.comparison.storage.comparison import Comparison
+from polyfed.comparison.storage.comparison_directory import DESCRIPTION, read_description
 from polyfed.data.partitioning.folds import Folds
 
 

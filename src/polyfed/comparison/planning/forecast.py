@@ -27,7 +27,7 @@ from polyfed.comparison.statistics.power import (
     estimate_pilot_variances,
     smallest_decidable_gain,
 )
-from polyfed.comparison.storage.comparison_directory import Comparison
+from polyfed.comparison.storage.comparison import Comparison
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.verdicts.verdict_sentences import format_difference, name_score_of_difference
 from polyfed.core.evaluation.metric import Metric

@@ -8,38 +8,24 @@ runs are finished. `polyfed.comparison.storage.results_schema` defines both file
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, final
+from typing import IO, Any
 
 import yaml
 
 from polyfed.comparison.planning.budget import Budget, ResultCriteria
+from polyfed.comparison.storage.comparison import Comparison
 from polyfed.comparison.storage.continuation import find_first_difference, find_invalidating_change
 from polyfed.comparison.storage.results_schema import ComparisonDescription, results_error
-from polyfed.comparison.verdicts.answer_lines import build_answer_lines
-from polyfed.comparison.verdicts.summary import comparison_html, plot_comparison
-from polyfed.comparison.verdicts.warning_sentences import describe_omissions
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import (
     create_private_folder_if_missing,
     expand_user_path,
     read_file,
     write_file_atomically,
 )
-from polyfed.core.io.text.advice import keep_advice_for_python
-from polyfed.core.io.text.number_format import count_with_noun
-from polyfed.core.io.text.row_table import RowTable
-from polyfed.core.io.text.site_words import say_sites_of
-from polyfed.core.io.values.keyword_names import suggest_attributes
 from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.core.machine.package_versions import package_versions
-from polyfed.simulation.results.across_sites.cross_site_scores import (
-    CrossSiteScores,
-    average_cross_site,
-    read_cross_site,
-)
-from polyfed.simulation.results.display.frames import build_frame
 from polyfed.simulation.storage.directory import (
     describe_changed_files_of_run,
     is_left_by_a_start,
@@ -49,190 +35,10 @@ from polyfed.simulation.storage.directory import (
     to_plain_values,
 )
 from polyfed.simulation.storage.directory_lock import lock_directory
-from polyfed.simulation.storage.page_file import write_page_of
 from polyfed.simulation.storage.paths import safe_file_name
-
-if TYPE_CHECKING:
-    from polyfed.core.algorithm import Client
-    from polyfed.simulation.results.saved_run import SavedRun
 
 DESCRIPTION, RESULTS = "comparison.yaml", "comparison.json"
 RESULTS_FORMAT = 2  # of the results
-
-
-@suggest_attributes
-@final
-@dataclass(frozen=True)
-class Comparison:
-    """Holds the results of a comparison of several methods on the same clients: scores, gains and conclusions.
-
-    Attributes:
-        results: the results, as `polyfed.comparison.storage.results_schema.ComparisonResults` describes them.
-        out: the directory; None if the comparison was kept in memory.
-    """
-
-    results: Mapping[str, Any]
-    out: Path | None = None
-
-    def __repr__(self) -> str:
-        seeds = count_with_noun(len(self.results["seeds"]), "seed")
-        out = None if self.out is None else str(self.out)
-        return f"Comparison({', '.join(self.results['methods']) or 'a plan, nothing trained'}; {seeds}, out={out!r})"
-
-    def __str__(self) -> str:
-        """Returns warnings, a line for each answer, and sentences on what was left out or failed."""
-        warnings, heading, answers, omissions = self._texts
-        return "\n".join([*warnings, *filter(None, [heading]), *answers, *omissions])
-
-    def _repr_html_(self) -> str:
-        warnings, heading, answers, omissions = self._texts
-        texts = {"Before you rely on this:": warnings, f"{heading or 'Answers'}:": answers, "Left out:": omissions}
-        return comparison_html(repr(self), texts, self.results, self.table())
-
-    @property
-    def _texts(self) -> tuple[list[str], str, list[str], list[str]]:
-        """Returns warnings, the heading and lines of answers (without a heading sentences), and what was left out."""
-        lines = build_answer_lines(self.results)
-        heading, *answers = ["", *self.verdicts] if lines is None or len(lines.rows) == 1 else lines.to_text()
-        texts = self.results.get("warnings", ()), answers, describe_omissions(self.results)
-        warnings, answers, omissions = ([self._word_for_python(text) for text in group] for group in texts)
-        return list(dict.fromkeys(warnings)), heading, answers, [text for text in omissions if text not in warnings]
-
-    def _word_for_python(self, text: str) -> str:
-        return say_sites_of(self.results.get("clients") or (), keep_advice_for_python(text))
-
-    def to_frame(self) -> Any:
-        """Returns the scores of the comparison as a pandas `DataFrame`.
-
-        A row per method, seed and client, at the compared round; columns `method`, `seed`, `client`, `round`, and the
-        score by its name. `pandas.DataFrame(found.table())` has a row per method.
-
-        Raises:
-            UserError: pandas is not installed.
-        """
-        score = self.results.get("score", "score")
-        rows = [
-            {"method": label, "seed": int(seed), "client": client, "round": run["round"], score: value}
-            for label, method in self.results["methods"].items()
-            for seed, run in method["runs"].items()
-            for client, value in run["scores"].items()
-        ]
-        return build_frame(rows, ["method", "seed", "client", "round", score])
-
-    def plot(self, *, ax: Any = None) -> Any:
-        """Draws mean gains over training alone with intervals, or mean scores; returns matplotlib axes.
-
-        Args:
-            ax: axes to draw into; None makes new ones.
-
-        Raises:
-            UserError: no method has a score.
-        """
-        return plot_comparison(self.results, self.table(), ax)
-
-    def report(self, out: str | Path | None = None, *, images_of: "Sequence[Client] | None" = None) -> Path:
-        """Writes the comparison's HTML page, as the command `polyfed report` does, and returns its path.
-
-        Args:
-            out: the page; None for `report.html` in the comparison's directory.
-            images_of: clients of a segmentation, as they were compared; the page then has test images of each, truth and
-                prediction, which are their data. None for no images.
-
-        Raises:
-            UserError: the comparison was kept in memory, or the page cannot be written.
-        """
-        return write_page_of(self.out, out, images_of)
-
-    @property
-    def answers(self) -> Sequence[str]:
-        """Returns sentences on whom joining helps, as far as intervals decide, and what was left out."""
-        return list(map(self._word_for_python, (*self.results["verdicts"], *describe_omissions(self.results))))
-
-    @property
-    def verdicts(self) -> Sequence[str]:
-        """Returns the answers without what was left out, failed or could not be judged."""
-        return list(self.results["verdicts"])
-
-    @property
-    def skipped(self) -> Mapping[str, str]:
-        """Returns `{method label: reason}` for each method that was not run because it does not suit the clients."""
-        return dict(self.results["skipped"])
-
-    @property
-    def failed(self) -> Mapping[str, str]:
-        """Returns `{method label: error message}` for each method with a run that failed."""
-        return dict(self.results.get("failed", {}))
-
-    def cross_site(self, method: str) -> CrossSiteScores:
-        """Returns one method's scores of every model on every client's test examples, mean over runs.
-
-        Raises:
-            UserError: there is no such method, or its runs have no such scores.
-        """
-        runs = self._runs_of(method).values()
-        folders = [self.out / run["path"] for run in runs if self.out is not None and run["path"] is not None]
-        parts = [part for folder in folders if (part := read_cross_site(folder)) is not None]
-        if not parts or len(parts) < len(runs):
-            raise UserError(
-                f"the runs of {method} have no scores of every client's model at every client; compare with "
-                "cross_site=True and out=... from the beginning, or use run.cross_site()"
-            )
-        return average_cross_site(parts)
-
-    def run(self, method: str, seed: int | None = None) -> "SavedRun":
-        """Returns one of the compared runs, with its networks and predictions, as in `comparison.run("fml").table()`.
-
-        Args:
-            method: its label in the comparison.
-            seed: None for the first one.
-
-        Raises:
-            UserError: no such method or seed, or the comparison was kept in memory.
-        """
-        runs = self._runs_of(method)
-        key = next(iter(runs)) if seed is None else str(seed)
-        if key not in runs:
-            raise UserError(f"{method} has no run with seed={seed!r}; choices: {', '.join(runs)}")
-        if self.out is None or runs[key]["path"] is None:
-            raise UserError("the runs of this comparison were kept in memory; compare with out=DIR")
-        from polyfed.simulation.results.saved_run import load_run
-
-        return load_run(self.out / runs[key]["path"])
-
-    def _runs_of(self, method: str) -> Mapping[str, Any]:
-        methods: Mapping[str, Any] = self.results["methods"]
-        if method not in methods:
-            raise UserError(f"no method {method!r} in this comparison; {did_you_mean(method, methods)}")
-        return methods[method]["runs"]  # type: ignore[no-any-return]
-
-    def table(self) -> list[dict[str, Any]]:
-        """Returns a dict of scores and costs for each method, None where undefined; `print` shows them in columns.
-
-        Columns: `method`; `mean` over clients and seeds with its interval `low`, `high`; `worst` client, `p10` and `p90`;
-        `gain` over training alone with `gain_low`, `gain_high`; `losers`, the number of clients that lose by joining; the
-        corrected `p_reference` and `p_best`; `megabytes` (2^20 bytes) and `seconds` of a run.
-        """
-        rows = RowTable()
-        for label, method in self.results["methods"].items():
-            statistics = method["statistics"]
-            low, high = statistics["interval"] or (None, None)
-            gain_low, gain_high = statistics["gain_interval"] or (None, None)
-            rows.append(
-                {
-                    "method": label,
-                    "mean": statistics["mean"],
-                    "low": low,
-                    "high": high,
-                    **{name: statistics[name] for name in ("worst", "p10", "p90")},
-                    "gain": statistics["gain"],
-                    "gain_low": gain_low,
-                    "gain_high": gain_high,
-                    **{name: statistics[name] for name in ("losers", "p_reference", "p_best")},
-                    "megabytes": None if statistics["bytes"] is None else statistics["bytes"] / 2**20,
-                    "seconds": statistics["seconds"],
-                }
-            )
-        return rows
 
 
 def load_comparison(folder: str | Path) -> Comparison:

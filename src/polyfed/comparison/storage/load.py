@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from polyfed.comparison.storage.comparison_directory import DESCRIPTION, Comparison, load_comparison
+from polyfed.comparison.storage.comparison import Comparison
+from polyfed.comparison.storage.comparison_directory import DESCRIPTION, load_comparison
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.values.keyword_names import suggest_keywords

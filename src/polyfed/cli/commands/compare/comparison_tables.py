@@ -9,7 +9,7 @@ from rich.console import Console
 
 from polyfed.cli.commands.compare.answer_lines import print_answers
 from polyfed.cli.commands.terminal import PlainTable, print_line
-from polyfed.comparison.storage.comparison_directory import Comparison
+from polyfed.comparison.storage.comparison import Comparison
 from polyfed.comparison.tuning.ranking import format_chosen_fields
 from polyfed.core.errors import UserError
 from polyfed.core.io.text.number_format import count_with_noun
