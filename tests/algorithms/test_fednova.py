@@ -1,8 +1,8 @@
-"""FedNova: equal steps are FedAvg, unequal ones find the minimum that FedAvg misses, and rounds by hand."""
+"""FedNova: equal steps are FedAvg, unequal ones find the minimum that FedAvg misses."""
 
 import pytest
 import torch
-from closed_forms import COUNT, CURVATURE, OPTIMUM, Line, linear, linear_clients, quadratics
+from closed_forms import COUNT, CURVATURE, OPTIMUM, linear, linear_clients, quadratics
 from halves import OPTIONS, play, run
 
 import polyfed as pf
@@ -11,7 +11,6 @@ from polyfed.algorithms.global_model.fednova import sum_of_step_weights
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import small_clients
 
-SLOPE = 1  # the loss of the task is ½·a·(θ − c)², as quadratics() says
 BATCH = 10  # of COUNT = 10 and 30 examples: one step an epoch and three
 
 
@@ -54,32 +53,6 @@ def test_the_weights_of_steps_are_those_of_sgd_with_momentum(momentum, steps):
         p.grad = torch.ones(())
         optimizer.step()
     assert sum_of_step_weights(steps, momentum) == pytest.approx(-p.item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.6])
-@pytest.mark.parametrize("weighted", [True, False])
-def test_rounds_in_plain_torch_are_the_same(weighted, momentum):
-    """All examples of a client are equal, so that the order of minibatches is of no importance."""
-    eta, rounds = 0.1, 3
-    method = FedNova(lr=eta, batch_size=BATCH, local_epochs=2, momentum=momentum, weighted=weighted)
-    x = initial_state(Line, 3)["theta"].clone()
-    p = [n / sum(COUNT) for n in COUNT] if weighted else [0.5, 0.5]
-    for _ in range(rounds):
-        directions, norms = [], []
-        for a, c, n in zip(CURVATURE, OPTIMUM, COUNT, strict=True):
-            y, velocity, applied, total = x.clone(), torch.zeros_like(x), 0.0, 0.0
-            for _ in range(2 * n // BATCH):
-                velocity = momentum * velocity + a * (y - c) * SLOPE
-                y = y - eta * velocity
-                applied = momentum * applied + 1
-                total += applied
-            directions.append((x - y) / total)
-            norms.append(total)
-        tau = sum(share * norm for share, norm in zip(p, norms, strict=True))
-        x = x - tau * sum(share * d for share, d in zip(p, directions, strict=True))
-    state = model_of(method, quadratics(), rounds)
-    assert state["model"]["theta"].item() == pytest.approx(x.item(), rel=1e-6)
-    assert state["steps"]["weight"].item() == pytest.approx(tau, rel=1e-6)
 
 
 @pytest.mark.thorough

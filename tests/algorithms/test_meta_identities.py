@@ -183,28 +183,6 @@ def test_all_clients_train_and_only_those_drawn_are_averaged():
         assert run.model(f"q{i}").theta.item() == pytest.approx((a * c + 2) / (a + 2), abs=1e-10)
 
 
-def test_pfedme_is_what_the_paper_says_step_by_step():
-    client, lam, rate, eta = plain_client(), 3.0, 0.2, 0.1
-    method = PFedMe(lam=lam, k=3, personal_lr=rate, lr=eta, batch_size=0, local_steps=4)
-    down = Message({"model": initial_state(plain_net, 0)}, {"lr": eta})
-    with exclusive_single_torch_thread_with_grad():
-        reply, own = method.local_update(down, {}, client, 5)
-    names = list(down.tensors["model"])
-    w = [down.tensors["model"][name].clone() for name in names]
-    theta = [t.clone().requires_grad_() for t in w]
-    for _ in range(4):
-        for _ in range(3):
-            slopes = torch.autograd.grad(loss_at(client, names, theta), theta)
-            theta = [
-                (t - rate * (g + lam * (t - a))).detach().requires_grad_()
-                for t, g, a in zip(theta, slopes, w, strict=True)
-            ]
-        w = [a - eta * lam * (a - t.detach()) for a, t in zip(w, theta, strict=True)]
-    for name, ours, personal in zip(names, w, theta, strict=True):
-        torch.testing.assert_close(reply.tensors["model"][name], ours)
-        torch.testing.assert_close(own["model"][name], personal.detach())
-
-
 def test_clipping_bounds_the_inner_gradients():
     free, loose, tight = (
         pf.federate(still_clients(), PFedMe(clip_norm=bound, **OPTIONS), rounds=1, workers=0).last.state["model"]

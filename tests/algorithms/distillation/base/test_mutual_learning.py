@@ -68,30 +68,6 @@ def plain(clients):
     return [pf.Client(c.id, short, c.train, c.test) for c in clients]
 
 
-def test_a_round_of_fml_written_out_in_plain_torch_is_the_same():
-    """The second round; each loss is differentiated with respect to its own network alone."""
-    clients, method = plain(mixed()), FML(**FULL, shared=SHARED, alpha=0.6, beta=0.3)
-    _, state, own, _ = play(method, clients)
-    _, after, trained, replies = play(method, clients, rounds=2)
-    total = dict.fromkeys(state["model"], 0.0)
-    for c in clients:
-        mine, common = two(c, own[c.id], state)
-        for _ in range(3):
-            z, s = mine(c.train.x), common(c.train.x)
-            of_mine = 0.6 * F.cross_entropy(z, c.train.y) + 0.4 * softened(s, z)
-            of_common = 0.3 * F.cross_entropy(s, c.train.y) + 0.7 * softened(z, s)
-            for net, loss in ((mine, of_mine), (common, of_common)):
-                grads = torch.autograd.grad(loss, list(net.parameters()))
-                with torch.no_grad():
-                    for p, g in zip(net.parameters(), grads, strict=True):
-                        p -= 0.1 * g
-        torch.testing.assert_close(trained[c.id]["own"], dict(mine.state_dict()), rtol=1e-5, atol=1e-5)
-        for name, tensor in common.state_dict().items():
-            torch.testing.assert_close(replies[c.id].tensors["model"][name], tensor, rtol=1e-5, atol=1e-5)
-            total[name] = total[name] + tensor * len(c.train) / sum(len(d.train) for d in clients)
-    torch.testing.assert_close(after["model"], total, rtol=1e-5, atol=1e-5)
-
-
 def test_fedkd_without_distillation_and_with_whole_updates_averages_as_fedavg():
     method = FedKD(**OPTIONS, shared=SHARED, distil=0.0, t_start=1.0, t_end=1.0, weighted=True)
     found, fedavg = run(method, mixed(), rounds=3), run(FedAvg(**OPTIONS), with_shared_network(mixed()), rounds=3)
