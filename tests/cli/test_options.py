@@ -171,3 +171,21 @@ def test_a_field_of_a_method_that_is_not_compared_is_refused(capsys):
     words = ["compare", "heart", "--algorithms", "fedavg,local", "--algorithm", "fedprox", "--algorithm.mu", "0.1"]
     assert main(words) == 2
     assert "--algorithm.mu is of fedprox, which --algorithms does not name; name the method" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        (
+            "xyz",
+            "it is an option of no data, and no data are named (digits is the default): name them first, as a file",
+        ),
+        ("targt", "did you mean --data.target, an option of a table? No data are named (digits is the default)"),
+        ("event", "it is an option of table, and no data are named (digits is the default)"),
+        ("hospital", "did you mean --data.site, an option of a table?"),
+        ("cleints", "did you mean --data.clients?"),
+    ],
+)
+def test_an_option_of_data_without_data_says_whose_it_is(option, sentence, capsys):
+    assert main(["compare", f"--data.{option}", "3"]) == 2
+    assert capsys.readouterr().err.startswith(f"polyfed: unknown option --data.{option}; {sentence}")

@@ -275,3 +275,47 @@ def test_a_table_is_also_trained_alone_and_small_tests_are_marked(tmp_path, monk
     assert "gain" not in capsys.readouterr().out
     assert main([*words, "--baselines", "[]", "--out", "c"]) == 0
     assert "local" not in capsys.readouterr().out
+
+
+SURVIVAL = ["compare", "patients.csv", "--data.site", "hospital", "--data.event", "outcome"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            [],
+            "survival needs --data.target with the time until the event, and --data.event with 1 where it happened; the col",
+        ),
+        (
+            ["--data.time", "age"],
+            "--data.time age only orders rows: did you mean --data.target age? the columns: age, sex",
+        ),
+        (
+            ["--data.target", "outcome", "--data.time", "age"],
+            "column 'outcome' is named twice, as a target and as another target, the event, the site, the group or the "
+            "time; give each its own column: survival needs --data.target with the time until the event, and --data.event "
+            "with 1 where it happened; --data.time age only orders rows: did you mean --data.target age?",
+        ),
+        (
+            ["--data.hospital", "sex"],
+            "unknown option --data.hospital; table has no 'hospital': did you mean --data.site?",
+        ),
+        (["--data.visit", "sex"], "did you mean --data.time or --data.group?"),
+    ],
+)
+def test_options_of_survival_and_of_columns_by_other_names_are_hinted_at(table, capsys, words, sentence):
+    assert main([*SURVIVAL, *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_misspelt_option_is_named_before_a_missing_site_column(table, capsys):
+    assert main(["compare", "patients.csv", "--data.targt", "outcome"]) == 2
+    assert "unknown option --data.targt; table has no 'targt': did you mean target?" in capsys.readouterr().err
+
+
+def test_a_table_that_cannot_be_loaded_is_refused_in_one_sentence(table, capsys):
+    assert main([*SURVIVAL, "--data.target", "score", "--data.task", "regression"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("polyfed: target 'outcome' holds texts, and regression needs numbers")
+    assert err.count("\n") == 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.examples.examples import Examples
-from polyfed.core.examples.text_columns import split_column_and_cuts
+from polyfed.core.examples.text_columns import check_targets_are_named, split_column_and_cuts
 from polyfed.core.examples.text_labels import warn_of_names_that_look_alike
 from polyfed.core.io.values.validation import check_field_types
 from polyfed.data.formats.files import Table
@@ -177,13 +177,11 @@ class TableFile(Source):
         Raises:
             UserError: a column does not exist or cannot be used.
         """
-        target_names = parse_column_names(self.target, table)
-        if target_names and self.event is not None:
-            target_names = (*target_names, self.event)
-        if not target_names:
-            names = ", ".join(table.column_names)
-            raise UserError(f"give target=... (--data.target) with the column to predict; the columns: {names}")
         roles = {"site": self.site, "group": self.group, "time": self.time}
+        target_names = parse_column_names(self.target, table)
+        check_targets_are_named(table.column_names, target_names, {"event": self.event} | roles, self.task)
+        if self.event is not None:
+            target_names = (*target_names, self.event)
         names_by_role = {"target": target_names} | {role: (name,) for role, name in roles.items() if name is not None}
         for role in ("columns", "drop", "categorical"):
             names_by_role[role] = parse_column_names(getattr(self, role), table)
@@ -191,11 +189,6 @@ class TableFile(Source):
         names_by_role["subgroups"] = tuple(split_column_and_cuts(entry, table.column_names)[0] for entry in subgroups)
         for role, role_names in names_by_role.items():
             check_columns_exist(table, role_names, role)
-        if twice := [name for name in target_names if [*target_names, *roles.values()].count(name) > 1]:
-            raise UserError(
-                f"column {twice[0]!r} is named twice, as a target and as another target, the event, the site, the group or "
-                "the time; give each its own column"
-            )
         for role in (*roles, "target"):
             for name in names_by_role.get(role, ()) if getattr(self, f"missing_{role}", "refuse") == "refuse" else ():
                 check_no_missing_values(column_as_texts(table, name), name, role)

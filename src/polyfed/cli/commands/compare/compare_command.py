@@ -57,6 +57,10 @@ from polyfed.simulation.storage.configuration import build_method, describe_meth
 from polyfed.simulation.storage.directory import read_config
 
 
+class _RedrawError(UserError):
+    """Raised when the clients' examples cannot be dealt into folds, or split again."""
+
+
 def run_compare_command(config: Mapping[str, Any], options: CompareOptions, title: str, out: Path) -> None:
     """Compares several methods on the experiment of a configuration, and prints the results.
 
@@ -175,7 +179,7 @@ def _plan_default_folds(
     plan = _plan_seeds_or_folds(options, description, methods, folds, title, out)
     try:
         clients = plan.build_client_set(plan.seeds[0]).clients
-    except UserError as error:  # too few examples, or a time
+    except _RedrawError as error:  # too few examples, or a time
         reason = sanitise_for_terminal(keep_advice_for_terminal(str(error)))
         print(f"no folds, and so no answer for each site: {reason}", file=sys.stderr)
         return None
@@ -215,7 +219,10 @@ def _build_plan(
                 warnings.filterwarnings("ignore", message=CONSTANT_COLUMNS_WARNING)
             experiment_data = load_participants(build_experiment({**config, "seed": data_seed}))
         check_networks_run(experiment_data.clients, experiment_data.pool.num_outputs)
-        return experiment_data, redraw_clients(experiment_data.clients, resplit, folds, seeds)
+        try:
+            return experiment_data, redraw_clients(experiment_data.clients, resplit, folds, seeds)
+        except UserError as error:
+            raise _RedrawError(error) from error
 
     def clients_of_seed(seed: int) -> ClientSet:
         data_seed = seeds[0] if description["same_data"] or is_redrawn else seed

@@ -25,8 +25,7 @@ from polyfed.cli.commands.argv import (
 )
 from polyfed.cli.commands.options.option_hints import (
     build_changes_to_run_baseline,
-    suggest_option,
-    suggest_section_for_field,
+    describe_unknown_key,
 )
 from polyfed.cli.commands.options.option_types import as_plain_mappings, rewrite_parser_error, type_on_command_line
 from polyfed.cli.commands.options.site_options import (
@@ -39,7 +38,6 @@ from polyfed.cli.commands.short_help import find_help_group_title
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES, read_value_or_outline_without_import
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.trusted_code import import_trusted_callable, trust_code
-from polyfed.core.io.values.keyword_names import OTHER_NAMES
 from polyfed.simulation.settings import Settings
 
 DEFAULTS = {"data": "digits", "data.partition": "dirichlet", "model": "mlp", "algorithm": "fedavg"}
@@ -150,7 +148,12 @@ def parse_configuration(
     if is_offered("data.partition.name"):
         source_fields = {o.key: o.default for o in options_of(_class_of_choice("data", names["data"]), "data")}
         partition_name = names_by_option["data.partition"] or config_values.get("data.partition.name")
-        implied = partition_options_of_site_column(source_fields, config_values, argv, partition_name)
+        try:
+            implied = partition_options_of_site_column(source_fields, config_values, argv, partition_name)
+        except UserError:  # an unknown option may be the reason that there is no column of the site
+            options = _all_options(names | {"data.partition": partition_name or "natural"}, with_model=True)
+            _check_keys_are_known({option.key: option for option in options}, config_values, argv, command_options)
+            raise
         names["data.partition"] = implied.pop("data.partition.name", names["data.partition"])
         config_values |= implied
     mixture = config_values.pop("model", None)
@@ -211,12 +214,7 @@ def _parse_values(
 ) -> dict[str, Any]:  # fmt: skip
     """Parses all options' values; the configuration's come first, so that both are checked alike."""
     option_by_key = {option.key: option for option in options}
-    if unknown := sorted(config_values.keys() - option_by_key):
-        raise UserError(f"unknown key {_unknown_key_message(unknown[0], option_by_key)}")
-    for word in argv:
-        key = word.partition("=")[0].removeprefix("--")
-        if word.startswith("--") and key != "help" and not _is_option_or_entry(key.rstrip("+"), option_by_key):
-            raise UserError(f"unknown option {_unknown_key_message(key, option_by_key, '--', command_options)}")
+    _check_keys_are_known(option_by_key, config_values, argv, command_options)
     from jsonargparse import ArgumentError, ArgumentParser  # which takes as long as all before
 
     about = "Options of the choices made; choose others (--model NAME ...) to see theirs; --print-config shows all."
@@ -251,6 +249,24 @@ def _parse_values(
     return values
 
 
+def _check_keys_are_known(
+    option_by_key: Mapping[str, Option], config_values: Mapping[str, Any], argv: Sequence[str],
+    command_options: Sequence[str],
+) -> None:  # fmt: skip
+    """Raises a `UserError` that names the nearest choices if a key of the file or an option is none of the choices made."""
+    option_defaults = {key: option.default for key, option in option_by_key.items()}
+    if unknown := sorted(config_values.keys() - option_by_key):
+        raise UserError(f"unknown key {describe_unknown_key(unknown[0], option_defaults, _choices_with)}")
+    for word in argv:
+        key = word.partition("=")[0].removeprefix("--")
+        if word.startswith("--") and key != "help" and not _is_option_or_entry(key.rstrip("+"), option_by_key):
+            names_data = "data.name" in config_values or find_last_option_value("--data.name", argv) is not None
+            hint = describe_unknown_key(
+                key, option_defaults, _choices_with, "--", command_options, names_data=names_data
+            )
+            raise UserError(f"unknown option {hint}")
+
+
 def _is_option_or_entry(key: str, option_by_key: Mapping[str, Option]) -> bool:
     """Returns whether a key is an option, or an entry of an option that is a mapping, such as `algorithm.teacher.name`."""
     owner = option_by_key.get(key.rpartition(".")[0])
@@ -259,39 +275,6 @@ def _is_option_or_entry(key: str, option_by_key: Mapping[str, Option]) -> bool:
 
 def _is_mapping(kind: Any) -> bool:
     return any(get_origin(part) in (dict, Mapping) for part in (kind, *get_args(kind)))
-
-
-def _unknown_key_message(
-    key: str, option_by_key: Mapping[str, Option], prefix: str = "", command_options: Sequence[str] = ()
-) -> str:
-    """Builds the error for an unknown key: names another choice that has the key, or similar keys."""
-    key_name = option_name(f"{prefix}{key}")
-    section, _, field = key.rpartition(".")
-    if section not in _REGISTRIES or (section != "model" and f"{section}.name" not in option_by_key):
-        hint = (
-            None
-            if section
-            else suggest_section_for_field(OTHER_NAMES.get(key, key), option_by_key, _choices_with, prefix)
-        )
-        if hint is not None:
-            return f"{key_name}; {hint}"
-        return f"{key_name}; {suggest_option(key, option_by_key, prefix, command_options)}"
-    if f"{section}.name" not in option_by_key:
-        return f"{key_name}; a mixture of networks takes its fields from a YAML file, where `model` is a list"
-    name, other_choices = option_by_key[f"{section}.name"].default, _choices_with(section, key)
-    if section == "data" and field != "path" and "table" in other_choices:
-        return (
-            f"{key_name}; {name} has no {field!r}, since its columns are known; for a file of your own give --data table "
-            "--data.path FILE"
-        )
-    if other_choices:
-        example = f"--{section} {other_choices[0]}" if prefix else f"{section}: {{name: {other_choices[0]}}}"
-        verb = "have" if other_choices[1:] else "has"
-        return (
-            f"{key_name}; {name} has no {field!r}, but {', '.join(other_choices)} {verb}: give {example}, for example"
-        )
-    section_fields = {k.rpartition(".")[2] for k in option_by_key if k.rpartition(".")[0] == section}
-    return f"{key_name}; {name} has no {field!r}: {did_you_mean(field, section_fields)}"
 
 
 def _choices_with(section: str, key: str) -> list[str]:

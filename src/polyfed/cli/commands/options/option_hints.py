@@ -1,12 +1,88 @@
 """Finds what a word of the command line means: a field without its section, or a method that is a baseline of a recipe."""
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from polyfed.cli.commands.argv import option_name
+from polyfed.cli.static_registry import SOURCES
 from polyfed.core.errors import did_you_mean
 from polyfed.core.io.values.keyword_names import OTHER_NAMES
+
+_SECTIONS = ("algorithm", "data", "data.partition", "model")
+_ROLES_OF_COLUMNS = {
+    "label": "target", "labels": "target", "outcome": "target", "class": "target", "y": "target",
+    "duration": "target and --data.event", "followup": "target and --data.event", "status": "event", "died": "event",
+    "hospital": "site", "clinic": "site", "centre": "site", "center": "site", "institution": "site",
+    "patient": "group", "subject": "group", "person": "group", "id": "group", "groups": "group",
+    "visit": "time or --data.group", "date": "time", "year": "time",
+    "features": "columns", "ignore": "drop", "exclude": "drop", "na": "missing", "sep": "delimiter",
+}  # fmt: skip
+"""What a column of a table is called elsewhere -> the option of a table that takes it, for suggestions."""
+
+
+def describe_unknown_key(
+    key: str, defaults: Mapping[str, Any], choices_with: Callable[[str, str], Sequence[str]], prefix: str = "",
+    command_options: Sequence[str] = (), *, names_data: bool = True,
+) -> str:  # fmt: skip
+    """Returns an unknown key, and a hint: other choices that have it, or similar keys.
+
+    Args:
+        key: its name, with its section.
+        defaults: {key of an option of the choices made: its default, which of a section's name is the choice}.
+        choices_with: from a section and a key to the choices of the section that have it.
+        prefix: "--" on the command line; empty in a file.
+        command_options: options of the command itself.
+        names_data: whether the command line or the file chooses the data.
+
+    >>> describe_unknown_key("data.hospital", {"data.name": "table", "data.site": None}, lambda section, key: [], "--")
+    "--data.hospital; table has no 'hospital': did you mean --data.site?"
+    """
+    key_name = option_name(f"{prefix}{key}")
+    section, _, field = key.rpartition(".")
+    if section not in _SECTIONS or (section != "model" and f"{section}.name" not in defaults):
+        other = OTHER_NAMES.get(key, key)
+        hint = None if section else suggest_section_for_field(other, defaults, choices_with, prefix)
+        return f"{key_name}; {hint or suggest_option(key, defaults, prefix, command_options)}"
+    if f"{section}.name" not in defaults:
+        return f"{key_name}; a mixture of networks takes its fields from a YAML file, where `model` is a list"
+    name, others = defaults[f"{section}.name"], choices_with(section, key)
+    section_fields = {k.rpartition(".")[2] for k in defaults if k.rpartition(".")[0] == section}
+    if section == "data" and field != "path":
+        role = _ROLES_OF_COLUMNS.get(field.replace("_", ""))
+        if name == "table" and role:
+            return f"{key_name}; table has no {field!r}: did you mean {option_name(f'{prefix}data.{role}')}?"
+        if not names_data:
+            return f"{key_name}; {_ask_for_data(field, role, name, section_fields, others, prefix)}"
+        if "table" in others:
+            return (
+                f"{key_name}; {name} has no {field!r}, since its columns are known; for a file of your own give --data "
+                "table --data.path FILE"
+            )
+    if others:
+        example = f"--{section} {others[0]}" if prefix else f"{section}: {{name: {others[0]}}}"
+        verb = "have" if others[1:] else "has"
+        return f"{key_name}; {name} has no {field!r}, but {', '.join(others)} {verb}: give {example}, for example"
+    return f"{key_name}; {name} has no {field!r}: {did_you_mean(field, section_fields)}"
+
+
+def _ask_for_data(
+    field: str, role: str | None, default_data: str, own_fields: Collection[str], owners: Sequence[str], prefix: str
+) -> str:
+    """Returns the hint for a field of data where none are named: whose field it is, or the nearest one of a table."""
+    table_fields = SOURCES["table"].__dataclass_fields__
+    nearest = difflib.get_close_matches(field, sorted({*own_fields, *table_fields}), n=1)
+    word = role or (nearest[0] if nearest else "")
+    option = option_name(f"{prefix}data.{word}")
+    if word in own_fields and not owners:
+        return f"did you mean {option}?"
+    meaning = f"did you mean {option}, an option of a table? No" if word else "it is an option of no data, and no"
+    if owners:
+        meaning = f"it is an option of {', '.join(owners)}, and no"
+    return (
+        f"{meaning} data are named ({default_data} is the default): name them first, as a file (FILE.csv --data.target "
+        "COLUMN --data.site COLUMN) or with --data NAME (polyfed list data)"
+    )
 
 
 def suggest_section_for_field(

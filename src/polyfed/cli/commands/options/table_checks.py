@@ -15,6 +15,7 @@ from polyfed.core.examples.text_columns import (
     DECIMAL_COMMA,
     check_names_of_columns,
     check_no_empty_cells,
+    check_targets_are_named,
     check_whole_numbers_are_classes,
     describe_undecodable_file,
     find_text_refusal,
@@ -56,9 +57,10 @@ def check_table(data: Any, *, is_for_training: bool = True) -> None:
     header = _read_header(str(data["path"]), f"give path=... (--data.path) with {_ROW_PER_EXAMPLE}", data)
     if header is None:
         return
-    if not data.get("target"):
-        raise UserError(f"give --data.target with the column to predict; the columns: {', '.join(header)}")
-    names_by_role = {"target": [*_split_names(data.get("target"), header), *_split_names(data.get("event"), header)]}
+    targets = _split_names(data.get("target"), header)
+    roles = {role: None if data.get(role) is None else str(data[role]) for role in ("event", "site", "group", "time")}
+    check_targets_are_named(header, targets, roles, data.get("task"))
+    names_by_role = {"target": [*targets, *_split_names(data.get("event"), header)]}
     names_by_role |= {role: _split_names(data.get(role), header) for role in _ROLES}
     names_by_role["subgroups"] = [
         split_column_and_cuts(entry, header)[0] for entry in _split_names(data.get("subgroups"), header)
