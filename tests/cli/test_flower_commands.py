@@ -208,6 +208,20 @@ def test_a_port_that_none_can_be_is_refused(action, port, project, capsys):
     assert f"--port must be a port from 1 to 65535, got '{port}'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("nonsense", "--address must be HOST:PORT, such as federation.example.org:443, got 'nonsense'"),
+        ("server.invalid:443", "--address is for the folder of a server or of a site, and "),
+    ],
+)
+def test_an_address_that_is_none_or_that_a_project_has_no_use_for_is_refused(project, capsys, address, sentence):
+    assert main(["flower", "doctor", str(project), "--address", address]) == 2
+    out, err = capsys.readouterr()
+    assert sentence in err
+    assert not out
+
+
 def test_the_command_without_words_prints_its_help_and_an_error_an_example(capsys):
     assert main(["flower"]) == 0
     assert "usage: polyfed flower init|up|run" in capsys.readouterr().out

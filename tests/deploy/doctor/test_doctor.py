@@ -240,10 +240,10 @@ def test_faults_of_a_server(server, doctor, tmp_path):
     write_site_key_pair(server / "north.key")
     write(server, ca_key="x", east_pub="x")
     unit.write_text(text.replace(" --enable-supernode-auth", " --insecure").replace("127.0.0.1", "0.0.0.0"))
-    _, lines = doctor(server, "--address", "other.example.org")
+    _, lines = doctor(server, "--address", "other.invalid:9092")
     found = "\n".join(lines)
     for sentence in (
-        "has --insecure", "lacks --enable-supernode-auth", "'other.example.org' is not an address",
+        "has --insecure", "lacks --enable-supernode-auth", "other.invalid:9092 takes no connection yet",
         "east.pub is not a public key", "note   port: the SuperLink listens on all networks", "ca.key signs certificates",
         "north.key is a private key",
     ):  # fmt: skip

@@ -60,10 +60,14 @@ def run_folder_checks(
         server_address: HOST:PORT by which sites reach the server, if the folder does not say.
 
     Raises:
-        UserError: the folder is none of these, or cannot be read.
+        UserError: the folder is none of these, or cannot be read, or the address is none or not of this folder.
     """
     folder = folder.resolve()
     kinds = detect_folder_kinds(folder)
+    if server_address is not None and _address_or_none(server_address) is None:
+        raise UserError(f"--address must be HOST:PORT, such as federation.example.org:443, got {server_address!r}")
+    if server_address is not None and not {"server", "site"} & set(kinds):
+        raise UserError(f"--address is for the folder of a server or of a site, and {folder} is a {kinds[0]}'s")
     if kinds[0] in ("project", "trial"):
         yield from _check_project(
             DeploymentProject(folder if kinds[0] == "project" else folder.parent),
@@ -228,11 +232,7 @@ def _check_server_addresses(unit: SystemdUnit, address: str | None, public_addre
         yield from _check_taken_port(listen_address, authority, name, certificate)
     else:
         yield from check_port_free("port", *listen_address, "end that program, or choose another --port")
-    if address is not None and public_address is None:
-        yield problem_finding(
-            "address", f"{address!r} is not an address; HOST:PORT, such as federation.example.org:443"
-        )
-    elif public_address is not None and is_port_listening(*public_address):
+    if public_address is not None and is_port_listening(*public_address):
         yield from check_tls_server_and_clock("address", *public_address, authority)
     elif public_address is not None:
         yield note_finding(
