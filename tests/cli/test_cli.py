@@ -211,7 +211,7 @@ def test_list(polyfed, kind, names):
     out, err = polyfed("list", kind)
     assert err == ""
     assert all(re.search(rf"^{name} +\S.*\S", out, re.MULTILINE) for name in names)
-    assert all(re.search(rf"^(\S+ +)*{name}( |$)", polyfed("list")[0], re.MULTILINE) for name in names)
+    assert not {*names} - {*polyfed("list")[0].split()}
 
 
 def test_list_says_what_a_method_requires(polyfed):

@@ -293,7 +293,7 @@ def list_choices(argv: list[str]) -> None:
     """Implements `polyfed list`: prints the available methods, data sets, networks and recipes."""
     parser = CommandParser(
         "polyfed list [algorithms|data|models|recipes|METHOD...]",
-        "Lists what there is to choose from: names, with a line each; with an argument, more about one kind, or the card of "
+        "Lists the names that there are to choose from; with an argument, what each of one kind is, or the card of "
         "a method: its paper, what it needs and discloses, and its fields.",
     )
     parser.add_flag("--json", "print JSON")

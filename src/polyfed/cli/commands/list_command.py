@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from textwrap import shorten
 from typing import Any, Required, TypedDict
 
 from rich.console import Console
@@ -103,11 +102,10 @@ def show_choices(kinds: Sequence[str], console: Console | None = None) -> None:
         _print_card(name, console)
     if method_names:
         return
-    for table in [table for kind in kinds for table in details[kind]()] if kinds else _overview_tables(console.width):
+    for table in [table for kind in kinds for table in details[kind]()] if kinds else [_build_overview()]:
         console.print(table)
     if not kinds:
-        more = ", ".join(f"polyfed list {kind}" for kind in details)
-        print_line(console, f"More of each: {more}")
+        print_line(console, f"What each is: polyfed list {'|'.join(details)}, or a method's name", style="cyan")
 
 
 def _print_card(name: str, console: Console) -> None:
@@ -146,34 +144,23 @@ def first_docstring_sentence(thing: Any) -> str:
 _ABBREVIATIONS = frozenset({"al", "app", "cf", "e.g", "eq", "eqs", "fig", "figs", "i.e", "resp", "sec", "tab", "vs"})
 
 
-def _overview_tables(width: int) -> list[PlainTable]:
-    """Returns every name with a line of so many characters; of recipes the names alone, those of one paper together."""
-    tables = [
-        _overview_table(title, {name: method.card.summary for name, method in methods.items()}, width)
-        for title, methods in _methods_by_family().items()
-    ]
-    registries: Mapping[str, Mapping[str, Any]] = {"data": SOURCES, "partitions": PARTITIONS, "models": MODELS}
-    for title, registry in registries.items():
-        tables.append(
-            _overview_table(title, {name: first_docstring_sentence(thing) for name, thing in registry.items()}, width)
-        )
-    groups: dict[str, list[str]] = {}
+def _build_overview() -> PlainTable:
+    """Returns a table of all names: methods by family, recipes by paper."""
+    groups = {title.partition(": ")[2]: list(methods) for title, methods in _methods_by_family().items()}
+    recipe_groups: dict[str, list[str]] = {}
     for name in shipped_recipe_files():
-        groups.setdefault(name.split("_")[0], []).append(name)
-    single_names = [names[0] for names in groups.values() if len(names) == 1]
-    recipes_table = PlainTable(title="recipes", title_justify="left", box=None, pad_edge=False, show_header=False)
-    for names in [single_names, *(names for names in groups.values() if len(names) > 1)]:
-        recipes_table.add_row("  ".join(names))
-    return [*tables, recipes_table]
-
-
-def _overview_table(title: str, texts: Mapping[str, str], width: int) -> PlainTable:
-    table = PlainTable(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
+        recipe_groups.setdefault(name.split("_")[0], []).append(name)
+    single_names = [names[0] for names in recipe_groups.values() if len(names) == 1]
+    groups |= {"data": list(SOURCES), "partitions": list(PARTITIONS), "models": list(MODELS), "recipes": single_names}
+    groups |= {f"of {paper}": names for paper, names in recipe_groups.items() if len(names) > 1}
+    table = PlainTable(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True, style="bold")
     table.add_column()
-    for name, text in texts.items():
-        line_width = max(20, width - max(map(len, texts)) - 2)
-        table.add_row(name, shorten(text, line_width, placeholder=" …", break_on_hyphens=False))
+    table.add_row("methods", "by family")
+    for title, names in groups.items():
+        if title in ("data", "models", "recipes"):
+            table.add_row("", "")
+        table.add_row(f"{'  ' if names[0] in ALGORITHMS else ''}{title.replace('_', ' ')}", " ".join(names))
     return table
 
 
