@@ -115,7 +115,7 @@ QUICK = [  # words, exit status, and what is said
     ("compare quickstart --algorithm fedavgg", 2, "unknown algorithm 'fedavgg'; did you mean fedavg or"),
     ("compare --seed 1", 2, "polyfed compare takes no --seed; give --seeds"),
     ("resume --quite x", 2, "unknown option --quite; did you mean --quiet?"),
-    ("report --outt x", 2, "polyfed report takes run directories"),
+    ("report --outt x", 2, "unknown option --outt; did you mean --out or --quiet?"),
     ("warmstart x --epoch 3", 2, "unknown option --epoch; did you mean --epochs"),
     ("graph mlp --inputs 3", 2, "unknown option --inputs; did you mean --input?"),
     ("reproduce fedhenn tabel1", 2, "no table or figure 'tabel1'; did you mean table1"),

@@ -19,6 +19,15 @@ def test_export_names_the_run_of_the_answer_and_how_to_train_on_all_rows(tmp_pat
     words += ["--algorithms", "fedprox", "--algorithm", "fedprox", "--algorithm.mu", "0.5", "--folds", "2"]
     assert main(["compare", *words, "--rounds", "2", "--tune", "none", "--no-references", "--out", "c"]) == 0
     assert "added: fedavg, fedavg_ft, local\n" in capsys.readouterr().err
+    for wrong_words, sentence in (
+        (["predict", "c", "no.csv"], "'no.csv' does not exist; give a CSV or Parquet file"),
+        (["predict", "c", "my table.csv", "--client", "north"], "c has no client 'north'; choices: n, s"),
+        (["export", "c", "--client", "north", "--out", "net"], "c has no client 'north'; choices: n, s"),
+        (["export", "c", "--client", "n", "--out", "my table.csv"], "my table.csv exists; choose another folder"),
+        (["export", "c", "--out", "net", "--format", "onxx"], "unknown format 'onxx'; did you mean onnx?"),
+    ):
+        assert main(wrong_words) == 2
+        assert sentence in capsys.readouterr().err
     assert main(["export", "c", "--client", "n", "--out", "net"]) == 2
     text = capsys.readouterr().err
     assert "c is a comparison; the answer for n is of " in text
@@ -36,5 +45,7 @@ def test_export_names_the_run_of_the_answer_and_how_to_train_on_all_rows(tmp_pat
     assert main([*command[1:], "--out", "final", "--quiet"]) == 0
     capsys.readouterr()
     assert main(["export", *shlex.split(export)]) == 0
+    assert main(["predict", "final", "no.csv"]) == 2
+    assert capsys.readouterr().err.startswith("polyfed: 'no.csv' does not exist; give a CSV")
     assert main(["predict", "c", "my table.csv", "--client", "s"]) == 2
     assert "(the network of one fold" in capsys.readouterr().err

@@ -243,7 +243,8 @@ def report(argv: list[str]) -> None:
     parser.add_flag("--quiet", "print the path of the page alone")
     parser.print_help_and_exit_if_asked(argv)
     options, directories = parser.parse_declared_options(argv)
-    if not directories or any(word.startswith("-") for word in directories):
+    parser.refuse_unknown_option(directories)
+    if not directories:
         raise UserError("polyfed report takes run directories, for instance polyfed report runs/a runs/b")
     page = expand_page_path(options.out)
     column_names = [name for names in options.subgroup for name in names if name]

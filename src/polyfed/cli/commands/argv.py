@@ -99,15 +99,18 @@ class CommandParser(argparse.ArgumentParser):
         """
         self.print_help_and_exit_if_asked(argv)
         options, words = self.parse_declared_options(argv)
-        if unknown := [word for word in words if word.startswith("-")]:
-            name = option_name(unknown[0])
-            raise UserError(f"unknown option {unknown[0]}; {did_you_mean(name, self.option_names)}")
+        self.refuse_unknown_option(words)
         if len(words) != word_count:
             command = " ".join(itertools.takewhile(str.islower, (self.usage or "").split()))
             epilog = self.epilog or ""
             hint = epilog if epilog.startswith("example: ") else f"usage: {self.usage}"
             raise UserError(f"{command} takes {expected_text}, got {' and '.join(words) or 'none'}; {hint}")
         return options, words
+
+    def refuse_unknown_option(self, words: Sequence[str]) -> None:
+        """Raises a `UserError` with the nearest declared option if a word is an option."""
+        if unknown := [word for word in words if word.startswith("-")]:
+            raise UserError(f"unknown option {unknown[0]}; {did_you_mean(option_name(unknown[0]), self.option_names)}")
 
     def print_help_and_exit_if_asked(self, argv: Sequence[str]) -> None:
         """Prints the help and exits with status 0 if the command line contains -h or --help."""

@@ -101,11 +101,17 @@ def check_prediction(folder: Path, client: str | None, file: str) -> None:
         check_names_of_columns(header, names, "features")
 
 
-def _read_header(path: str, advice: str, options: Mapping[str, Any]) -> list[str] | None:
-    """Reads the names of the columns in the first line of a CSV file; returns None if they cannot be told."""
+def check_table_exists(path: str, advice: str = f"give {_ROW_PER_EXAMPLE}") -> Path:
+    """Returns the path of a table; raises a `UserError` that ends with the advice if nothing is there."""
     file = expand_user_path(path, f"a path of the data ({advice})")
     if not file.exists():
         raise UserError(f"{path!r} {'leads nowhere' if file.is_symlink() else 'does not exist'}; {advice}")
+    return file
+
+
+def _read_header(path: str, advice: str, options: Mapping[str, Any]) -> list[str] | None:
+    """Reads the names of the columns in the first line of a CSV file; returns None if they cannot be told."""
+    file = check_table_exists(path, advice)
     if not file.is_file() or file.suffix.lower() in (".parquet", ".pq"):
         return None
     try:

@@ -1,6 +1,7 @@
 """Implements `polyfed export`, which writes a trained network to a folder that can be used without polyfed."""
 
 from shlex import quote
+from typing import cast
 
 from polyfed.cli.commands.argv import CommandParser
 from polyfed.cli.commands.results.network_of_answer import check_is_run_of_client
@@ -38,18 +39,16 @@ def export_command(argv: list[str]) -> None:
     if (options.out is None) == (options.to is None):
         raise UserError(f"polyfed export needs {'a' if options.out is None else 'one'} folder to create: --out FOLDER")
     target = options.to if options.out is None else options.out
-    client = f" --client {quote(options.client)}" if options.client is not None else ""
-    check_is_run_of_client(
-        expand_user_path(run, "the run directory"), options.client,
-        f"polyfed export {{run}}{client} --out {quote(target)}",
-    )  # fmt: skip
-    check_has_models(expand_user_path(run, "the run directory"))
-    file_format: Format = options.format or "torchscript"
+    folder, file_format = expand_user_path(run, "the run directory"), cast(Format, options.format or "torchscript")
     check_export_target(expand_user_path(target, "the folder to create"), file_format)
+    client = f" --client {quote(options.client)}" if options.client is not None else ""
+    words = f"{client} --out {quote(target)}{f' --format {file_format}' if options.format else ''}"
+    check_is_run_of_client(folder, options.client, f"polyfed export {{run}}{words}")
+    check_has_models(folder)
     from polyfed.report.export.folder import export_model
 
     if options.model is not None:
         trust_code(options.model)  # the user's own word
     factory = None if options.model is None else import_trusted_callable(options.model)
-    folder = export_model(run, options.client, target, format=file_format, model=factory)
-    print(f"{folder} has {', '.join(sorted(path.name for path in folder.iterdir()))}; README.md says how to use it")
+    exported = export_model(run, options.client, target, format=file_format, model=factory)
+    print(f"{exported} has {', '.join(sorted(path.name for path in exported.iterdir()))}; README.md says how to use it")

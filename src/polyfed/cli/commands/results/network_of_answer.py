@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_comparison, read_description
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.simulation.storage.directory import read_config
 
 
@@ -27,6 +27,8 @@ def check_is_run_of_client(folder: Path, client: str | None, command: str) -> No
         return
     results = load_comparison(folder).results
     answers = {answer["client"]: answer for answer in results.get("answers") or ()}
+    if answers and client is not None and client not in answers:
+        raise UserError(f"{folder} has no client {client!r}; {did_you_mean(client, map(str, answers))}")
     answer = answers.get(client, results.get("mean_answer") or {})
     method = results["reference"] if answer.get("answer") == "stay" else answer.get("method")
     runs = sorted(file.parent for file in folder.glob(f"{method}/**/seed-*/config.yaml"))

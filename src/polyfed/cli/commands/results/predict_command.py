@@ -4,7 +4,7 @@ from pathlib import Path
 from shlex import quote
 
 from polyfed.cli.commands.argv import CommandParser, check_is_new_file, expand_optional_path
-from polyfed.cli.commands.options.table_checks import check_prediction
+from polyfed.cli.commands.options.table_checks import check_prediction, check_table_exists
 from polyfed.cli.commands.results.network_of_answer import check_is_run_of_client
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
@@ -38,6 +38,7 @@ def predict_file(folder: Path, client: str | None, file: str, out: Path | None) 
     """
     check_is_new_file(out)
     check_directory_exists(folder)
+    check_table_exists(file)
     words = f" --client {quote(client)}" if client is not None else ""
     check_is_run_of_client(folder, client, f"polyfed predict {{run}} {quote(file)}{words}")
     if not any((folder / name).exists() for name in ("signature.json", "config.yaml")):
