@@ -38,11 +38,15 @@ def meme():
     return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)).double()
 
 
-def unequal_clients(*factories):
-    """Three clients with 11, 26 and 32 examples in double precision, each with its network."""
+def unequal_clients(*factories, turns=(0, 0, 0)):
+    """Three clients with 11, 26 and 32 examples in double precision, each with its network, and labels turned by so much."""
+
+    def turned(examples, turn, number=None):
+        return examples.x[:number].double(), (examples.y[:number] + turn) % 3
+
     return [
-        pf.Client(c.id, factory, (c.train.x[:number].double(), c.train.y[:number]), (c.test.x.double(), c.test.y))
-        for c, number, factory in zip(small_clients(), SIZES, factories, strict=True)
+        pf.Client(c.id, factory, turned(c.train, turn, number), turned(c.test, turn))
+        for c, number, factory, turn in zip(small_clients(), SIZES, factories, turns, strict=True)
     ]
 
 
