@@ -32,3 +32,17 @@ def test_renamed_columns_and_categories_are_refused(tmp_path, change):
         pf.resume(tmp_path / "run", clients=clients_of(change(rows)))
     resumed = pf.resume(tmp_path / "run", clients=clients_of(rows.copy()))
     assert resumed.table() == run.table()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # about few rows
+def test_a_comparison_goes_on_with_the_columns_with_which_it_began(tmp_path):
+    draw = np.random.default_rng(0)
+    rows = pd.DataFrame({name: draw.normal(size=40) for name in ("age", "crp")}).assign(
+        h=["a", "b"] * 20, y=["no", "yes", "yes", "no"] * 10
+    )
+    words = {"rounds": 1, "seeds": [0], "tune": "none", "references": False, "parallel": 1, "quiet": True}
+    before = pf.compare(clients_of(rows), "fedavg", out=tmp_path / "compared", **words)
+    swapped = rows.rename(columns={"age": "crp", "crp": "age"})
+    with pytest.raises(UserError, match="columns or categories of the table have other names, or another order, than"):
+        pf.compare(clients_of(swapped), "fedavg", out=tmp_path / "compared", **words)
+    assert pf.compare(clients_of(rows.copy()), "fedavg", out=tmp_path / "compared", **words).table() == before.table()

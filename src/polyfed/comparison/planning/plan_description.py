@@ -20,7 +20,7 @@ from polyfed.core.methods.capabilities import describe_evaluated_network
 from polyfed.core.methods.declared_words import NEEDS_ONE_ARCHITECTURE
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.clients.undefined_scores import list_clients_without_score
-from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint
+from polyfed.simulation.checks.fingerprints import column_fingerprint, initial_weights_fingerprint
 from polyfed.simulation.checks.networks.trial_evaluation import check_losses_and_metrics_work
 from polyfed.simulation.checks.settings.method_settings import check_settings_suit_method
 from polyfed.simulation.checks.settings.private_training import check_and_complete_privacy
@@ -43,7 +43,7 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
     """
     skipped: dict[str, str] = {}
     data: dict[str, Any] = {}
-    fingerprints, first_weights = dict[str, str](), ""
+    fingerprints, columns, first_weights = dict[str, str](), dict[str, str](), ""
     clients_without_score = dict[int, list[str]]()
     for seed in plan.seeds:
         client_set = plan.build_client_set(seed)
@@ -70,6 +70,7 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
         clients_without_score[seed] = list_clients_without_score(plan.metrics[0], evaluated)
         data[str(seed)] = count_client_examples(evaluated, client_set.class_names)
         fingerprints[str(seed)] = client_set.fingerprint_of_run()
+        columns[str(seed)] = column_fingerprint(client_set.clients)
         first_weights = first_weights or initial_weights_fingerprint(client_set.clients)
     methods = {label: method for label, method in plan.methods.items() if label not in skipped}
     skipped = {k: v for k, v in skipped.items() if k not in plan.unasked or NEEDS_ONE_ARCHITECTURE not in v}
@@ -93,7 +94,7 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
         "skipped": skipped, "reference": reference_label(methods),
         "same_clients": bool(plan.num_resplits or plan.folds) or len(set(fingerprints.values())) == 1,
         "resplit": plan.num_resplits, "references": plan.with_references, "settings": settings_kept,
-        "fingerprints": fingerprints, "first_weights": first_weights, "search": plan.describe_search(),
+        "fingerprints": fingerprints, "columns": columns, "first_weights": first_weights, "search": plan.describe_search(),
         "trials": plan.num_trials, "experiment": plan.experiment,
     }  # fmt: skip
     if plan.panel.clients:

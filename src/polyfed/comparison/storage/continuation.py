@@ -4,8 +4,10 @@ descriptions."""
 from collections.abc import Mapping
 from typing import Any
 
+from polyfed.simulation.checks.fingerprints import COLUMNS_CHANGED
+
 _OF_READING = ("reading", "failed", "title", "references", "skipped")  # what is said of results; no run knows of it
-_MAY_GROW = ("methods", "evaluated", "fingerprints")  # by label or seed
+_MAY_GROW = ("methods", "evaluated", "fingerprints", "columns")  # by label or seed
 
 
 def find_invalidating_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
@@ -23,7 +25,8 @@ def find_invalidating_change(before: Mapping[str, Any], after: Mapping[str, Any]
 
 def _select_comparable_part(description: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part of a description that must be the same as in `before`."""
-    comparable = {key: value for key, value in description.items() if key not in _OF_READING}
+    without = (*_OF_READING, *({"columns"} - before.keys()))  # which were not described at first
+    comparable = {key: value for key, value in description.items() if key not in without}
     for key in _MAY_GROW:
         if isinstance(comparable.get(key), Mapping) and isinstance(before.get(key), Mapping):
             comparable[key] = {label: value for label, value in comparable[key].items() if label in before[key]}
@@ -58,6 +61,8 @@ def find_first_difference(before: Any, after: Any, place: str = "") -> str | Non
         return None
     if before == after:
         return None
+    if place.startswith("columns."):
+        return f"{COLUMNS_CHANGED} than when it began"
     texts = _join_names(before), _join_names(after)
     if None in texts or texts[0] == texts[1]:
         texts = repr(before), repr(after)

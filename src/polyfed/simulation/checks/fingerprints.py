@@ -1,7 +1,7 @@
 """Computes hashes of clients, examples and networks, by which a resumed run checks that they have not changed."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import named_leaves
 from polyfed.core.nn.module_cache import build_module, hash_tensors
 from polyfed.core.state_dict import view_as_bytes
+from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.simulation.checks.requirements import architecture_keys_by_client, examples_by_split, stable_repr
 
 
@@ -42,6 +43,24 @@ def _describe_loss(client: Client) -> str:
     if isinstance(client.loss, nn.Module):
         return repr(client.loss) + hash_tensors(client.loss.state_dict())
     return "" if client.loss is None else stable_repr(client.loss)
+
+
+COLUMNS_CHANGED = "columns or categories of the table have other names, or another order,"
+"""Begins the sentence on data whose column fingerprint changed."""
+
+
+def column_fingerprint(clients: Iterable[Client]) -> str:
+    """Hashes the names of columns and categories of the clients' tables, which the data fingerprint leaves out.
+
+    Returns:
+        "" if no client has a table.
+    """
+    columns = {
+        client.id: [(column.name, column.categories) for column in client.train.transform.columns]
+        for client in sorted(clients, key=lambda c: c.id)
+        if isinstance(client.train.transform, TablePreprocessor)
+    }
+    return hashlib.sha256(repr(columns).encode(errors="surrogatepass")).hexdigest()[:16] if columns else ""
 
 
 def data_fingerprint(clients: Sequence[Client], public: Examples | None = None) -> str:

@@ -1,6 +1,5 @@
 """Prepares a run: checks everything that can be wrong before the first round, and creates the run directory."""
 
-import hashlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,11 +21,10 @@ from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.precision import check_precision
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.data.sources.client_source import ClientSource, is_client_source
-from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.clients.client_list import list_clients
 from polyfed.simulation.checks.code_fingerprints import code_fingerprint, find_changed_code, warn_of_changed_code
-from polyfed.simulation.checks.fingerprints import data_fingerprint
+from polyfed.simulation.checks.fingerprints import COLUMNS_CHANGED, column_fingerprint, data_fingerprint
 from polyfed.simulation.checks.networks.trial_evaluation import check_losses_and_metrics_work
 from polyfed.simulation.checks.settings.method_settings import check_settings_suit_method
 from polyfed.simulation.checks.settings.private_training import check_and_complete_privacy
@@ -171,7 +169,7 @@ def check_clients_are_those_of_run(directory: RunDirectory, federation: Federati
         columns_now = _column_fingerprint(federation)
         if directory.read_manifest().get("column_fingerprint", columns_now) != columns_now:
             raise UserError(
-                f"columns or categories of the table have other names, or another order, than when the run in {out} began; "
+                f"{COLUMNS_CHANGED} than when the run in {out} began; "
                 "put the table back, or start another run with another out=... (--out)"
             )
         warn_of_changed_code(find_changed_code(directory.read_manifest().get("code"), _code_fingerprint(federation)))
@@ -205,15 +203,8 @@ def _data_fingerprint(federation: Federation) -> str:
 
 
 def _column_fingerprint(federation: Federation) -> str:
-    """Hashes the names of columns and categories of the clients' tables, which the data fingerprint leaves out."""
     is_source = isinstance(federation.clients, SourceClients)  # which makes clients when they are drawn
-    transforms = {} if is_source else {c.id: c.train.transform for c in federation.clients.values()}
-    columns = {
-        client: [(column.name, column.categories) for column in transform.columns]
-        for client, transform in sorted(transforms.items())
-        if isinstance(transform, TablePreprocessor)
-    }
-    return hashlib.sha256(repr(columns).encode(errors="surrogatepass")).hexdigest()[:16] if columns else ""
+    return column_fingerprint([] if is_source else federation.clients.values())
 
 
 def _code_fingerprint(federation: Federation) -> dict[str, str]:
