@@ -48,9 +48,9 @@ one federation again, and `python benchmarks/leaderboard.py page` makes these pa
 - The interval of a method's mean gain over federations is Student's, with the federations as units: it says what another
   federation like these may bring. The hospitals' gain is one of AUC, all others are of accuracy.
 - Some methods have no row, since no federation here has their networks: FedSA-LoRA, FFA-LoRA and RoLoRA need adapters
-  (measured [on tweets](../../benchmarks/README.md)), FedPNAS and its relatives bring networks of their own
-  ([results](../results.md)), HeteroFL (among those [searched once more](federations.md)), FedRolex and DepthFL (not
-  measured yet) need networks that are parts of one another.
+  (measured [on tweets](../../benchmarks/notes/methods.md#adapters-of-tweets)), FedPNAS and its relatives bring networks of
+  their own ([results](../results.md)), HeteroFL (among those [searched once more](federations.md)), FedRolex and DepthFL
+  (not measured yet) need networks that are parts of one another.
 - Each client's score, and its gain over training alone with an interval, is in the results:
   [benchmarks/results/leaderboard](../../benchmarks/results/leaderboard/).
 """

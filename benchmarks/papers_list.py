@@ -99,7 +99,7 @@ CONTENTS = {
         Item("Table 7", "one architecture replaced by a small CNN", "table7"),
         Item("Section 4.2", "FedAvg is a special case", state="shown by a test: with a lookup table for the graph network"),
         Item("Section 4.3", "asynchronous passing has no advantage", state="on scikit-learn's digits nothing decided, three "
-             "seeds ([measured](../benchmarks/README.md#flha-ghns-message-passing-flha_passingpy-resultsflha_passingjson))",
+             "seeds ([measured](../benchmarks/notes/flha_ghn.md#flha-ghns-message-passing))",
              command="polyfed run flha_table1 --variant cifar10-25 --algorithm.passing asynchronous"),
         Item("Section 5.4", "the others lose 2.2 ± 1.4 points by it: twelve cells of Table 7", "drop"),
         Item("Appendix B", "networks that concatenate", "appendix_b"),
@@ -320,7 +320,7 @@ def with_more_images():
         "The paper does not say how many images a client has. With 3,000 instead of 100 `pfedla` has "
         f"{accuracy(80, 'pfedla')} % after 80 rounds (paper: 94.34), and `local` {accuracy(2, 'local')} % after two rounds "
         f"and {accuracy(60, 'local')} % after 60. So the paper's training alone may have had few epochs "
-        "([measured](../benchmarks/README.md#images-a-client-in-pfedlas-table-1-pfedla_columnspy-resultspfedla_columnsjson))."
+        "([measured](../benchmarks/notes/pfedla.md#images-a-client-in-pfedlas-table-1))."
     )
 
 

@@ -47,8 +47,8 @@ paper](../reproduce.md) says how to make a table yourself.
   method with a second field to choose, FedHeNN's η_0, was tried in all combinations, and so with twice as many runs.
 - The methods of a table share the rates of its recipe, which stand under it as "reduced". They were not chosen for
   each method, but for pFedHN in FLHA-GHN's Table 1, both kinds of network in its Table 2, η_0 in FedHeNN's tables and
-  the samplers of FedPNAS ([the searches](../../benchmarks/README.md)). So where a table and a curve differ, the curve is
-  the fairer comparison.
+  the samplers of FedPNAS ([the searches](../../benchmarks/notes/fedpnas.md#architecture-search)). So where a table and a
+  curve differ, the curve is the fairer comparison.
 - One setting that stands in two tables may differ, as a rule by some tenths of a point, and by many where seeds are
   far apart, as FedAvg's on the digits of FedPNAS's Fig. 3 or a single client's: they were measured on processors with
   other vector instructions, which round otherwise. So three seeds that decide something may not do so on your
@@ -78,7 +78,7 @@ REMARKS = {  # what one should know to read a table or a curve
     "flha-table1_forms": "As published is with polyfed's earlier reading of section 4.2's start, of which Fig. 6 says "
     "more, and with norm layers as nodes of the graph. Without normalise FLHA-GHN has the largest rate at which no seed "
     "ended at chance, 0.1. With 0.3, which was better in two other seeds, one of these three did "
-    "([rates](../benchmarks/README.md)).",
+    "([rates](../benchmarks/notes/flha_ghn.md#flha-ghns-forms)).",
     "fedhenn-table2": "FedHeNN Hetero and training alone with its networks have nine seeds on CIFAR-10 with two classes: "
     "six more were run to see whether what the first three showed holds. In the row of 500 clients (40 here) it does not: "
     "+1.2 (0.7 to 1.6) by three, +0.1 (−0.8 to 0.9) by the six others. In that of 100 (20 here) it does: "
@@ -137,7 +137,7 @@ REMARKS = {  # what one should know to read a table or a curve
     "and by 7 to 13 in the paper. The paper's average drop, 2.2 ± 1.4, is that of the others, over the "
     "twelve cells; here it is 1.5 ± 1.2 in the mean of three seeds, and one of the twelve is decided.",
     "flha-table6": "Training from scratch has the rate 0.03, FLHA-GHN's: of four rates the best over the four networks, in "
-    "seeds that the table does not have ([rates](../benchmarks/README.md)).",
+    "seeds that the table does not have ([rates](../benchmarks/notes/flha_ghn.md#the-rates-of-flha-ghns-table-1)).",
     "pfedla-fig1b": "By similarity client 1 takes half of conv1 from itself and half from the client with the same classes, "
     "and 1/4 of fc1, since all clients' fc1 are about as far from one another: the paper has it the other way round, "
     "larger weights in fc1 and fc2. Learned weights leave conv1, conv2 and fc1 wholly to client 1, and share fc2 and the "
@@ -163,7 +163,8 @@ REMARKS = {  # what one should know to read a table or a curve
     "fedpnas-table2": "Fig. 3 was measured anew after this table, which is of earlier runs of the same federations.",
     "fedpnas-table1": "The columns of high heterogeneity without a name of data are CIFAR-10: 400 images a client and 540 "
     "minibatches teach none of the three much (10 % is chance). After half of these rounds CA-FedPNAS was ahead "
-    "([an earlier measurement](../benchmarks/README.md)); Fig. 3 shows by rounds how FedDSNAS comes up.",
+    "([an earlier measurement](../benchmarks/notes/fedpnas.md#architecture-search)); Fig. 3 shows by rounds how FedDSNAS "
+    "comes up.",
 }
 
 

@@ -2,7 +2,7 @@
 
     python docs/fill_methods.py
 
-Run it after a change of a method's fields or of benchmarks/README.md; a test finds pages that are out of date.
+Run it after a change of a method's fields or of benchmarks/notes; a test finds pages that are out of date.
 """
 
 from pathlib import Path

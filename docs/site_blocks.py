@@ -1,10 +1,11 @@
 """What is made from the code and the measurements on the pages of methods.
 
 A page holds `<!-- facts NAME -->`, `<!-- defaults NAME -->` or `<!-- results NAME -->`, then what is made, then
-`<!-- end -->`: what the class says, its defaults, its rows in benchmarks/README.md. `fill_methods.py` writes it into the
+`<!-- end -->`: what the class says, its defaults, its rows in benchmarks/notes. `fill_methods.py` writes it into the
 pages, so that they can be read in the repository, and a test finds a page that is out of date.
 """
 
+import itertools
 import json
 import re
 import sys
@@ -21,7 +22,10 @@ from polyfed.core.methods.declared_words import REQUIREMENTS
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 sys.path.append(str(ROOT / "benchmarks"))  # titles of federations
-BENCHMARKS = "benchmarks.md"
+BENCHMARKS = (
+    "benchmarks.md"  # the page of benchmarks/README.md; those of benchmarks/notes are in the folder of that name
+)
+NOTES = sorted((ROOT / "benchmarks" / "notes").glob("*.md"))
 COMPARED = ("local", "fedavg")  # rows to compare a method with
 MACHINE = ("What grows with", "A deployment over")  # sections about a machine, not about what a method reaches
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
@@ -141,10 +145,10 @@ def _gain_over_local(row: Mapping[str, Any]) -> list[float]:
 
 
 def results(name: str) -> str:
-    """The curve of a method, its gains over training alone, and the tables of benchmarks/README.md in which it stands: its
+    """The curve of a method, its gains over training alone, and the tables of benchmarks/notes in which it stands: its
     rows and those of `COMPARED`, below what introduces the table."""
     found: list[str] = []
-    for title, introduced, header, rows in benchmark_tables():
+    for note, title, script, introduced, header, rows in benchmark_tables():
         owners = _owners(rows)
         if title.startswith(MACHINE):
             continue
@@ -154,19 +158,18 @@ def results(name: str) -> str:
             kept = [row for row, owner in zip(rows, owners, strict=True) if owner in (name, *COMPARED)]
         else:
             continue
-        plain, _, script = title.partition(": `")
-        script = f" (`{script.split('`')[0]}`)" if script else ""
+        anchor = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()))
+        linked = f"**[{title}](../../benchmarks/notes/{note}#{anchor})**{f' (`{script}`)' if script else ''}"
         ruled = "|" + "---|" * len(_cells(header))
         before = [introduced, ""] if introduced else []
-        found.append("\n".join([f"**{plain}**{script}", "", *before, header, ruled, *kept]))
+        found.append("\n".join([linked, "", *before, header, ruled, *kept]))
     drawn = [drawing] if (drawing := picture(name)) else []
     gains = [text for text in (leaderboard_sentence(name), tabulate_gains(name)) if text]
     if not found and not drawn and not gains:
         return "No script in `benchmarks/` has measured it yet."
     if not found:
         return "\n\n".join([*drawn, *gains])
-    measured = "[Measured](../../benchmarks/README.md)"
-    about = f"Rows of the tables in {measured}, which says how each was made and what it does not show."
+    about = "Rows of tables of the [benchmarks](../../benchmarks/README.md): each title leads to how it was measured."
     return "\n\n".join([*drawn, *gains, about, *found])
 
 
@@ -180,21 +183,20 @@ def leaderboard_sentence(name: str) -> str:
     )
 
 
-def benchmark_tables() -> Iterator[tuple[str, str, str, list[str]]]:
-    """Of each table of benchmarks/README.md the heading of its section, a line before it that ends with a colon and
-    introduces it (or nothing), its header and its rows."""
-    title, lines = "", (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines):
-        if line.startswith("## "):
-            title = line[3:]
-        if re.fullmatch(r"\|(?:[-: ]+\|)+", line):
-            rows = []
-            for row in lines[number + 1 :]:
-                if not row.startswith("|"):
-                    break
-                rows.append(row)
-            before = "\n".join(lines[: number - 1]).rstrip().split("\n\n")[-1].replace("\n", " ")
-            yield title, before if before.endswith(":") and not before.startswith("#") else "", lines[number - 1], rows
+def benchmark_tables() -> Iterator[tuple[str, str, str, str, str, list[str]]]:
+    """Of each table of benchmarks/notes the note, the heading of its section and its first script (or nothing), a line
+    before it that ends with a colon and introduces it (or nothing), its header and its rows."""
+    for note in NOTES:
+        title, script, lines = "", "", note.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines):
+            if line.startswith("## "):
+                named = re.match(r"Script: \[?(?:recipe )?`([^`]+)`", lines[number + 2])
+                title, script = line[3:], named[1] if named else ""
+            if re.fullmatch(r"\|(?:[-: ]+\|)+", line):
+                rows = list(itertools.takewhile(lambda row: row.startswith("|"), lines[number + 1 :]))
+                before = "\n".join(lines[: number - 1]).rstrip().split("\n\n")[-1].replace("\n", " ")
+                introduced = before if before.endswith(":") and not before.startswith("#") else ""
+                yield note.name, title, script, introduced, lines[number - 1], rows
 
 
 def four_spaces(markdown: str) -> str:

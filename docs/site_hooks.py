@@ -1,13 +1,15 @@
 """What the documentation site adds to the documents while it is built (hooks of MkDocs, see mkdocs.yml).
 
 - Marks in the pages of methods are taken out, and lists indented as Python-Markdown wants them (`site_blocks.py`).
-- benchmarks/README.md, which lies outside docs/, becomes the page benchmarks.md with its pictures.
+- benchmarks/README.md, which lies outside docs/, becomes the page benchmarks.md, and benchmarks/notes pages below it.
 - Links that lead from a document to a file of the repository become links to pages, or plain text where there is no page.
 - Blocks of LaTeX (```math) are set by KaTeX, whose files are part of the site (docs/katex); other pages do not load it.
-- The search shows guides before reference, and reference before the pages of measurements (`site_search.py`).
+- The search shows guides before reference, and reference before the pages of measurements; its index is short
+  (`site_search.py`).
 - The link to the repository is the one of pyproject.toml, if it has one.
 """
 
+import json
 import posixpath
 import re
 import sys
@@ -23,8 +25,8 @@ DOCS = Path(__file__).parent
 if str(DOCS) not in sys.path:
     sys.path.insert(0, str(DOCS))
 
-from site_blocks import BENCHMARKS, LINK, ROOT, four_spaces, outside_code, set_equations, without_marks  # noqa: E402
-from site_search import UNSEARCHED, WORDS, weigh_page  # noqa: E402
+from site_blocks import BENCHMARKS, LINK, NOTES, ROOT, four_spaces, outside_code, set_equations, without_marks  # noqa: E402
+from site_search import UNSEARCHED, WORDS, shorten_entries, weigh_page  # noqa: E402
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -36,12 +38,14 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the page of measurements and its pictures."""
-    content = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    files.append(File.generated(config, BENCHMARKS, content=content))
-    for picture in sorted({target for image, _, target, _ in LINK.findall(content) if image}):
-        source = ROOT / "benchmarks" / picture
-        files.append(File.generated(config, picture, abs_src_path=str(source)))
+    """Adds the pages of measurements and their pictures."""
+    pages = {BENCHMARKS: ROOT / "benchmarks" / "README.md", **{f"benchmarks/{note.name}": note for note in NOTES}}
+    for page, source in pages.items():
+        content = source.read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=content))
+        for target in sorted({target for image, _, target, _ in LINK.findall(content) if image}):
+            picture = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
+            files.append(File.generated(config, picture, abs_src_path=str(source.parent / target)))
     return files
 
 
@@ -53,7 +57,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     page.meta["tags"] = WORDS.get(uri, "").split()
     if uri == "index.md":
         page.meta["hide"] = ["navigation", "toc"]
-    base = "benchmarks" if uri == BENCHMARKS else posixpath.dirname(posixpath.join("docs", uri))
+    base = posixpath.dirname(posixpath.join("docs", uri))
+    if uri == BENCHMARKS or uri.startswith("benchmarks/"):
+        base = "benchmarks" if uri == BENCHMARKS else "benchmarks/notes"
     known = {file.src_uri for file in files}
     text = four_spaces(
         outside_code(without_marks(markdown), lambda text: LINK.sub(lambda link: _turned(link, base, uri, known), text))
@@ -67,6 +73,14 @@ def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, n
     return context
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Shortens the index of the search, which a browser loads whole."""
+    path = Path(config.site_dir) / "search" / "search_index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    index["docs"] = list(shorten_entries(index["docs"]))
+    path.write_text(json.dumps(index, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
+
+
 def _turned(link: "re.Match[str]", base: str, uri: str, known: set[str]) -> str:
     """A link as the site has it."""
     image, text, target, anchor = link[1], link[2], link[3], link[4] or ""
@@ -76,8 +90,10 @@ def _turned(link: "re.Match[str]", base: str, uri: str, known: set[str]) -> str:
     inside = place.removeprefix("docs/")
     if place == "benchmarks/README.md":
         inside = BENCHMARKS
-    elif image and uri == BENCHMARKS:
-        inside = target
+    elif place.startswith("benchmarks/notes/"):
+        inside = place.replace("/notes", "", 1)
+    elif image and base == "benchmarks/notes":
+        inside = posixpath.normpath(posixpath.join(posixpath.dirname(uri), target))
     elif not place.startswith("docs/") and (ROOT / place).exists():
         return text  # a source file: its text names it
     if inside not in known:

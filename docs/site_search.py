@@ -3,13 +3,18 @@
 Material's search counts a word in a title a thousand times one in the text, and a page's `tags` a thousand times a title.
 No page shows its tags (site.css hides them in the list of results). Each word of a question is read as the beginning of a
 word, without small words such as "a" and "my" (search_words.js).
+
+A browser loads the whole index. So it leaves out long tables of results, the names of tests, and the signatures and types of
+the reference; guides stay in it whole.
 """
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
 
 WEIGHTS = {  # by the beginning of a page's address, the first that fits; 1 elsewhere
     "api/": 0.2,
     "results": 0.2,
     "leaderboard": 0.2,
-    "multicentre/": 0.2,
     "papers.md": 0.3,
     "benchmarks.md": 0.2,
     "defaults.md": 0.3,
@@ -21,7 +26,14 @@ WEIGHTS = {  # by the beginning of a page's address, the first that fits; 1 else
     "scaling.md": 4.0,
 }
 GUIDE_WEIGHT = 4.0  # tutorial and how-to
-UNSEARCHED = ("defaults.md", "results/", "leaderboard/federations.md")  # long tables, which a search loads whole
+UNSEARCHED = ("defaults.md", "results/", "leaderboard/federations.md", "multicentre/", "benchmarks/")  # long tables
+_UNSEARCHED_SECTIONS = re.compile(r"methods/.*#(results|what-proves-it)$")
+_SIGNATURE = re.compile(r"<pre>.*?</pre>", flags=re.DOTALL)
+_TYPE = re.compile(r"\(\s*<code>[^<]*</code>\s*(, default:\s*<code>[^<]*</code>\s*)?\)|<code>dataclass</code>")
+_PARAMETERS = re.compile(r"<p>Parameters:</p> <ul>.*?</ul>")  # of a method: they are the defaults on its own page
+_SHARED_FIELDS = re.compile(r"<p>As in every method .*?</p>", flags=re.DOTALL)
+_BLOCK = re.compile(r"</?(?:p|ul|li)>")
+_CODE = re.compile(r"(<pre.*?</pre>)", flags=re.DOTALL)
 
 WORDS = {
     "add_a_method.md": "custom own method algorithm implement",
@@ -85,3 +97,25 @@ def weigh_page(address: str, section: str) -> float:
     if section in ("Tutorial", "How-to"):
         return GUIDE_WEIGHT
     return next((weight for start, weight in WEIGHTS.items() if address.startswith(start)), 1.0)
+
+
+def shorten_entries(entries: Iterable[Mapping[str, object]]) -> Iterator[dict[str, object]]:
+    """Yields the entries of the search's index without what a search does not need.
+
+    >>> entry = {"location": "api/runs.html#polyfed.run", "text": "<pre>run(...)</pre> <p>Runs   it.</p>"}
+    >>> list(shorten_entries([entry, {"location": "methods/local.html#results", "text": "81.2"}]))
+    [{'location': 'api/runs.html#polyfed.run', 'text': 'Runs it.'}]
+    """
+    for entry in entries:
+        location, text = str(entry["location"]), str(entry["text"])
+        if _UNSEARCHED_SECTIONS.match(location):
+            continue
+        if location.startswith("api/"):
+            text = _TYPE.sub("", _SIGNATURE.sub("", text))
+        text = _SHARED_FIELDS.sub("", text)
+        text = "".join(part if part.startswith("<pre") else re.sub(r"\s+", " ", part) for part in _CODE.split(text))
+        if location.startswith("api/algorithms.html"):
+            text = _PARAMETERS.sub("", text)
+        if location.startswith("api/"):
+            text = re.sub(r"\s+", " ", _BLOCK.sub(" ", text)).strip()
+        yield {**entry, "text": text}

@@ -104,6 +104,7 @@ def test_words_of_the_search_are_of_pages_that_exist():
 @pytest.mark.slow
 def test_guides_weigh_more_in_the_search_than_the_reference_and_results(site):
     boosts = {}
+    assert (site / "search" / "search_index.json").stat().st_size < 1_500_000  # a browser loads it whole
     for entry in json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]:
         boosts[entry["location"].partition("#")[0]] = entry.get("boost", 1)
     guides, other = ("tutorial.html", "compare.html", "faq.html", "export.html"), ("api/index.html", "results.html")

@@ -237,7 +237,7 @@ def anchors_of(document):
 
 def test_links_between_documents_lead_somewhere():
     """To a file, and to a heading in it; headings of the reference are made by the site."""
-    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
     anchors = {document.resolve(): anchors_of(document) for document in documents}
     for document in documents:
         for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", document.read_text(encoding="utf-8")):

@@ -37,7 +37,8 @@ OF_THE_PAPERS = [
     DOCS / "methods" / f"{name}.md"
     for name in ("flha_ghn", "fedhenn", "fedhenn_homo", "pfedla", "heur_pfedla", "fedpnas")
 ]
-MADE = {"benchmarks.md"}  # by the site itself, from benchmarks/README.md
+NOTES = sorted((ROOT / "benchmarks" / "notes").glob("*.md"))
+MADE = {"benchmarks.md", *(f"benchmarks/{note.name}" for note in NOTES)}  # by the site itself
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +163,7 @@ def figures(text):
 def test_figures_in_results_are_those_of_the_benchmarks(path):
     results = [DOCS / "results.md", *sorted((DOCS / "results").glob("*.md"))]
     gains = (DOCS / "leaderboard" / "federations.md", *sorted((DOCS / "multicentre").glob("*.md")))
-    pages = (ROOT / "benchmarks" / "README.md", *results, *gains)  # all are made from committed results
+    pages = (*NOTES, *results, *gains)  # all are made from committed results
     measured = {figure for page in pages for figure in figures(page.read_text(encoding="utf-8"))}
     text = path.read_text(encoding="utf-8").split("## Results")[1]
     assert [figure for figure in figures(text) if figure not in measured] == []
@@ -173,7 +174,7 @@ def test_rows_of_results_are_the_methods_own_beside_local_and_fedavg(blocks):
     rows = [row for row in shown.splitlines() if row.startswith(("| `", "| **`"))]
     names = {re.match(r"\| \**`(\w+)", row)[1] for row in rows}
     assert names == {"local", "fedavg", "pfedla"}
-    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    text = "".join(note.read_text(encoding="utf-8") for note in NOTES)
     assert all(row in text for row in rows)
     assert "| **10** (chosen on validation)" in shown  # a row without a name belongs to the one before
     assert "Fashion-MNIST:\n\n| |" in blocks.results("fedpnas")  # what a table is of

@@ -1,4 +1,4 @@
-"""The comparison of docs/report.md and benchmarks/README.md: six methods, killed half-way, ends as if it was not."""
+"""The comparison of docs/report.md and benchmarks/notes/sites.md: six methods, killed half-way, ends as if it was not."""
 
 import subprocess
 import sys

@@ -11,7 +11,7 @@ from polyfed.simulation import experiment as experiments
 @pytest.mark.slow
 def test_four_architectures_learn_what_none_can_alone_debian():
     """The recipe flha_table1, Fashion-MNIST, 8 clients of 250 images. Three seeds showed gains over Local of 5.4, 5.5, 3.1
-    points (benchmarks/README.md); a GHN that did nothing would be at chance, one that did not share at Local's level."""
+    points (benchmarks/notes/flha_ghn.md). Without learning a GHN is at chance; without sharing it is at Local's level."""
     config = load_recipe_configuration("flha_table1", "cpu", "fashion_mnist-12.5")
     config.pop("description")
     words = ["--data.path", "/usr/share/datasets/fashion-mnist"]

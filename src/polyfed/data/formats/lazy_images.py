@@ -2,7 +2,7 @@
 
 The store has 8 bytes per image: a hash of its encoded bytes. So equal images are found in training and test sets, and a
 resumed run detects changed images, as with images in memory. The bytes are read from their files, or from a memory-mapped
-Arrow file. The cost is that each image is decoded again whenever it is used: see `benchmarks/README.md`.
+Arrow file. The cost is that each image is decoded again whenever it is used: see `benchmarks/notes/speed.md`.
 """
 
 import hashlib
