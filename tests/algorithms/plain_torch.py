@@ -38,15 +38,17 @@ def meme():
     return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)).double()
 
 
-def unequal_clients(*factories, turns=(0, 0, 0)):
-    """Three clients with 11, 26 and 32 examples in double precision, each with its network, and labels turned by so much."""
+def unequal_clients(*factories, lacks=(None, None, None), turns=(0, 0, 0)):
+    """Three clients with 11, 26 and 32 examples in double precision, each with its network. A client may lack a class, and
+    its labels may be turned by so many classes."""
 
-    def turned(examples, turn, number=None):
-        return examples.x[:number].double(), (examples.y[:number] + turn) % 3
+    def chosen(examples, lack, turn):
+        rows = examples.y != (-1 if lack is None else lack)
+        return examples.x[rows].double(), (examples.y[rows] + turn) % 3
 
     return [
-        pf.Client(c.id, factory, turned(c.train, turn, number), turned(c.test, turn))
-        for c, number, factory, turn in zip(small_clients(), SIZES, factories, turns, strict=True)
+        pf.Client(c.id, factory, chosen(c.train.head(number), lack, turn), chosen(c.test, lack, turn))
+        for c, number, factory, lack, turn in zip(small_clients(), SIZES, factories, lacks, turns, strict=True)
     ]
 
 
@@ -64,8 +66,8 @@ def copy_of(network):
     return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
 
 
-def sgd(parameters, momentum=LOCAL["momentum"]):
-    return torch.optim.SGD(parameters, lr=LOCAL["lr"], momentum=momentum, weight_decay=LOCAL["weight_decay"])
+def sgd(parameters, momentum=LOCAL["momentum"], lr=LOCAL["lr"]):
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=LOCAL["weight_decay"])
 
 
 def train(network, optimizer, minibatches):

@@ -1,9 +1,25 @@
 """FedBABU: a body under a head that nobody trains. What it is without a head, a round by hand, what fine-tuning moves."""
 
+import copy
+
 import pytest
 import torch
 from halves import FULL, OPTIONS, mixed, plain, play, run, short
-from two_parts import BODY, HEAD, descend, mean_of, swapped
+from plain_torch import (
+    LOCAL,
+    assert_near,
+    assert_networks_equal,
+    begin,
+    load,
+    mean_of,
+    normed,
+    parameters_of,
+    record_run,
+    sgd,
+    train,
+    unequal_clients,
+)
+from two_parts import BODY, HEAD, swapped
 
 import polyfed as pf
 from polyfed.algorithms import FedAvgFT, FedBABU
@@ -40,21 +56,29 @@ def test_without_a_head_it_is_fedavg_with_fine_tuning_bit_for_bit(policy, nothin
     assert theirs.history[-1]["train_loss"] == ours.history[-1]["train_loss"]
 
 
-def test_a_round_and_fine_tuning_in_plain_torch_are_the_same():
-    clients, draw = plain(mixed()), initial_state(short, 3)
-    method = FedBABU(**FULL, finetune_epochs=2, finetune_lr=0.05)
-    state, networks = evaluated(method, clients)
-    body, head = {name: draw[name] for name in BODY}, {name: draw[name] for name in HEAD}
-    for _ in range(2):
-        trained = [descend({**body, **head}, BODY, c.train) for c in clients]
-        body = mean_of(trained, [len(c.train) for c in clients], BODY)
-    for c in clients:
-        before, after = networks[c.id]
-        expected = descend({**body, **head}, BODY + HEAD, c.train, steps=2, lr=0.05)  # an epoch is one full batch
-        for name in BODY + HEAD:
-            torch.testing.assert_close(before[name], {**body, **head}[name], rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(after[name], expected[name], rtol=1e-5, atol=1e-6)
-    assert set(state["model"]) == set(BODY)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rounds_and_fine_tuning_in_plain_torch_are_the_same(weighted, monkeypatch):
+    """Two of three clients a round. All are evaluated after fine-tuning, of which the next round sees nothing."""
+    clients = unequal_clients(normed, normed, normed)
+    method = FedBABU(**LOCAL, finetune_epochs=3, weighted=weighted)
+    recorded = record_run(monkeypatch, method, clients, rounds=4, clients_per_round=2)
+    networks, tuned = {c.id: begin(normed) for c in clients}, {}
+    body = parameters_of(begin(normed)[:-1])
+    for cohort, minibatches in recorded.rounds:
+        sent, sizes = [], [len(c.train) if weighted else 1 for c in clients if c.id in cohort]
+        steps = {c.id: LOCAL["local_epochs"] * -(-len(c.train) // LOCAL["batch_size"]) for c in clients}
+        for i in cohort:
+            network = load(networks[i], body)
+            train(network, sgd(network[:-1].parameters()), minibatches[i][: steps[i]])
+            sent.append(parameters_of(network[:-1]))
+        body = mean_of(sent, sizes)
+        for i, network in networks.items():
+            tuned[i] = copy.deepcopy(load(network, body))
+            last = minibatches[i][steps[i] if i in cohort else 0 :]
+            assert len(last) == 3 / LOCAL["local_epochs"] * steps[i]
+            train(tuned[i], sgd(tuned[i].parameters(), lr=LOCAL["lr"] / 10), last)
+    assert_near(recorded.run.last.state["model"], body)
+    assert_networks_equal(recorded, tuned)
 
 
 def test_fine_tuning_takes_a_tenth_of_the_rounds_rate():

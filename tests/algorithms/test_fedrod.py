@@ -2,14 +2,25 @@
 
 import pytest
 import torch
-from halves import FULL, OPTIONS, mixed, plain, play, run, short
+from halves import OPTIONS, mixed, plain, play, run, short
+from plain_torch import (
+    LOCAL,
+    assert_near,
+    begin,
+    load,
+    mean_of,
+    normed,
+    parameters_of,
+    record_run,
+    sgd,
+    unequal_clients,
+)
 from torch.nn import functional as F
-from two_parts import BODY, HEAD, mean_of, swapped
+from two_parts import swapped
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedRoD
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
-from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import torch_generator
 from polyfed.testing import small_clients
 
@@ -30,37 +41,40 @@ def test_with_gamma_0_the_generic_model_is_fedavgs_bit_for_bit(more):
     assert fedavg.table()[-1]["accuracy"] == fedrod.table()[-1]["server_accuracy"]
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.5])
-def test_rounds_in_plain_torch_are_the_same(gamma):
-    clients = lacking()
-    _, state, own, replies = play(FedRoD(**FULL, gamma=gamma), clients, rounds=2)
-    theta = initial_state(short, 3)
-    heads = [(torch.zeros(3, 8), torch.zeros(3)) for _ in clients]
-    for _ in range(2):
-        trained = []
-        for k, c in enumerate(clients):
-            x, y, p = c.train.x, c.train.y, {name: tensor.clone() for name, tensor in theta.items()}
-            n = torch.tensor([float((y == label).sum()) for label in range(3)])
-            for _ in range(3):
-                leaves = {name: tensor.requires_grad_(True) for name, tensor in p.items()}
-                z = torch.tanh(x @ leaves["0.weight"].T + leaves["0.bias"])
-                g = z @ leaves["2.weight"].T + leaves["2.bias"]
-                weighted = n**gamma * g.exp()
-                balanced = -(weighted[torch.arange(len(y)), y] / weighted.sum(1)).log().mean()
-                slopes = torch.autograd.grad(balanced, list(leaves.values()))
-                w, b = (tensor.requires_grad_(True) for tensor in heads[k])
-                personal = F.cross_entropy(g.detach() + z.detach() @ w.T + b, y)
-                dw, db = torch.autograd.grad(personal, [w, b])
-                p = {name: p[name].detach() - 0.1 * slope for name, slope in zip(p, slopes, strict=True)}
-                heads[k] = (w.detach() - 0.1 * dw, b.detach() - 0.1 * db)
-            trained.append(p)
-        theta = mean_of(trained, [len(c.train) for c in clients], BODY + HEAD)
-    for c, (w, b) in zip(clients, heads, strict=True):
-        assert set(replies[c.id].tensors) == {"model"}
-        torch.testing.assert_close(own[c.id]["personal"]["weight"], w, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(own[c.id]["personal"]["bias"], b, rtol=1e-5, atol=1e-6)
-    for name, tensor in theta.items():
-        torch.testing.assert_close(state["model"][name], tensor, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(("gamma", "weighted"), [(1.0, True), (0.5, False)])
+def test_rounds_in_plain_torch_are_the_same(gamma, weighted, monkeypatch):
+    """Two of three clients a round, two of which lack a class. The generic model has momentum and weight decay."""
+    clients = unequal_clients(normed, normed, normed, lacks=(0, 1, None))
+    method = FedRoD(**LOCAL, gamma=gamma, weighted=weighted)
+    recorded = record_run(monkeypatch, method, clients, rounds=4, clients_per_round=2)
+    networks, theta = {c.id: begin(normed) for c in clients}, parameters_of(begin(normed))
+    heads = {c.id: (torch.zeros(3, 5).double(), torch.zeros(3).double()) for c in clients}
+    for cohort, minibatches in recorded.rounds:
+        sent, sizes = [], [len(c.train) if weighted else 1 for c in clients if c.id in cohort]
+        for i in cohort:
+            network = load(networks[i], theta)
+            optimizer, labels = sgd(network.parameters()), clients[int(i[-1])].train.y
+            n = torch.tensor([float((labels == label).sum()) for label in range(3)]).double()
+            for x, y in minibatches[i]:
+                z = network[:-1](x)
+                g = network[-1](z)
+                share = n**gamma * g.exp()
+                balanced = -(share[torch.arange(len(y)), y] / share.sum(1)).log().mean()
+                w, b = (tensor.requires_grad_() for tensor in heads[i])
+                dw, db = torch.autograd.grad(F.cross_entropy(g.detach() + z.detach() @ w.T + b, y), [w, b])
+                heads[i] = (w - LOCAL["lr"] * dw).detach(), (b - LOCAL["lr"] * db).detach()
+                optimizer.zero_grad()
+                balanced.backward()
+                optimizer.step()
+            sent.append(parameters_of(network))
+        theta = mean_of(sent, sizes)
+    assert_near(recorded.run.last.state["model"], theta)
+    for c in clients:
+        w, b = heads[c.id]
+        assert_near(recorded.run.last.client_states[c.id]["personal"], {"weight": w, "bias": b})
+        network, x = load(networks[c.id], theta).eval(), c.test.x
+        z = network[:-1](x)
+        torch.testing.assert_close(recorded.run.model(c.id)(x), network[-1](z) + z @ w.T + b, rtol=0, atol=1e-9)
 
 
 def test_the_evaluated_network_is_the_sum_of_both_heads():

@@ -221,3 +221,13 @@ def test_a_body_that_forward_leaves_out(name):
             ClientError, match=r"depends on none of the parameters .* trains \(body.weight, body.bias\)"
         ):
             run(name, lambda: HeadAlone(lambda: nn.Linear(6, 6)))
+
+
+@pytest.mark.parametrize("name", ["fedgen", "fedrod", "gpfl"])
+def test_a_network_in_double_precision_is_trained_beside_tensors_of_the_methods_own(name):
+    def double():
+        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+    clients = [pf.Client(f"c{i}", double, (inputs(i).double(), Y), (inputs(9 + i).double(), Y)) for i in range(2)]
+    run_in_double = pf.federate(clients, example_of(name).build(), rounds=2, workers=0)
+    assert run_in_double.model("c0")(inputs(3).double()).dtype == torch.float64

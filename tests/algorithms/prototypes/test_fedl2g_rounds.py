@@ -18,7 +18,6 @@ from plain_torch import (
 from torch.func import functional_call
 from torch.nn import functional as F
 
-import polyfed as pf
 from polyfed.algorithms import FedL2G
 from polyfed.algorithms.prototypes import fedl2g
 
@@ -48,12 +47,7 @@ def guiding_gradient(network, study, quiz, vectors, guide):
 @pytest.mark.parametrize(("guide", "rate", "weighted"), [("logits", 0.7, False), ("features", 5.0, True)])
 def test_rounds_in_plain_torch_are_the_same(guide, rate, weighted, monkeypatch):
     """Two of three clients a round, of two architectures; the first two clients lack a class."""
-    whole = unequal_clients(normed, deep, normed)
-    rows = [c.train.y != lacks for c, lacks in zip(whole, (0, 1, -1), strict=True)]
-    clients = [
-        pf.Client(c.id, c.model, (c.train.x[keep], c.train.y[keep]), c.test)
-        for c, keep in zip(whole, rows, strict=True)
-    ]
+    clients = unequal_clients(normed, deep, normed, lacks=(0, 1, None))
     tried = {c.id: [] for c in clients}  # study and quiz minibatches of the tried steps, by turns
     take = fedl2g.minibatch_of_two_or_more
 

@@ -126,7 +126,8 @@ class FedGen(AveragedHeadMethod, ValidatesNetworks):
 
         def loss(batch: ForwardPass) -> Tensor:
             assert isinstance(batch.inputs, Tensor)
-            error = F.cross_entropy(F.linear(batch.outputs, head["0.weight"], head["0.bias"]), batch.targets)
+            weight, bias = head["0.weight"], head["0.bias"]
+            error = F.cross_entropy(F.linear(batch.outputs.to(weight), weight, bias), batch.targets)
             return error + self.eta * diversity_loss(batch.inputs[:, : self.noise_dim], batch.outputs)  # eq. 4
 
         options = LocalTraining(local_steps=self.server_steps, batch_size=self.server_batch_size, optimizer="adam")
@@ -166,8 +167,8 @@ class FedGen(AveragedHeadMethod, ValidatesNetworks):
 
         def penalty() -> Tensor:
             labels, inputs = draw_generator_inputs(shares, self.noise_dim, self.generated_batch_size, random)
-            device = head.weight.device
-            return self.alpha * F.cross_entropy(head(generator(inputs).detach().to(device)), labels.to(device))  # eq. 5
+            z = generator(inputs).detach().to(head.weight)
+            return self.alpha * F.cross_entropy(head(z), labels.to(z.device))  # eq. 5
 
         return penalty
 

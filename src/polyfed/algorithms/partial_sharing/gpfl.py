@@ -104,7 +104,8 @@ class GPFL(BodyAndHeadMethod, WrapsNetwork):
         """Returns the client's private state before round 1: its head, and the first e, γ and β, the same for all."""
         assert client.model is not None
         outputs = count_outputs(cached_module(client.model, client.train.device).module, client)
-        first = draw_conditioning_tensors(outputs, find_last_layer(client)[1], seed)
+        z = find_last_layer(client)[1]
+        first = {n: t.to(z.dtype) for n, t in draw_conditioning_tensors(outputs, len(z), seed).items()}
         return {**super().client_init(client, seed), "first": first}
 
     def local_update(

@@ -118,7 +118,7 @@ class FedDBE(EvaluatesGlobalModel, ValidatesNetworks, WrapsNetwork):
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """Returns the client's private state before round 1: its vector p_i = 0."""
-        return {"memory": {"vector": torch.zeros(find_last_layer(client)[1])}}
+        return {"memory": {"vector": torch.zeros_like(find_last_layer(client)[1])}}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int

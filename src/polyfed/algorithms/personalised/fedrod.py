@@ -78,7 +78,8 @@ class FedRoD(EvaluatesGlobalModel, ValidatesNetworks, WrapsNetwork):
         """Returns the client's private state before round 1: its personal head h_i = 0."""
         assert client.model is not None
         outputs = count_outputs(cached_module(client.model, client.train.device).module, client)
-        return {"personal": {"weight": torch.zeros(outputs, find_last_layer(client)[1]), "bias": torch.zeros(outputs)}}
+        z = find_last_layer(client)[1]
+        return {"personal": {"weight": z.new_zeros(outputs, len(z)), "bias": z.new_zeros(outputs)}}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int

@@ -18,8 +18,8 @@ from polyfed.core.training.loop import FitResult, ForwardPass, fit
 from polyfed.models.structure import compute_batch_representation
 
 
-def find_last_layer(client: Client) -> tuple[str, int]:
-    """Returns the module whose input is the representation (usually the last linear), and its width.
+def find_last_layer(client: Client) -> tuple[str, Tensor]:
+    """Returns the module whose input is the representation (usually the last linear), and one such input, (width,).
 
     Raises:
         UserError: the network has no such module.
@@ -28,7 +28,7 @@ def find_last_layer(client: Client) -> tuple[str, int]:
     module = cached_module(client.model, client.train.device).module
     name = representation_module_name(module, client.train)
     with torch.no_grad():
-        return name, compute_batch_representation(module, client.train.first_input, module=name).shape[1]
+        return name, compute_batch_representation(module, client.train.first_input, module=name)[0].cpu()
 
 
 @contextmanager
