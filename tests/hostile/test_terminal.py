@@ -13,8 +13,8 @@ from rich.console import Console
 
 import polyfed as pf
 from polyfed.cli import subcommands
-from polyfed.cli.commands.argv import build_warning_formatter, print_error_and_return_status
 from polyfed.cli.commands.compare import comparison_tables
+from polyfed.cli.commands.messages import build_warning_formatter, print_error_and_return_status
 from polyfed.cli.commands.results.report_command import show_report
 from polyfed.cli.commands.run import run_command
 from polyfed.cli.commands.terminal import PlainTable, print_line

@@ -18,8 +18,9 @@ import polyfed
 from polyfed.cli import subcommands
 from polyfed.cli.command_table import format_overview
 from polyfed.cli.commands import completion_command
-from polyfed.cli.commands.argv import CommandParser, build_warning_formatter, print_error_and_return_status
+from polyfed.cli.commands.argv import CommandParser
 from polyfed.cli.commands.deploy import flower_options
+from polyfed.cli.commands.messages import build_warning_formatter, print_error_and_return_status
 from polyfed.cli.commands.results import audit_command, export_command, predict_command
 from polyfed.cli.commands.run import inspect_commands, look_command
 from polyfed.core.errors import ClientError, RoundError, UserError, did_you_mean

@@ -229,3 +229,36 @@ def test_a_target_that_32_bits_cannot_tell_apart_is_refused():
     with pytest.raises(UserError, match="target 'y' has numbers so large beside their differences"):
         split_table(table, "y", "h", task="regression")
     split_table({**table, "y": [1_700_000_000 + 86_400 * k for k in range(40)]}, "y", "h", task="regression")
+
+
+def rows_of_four_hospitals():
+    rng = np.random.default_rng(2)
+    rows = {"hospital": np.array(list("nesw"))[rng.integers(0, 4, 800)], "age": rng.integers(30, 90, 800)}
+    rows |= {"crp": rng.normal(size=800).round(2), "ill": rng.integers(0, 2, 800)}
+    return {name: column.tolist() for name, column in rows.items()}
+
+
+@pytest.mark.parametrize(
+    ("target", "site", "sentence"),
+    [
+        ("hospital", "age", "site: column 'age' has 60 different numbers in 800 rows, and target 'hospital' 4 different "
+         "values; each of the 60 becomes a client; if the two are swapped, give site='hospital' (--data.site hospital) and "
+         "target='age' (--data.target age)"),
+        ("ill", "age", "each of the 60 becomes a client; if these are no clients, give site=... (--data.site) with the "),
+        ("ill", "hospital", None),
+        ("ill", "site_id", None),
+        ("ill", "user", "site: column 'user' has 400 different texts in 800 rows"),
+        ("ill", "town", None),
+    ],
+)  # fmt: skip
+def test_a_column_of_sites_that_may_be_another_is_warned_of(target, site, sentence):
+    rows = rows_of_four_hospitals()
+    rows |= {"site_id": [k % 60 for k in range(800)]} if site == "site_id" else {}
+    rows |= {"user": [f"u{k % 400}" for k in range(800)]} if site == "user" else {}
+    rows |= {"town": [f"t{k % 80}" for k in range(800)]} if site == "town" else {}
+    texts = [
+        text for text in warned(rows, target, site, drop=[] if site != "user" else "age") if text.startswith("site: ")
+    ]
+    assert len(texts) == (sentence is not None)
+    assert (sentence or "") in "".join(texts)
+    assert not any(value in "".join(texts) for value in ("'n'", "'31'", "u17"))

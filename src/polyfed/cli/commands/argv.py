@@ -3,15 +3,12 @@
 import argparse
 import itertools
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, final
 
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path, read_file
-from polyfed.core.io.text.advice import keep_advice_for_terminal
-from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 from polyfed.core.io.values.validation import parse_yaml
 
 _CODE_OPTIONS = {
@@ -261,33 +258,3 @@ def put_metric_names_in_brackets(argv: Sequence[str]) -> list[str]:
         if (option or before == "--metrics") and value and not value.startswith(("[", "--")):
             result[position] = f"{option}=[{value}]" if option else f"[{value}]"
     return result
-
-
-def print_error_and_return_status(message: object, status: int) -> int:
-    """Prints an error as one sentence on standard error, and returns `status`, the exit status of the command."""
-    print(f"polyfed: {_one_line(message)}", file=sys.stderr)
-    return status
-
-
-def build_warning_formatter() -> Callable[..., str]:
-    """Returns a function that formats a warning as one line, and one that it has formatted before as nothing.
-
-    Python itself repeats a warning after each `warnings.catch_warnings`.
-
-    >>> format_warning = build_warning_formatter()
-    >>> format_warning("3 rows are copies", UserWarning), format_warning("3 rows are copies", UserWarning)
-    ('polyfed: warning: 3 rows are copies\\n', '')
-    """
-    known_texts = set[str]()
-
-    def format_warning(message: Warning | str, *_: object, **__: object) -> str:
-        text = f"polyfed: warning: {_one_line(message)}\n"
-        is_new = text not in known_texts
-        known_texts.add(text)
-        return text if is_new else ""
-
-    return format_warning
-
-
-def _one_line(message: object) -> str:
-    return sanitise_for_terminal(keep_advice_for_terminal(" ".join(str(message).split())))

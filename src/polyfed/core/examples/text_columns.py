@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any, final
+from typing import final
 
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import UNLIMITED_BYTES, open_file
@@ -163,28 +163,25 @@ def check_names_of_columns(header: Sequence[str], names: Sequence[str], role: st
     raise UserError(f"{role}: the table has no column {missing[0]!r}{more}; {advice}")
 
 
-def check_targets_are_named(
-    columns: Sequence[str], targets: Sequence[str], roles: Mapping[str, str | None], task: Any = "auto"
-) -> None:
+def check_targets_are_named(columns: Sequence[str], targets: Sequence[str], roles: Mapping[str, str | None]) -> None:
     """Raises a `UserError` if no target is named, or a target is the column of another role, too.
 
     Args:
         columns: of the table.
         targets: columns to predict, without that of the event.
         roles: {"event", "site", "group" or "time": the column that is named for it, or None}.
-        task: of the table; survival has two targets.
     """
     event, time = roles.get("event"), roles.get("time")
     names = [*targets, *(name for name in roles.values() if name is not None)]
     twice = [name for name in (*targets, *([event] if event and targets else [])) if names.count(name) > 1]
     if targets and not twice:
         return
-    if event is not None or task == "survival":
+    if event is not None:
         advice = (
             "survival needs target=... (--data.target) with the time until the event, and event=... (--data.event) "
         )
         advice += "with 1 where it happened"
-        if event and time not in (None, event) and (not targets or twice == [event, event]):
+        if time not in (None, event) and (not targets or twice == [event, event]):
             advice += (
                 f"; time={time!r} (--data.time {quote(str(time))}) only orders rows: did you mean target={time!r} "
                 f"(--data.target {quote(str(time))})?"

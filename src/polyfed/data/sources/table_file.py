@@ -32,7 +32,7 @@ from polyfed.data.tabular.positive_class import is_condition_or_value_list
 from polyfed.data.tabular.preprocessing import Column, Scope, TablePreprocessor, encode_table
 from polyfed.data.tabular.schema import read_schema, recode_targets_to_schema
 from polyfed.data.tabular.subgroups import divide_columns_into_subgroups
-from polyfed.data.tabular.suspicious_columns import warn_of_suspicious_columns
+from polyfed.data.tabular.suspicious_columns import warn_of_suspicious_columns, warn_of_unlikely_sites
 from polyfed.data.tabular.table_reader import (
     PATH_ADVICE,
     check_columns_exist,
@@ -179,7 +179,7 @@ class TableFile(Source):
         """
         roles = {"site": self.site, "group": self.group, "time": self.time}
         target_names = parse_column_names(self.target, table)
-        check_targets_are_named(table.column_names, target_names, {"event": self.event} | roles, self.task)
+        check_targets_are_named(table.column_names, target_names, {"event": self.event} | roles)
         if self.event is not None:
             target_names = (*target_names, self.event)
         names_by_role = {"target": target_names} | {role: (name,) for role, name in roles.items() if name is not None}
@@ -237,6 +237,7 @@ class TableFile(Source):
         if len(target_names) == 1:
             spellings[target_names[0]] = classes
         if self.site is not None:
+            warn_of_unlikely_sites(table, self.site, target_names)
             spellings[self.site] = tuple(dict.fromkeys(column_as_texts(table, self.site).tolist()))
         warn_of_names_that_look_alike({f"column {name!r} has": names for name, names in spellings.items()})
         for name, column in zip(target_names, y.T, strict=True) if y.dim() == 2 else ():

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import warn_of_data
+from polyfed.core.examples.text_columns import is_numeric_text
 from polyfed.data.formats.files import Table
 from polyfed.data.tabular.columns import LARGEST_EXACT
 from polyfed.data.tabular.table_reader import (
@@ -39,6 +40,25 @@ _LEAST_EVEN = 100  # rows from which on evenly spread numbers differ from a bell
 _EVEN = 1.22  # Kolmogorov and Smirnov's statistic: nine of ten columns of evenly drawn numbers are below it
 _ROLES = {"group": "that of a patient with several rows", "time": "a time"}
 _LEAST_OF_CLASS = 10  # examples of a class for that AUC
+
+_MOST_SITES = 20  # from which on a column of sites may be another
+_LEAST_AT_SITE = 5  # rows of a site on average, below which the column of sites is nearly unique
+_LEAST_AT_NUMBERED_SITE = 20  # the same where sites are numbers, which ages and amounts are, too
+_SITE_WORDS = frozenset(
+    {
+        "site",
+        "hospital",
+        "clinic",
+        "centre",
+        "center",
+        "institution",
+        "client",
+        "ward",
+        "department",
+        "country",
+        "region",
+    }
+)
 
 Codes = NDArray[np.int64]
 
@@ -99,6 +119,34 @@ def warn_of_suspicious_columns(
             )
 
 
+def warn_of_unlikely_sites(table: Table, site: str, targets: Sequence[str]) -> None:
+    """Warns if the column of sites looks like another: nearly unique, or many numbers. It may be swapped with the target."""
+    names, num_rows = np.unique(column_as_texts(table, site).astype(str)).tolist(), table.num_rows
+    are_numbers = all(map(is_numeric_text, names))
+    target_texts = column_as_texts(table, targets[0])
+    num_values = len({text for text in target_texts.tolist() if text is not None})
+    target_has_site_name = bool(_SITE_WORDS & {*_split_name(targets[0])})
+    is_named = bool((_SITE_WORDS | _ID_WORDS) & {*_split_name(site)})
+    is_measured = are_numbers and not is_named and num_rows < _LEAST_AT_NUMBERED_SITE * len(names)
+    has_fractions = are_numbers and any(not float(name).is_integer() for name in names)
+    looks_wrong = num_rows < _LEAST_AT_SITE * len(names) or is_measured or has_fractions
+    if len(names) <= _MOST_SITES or not (looks_wrong or (are_numbers and target_has_site_name)):
+        return
+    swapped = target_has_site_name or (num_values <= _MOST_SITES and not is_numeric_column(table, targets[0]))
+    advice = "if these are no clients, give site=... (--data.site) with the column that says where a row comes from"
+    if len(targets) == 1 and swapped:
+        advice = f"if the two are swapped, give site={targets[0]!r} (--data.site {quote(targets[0])}) and "
+        advice += f"target={site!r} (--data.target {quote(site)})"
+    warn_of_data(
+        f"site: column {site!r} has {len(names)} different {'numbers' if are_numbers else 'texts'} in {num_rows} rows, and "
+        f"target {targets[0]!r} {num_values} different values; each of the {len(names)} becomes a client; {advice}"
+    )
+
+
+def _split_name(name: str) -> list[str]:
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-zß-ÿ]+|[A-Z]+", name)]
+
+
 def _describe_identifier(table: Table, name: str, sites: Codes | None) -> str:
     """Returns in what a column of whole numbers looks like an identifier of rows, in a few words, or "" if it does not.
 
@@ -128,8 +176,7 @@ def _describe_identifier(table: Table, name: str, sites: Codes | None) -> str:
         and digits >= 5 and len(str(int(different[-1]))) == digits and _are_spread_evenly(different)
     ):  # fmt: skip
         return f"{counts}, each of {digits} digits and spread evenly"
-    words = re.findall(r"[A-Z]?[a-zß-ÿ]+|[A-Z]+", name)
-    last = words[-1].lower() if words else ""
+    last = (_split_name(name) or [""])[-1]
     is_named_so = last in _ID_WORDS or _ID_ENDING.search(last) is not None
     return f"{counts}, and its name" if is_named_so and len(different) >= _ALMOST_UNIQUE * len(values) else ""
 

@@ -59,7 +59,7 @@ def check_table(data: Any, *, is_for_training: bool = True) -> None:
         return
     targets = _split_names(data.get("target"), header)
     roles = {role: None if data.get(role) is None else str(data[role]) for role in ("event", "site", "group", "time")}
-    check_targets_are_named(header, targets, roles, data.get("task"))
+    check_targets_are_named(header, targets, roles)
     names_by_role = {"target": [*targets, *_split_names(data.get("event"), header)]}
     names_by_role |= {role: _split_names(data.get(role), header) for role in _ROLES}
     names_by_role["subgroups"] = [
