@@ -1,7 +1,8 @@
-"""The first part of docs/results.md: what the papers claim, and what of it the measurements in benchmarks/results/papers
-show. A sentence that they do not carry is not written."""
+"""docs/results/claims.md and sentences.md: what the papers claim, and what of it the measurements in
+benchmarks/results/papers show. A sentence that they do not carry is not written."""
 
 import json
+import re
 from operator import itemgetter
 
 from papers_curves import against, kind_of, spanned
@@ -68,9 +69,9 @@ FEW, ALL = ("20 ", "40 ", "160 "), ("20 ", "40 ", "80 ", "160 ", "320 ")  # exam
 AHEAD, NOT, BEHIND = ("ahead of",), ("not decided against",), ("behind",)
 CONCLUSIONS = (  # a sentence; its grounds: results, of which method, against whom, how places begin, which way
     ("**pFedLA** is ahead of FedAvg with 20 to 320 images of Fashion-MNIST a client, {}. Of training alone it is ahead with "
-     "80 and 160, {}, which for 160 depends on the rate that was chosen; with 20, 40 and 320 nothing is decided, {}. Nor is "
-     "it over FedAvg with fine-tuning, at any of these sizes, {}. On CIFAR-10, where ten clients share classes, it is "
-     "ahead of training alone, {} in Table 1, whose methods share one rate, and {} where each has its own. Its "
+     "80 and 160, {}, which for 160 depends on the rate that was chosen; with 20, 40 and 320 nothing is decided, {}. Over "
+     "FedAvg with fine-tuning nothing is decided at any of these sizes, {}. On CIFAR-10, where ten clients share classes, "
+     "it is ahead of training alone, {} in Table 1, whose methods share one rate, and {} where each has its own. Its "
      "weights over clients learn by one step a round: where a tenth of 100 clients takes part, it is behind training "
      "alone, {}.",
      (("pfedla-examples", "pfedla", "fedavg", ALL, AHEAD), ("pfedla-examples", "pfedla", "local", ("80 ", "160 "), AHEAD),
@@ -95,7 +96,7 @@ CONCLUSIONS = (  # a sentence; its grounds: results, of which method, against wh
      "on the tweets of 20 clients, {}; on Fashion-MNIST nothing is decided, {}, and on CIFAR-10 it is not ahead, {}. Over "
      "FedRep it is ahead with one network where clients have five classes of CIFAR-10, {}; with several networks and two "
      "classes nothing is decided, {}, and on tweets it is behind, {}. Its global model is ahead of FedAvg's on "
-     "CIFAR-10, {}. That is the mean over all clients' latest networks: with it FedAvg is not behind FedHeNN, {}.",
+     "CIFAR-10, {}. FedHeNN takes the mean over all clients' latest networks: with that mean FedAvg is not behind, {}.",
      (("fedhenn-fig3", "FedHeNN Homo", "local training, homo", "", AHEAD),
       ("fedhenn-table2", "FedHeNN Hetero", "local training, hetero", "Sentiment140, 100", AHEAD),
       ("fedhenn-examples", "fedhenn", "local", ALL, NOT),
@@ -108,8 +109,8 @@ CONCLUSIONS = (  # a sentence; its grounds: results, of which method, against wh
       ("fedhenn-table1", "FedHeNN, global", "FedAvg", "CIFAR-10", AHEAD),
       ("fedhenn-table1", "FedHeNN, global", "FedAvg, mean over all", "CIFAR-10", NOT + BEHIND))),
     ("**CA-FedPNAS** is ahead of a search of one network for all, FedDSNAS, {}, and of FedAvg, {}, where images are "
-     "turned by 0 and ±90 degrees. Where FedDSNAS gets the same last epoch of local training, it is so on digits, {}, and "
-     "not decided on Fashion-MNIST, {}. Against CA-FedDSNAS, which samples by context, too, but is not personalised, "
+     "turned by 0 and ±90 degrees. Where FedDSNAS gets the same last epoch of local training, it is still ahead on digits, {}, "
+     "and not decided on Fashion-MNIST, {}. Against CA-FedDSNAS, which samples by context, too, but is not personalised, "
      "nothing is decided, {}: searched with images turned by up to 30 and by 90 degrees, digits, Fashion-MNIST "
      "and CIFAR-10, three to nine seeds, and eight forms of the inner step.",
      (("fedpnas-effects", "CA-FedPNAS", "FedDSNAS", "", AHEAD), ("fedpnas-effects", "CA-FedPNAS", "FedAvg", "", AHEAD),
@@ -126,9 +127,10 @@ def conclusions(results):
         SystemExit: a sentence that the measurements do not carry.
     """
     lines = [
-        "## In a few sentences\n",
+        "# What follows, in sentences\n",
         "Differences in points of accuracy, with 95 % intervals; of several the least and the largest. Those by the number "
-        "of images are from the curves, after all rounds; the others are from tables.\n",
+        "of images are from the curves, after all rounds; the others are from tables "
+        "([how to read them](reading.md), [the table](../results.md)).\n",
     ]
     for sentence, grounds in CONCLUSIONS:
         told = []
@@ -145,7 +147,9 @@ def conclusions(results):
                     f"{sentence!r} is not carried: {own} against {name} in {stem} is {shown}, not {wanted}"
                 )
             told.append(in_words([gain for _, gain in rows]))
-        lines.append("- " + sentence.format(*told))
+        name, _, text = sentence.format(*told).removeprefix("**").partition("**")
+        first, *others = re.split(r"(?<=[a-z0-9)]\.) (?=[A-Z])", f"{name}{text}")
+        lines += [f"## {name}\n", f"- {first}", *(f"- {other}" for other in others), ""]
     return "\n".join([*lines, ""])
 
 

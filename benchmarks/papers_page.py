@@ -20,10 +20,7 @@ WIDE = 8  # columns; a table that has more is printed on its side
 NOT_BETTER = ("MB", "s", "count", "ratio")  # units in which more is not better
 HEAD = """# Results of the papers' methods
 
-How four published systems do when they are measured with polyfed on data that fit a small machine. Each line is the
-difference between a paper's method and a rival in one setting (a data set, a number of clients or of examples): green is
-decided in favour of the method, red against it, grey is not decided. polyfed's runs are shorter than the papers':
-[how to read these results](results/reading.md).
+How do four published systems do beside their rivals, with fewer clients, images and rounds than in the papers?
 """
 
 READING = """# How to read the results
@@ -172,7 +169,7 @@ def write(results, docs):
     """Writes the page of results, and the pages of details in docs/results."""
     folder = docs / "results"
     folder.mkdir(exist_ok=True)
-    parts, took = [HEAD, summary(results, docs), conclusions(results)], minutes(results)
+    parts, took = [HEAD, summary(results, docs), "## Each paper\n"], minutes(results)
     for paper, (name, what) in PAPERS.items():
         tables = sorted(f for f in results.glob(f"{paper}-*.json") if not f.stem.endswith("-examples"))
         curves = {
@@ -182,7 +179,7 @@ def write(results, docs):
         if not tables and not curves:
             continue
         page = page_of(name)
-        parts.append(f"## {name}\n\n{what}: [every table and curve of {name}](results/{page}).\n")
+        parts.append(f"### {name}\n\n{what}: [every table and curve of {name}](results/{page}).\n")
         details = [
             f"# Results of {name}\n\n{what}. [How to read these tables](reading.md); "
             f"[the method](../methods/{page}).\n",
@@ -193,7 +190,11 @@ def write(results, docs):
             *(of_table(json.loads(file.read_text(encoding="utf-8")), took) for file in tables),
         ]
         (folder / page).write_text("\n".join([details[0], *map(one_folder_down, details[1:])]), encoding="utf-8")
-    parts.append("## All claims\n\n[What the papers claim, and what was found](results/claims.md), line by line.\n")
+    parts.append(
+        "## All claims\n\n[What the papers claim, and what was found](results/claims.md), line by line. "
+        "[The same in sentences](results/sentences.md), with the intervals.\n"
+    )
+    (folder / "sentences.md").write_text(conclusions(results), encoding="utf-8")
     claims = f"# What the papers claim, and what was found\n\n{in_short(results)}"
     (folder / "claims.md").write_text(one_folder_down(claims), encoding="utf-8")
     (folder / "reading.md").write_text(READING, encoding="utf-8")

@@ -43,12 +43,13 @@ ROWS = (  # method, rival, and where both were measured: results, the method's n
 
 
 def summary(results, docs):
-    """Writes the picture, and returns the table below it."""
+    """Writes the picture, and returns what it shows in short, and the table below it."""
     found = {(own, rival): gains for own, rival, places in ROWS if (gains := measured(results, places))}
     if not found:
         return ""
     draw(docs / "images" / PICTURE, found)
     lines = [
+        say_shortly(found),
         f"![Differences in accuracy between the papers' methods and their rivals](images/{PICTURE})\n",
         "| method | compared with | settings | ahead | not decided | behind | median difference | least | largest |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -60,6 +61,26 @@ def summary(results, docs):
         ends = spanned(gains[0]), spanned(gains[-1])
         lines.append(f"| {own} | {rival} | {len(gains)} | {' | '.join(counts)} | {middle} | {' | '.join(ends)} |")
     return "\n".join([*lines, ""])
+
+
+def say_shortly(found):
+    """Returns how often the papers' methods are ahead of training alone, and where fine-tuned FedAvg is; "" for a part."""
+    if len(found) < len(ROWS):
+        return ""
+
+    def share(own, rival, kind="ahead of"):
+        kinds = [kind_of(gain) for gain in found[own, rival]]
+        return f"{kinds.count(kind)} of {len(kinds)}"
+
+    alone, tuned = "training alone", "FedAvg, fine-tuned"
+    return (
+        f"**Ahead of training alone**: FLHA-GHN in {share('FLHA-GHN', alone)} settings, CA-FedPNAS in "
+        f"{share('CA-FedPNAS', alone)}, pFedLA in {share('pFedLA', alone)}, FedHeNN in "
+        f"{share('FedHeNN, one network', alone)} with one network and {share('FedHeNN', alone)} with several. Where all can "
+        f"take one network, fine-tuned FedAvg is ahead of FLHA-GHN in "
+        f"{share('FLHA-GHN', f'{tuned}, one network', 'behind')}, and pFedLA of it in {share('pFedLA', tuned)}.\n\n"
+        "Green is decided for the method, red against it, grey not decided ([more](results/reading.md)).\n"
+    )
 
 
 def measured(results, places):

@@ -17,7 +17,6 @@ WEIGHTS = {  # by the beginning of a page's address, the first that fits; 1 else
     "leaderboard": 0.2,
     "papers.md": 0.3,
     "benchmarks.md": 0.2,
-    "defaults.md": 0.3,
     "methods/": 0.6,
     "methods.md": 2.0,
     "configuration": 1.5,
@@ -26,7 +25,7 @@ WEIGHTS = {  # by the beginning of a page's address, the first that fits; 1 else
     "scaling.md": 4.0,
 }
 GUIDE_WEIGHT = 4.0  # tutorial and how-to
-UNSEARCHED = ("defaults.md", "results/", "leaderboard/federations.md", "multicentre/", "benchmarks/")  # long tables
+UNSEARCHED = ("results/", "leaderboard/federations.md", "multicentre/", "benchmarks/")  # long tables
 _UNSEARCHED_SECTIONS = re.compile(r"methods/.*#(results|what-proves-it)$")
 _SIGNATURE = re.compile(r"<pre>.*?</pre>", flags=re.DOTALL)
 _TYPE = re.compile(r"\(\s*<code>[^<]*</code>\s*(, default:\s*<code>[^<]*</code>\s*)?\)|<code>dataclass</code>")
@@ -48,6 +47,7 @@ WORDS = {
     "data/partitions.md": "dirichlet non iid partition partitions skew split shift",
     "data/several_inputs.md": "multimodal several inputs dict tuple mask",
     "data/sources.md": "imagefolder folder mnist cifar source",
+    "defaults.md": "default defaults",
     "deploy.md": "hospital hospitals two deploy deployment flower",
     "deploy/failures.md": "fails failed offline unavailable timeout",
     "deploy/machines.md": "docker container containers kubernetes ram hardware",

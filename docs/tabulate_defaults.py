@@ -1,4 +1,4 @@
-"""Writes docs/defaults.md: every hyper-parameter of every method, its default and where that comes from.
+"""Writes docs/defaults.md: the defaults that methods share, and an overview of each method's own, with their sources.
 
     python docs/tabulate_defaults.py
 
@@ -16,23 +16,40 @@ from polyfed.core.training.config import LocalTraining
 
 SHARED = {field.name: field.default for field in dataclasses.fields(LocalTraining)}
 SOURCES = ("paper", "authors' code", "public implementations", "polyfed's choice")
+COMMON = 3  # methods that have a field with one default and one meaning, from which on it stands in a table of its own
 HEAD = """# Defaults and where they come from
 
-Written by `docs/tabulate_defaults.py` from the methods' dataclasses. The column *source* says where the default comes from:
+Which value does a field have if you do not set it, and who chose it? What every method has comes first, then what several
+share, then [each method's own](#fields-of-each-method). A method's page says what its fields mean, and so does
+`polyfed run --algorithm NAME --help`. The source of a default:
 
 - **paper**: the method's own paper.
 - **authors' code**: the code that the authors published, where the paper does not say.
 - **public implementations**: other public code, where neither says.
-- **polyfed**: a choice of this library. If the paper has another value, the text names it.
+- **polyfed**: a choice of this library. If the paper has another value, the method's page names it.
 
 The recipes of a paper's tables (`polyfed list recipes`) set the values of that table.
 
 ## Local training: fields of every method
 
-These defaults are polyfed's choice.
+These defaults are polyfed's choice. A method whose own default differs has it in its row below.
 
 | field | default | meaning |
 |---|---|---|
+"""
+SHARED_HEAD = """
+## Fields that several methods share
+
+| field | default | source | meaning | methods |
+|---|---|---|---|---|
+"""
+OWN_HEAD = """
+## Fields of each method
+
+Without those of the tables above. A method's name leads to what they mean.
+
+| method | paper | authors' code | public implementations | polyfed |
+|---|---|---|---|---|
 """
 
 
@@ -70,16 +87,35 @@ def own_fields(name: str) -> list[tuple[str, object, str]]:
     return found
 
 
+def page_of(name: str) -> str:
+    """Returns the page of a method, from docs."""
+    return f"methods/{name.removeprefix('ca_')}.md"
+
+
 def table() -> str:
     """The whole document."""
     shared = [o for o in options_of(REGISTRY["fedavg"], "algorithm") if o.key.removeprefix("algorithm.") in SHARED]
     lines = [f"| `{o.key.removeprefix('algorithm.')}` | `{_cell(o.default)}` | {_cell(o.help)} |" for o in shared]
-    for name in REGISTRY:
-        fields = own_fields(name)
-        if fields:
-            lines += ["", f"## `{name}`", "", "| field | default | source | meaning |", "|---|---|---|---|"]
-            lines += [f"| `{field}` | `{value}` | {source(value, text)} | {(text)} |" for field, value, text in fields]
-    return HEAD + "\n".join(lines) + "\n"
+    fields = {name: own_fields(name) for name in REGISTRY}
+    owners: dict[tuple[str, str, str], list[str]] = {}
+    for name, own in fields.items():
+        for field, value, text in own:
+            owners.setdefault((field, str(value), text), []).append(name)
+    common = {key: names for key, names in owners.items() if len(names) >= COMMON}
+    rows = [
+        f"| `{field}` | `{value}` | {source(value, text)} | {text} | {', '.join(f'`{name}`' for name in names)} |"
+        for (field, value, text), names in sorted(common.items(), key=lambda item: -len(item[1]))
+    ]
+    overview = []
+    for name, own in fields.items():
+        by_source: dict[str, list[str]] = {}
+        for field, value, text in own:
+            if (field, str(value), text) not in common:
+                by_source.setdefault(source(value, text), []).append(f"`{field}: {value}`")
+        if by_source:
+            cells = (", ".join(by_source.get(kind.replace("'s choice", ""), ())) for kind in SOURCES)
+            overview.append(f"| [`{name}`]({page_of(name)}#defaults) | {' | '.join(cells)} |")
+    return HEAD + "\n".join([*lines, SHARED_HEAD + "\n".join([*rows, OWN_HEAD + "\n".join(overview)])]) + "\n"
 
 
 if __name__ == "__main__":
