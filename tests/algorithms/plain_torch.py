@@ -42,17 +42,18 @@ def unequal_clients(*factories, lacks=(None, None, None), turns=(0, 0, 0)):
     """Three clients with 11, 26 and 32 examples in double precision, each with its network. A client may lack a class, and
     its labels may be turned by so many classes."""
 
-    def chosen(examples, lack, turn):
-        rows = examples.y != (-1 if lack is None else lack)
-        return examples.x[rows].double(), (examples.y[rows] + turn) % 3
+    def chosen(examples, lack, turn, number=None):
+        x, y = examples.x[:number].double(), examples.y[:number]
+        rows = y != (-1 if lack is None else lack)
+        return x[rows], (y[rows] + turn) % 3
 
     return [
-        pf.Client(c.id, factory, chosen(c.train.head(number), lack, turn), chosen(c.test, lack, turn))
+        pf.Client(c.id, factory, chosen(c.train, lack, turn, number), chosen(c.test, lack, turn))
         for c, number, factory, lack, turn in zip(small_clients(), SIZES, factories, lacks, turns, strict=True)
     ]
 
 
-def begin(factory):
+def draw_network(factory):
     """The network with the run's initial weights, in training mode."""
     return load(factory(), initial_state(factory, SEED))
 
@@ -115,7 +116,7 @@ def record_run(monkeypatch, method, clients, rounds=3, **settings):
         return Recorded(pf.federate(clients, method, **settings), by_round)
 
 
-def assert_near(found, expected, small=NEAR):
+def assert_tensors_near(found, expected, small=NEAR):
     """Tensors of these names are equal up to rounding in double precision; whole numbers (counters) are left out."""
     assert set(found) == set(expected)
     for name, tensor in found.items():
@@ -128,4 +129,4 @@ def assert_near(found, expected, small=NEAR):
 def assert_networks_equal(recorded, networks):
     """These are the networks that polyfed evaluates, with their statistics."""
     for client, network in networks.items():
-        assert_near(recorded.run.model(client).state_dict(), network.state_dict())
+        assert_tensors_near(recorded.run.model(client).state_dict(), network.state_dict())

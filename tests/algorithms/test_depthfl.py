@@ -5,23 +5,23 @@ from functools import partial
 
 import pytest
 import torch
-from halves import FULL, OPTIONS, begin, mixed, play, run
+from halves import OPTIONS, begin, mixed, play, run
+from plain_torch import LOCAL, assert_tensors_near, copy_of, draw_network, load, record_run, sgd, unequal_clients
 from torch import nn
 from torch.nn import functional as F
 
 import polyfed as pf
 from polyfed.algorithms import DepthFL, FedAvg
-from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import small_clients
 
 
 class Deep(nn.Module):
     """As many blocks as its depth, with a classifier after each."""
 
-    def __init__(self, depth):
+    def __init__(self, depth, dtype=None):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6 if k == 0 else 8, 8) for k in range(depth))
-        self.classifiers = nn.ModuleList(nn.Linear(8, 3) for _ in range(depth))
+        self.blocks = nn.ModuleList(nn.Linear(6 if k == 0 else 8, 8, dtype=dtype) for k in range(depth))
+        self.classifiers = nn.ModuleList(nn.Linear(8, 3, dtype=dtype) for _ in range(depth))
 
     def exits(self, x):
         found = []
@@ -72,35 +72,37 @@ def kl(teacher, student):
 
 
 @pytest.mark.parametrize(("weighted", "distill"), [(False, 1.0), (True, 0.5), (True, 0.0)])
-def test_rounds_of_three_depths_in_plain_torch_are_the_same(weighted, distill):
-    clients, method = family(), DepthFL(**FULL, weighted=weighted, distill=distill, rampup=0.6)
-    theta = initial_state(DEPTHS[3], 3)
-    for number in range(2):  # of 5, as `play` has it, so that w grows over 3
-        w, sent = distill * math.exp(-5 * (1 - number / 3) ** 2), []
-        for c, depth in zip(clients, (1, 2, 3), strict=True):
-            names = list(DEPTHS[depth]().state_dict())
-            p = {name: theta[name].clone().requires_grad_(True) for name in names}
-            for _ in range(3):
-                z = outputs(p, c.train.x)
-                loss = sum(F.cross_entropy(one, c.train.y) for one in z)
+def test_rounds_of_three_depths_in_plain_torch_are_the_same(weighted, distill, monkeypatch):
+    """Two of three clients a round; layers that none of them has stay. With momentum and weight decay."""
+    factories = [partial(Deep, depth, torch.float64) for depth in (2, 3, 1)]
+    clients = unequal_clients(*factories)
+    method = DepthFL(**LOCAL, weighted=weighted, distill=distill, rampup=0.6)
+    recorded = record_run(monkeypatch, method, clients, rounds=5, clients_per_round=2)
+    theta, lonely = copy_of(draw_network(factories[1])), 0
+    for number, (cohort, minibatches) in enumerate(recorded.rounds):
+        w, sent = distill * math.exp(-5 * (1 - min(number, 3) / 3) ** 2), []  # grows over 3 of 5 rounds
+        for i in cohort:
+            network = factories[int(i[-1])]()
+            load(network, {name: theta[name] for name in network.state_dict()})
+            optimizer, depth = sgd(network.parameters()), len(network.blocks)
+            for x, y in minibatches[i]:
+                z = network.exits(x)
+                loss = sum(F.cross_entropy(one, y) for one in z)
                 for k in range(depth):
                     for j in range(depth):
                         if j != k:
                             loss = loss + w / (depth - 1) * kl(z[j].detach().softmax(1), z[k].softmax(1))
-                slopes = torch.autograd.grad(loss, list(p.values()))
-                p = {
-                    n: (t - 0.1 * g).detach().requires_grad_(True) for (n, t), g in zip(p.items(), slopes, strict=True)
-                }
-            sent.append((len(c.train) if weighted else 1, {n: t.detach() for n, t in p.items()}))
-        theta = {
-            name: sum(n * tree[name] for n, tree in sent if name in tree) / sum(n for n, tree in sent if name in tree)
-            for name in theta
-        }
-    _, state, _, replies = play(method, clients, rounds=2)
-    assert set(replies["client-0"].tensors["model"]) == set(DEPTHS[1]().state_dict())
-    assert set(state["model"]) == set(theta)
-    for name, tensor in theta.items():
-        torch.testing.assert_close(state["model"][name], tensor, rtol=1e-5, atol=1e-5)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            sent.append((len(clients[int(i[-1])].train) if weighted else 1, copy_of(network)))
+        for name in theta:
+            who = [(n, tree[name]) for n, tree in sent if name in tree]
+            lonely += not who
+            if who:
+                theta[name] = sum(n * tensor for n, tensor in who) / sum(n for n, _ in who)
+    assert lonely > 0
+    assert_tensors_near(recorded.run.last.state["model"], theta)
 
 
 def test_layers_that_nobody_of_the_round_has_keep_their_value():

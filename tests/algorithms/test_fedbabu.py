@@ -7,9 +7,9 @@ import torch
 from halves import FULL, OPTIONS, mixed, plain, play, run, short
 from plain_torch import (
     LOCAL,
-    assert_near,
     assert_networks_equal,
-    begin,
+    assert_tensors_near,
+    draw_network,
     load,
     mean_of,
     normed,
@@ -62,8 +62,8 @@ def test_rounds_and_fine_tuning_in_plain_torch_are_the_same(weighted, monkeypatc
     clients = unequal_clients(normed, normed, normed)
     method = FedBABU(**LOCAL, finetune_epochs=3, weighted=weighted)
     recorded = record_run(monkeypatch, method, clients, rounds=4, clients_per_round=2)
-    networks, tuned = {c.id: begin(normed) for c in clients}, {}
-    body = parameters_of(begin(normed)[:-1])
+    networks, tuned = {c.id: draw_network(normed) for c in clients}, {}
+    body = parameters_of(draw_network(normed)[:-1])
     for cohort, minibatches in recorded.rounds:
         sent, sizes = [], [len(c.train) if weighted else 1 for c in clients if c.id in cohort]
         steps = {c.id: LOCAL["local_epochs"] * -(-len(c.train) // LOCAL["batch_size"]) for c in clients}
@@ -77,7 +77,7 @@ def test_rounds_and_fine_tuning_in_plain_torch_are_the_same(weighted, monkeypatc
             last = minibatches[i][steps[i] if i in cohort else 0 :]
             assert len(last) == 3 / LOCAL["local_epochs"] * steps[i]
             train(tuned[i], sgd(tuned[i].parameters(), lr=LOCAL["lr"] / 10), last)
-    assert_near(recorded.run.last.state["model"], body)
+    assert_tensors_near(recorded.run.last.state["model"], body)
     assert_networks_equal(recorded, tuned)
 
 

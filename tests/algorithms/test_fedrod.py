@@ -5,8 +5,8 @@ import torch
 from halves import OPTIONS, mixed, plain, play, run, short
 from plain_torch import (
     LOCAL,
-    assert_near,
-    begin,
+    assert_tensors_near,
+    draw_network,
     load,
     mean_of,
     normed,
@@ -47,7 +47,7 @@ def test_rounds_in_plain_torch_are_the_same(gamma, weighted, monkeypatch):
     clients = unequal_clients(normed, normed, normed, lacks=(0, 1, None))
     method = FedRoD(**LOCAL, gamma=gamma, weighted=weighted)
     recorded = record_run(monkeypatch, method, clients, rounds=4, clients_per_round=2)
-    networks, theta = {c.id: begin(normed) for c in clients}, parameters_of(begin(normed))
+    networks, theta = {c.id: draw_network(normed) for c in clients}, parameters_of(draw_network(normed))
     heads = {c.id: (torch.zeros(3, 5).double(), torch.zeros(3).double()) for c in clients}
     for cohort, minibatches in recorded.rounds:
         sent, sizes = [], [len(c.train) if weighted else 1 for c in clients if c.id in cohort]
@@ -68,10 +68,10 @@ def test_rounds_in_plain_torch_are_the_same(gamma, weighted, monkeypatch):
                 optimizer.step()
             sent.append(parameters_of(network))
         theta = mean_of(sent, sizes)
-    assert_near(recorded.run.last.state["model"], theta)
+    assert_tensors_near(recorded.run.last.state["model"], theta)
     for c in clients:
         w, b = heads[c.id]
-        assert_near(recorded.run.last.client_states[c.id]["personal"], {"weight": w, "bias": b})
+        assert_tensors_near(recorded.run.last.client_states[c.id]["personal"], {"weight": w, "bias": b})
         network, x = load(networks[c.id], theta).eval(), c.test.x
         z = network[:-1](x)
         torch.testing.assert_close(recorded.run.model(c.id)(x), network[-1](z) + z @ w.T + b, rtol=0, atol=1e-9)

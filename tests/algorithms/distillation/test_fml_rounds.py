@@ -3,11 +3,11 @@
 import pytest
 from plain_torch import (
     LOCAL,
-    assert_near,
     assert_networks_equal,
-    begin,
+    assert_tensors_near,
     copy_of,
     deep,
+    draw_network,
     load,
     mean_of,
     meme,
@@ -36,7 +36,7 @@ def test_rounds_in_plain_torch_are_the_same(alpha, beta, weighted, monkeypatch):
     method = FML(**LOCAL, shared="plain_torch:meme", alpha=alpha, beta=beta, weighted=weighted)
     recorded = record_run(monkeypatch, method, clients, rounds=4, clients_per_round=2)
 
-    own, common = {c.id: begin(c.model) for c in clients}, begin(meme)
+    own, common = {c.id: draw_network(c.model) for c in clients}, draw_network(meme)
     shared = copy_of(common)
     for cohort, minibatches in recorded.rounds:
         sent = []
@@ -57,4 +57,4 @@ def test_rounds_in_plain_torch_are_the_same(alpha, beta, weighted, monkeypatch):
         shared = mean_of(sent, [len(c.train) if weighted else 1 for c in clients if c.id in cohort])
 
     assert_networks_equal(recorded, own)
-    assert_near(recorded.run.last.state["model"], shared)
+    assert_tensors_near(recorded.run.last.state["model"], shared)

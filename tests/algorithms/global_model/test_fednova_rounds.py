@@ -1,7 +1,18 @@
 """FedNova, eq. 4 and section 4.1 of its paper in plain torch: polyfed computes the same in rounds of a whole network."""
 
 import pytest
-from plain_torch import LOCAL, assert_near, begin, copy_of, load, mean_of, normed, record_run, sgd, unequal_clients
+from plain_torch import (
+    LOCAL,
+    assert_tensors_near,
+    copy_of,
+    draw_network,
+    load,
+    mean_of,
+    normed,
+    record_run,
+    sgd,
+    unequal_clients,
+)
 from torch.nn import functional as F
 
 from polyfed.algorithms import FedNova
@@ -16,7 +27,7 @@ def test_rounds_in_plain_torch_are_the_same(weighted, momentum, monkeypatch):
     method = FedNova(**LOCAL | {"momentum": momentum}, weighted=weighted)
     recorded = record_run(monkeypatch, method, clients, rounds=4, clients_per_round=2)
 
-    network = begin(normed)
+    network = draw_network(normed)
     x, names, counts = copy_of(network), [name for name, _ in network.named_parameters()], set()
     for cohort, minibatches in recorded.rounds:
         shares = [len(c.train) if weighted else 1 for c in clients if c.id in cohort]
@@ -40,5 +51,5 @@ def test_rounds_in_plain_torch_are_the_same(weighted, momentum, monkeypatch):
 
     assert counts == {4, 8}
     state = recorded.run.last.state
-    assert_near({**state["model"], **state["buffers"]}, x, NEAR)
+    assert_tensors_near({**state["model"], **state["buffers"]}, x, NEAR)
     assert state["steps"]["weight"].item() == pytest.approx(tau)

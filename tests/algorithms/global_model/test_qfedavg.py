@@ -3,13 +3,25 @@
 import statistics
 
 import pytest
-import torch
-from closed_forms import CURVATURE, OPTIMUM, assert_near, linear, linear_clients, loss, quadratics, slopes
+from closed_forms import CURVATURE, OPTIMUM, assert_near, linear, linear_clients, loss, quadratics
 from halves import play
+from plain_torch import (
+    LOCAL,
+    assert_tensors_near,
+    copy_of,
+    draw_network,
+    load,
+    mean_of,
+    normed,
+    record_run,
+    sgd,
+    train,
+    unequal_clients,
+)
+from torch.nn import functional as F
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, QFedAvg
-from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import small_clients
 
 
@@ -26,25 +38,28 @@ def test_q_0_is_fedavg(weighted):
 
 
 @pytest.mark.parametrize(("lipschitz", "q", "weighted"), [(None, 2.0, False), (3.0, 0.5, True)])
-def test_rounds_in_plain_torch(lipschitz, q, weighted):
-    """Algorithm 2 as it is written, with L in Δ and in h."""
-    eta, steps, clients = 0.3, 3, linear_clients()
-    method = QFedAvg(q=q, lipschitz=lipschitz, lr=eta, batch_size=0, local_epochs=steps, weighted=weighted)
-    ours, w = run(method, 3, clients).last.state["model"], initial_state(linear, 0)
-    curvature = 1 / eta if lipschitz is None else lipschitz
-    for _ in range(3):
-        top, bottom = {name: torch.zeros_like(t) for name, t in w.items()}, 0.0
-        for client in clients:
-            share, now = len(client.train) if weighted else 1, dict(w)
-            for _ in range(steps):
-                now = {name: t - eta * slopes(now, client.train)[name] for name, t in now.items()}
-            f = float(loss(w, client.train))
-            dw = {name: curvature * (w[name] - now[name]) for name in w}
+def test_rounds_in_plain_torch(lipschitz, q, weighted, monkeypatch):
+    """Algorithm 2 as it is written, with L in Δ and in h; two of three clients a round, with momentum and weight decay."""
+    clients = unequal_clients(normed, normed, normed)
+    method = QFedAvg(**LOCAL, q=q, lipschitz=lipschitz, weighted=weighted)
+    recorded = record_run(monkeypatch, method, clients, rounds=4, clients_per_round=2)
+    network, curvature = draw_network(normed), 1 / LOCAL["lr"] if lipschitz is None else lipschitz
+    w = copy_of(network)
+    for cohort, minibatches in recorded.rounds:
+        top, bottom, trained = {name: 0.0 for name, _ in network.named_parameters()}, 0.0, []
+        shares = [len(c.train) if weighted else 1 for c in clients if c.id in cohort]
+        for i, share in zip(cohort, shares, strict=True):
+            whole = clients[int(i[-1])].train
+            outputs = load(network, w).eval()(whole.x).float()  # polyfed evaluates in single precision
+            f = float(F.cross_entropy(outputs, whole.y).detach())
+            train(network.train(), sgd(network.parameters()), minibatches[i])
+            trained.append(copy_of(network))
+            dw = {name: curvature * (w[name] - trained[-1][name]) for name in top}
             square = sum(float(t.square().sum()) for t in dw.values())
-            top = {name: top[name] + share * f**q * dw[name] for name in w}
+            top = {name: top[name] + share * f**q * dw[name] for name in top}
             bottom += share * (q * f ** (q - 1) * square + curvature * f**q)
-        w = {name: w[name] - top[name] / bottom for name in w}
-    assert_near(ours, w)
+        w = {**mean_of(trained, shares), **{name: w[name] - top[name] / bottom for name in top}}
+    assert_tensors_near(recorded.run.last.state["model"], w)
 
 
 @pytest.mark.parametrize("q", [0, 1, 4])

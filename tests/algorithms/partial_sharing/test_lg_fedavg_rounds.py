@@ -4,10 +4,10 @@ import pytest
 import torch
 from plain_torch import (
     LOCAL,
-    assert_near,
     assert_networks_equal,
-    begin,
+    assert_tensors_near,
     deep,
+    draw_network,
     mean_of,
     normed,
     record_run,
@@ -26,7 +26,7 @@ def test_rounds_in_plain_torch_are_the_same(weighted, monkeypatch):
     recorded = record_run(monkeypatch, LGFedAvg(**LOCAL, weighted=weighted), clients, rounds=4, clients_per_round=2)
 
     drawn = LGFedAvg().client_init(clients[0], 3)["head"]  # the first head, the same for all
-    networks = {c.id: begin(c.model) for c in clients}
+    networks = {c.id: draw_network(c.model) for c in clients}
     head = {"weight": drawn["0.weight"], "bias": drawn["0.bias"]}
     for cohort, minibatches in recorded.rounds:
         for i in cohort:
@@ -39,7 +39,7 @@ def test_rounds_in_plain_torch_are_the_same(weighted, monkeypatch):
         network[-1].load_state_dict(head)
 
     assert len({tuple(cohort) for cohort, _ in recorded.rounds}) > 1
-    assert_near(recorded.run.last.state["head"], {"0.weight": head["weight"], "0.bias": head["bias"]})
+    assert_tensors_near(recorded.run.last.state["head"], {"0.weight": head["weight"], "0.bias": head["bias"]})
     assert_networks_equal(recorded, networks)
     for client, parameters in trained.items():
         assert not torch.equal(parameters[-1], networks[client][-1].bias)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from plain_torch import (
     LOCAL,
-    assert_near,
     assert_networks_equal,
-    begin,
+    assert_tensors_near,
+    draw_network,
     load,
     normed,
     parameters_of,
@@ -50,7 +50,7 @@ def test_rounds_in_plain_torch_are_the_same(num_models, per_round, monkeypatch):
     method = FedFomo(**LOCAL, num_models=num_models, epsilon=0.0)
     recorded = record_run(monkeypatch, method, clients, rounds=6, clients_per_round=per_round)
 
-    networks, models, before, asked, signs = {c.id: begin(normed) for c in clients}, {}, {}, {}, set()
+    networks, models, before, asked, signs = {c.id: draw_network(normed) for c in clients}, {}, {}, {}, set()
     preferences = {c.id: [0.0] * 3 for c in clients}
     for (cohort, minibatches), request in zip(recorded.rounds, requests, strict=True):
         sent = dict(models)
@@ -75,5 +75,5 @@ def test_rounds_in_plain_torch_are_the_same(num_models, per_round, monkeypatch):
     assert signs == {True, False}
     assert_networks_equal(recorded, networks)
     for c in clients:
-        assert_near(recorded.run.last.client_states[c.id]["before"], before[c.id])
+        assert_tensors_near(recorded.run.last.client_states[c.id]["before"], before[c.id])
         assert recorded.run.last.client_states[c.id]["preferences"].tolist() == pytest.approx(preferences[c.id])

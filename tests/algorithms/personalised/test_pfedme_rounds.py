@@ -4,9 +4,9 @@ import pytest
 import torch
 from plain_torch import (
     LOCAL,
-    assert_near,
     assert_networks_equal,
-    begin,
+    assert_tensors_near,
+    draw_network,
     mean_of,
     normed,
     parameters_of,
@@ -27,8 +27,8 @@ def test_rounds_in_plain_torch_are_the_same(weighted, beta, monkeypatch):
     method = PFedMe(**LOCAL, **inner, beta=beta, weighted=weighted)
     recorded = record_run(monkeypatch, method, clients, clients_per_round=2)
 
-    theta = {c.id: begin(normed) for c in clients}  # their buffers stay with the clients
-    w = parameters_of(begin(normed))
+    theta = {c.id: draw_network(normed) for c in clients}  # their buffers stay with the clients
+    w = parameters_of(draw_network(normed))
     for cohort, minibatches in recorded.rounds:
         sent = {}
         for i, network in theta.items():
@@ -52,4 +52,4 @@ def test_rounds_in_plain_torch_are_the_same(weighted, beta, monkeypatch):
 
     assert {len(cohort) for cohort, _ in recorded.rounds} == {2}
     assert_networks_equal(recorded, theta)
-    assert_near(recorded.run.last.state["model"], w)
+    assert_tensors_near(recorded.run.last.state["model"], w)

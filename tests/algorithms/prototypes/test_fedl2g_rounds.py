@@ -7,9 +7,9 @@ import torch
 from plain_torch import (
     LOCAL,
     SEED,
-    assert_near,
-    begin,
+    assert_tensors_near,
     deep,
+    draw_network,
     normed,
     record_run,
     sgd,
@@ -64,7 +64,7 @@ def test_rounds_in_plain_torch_are_the_same(guide, rate, weighted, monkeypatch):
         i: iter(pairs[-2 * sum(i in cohort for cohort, _ in recorded.rounds) :: 2]) for i, pairs in tried.items()
     }
 
-    networks = {c.id: begin(c.model) for c in clients}
+    networks = {c.id: draw_network(c.model) for c in clients}
     vectors = fedl2g.draw_first_vectors(3, 3 if guide == "logits" else 5, SEED).double()
     lacking = 0
     for cohort, minibatches in recorded.rounds:
@@ -86,6 +86,6 @@ def test_rounds_in_plain_torch_are_the_same(guide, rate, weighted, monkeypatch):
         vectors = vectors - rate * total / weights.clamp(min=1)
 
     assert lacking > 1
-    assert_near(recorded.run.last.state["guides"], {"vectors": vectors.float()}, NEAR)
+    assert_tensors_near(recorded.run.last.state["guides"], {"vectors": vectors.float()}, NEAR)
     for client, network in networks.items():
-        assert_near(recorded.run.model(client).state_dict(), network.state_dict(), NEAR)
+        assert_tensors_near(recorded.run.model(client).state_dict(), network.state_dict(), NEAR)
