@@ -134,7 +134,8 @@ class MutualLearningMethod(SharedNetworkMethod, ABC):
         columns, rows = (
             compute_representations(network, client.train.head()).shape[1] for network in (shared, personal)
         )
-        bridge = build_module(partial(nn.Linear, columns, rows, bias=False), derive_seed(seed, client.id, "bridge"))
+        layer = partial(nn.Linear, columns, rows, bias=False, dtype=next(shared.parameters()).dtype)
+        bridge = build_module(layer, derive_seed(seed, client.id, "bridge"))
         return {**client_state, "bridge": copy_trained_weights_and_buffers(bridge)}
 
     def build_pair(
@@ -213,7 +214,8 @@ def join_networks_by_bridge_matrix(
 ) -> NetworkPair:
     """Joins a client's network and the shared one by the given matrix between their representations."""
     rows, columns = bridge["weight"].shape
-    template = build_module(partial(nn.Linear, columns, rows, bias=False), 0)  # does not change torch's random state
+    layer = partial(nn.Linear, columns, rows, bias=False, dtype=bridge["weight"].dtype)
+    template = build_module(layer, 0)  # does not change torch's random state
     bridge_layer = fill_module(template.to(client.train.device), bridge)
     assert isinstance(bridge_layer, nn.Linear)
     names = representation_module_name(personal, client.train), representation_module_name(shared, client.train)
