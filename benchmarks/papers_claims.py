@@ -109,10 +109,10 @@ CONCLUSIONS = (  # a sentence; its grounds: results, of which method, against wh
       ("fedhenn-table1", "FedHeNN, global", "FedAvg", "CIFAR-10", AHEAD),
       ("fedhenn-table1", "FedHeNN, global", "FedAvg, mean over all", "CIFAR-10", NOT + BEHIND))),
     ("**CA-FedPNAS** is ahead of a search of one network for all, FedDSNAS, {}, and of FedAvg, {}, where images are "
-     "turned by 0 and ±90 degrees. Where FedDSNAS gets the same last epoch of local training, it is still ahead on digits, {}, "
-     "and not decided on Fashion-MNIST, {}. Against CA-FedDSNAS, which samples by context, too, but is not personalised, "
-     "nothing is decided, {}: searched with images turned by up to 30 and by 90 degrees, digits, Fashion-MNIST "
-     "and CIFAR-10, three to nine seeds, and eight forms of the inner step.",
+     "turned by 0 and ±90 degrees. Where FedDSNAS gets the same last epoch of local training, it is still ahead on "
+     "digits, {}, and not decided on Fashion-MNIST, {}. Against CA-FedDSNAS, which samples by context, too, but is not "
+     "personalised, nothing is decided, {}: searched with images turned by up to 30 and by 90 degrees, digits, "
+     "Fashion-MNIST and CIFAR-10, three to nine seeds, and eight forms of the inner step.",
      (("fedpnas-effects", "CA-FedPNAS", "FedDSNAS", "", AHEAD), ("fedpnas-effects", "CA-FedPNAS", "FedAvg", "", AHEAD),
       ("fedpnas-effects", "CA-FedPNAS", "FedDSNAS, adapted", "digits", AHEAD),
       ("fedpnas-effects", "CA-FedPNAS", "FedDSNAS, adapted", "Fashion-MNIST", NOT),

@@ -176,6 +176,20 @@ def test_the_guide_names_the_methods_that_the_leaderboard_has_ahead_of_training_
     assert set(re.findall(r"`(\w+)`", names)) == ahead
 
 
+def test_every_interval_of_the_guide_is_of_a_page_of_measurements():
+    files = [
+        "docs/leaderboard.md",
+        "docs/leaderboard/federations.md",
+        "docs/multicentre.md",
+        "benchmarks/notes/flha_ghn.md",
+    ]
+    measured = "".join((ROOT / file).read_text(encoding="utf-8") for file in files)
+    guide = (ROOT / "docs" / "choose.md").read_text(encoding="utf-8")
+    intervals = re.findall(r"[+−][\d.]+ \([+−][\d.]+ to [+−][\d.]+\)", guide)
+    assert len(intervals) > 20
+    assert [interval for interval in intervals if interval not in measured] == []
+
+
 def test_a_sentence_that_its_intervals_do_not_carry_is_not_written(board, monkeypatch):
     gain = {"gain": 0.01, "low": -0.01, "high": 0.03}
     found = {"groups": {"unit": "%", "methods": {"local": {}, "ifca": {"against": {"local": gain}}}}}
