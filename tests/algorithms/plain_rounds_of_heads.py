@@ -64,15 +64,17 @@ def minibatches(seed, examples, size=BATCH, epochs=EPOCHS):
         yield from torch.randperm(examples, generator=generator).split(size or examples)
 
 
-def descend(parameters, loss_of_rows, batches, lr=LR, momentum=MOMENTUM, decay=DECAY):
-    """Stochastic gradient descent with momentum and weight decay."""
-    parameters = list(parameters)
+def descend(parameters, loss_of_rows, batches, lr=LR, momentum=MOMENTUM, decay=DECAY, plain=()):
+    """Stochastic gradient descent with momentum and weight decay, and without either on the `plain` tensors."""
+    parameters = [*parameters, *plain]
     velocities = [torch.zeros_like(p) for p in parameters]
     for rows in batches:
         gradients = torch.autograd.grad(loss_of_rows(rows), parameters)
-        for p, v, gradient in zip(parameters, velocities, gradients, strict=True):
-            v.mul_(momentum).add_(gradient + decay * p.detach())
-            p.data -= lr * v
+        for k, (p, v, gradient) in enumerate(zip(parameters, velocities, gradients, strict=True)):
+            if k >= len(parameters) - len(plain):
+                p.data -= lr * gradient
+            else:
+                p.data -= lr * v.mul_(momentum).add_(gradient + decay * p.detach())
 
 
 def train_locally(net, client, seed, loss_of=lambda net, x, y: F.cross_entropy(net(x), y)):

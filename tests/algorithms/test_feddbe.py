@@ -1,15 +1,12 @@
-"""FedDBE: a vector of each client's own and a common mean of representations. Identities, rounds by hand, learning."""
+"""FedDBE: a vector of each client's own and a common mean of representations. Identities, what travels, learning."""
 
 import pytest
 import torch
-from halves import FULL, OPTIONS, mixed, plain, play, run, short
-from torch.nn import functional as F
-from two_parts import BODY, HEAD, descend, mean_of
+from halves import OPTIONS, mixed, plain, play, run, short
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedDBE
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
-from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import torch_generator
 from polyfed.testing import small_clients
 
@@ -36,43 +33,6 @@ def test_with_momentum_0_the_penalty_does_nothing():
         play(FedDBE(**OPTIONS, kappa=kappa, mean_momentum=0.0), clients, rounds=3)[1]["model"] for kappa in (0.0, 99.0)
     ]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-@pytest.mark.parametrize(("mu", "kappa", "memory"), [(1.0, 5.0, True), (0.25, 20.0, True), (0.25, 20.0, False)])
-def test_rounds_in_plain_torch_are_the_same(mu, kappa, memory):
-    clients = plain(mixed())
-    method = FedDBE(**FULL, mean_momentum=mu, kappa=kappa, memory=memory)
-    _, state, own, replies = play(method, clients, rounds=3)
-    sizes, draw = [len(c.train) for c in clients], initial_state(short, 3)
-    trained = [descend(draw, BODY + HEAD, c.train) for c in clients]  # round 1 is FedAvg
-    theta = mean_of(trained, sizes, BODY + HEAD)
-    means = [features(p, c.train.x).mean(0) for p, c in zip(trained, clients, strict=True)]
-    target = sum(n * mean for n, mean in zip(sizes, means, strict=True)) / sum(sizes)
-    vectors = [torch.zeros(8) for _ in clients]
-    for _ in range(2):
-        trained = []
-        for k, c in enumerate(clients):
-            p, old = {name: tensor.clone() for name, tensor in theta.items()}, torch.zeros(8)
-            for _ in range(3):
-                leaves = {name: tensor.requires_grad_(True) for name, tensor in p.items()}
-                vector = vectors[k].requires_grad_(memory)
-                z = features(leaves, c.train.x)
-                mean = (1 - mu) * old + mu * z.mean(0)
-                outputs = (z + vector) @ leaves["2.weight"].T + leaves["2.bias"]
-                loss = F.cross_entropy(outputs, c.train.y) + kappa / 2 * ((mean - target) ** 2).sum() / 8
-                slopes = torch.autograd.grad(loss, [*leaves.values(), *([vector] if memory else [])])
-                p = {name: p[name].detach() - 0.1 * g for name, g in zip(p, slopes, strict=False)}
-                vectors[k] = vector.detach() - 0.1 * slopes[-1] if memory else vector
-                old = mean.detach()
-            trained.append(p)
-        theta = mean_of(trained, sizes, BODY + HEAD)
-    torch.testing.assert_close(state["consensus"]["mean"], target, rtol=1e-5, atol=1e-6)
-    for name, tensor in theta.items():
-        torch.testing.assert_close(state["model"][name], tensor, rtol=1e-5, atol=1e-6)
-    for c, vector in zip(clients, vectors, strict=True):
-        torch.testing.assert_close(own[c.id]["memory"]["vector"], vector, rtol=1e-5, atol=1e-6)
-        assert set(replies[c.id].tensors) == {"model"}  # the mean is sent once, the vector never
-        assert bool(vector.abs().max() > 0.01) == memory
 
 
 def test_the_clients_mean_is_found_in_round_1_and_stays():

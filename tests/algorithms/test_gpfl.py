@@ -1,16 +1,14 @@
-"""GPFL: representations conditioned on embeddings of the classes. Rounds by hand, what travels, learning."""
+"""GPFL: representations conditioned on embeddings of the classes. What travels, what is evaluated, learning."""
 
 import pytest
 import torch
-from halves import FULL, OPTIONS, begin, mixed, plain, play, run, short
-from torch.nn import functional as F
-from two_parts import BODY, HEAD, mean_of, swapped
+from halves import OPTIONS, begin, mixed, plain, play, run
+from two_parts import swapped
 
 import polyfed as pf
 from polyfed.algorithms import GPFL, FedAvg
 from polyfed.algorithms.base.heads.conditioning import condition_of, draw_conditioning_tensors
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
-from polyfed.core.nn.module_cache import initial_state
 
 
 def conditioned(t, z, context):
@@ -26,41 +24,6 @@ def conditioned(t, z, context):
 
 def shares(c):
     return torch.tensor([float((c.train.y == k).float().mean()) for k in range(3)])
-
-
-@pytest.mark.parametrize(("lam", "mu"), [(0.01, 0.1), (0.5, 0.0)])
-def test_rounds_in_plain_torch_are_the_same(lam, mu):
-    clients = plain(mixed(classes=[(0, 1), (1, 2), (0, 1, 2)]))
-    _, state, own, replies = play(GPFL(**FULL, lam=lam, mu=mu), clients, rounds=2)
-    draw, shared = initial_state(short, 3), draw_conditioning_tensors(3, 8, 3)
-    body, heads = {n: draw[n] for n in BODY}, [{n: draw[n] for n in HEAD} for _ in clients]
-    sizes = [len(c.train) for c in clients]
-    for _ in range(2):
-        received, trained = shared["embeddings"].clone(), []
-        for c, head in zip(clients, heads, strict=True):
-            x, y, p = c.train.x, c.train.y, {n: t.clone() for n, t in {**body, **head, **shared}.items()}
-            generic, personal = received.mean(0), (shares(c)[:, None] * received).sum(0)
-            for _ in range(3):
-                leaves = {n: t.requires_grad_(True) for n, t in p.items()}
-                z = torch.tanh(x @ leaves["0.weight"].T + leaves["0.bias"])
-                outputs = conditioned(leaves, z, personal) @ leaves["2.weight"].T + leaves["2.bias"]
-                common, e = conditioned(leaves, z, generic), leaves["embeddings"]
-                cosines = (common @ e.T) / common.norm(dim=1)[:, None].clamp(min=1e-12) / e.norm(dim=1)
-                loss = F.cross_entropy(outputs, y) + F.cross_entropy(cosines, y)
-                loss = loss + lam * (common - received[y]).square().sum().sqrt()
-                loss = loss + mu / 2 * sum(leaves[n].square().sum() for n in shared)
-                slopes = torch.autograd.grad(loss, list(leaves.values()))
-                p = {n: t.detach() - 0.1 * g for (n, t), g in zip(p.items(), slopes, strict=True)}
-            trained.append(p)
-        body, heads = mean_of(trained, sizes, BODY), [{n: p[n] for n in HEAD} for p in trained]
-        shared = mean_of(trained, sizes, list(shared))
-    for name, tensor in {**body, **shared}.items():
-        found = {**state["model"], **state["conditional"]}[name]
-        torch.testing.assert_close(found, tensor, rtol=1e-4, atol=1e-5)
-    for c, head in zip(clients, heads, strict=True):
-        assert set(replies[c.id].tensors["model"]) == set(BODY)  # the head is never sent
-        for name in HEAD:
-            torch.testing.assert_close(own[c.id]["head"][name], head[name], rtol=1e-4, atol=1e-5)
 
 
 def test_the_evaluated_network_is_conditioned_on_the_clients_shares_of_classes():

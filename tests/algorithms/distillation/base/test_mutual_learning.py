@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from halves import FULL, OPTIONS, begin, mixed, play, run
+from halves import OPTIONS, begin, mixed, play, run
 from torch import nn
 
 import polyfed as pf
