@@ -166,6 +166,14 @@ def test_rows_are_cards_on_a_phone(page):
         assert page.execute_script(cut) == 0
         label = "return getComputedStyle(document.querySelector('.answers td[data-l]'), '::before').content"
         assert page.execute_script(label) == '"gain"'
+        scale, drawing = (
+            f"const e = document.querySelector('.answers {where} svg');"
+            "return e.checkVisibility() ? e.getBoundingClientRect().x : -1"
+            for where in (".axis-label", "td.drawn")
+        )
+        assert page.execute_script(scale) == pytest.approx(
+            page.execute_script(drawing), abs=1
+        )  # the scale of all cards
     finally:
         size |= {"width": 1280, "mobile": False}
         page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)

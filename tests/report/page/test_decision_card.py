@@ -79,6 +79,10 @@ def test_the_line_below_the_heading_says_what_the_score_is(group):
     assert line.startswith(
         "3 sites with 150 test examples, 3 methods, 2 seeds; AUC on each site's own test examples, after round 2. AUC: "
     )
+    sizes = {"data": {"0": {site: {"train": 30, "val": 5, "test": 50} for site in found.clients}}}
+    results = {**found.comparison_results, **sizes}
+    whole = describe_comparison(dataclasses.replace(found, comparison_results=results))
+    assert whole.startswith("3 sites with 255 examples, 150 of them for tests, 3 methods")  # the heading has all
     accuracy = dataclasses.replace(found, score_format=score_format_of("accuracy"))
     assert describe_comparison(accuracy).endswith(", after round 2.")
 
@@ -242,7 +246,7 @@ def test_the_card_says_what_protects_the_data(group):
     found = group()
     assert (
         "No row of a site&#39;s data is sent. These runs used no secure sums and no differential privacy in training; what "
-        "networks and messages reveal was not audited (polyfed audit)."
+        "networks and messages reveal was not measured (polyfed audit tries to find training examples in them)."
     ) in html_header_card(found)
     (method,) = (method for method in found.methods if method.label == "fedavg")
     config = {"algorithm": {"name": "fedavg", "privacy": {"target_epsilon": 8.0}}}

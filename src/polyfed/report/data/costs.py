@@ -82,10 +82,11 @@ def describe_protection(method: MethodRuns, results: Mapping[str, Any]) -> str:
     bound = f" (ε at most {epsilon:g})" if is_number(epsilon) else ""
     folders = [run.folder for run in method.runs if run.folder is not None]
     was_audited = any((folder / AUDIT_FILE).exists() for folder in folders)
+    unmeasured = "not measured (polyfed audit tries to find training examples in them)"
     secure = "" if all(run.uses_secure_sums for run in method.runs) else "no "
     return (
         f"These runs used {secure}secure sums and {'' if privacy else 'no '}differential privacy in training{bound}; what "
-        f"networks and messages reveal was {'audited, see the details' if was_audited else 'not audited (polyfed audit)'}."
+        f"networks and messages reveal was {'audited, see the details' if was_audited else unmeasured}."
     )
 
 

@@ -106,9 +106,8 @@ def _page_heading(run_group: RunGroup, origin: Provenance) -> str:
 
 def _describe_size(run_group: RunGroup) -> str:
     """Returns how many sites and examples a comparison has, such as "4 sites with 920 examples"."""
-    sites = next(iter(run_group.comparison_results["data"].values()))
-    examples = sum(entry.get(part, 0) for entry in sites.values() for part in ("train", "val", "test"))
-    return f"{count_with_noun(len(sites), 'site')} with {count_with_noun(examples, 'example')}"
+    examples = count_with_noun(sentences.count_examples(run_group), "example")
+    return f"{count_with_noun(len(run_group.clients), 'site')} with {examples}"
 
 
 def _html_group(

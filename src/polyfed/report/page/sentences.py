@@ -3,7 +3,8 @@ support.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from polyfed.algorithms import REGISTRY
 from polyfed.comparison.tuning.ranking import format_chosen_fields
@@ -34,11 +35,19 @@ def unit_of_score(score: str) -> NumberUnit:
     return score_format_of(score).unit
 
 
+def count_examples(run_group: RunGroup) -> int:
+    """Returns how many examples the sites of a comparison have, in training, validation and test; 0 if it does not say."""
+    sites: Mapping[str, Any] = next(iter((run_group.comparison_results.get("data") or {}).values()), {})
+    return sum(entry.get(part, 0) for entry in sites.values() for part in ("train", "val", "test"))
+
+
 def describe_comparison(run_group: RunGroup) -> str:
     """Says in one sentence how many sites, test examples, methods, seeds and rounds there are."""
     sites = count_with_noun(len(run_group.clients), "site")
     if tested := (run_group.comparison_results.get("mean_answer") or {}).get("test_examples"):
-        sites += f" with {count_with_noun(tested, 'test example')}"
+        examples = count_examples(run_group)
+        of_all = f"{count_with_noun(examples, 'example')}, {tested} of them for tests" if examples > tested else ""
+        sites += f" with {of_all or count_with_noun(tested, 'test example')}"
     rounds = sorted({run.scored_round for method in run_group.methods for run in method.runs})
     rounds_text = f"after round {rounds[0]}" if len(rounds) == 1 else f"after rounds {rounds[0]} to {rounds[-1]}"
     seeds = f"one {run_group.repeat}" if len(run_group.seeds) == 1 else f"{len(run_group.seeds)} {run_group.repeat}s"
