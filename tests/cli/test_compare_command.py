@@ -175,17 +175,20 @@ def test_folds_read_and_deal_the_data_once(polyfed, monkeypatch):
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::UserWarning")  # about data of a few rows
-def test_a_site_that_is_too_small_for_folds_is_named(polyfed, tmp_path):
+def test_a_site_that_is_too_small_for_folds_leaves_the_others_their_answers(polyfed, tmp_path):
     sites = ["north"] * 30 + ["south"] * 30 + ["tiny"] * 3
     rows = [f"{37 * k % 63}.5,{k % 2},{site}" for k, site in enumerate(sites)]
     (tmp_path / "table.csv").write_text("\n".join(["age,ill,site", *rows]))
     words = ["--data.target", "ill", "--data.site", "site", "--rounds", "1", "--tune", "none", "--no-references", "-q"]
-    status, out, err = polyfed("compare", "table.csv", "--algorithms", "fedavg", *words)
+    status, out, err = polyfed("compare", "table.csv", "--algorithms", "fedavg", *words, "--parallel", "1")
     assert status == 0
-    assert "no folds, and so no answer for each site: client 'tiny' has 3 examples, and none for 2 of 5 folds" in err
-    assert "No answers by site" in out
+    assert "no folds" not in err
+    for told in ("mean over 2 of 3 sites", "north", "south", "not decided +tiny +3 examples, too few for 5 folds"):
+        assert re.search(told, out)
+    status, out, _ = polyfed("compare", "table.csv", "--algorithms", "fedavg", *words, "--folds", "5", "--plan")
+    assert status == 0
+    assert "tiny (3 examples) is too small for folds: it trains and is not tested; means are over 2 other" in out
 
 
 def test_folds_from_the_command_line(polyfed):

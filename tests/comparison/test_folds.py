@@ -77,6 +77,34 @@ def test_scores_are_those_of_all_folds_together(compared):
     assert any("dealt into 3 folds, 2 times over" in sentence for sentence in content["covers"])
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # about few examples
+def test_a_client_with_fewer_examples_than_folds_trains_and_is_not_tested(tmp_path):
+    """Scores, counts and intervals are those of the other clients; the small one is named, and in every file."""
+    *clients, donor = sites(3)
+    clients.append(pf.Client("tiny", linear, *(part.select(torch.arange(2)) for part in (donor.train, donor.test))))
+    found = pf.compare(clients, ["fedavg"], **QUICK, folds=5, out=tmp_path / "out")
+    content = found.results
+    assert (content["clients"], sorted(content["tested"])) == (["site-00", "site-01"], ["site-00", "site-01"])
+    (tiny,) = [row for row in content["answers"] if row["client"] == "tiny"]
+    assert tiny["sentence"] == "tiny: not decided: 4 examples, too few for 5 folds"
+    assert (tiny["answer"], tiny["gain"], tiny["interval"], tiny["test_examples"]) == ("undecided", None, None, 0)
+    mean = content["mean_answer"]
+    assert (mean["clients"], mean["test_examples"]) == ([2, 3], 48)
+    assert content["methods"]["fedavg"]["statistics"]["participants"] == 2
+    assert "tiny (4 examples) is too small for folds" in content["covers"][0]
+    for told in ("mean over 2 of 3 sites", "4 examples, too few for 5 folds"):
+        assert told in str(found)
+    assert pf.load(tmp_path / "out").results == content
+    rows = json.loads((tmp_path / "out" / "fedavg" / "seed-0" / "metrics.jsonl").read_text())["clients"]
+    assert [client for client, row in rows.items() if "update_norm" in row] == ["site-00", "site-01", "tiny"]
+    assert [client for client, row in rows.items() if "accuracy" in row] == ["site-00", "site-01"]
+    page = found.report().read_text()
+    for told in ("2 of 3 sites with 48 test examples", "4 examples, too few for 5 folds"):
+        assert told in page
+    with pytest.raises(pf.UserError, match=r"too many for the clients that are evaluated, tiny \(4 examples\)"):
+        pf.compare(clients, ["fedavg"], **QUICK, folds=5, evaluate_clients=["tiny"])
+
+
 def test_methods_are_paired(compared):
     """They share folds, seeds and first weights: data and seed of each run are those of the other methods' run."""
     content, folder = compared

@@ -135,6 +135,7 @@ def compare(
             seed: the better answer where data are few. None keeps the sets that were given.
         folds: tests every example of each client once, by k-fold cross-validation with this many folds, a run each. Decides
             more than as many dealings of `resplit`. Groups (`Examples.group`) stay together, and count as one in intervals.
+            A client with fewer examples (or groups) than folds trains in all of them, and is not tested.
         fold_repeats: how many times the folds are dealt again: 2 needs twice the runs, and decides smaller gains.
         stop_when_decided: deals the folds again until the mean's answer is decided, at most `fold_repeats` times; each look
             costs a little of the 5 % of false answers (O'Brien and Fleming's spending).
@@ -273,6 +274,8 @@ def _run_comparison(plan: ComparisonPlan, open_files: ExitStack) -> Comparison:
         panel = draw_panel(
             plan.settings, first_client_set.ids, plan.seeds[0], deals_examples=bool(plan.folds or plan.num_resplits)
         )
+        if plan.folds is not None:
+            panel = panel.without_small_clients(first_client_set.clients, plan.folds.number)
         plan = dataclasses.replace(plan, panel=panel)
         metrics = resolve_metrics(plan.metrics or task.comparison_metrics, task)
         plan = dataclasses.replace(plan, metrics=metrics)

@@ -12,6 +12,7 @@ from polyfed.data.partitioning.folds import (
     build_folds,
     check_seeds_suit_resplit_or_folds,
     deal_folds,
+    describe_small_clients,
     unit_names,
 )
 from polyfed.data.partitioning.resplit import resplit_clients
@@ -96,6 +97,24 @@ def test_the_rows_of_a_group_are_tested_together_also_at_two_clients():
         assert not tested & trained
         assert not validated & (tested | trained)
     assert set(unit_names(dealt[0][0].test)) == set(dealt[0][0].test.column("patient").tolist())
+
+
+def test_a_small_client_keeps_its_sets_unless_others_test_its_groups():
+    large = clients_of([0, 1] * 15, [f"p{k // 3}" for k in range(30)])[0]
+
+    def small_client(first):
+        names = np.array([f"p{first + k // 2}" for k in range(6)])
+        pool = Examples(torch.arange(200.0, 206.0)[:, None], torch.tensor([0, 1] * 3), columns={"patient": names},
+                        group="patient")  # fmt: skip
+        return pf.Client("b", large.model, *(pool.select(torch.arange(k, k + 2)) for k in (0, 2, 4)))
+
+    client = small_client(first=90)
+    assert describe_small_clients([large, client], 5) == {"b": "3 groups"}
+    for members in deal_folds([large, client], Folds(5)):
+        assert members[1] is client
+        assert describe_small_clients(members, 5) == {"b": "3 groups"}
+    with pytest.raises(pf.UserError, match="client 'b' has 3 groups of column 'patient', and none for 2 of 5 folds"):
+        deal_folds([large, small_client(first=0)], Folds(5))
 
 
 def test_too_few_groups_for_a_validation_set_are_said_to_be():

@@ -37,7 +37,7 @@ def collect_test_examples_of_folds(plan: ComparisonPlan) -> FoldTestTargets | No
         return None
     targets, units = dict[int, dict[str, Tensor]](), dict[int, dict[str, NDArray[np.str_]]]()
     for seed in plan.seeds:
-        clients = plan.build_client_set(seed).clients
+        clients = plan.panel.select(plan.build_client_set(seed).clients)
         targets[seed] = {client.id: client.test.labels.cpu() for client in clients}
         units[seed] = {client.id: unit_names(client.test) for client in clients}
     totals = {}

@@ -1,11 +1,14 @@
 """Draws the clients that every run of a comparison evaluates, where not all are evaluated."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
+from polyfed.core.io.text.number_format import count_with_noun
+from polyfed.core.io.text.site_words import name_sites
+from polyfed.data.partitioning.folds import describe_small_clients
 from polyfed.simulation.rounds.planning.evaluation_sample import check_evaluation_sample, draw_clients
 from polyfed.simulation.settings import Settings
 
@@ -18,10 +21,12 @@ class EvaluationPanel:
     Attributes:
         clients: their ids, sorted; empty if all clients are evaluated.
         population: the number of clients from which they were drawn at random; None if they were not drawn.
+        too_small: client id -> how many examples it has, of those that are too small for folds: they only train.
     """
 
     clients: tuple[str, ...] = ()
     population: int | None = None
+    too_small: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def settings_of_run(self, settings: Settings) -> Settings:
         """Returns the settings of one run, which evaluates the clients of the panel."""
@@ -31,14 +36,36 @@ class EvaluationPanel:
         """Returns those of the clients that are evaluated."""
         return [client for client in clients if not self.clients or client.id in self.clients]
 
+    def without_small_clients(self, clients: Sequence[Client], num_folds: int) -> "EvaluationPanel":
+        """Returns the panel without clients that are too small for folds.
+
+        Raises:
+            UserError: none is left.
+        """
+        too_small = describe_small_clients(self.select(clients), num_folds)
+        large = tuple(sorted(client.id for client in self.select(clients) if client.id not in too_small))
+        if not large:
+            raise UserError(f"folds={num_folds} (--folds {num_folds}) are too many for the clients that are evaluated, "
+                            f"{name_sites(too_small)}; give fewer folds, or evaluate larger clients")  # fmt: skip
+        return EvaluationPanel(large, None, too_small) if too_small else self
+
     def describe(self) -> str:
         """Returns a sentence on which clients were evaluated; "" if all were.
+
+        >>> EvaluationPanel(("north", "south"), None, {"tiny": "3 examples"}).describe()
+        'tiny (3 examples) is too small for folds: it trains and is not tested; means are over 2 other clients.'
 
         >>> EvaluationPanel(("north", "south"), 50).describe()[:58]
         '2 of 50 clients, drawn at random, were evaluated, the same'
         """
         if not self.clients:
             return ""
+        if self.too_small:
+            verb, train = ("is", "it trains") if len(self.too_small) == 1 else ("are", "they train")
+            return (
+                f"{name_sites(self.too_small)} {verb} too small for folds: {train} and {verb} not tested; means are over "
+                f"{count_with_noun(len(self.clients), 'other client')}."
+            )
         if self.population is None:
             return f"Only the clients {', '.join(self.clients)} were evaluated; means are over these."
         return (

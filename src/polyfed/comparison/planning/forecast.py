@@ -80,6 +80,7 @@ def forecast_cost_and_detectable_gain(
         }
     sentences = [
         *_describe_forecast(forecast, metric, len(methods)),
+        *([plan.panel.describe().removesuffix(".")] if plan.panel.too_small else []),
         *(f"left out: {reason}" for reason in skipped.values()),
     ]
     return Comparison(

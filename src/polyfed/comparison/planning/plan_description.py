@@ -99,7 +99,8 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
     }  # fmt: skip
     if plan.panel.clients:
         description["panel"] = {
-            "sentence": plan.panel.describe(), "clients": len(plan.panel.clients), "of": plan.panel.population
+            "sentence": plan.panel.describe(), "clients": len(plan.panel.clients), "of": plan.panel.population,
+            "too_small": dict(plan.panel.too_small),
         }  # fmt: skip
     if plan.folds is not None:
         description["folds"] = plan.folds.number

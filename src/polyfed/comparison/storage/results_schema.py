@@ -42,6 +42,8 @@ class AnswerEntry(TypedDict, total=False):
     """Describes the data behind the answer: "120 test examples, 4 of the rarer class"."""
     gains: dict[str, GainEntry]
     """Gains over each model that the client has alone, by its name."""
+    clients: tuple[int, int]
+    """Of the mean: how many clients it is over, and how many there are."""
     sentence: str | None
 
 

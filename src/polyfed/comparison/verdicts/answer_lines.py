@@ -1,5 +1,6 @@
 """Writes a comparison's answers as lines, one for the mean and each client, alike for terminals, Python and notebooks."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -49,16 +50,17 @@ def build_answer_lines(results: Mapping[str, Any], max_clients: int | None = MAX
     mean, answers = results.get("mean_answer"), list(results.get("answers") or ())
     if mean is None:
         return None
-    names = results.get("clients") or ()
+    names, (number, total) = results.get("clients") or (), mean.get("clients") or (0, 0)
     points = "points of " if results["score_unit"] == "%" else ""
     heading = (
         f"Gain in {points}{results['score_label']} on new examples, with its {100 * results['level']:.0f} % interval"
     )
-    ranked = sorted(answers, key=lambda row: (row["answer"] == "undecided", -(row["gain"] or 0.0), row["client"]))
+    ranked = sorted(answers, key=rank_of_answer)
+    ranked.sort(key=lambda row: row["answer"] == "undecided")
     rows = tuple(
         (
             row["answer"],
-            say_sites_of(names, "mean over clients") if row["client"] is None else row["client"],
+            row["client"] or say_sites_of(names, f"mean over {f'{number} of {total} ' * (number < total)}clients"),
             say_sites_of(names, describe_answer(row, results["score_unit"])),
         )
         for row in (mean, *ranked[:max_clients])
@@ -67,6 +69,11 @@ def build_answer_lines(results: Mapping[str, Any], max_clients: int | None = MAX
     counts = [(hidden.count(kind), word) for kind, word in ANSWER_WORDS.items()]
     rest = ", ".join(f"{count} {say_sites_of(names, 'clients')}: {word}" for count, word in counts if count)
     return AnswerLines(heading, rows, f"and {rest}" if rest else "")
+
+
+def rank_of_answer(answer: Mapping[str, Any]) -> tuple[float, str]:
+    """Returns the key that sorts answers from the largest gain to the largest loss; those without a gain are last."""
+    return math.inf if answer["gain"] is None else -answer["gain"], answer["client"]
 
 
 def describe_answer(row: Mapping[str, Any], unit: str) -> str:

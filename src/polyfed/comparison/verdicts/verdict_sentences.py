@@ -12,6 +12,7 @@ from polyfed.comparison.verdicts.answer_basis import (
     count_examples_behind_answer,
     count_test_examples_by_seed,
 )
+from polyfed.comparison.verdicts.answer_lines import rank_of_answer
 from polyfed.comparison.verdicts.fold_sentences import describe_fold_interval_coverage
 from polyfed.comparison.verdicts.rival_gains import (
     describe_best_alternative,
@@ -130,14 +131,19 @@ def build_join_answers(
         basis = count_examples_behind_answer(content, [client], by_class=by_class)
         gains = client_statistics.get("gain"), by_client.get(client)
         sites.append(_answer_entry(content, client, leader, *gains, metric, basis, reason_undecided))
-    clients = content["clients"]
+    clients, too_small = content["clients"], content.get("panel", {}).get("too_small", {})
+    for client, count in too_small.items():
+        reason = f"{count}, too few for {content['folds']} folds"
+        sites.append(_answer_entry(content, client, leader, None, None, metric, AnswerBasis(0, None, count), reason))
     counted = [c for c in clients if by_client.get(c) is not None] if mean_gain is not None else []
     basis = count_examples_behind_answer(content, counted or clients, by_class=by_class and content["same_clients"])
-    if 0 < len(counted) < len(clients):  # the others have no interval of their own, and none in the mean
-        basis = replace(basis, sentence=f"{len(counted)} of {len(clients)} clients with {basis.sentence}")
-    return sites, _answer_entry(
+    number, total = len(counted) or len(clients), len(clients) + len(too_small)
+    if number < total:  # the others have no interval of their own, and none in the mean
+        basis = replace(basis, sentence=f"{number} of {total} clients with {basis.sentence}")
+    mean_answer = _answer_entry(
         content, None, leader, statistics.get("gain"), mean_gain, metric, basis, reason_undecided, sites
     )
+    return sites, mean_answer | {"clients": [number, total]}
 
 
 def _answer_entry(
@@ -180,7 +186,7 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
         elif row["gain"] == 0:
             few = f"{leader} has the same {label} as {rival}, which says nothing of new examples"
         why = why_not or (few if content["predictions"] else "no predictions were kept")
-        return f"{subject}: not decided: {why} ({basis})"
+        return f"{subject}: not decided: {why}{'' if why.startswith(basis) else f' ({basis})'}"
     rests = f"(best estimate {_better_or_worse(row['gain'], unit)}; {basis})"
     much, scored = format_difference_range(interval[0], interval[1], unit), name_score_of_difference(unit, label)
     than = f"{rival}," if "," in rival else rival
@@ -227,7 +233,7 @@ def verdict_sentences(
     """
     if mean_answer is None:
         return []
-    ranked = sorted(client_answers, key=lambda row: (-(row["gain"] or 0.0), row["client"]))
+    ranked = sorted(client_answers, key=rank_of_answer)
     decided = [row["sentence"] for row in ranked if row["answer"] != "undecided"]
     undecided = [row for row in ranked if row["answer"] == "undecided"]
     first = [

@@ -1,6 +1,7 @@
 """Divides each client's examples into folds, so that cross-validation tests on every example once."""
 
-from collections.abc import MutableMapping, Sequence
+import math
+from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -11,6 +12,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.groups import ALONE, group_id_of_each_row, is_alone
+from polyfed.core.io.text.number_format import count_with_noun
 from polyfed.core.io.values.number_checks import is_whole_number
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.concat import rows_in_stored_tensors
@@ -109,7 +111,8 @@ def deal_folds(clients: Sequence[Client], folds: Folds) -> list[tuple[Client, ..
     those with anything but background) within one example of its share.
     Groups (`Examples.group`) stay together, at all clients. A client with validation examples holds out its share of the
     training part again. Ids, networks, task and `global_test` stay; preprocessing of a table is fitted again on the new
-    training rows.
+    training rows. A client of `describe_small_clients` keeps its sets in every fold, unless all are too small or it shares a
+    group with another client.
 
     Args:
         clients: whose examples are dealt; no example may be in two sets or at two clients.
@@ -119,8 +122,8 @@ def deal_folds(clients: Sequence[Client], folds: Folds) -> list[tuple[Client, ..
         One tuple of clients per fold, repeat by repeat, in the order of `clients`.
 
     Raises:
-        UserError: a client with fewer examples (or groups) than folds, sets that differ in structure or transform, or
-            examples that are in two sets.
+        UserError: too few examples (or groups) for folds, sets that differ in structure or transform, or examples that are
+            in two sets.
 
     >>> from polyfed.testing import small_clients
     >>> dealt = deal_folds(small_clients(2), Folds(3))
@@ -130,28 +133,68 @@ def deal_folds(clients: Sequence[Client], folds: Folds) -> list[tuple[Client, ..
     check_untimed(clients, "folds")
     check_disjoint(clients, "folds")
     pools = [concat_sets(client, "folds") for client in clients]
+    undealt = _find_undealt_clients(clients, pools, folds.number)
     dealt: list[Sequence[Client]] = []
     for repeat in range(folds.repeats):
         fold_of_group: dict[str, int] = {}
         fold_of_rows = [
-            _deal_rows(client, pool, folds.number, derive_seed(0, "folds", repeat, client.id), fold_of_group)
+            np.empty(0, np.int64)
+            if client.id in undealt
+            else _deal_rows(client, pool, folds.number, derive_seed(0, "folds", repeat, client.id), fold_of_group)
             for client, pool in zip(clients, pools, strict=True)
         ]
         for k in range(folds.number):
             set_of_group = {
                 str(name): "train"  # at a client that holds out none, so that no other client does
                 for client, pool, fold_of_row in zip(clients, pools, fold_of_rows, strict=True)
-                if client.val is None and pool.group is not None
+                if client.val is None and pool.group is not None and client.id not in undealt
                 for name in unit_names(pool)[fold_of_row != k]
             }
             members = [
-                _client_of_fold(
+                client
+                if client.id in undealt
+                else _client_of_fold(
                     client, pool, fold_of_row == k, derive_seed(0, "folds", repeat, k, client.id), set_of_group
                 )
                 for client, pool, fold_of_row in zip(clients, pools, fold_of_rows, strict=True)
             ]
             dealt.append(members)
     return refit_client_preprocessing(dealt)
+
+
+def describe_small_clients(clients: Sequence[Client], num_folds: int) -> dict[str, str]:
+    """Says of each client with too few examples (or groups) to be tested in every fold how many it has.
+
+    Args:
+        clients: before they are dealt, or those of a fold.
+        num_folds: folds of a repeat.
+
+    >>> from polyfed.testing import small_clients
+    >>> describe_small_clients(small_clients(2), 30)
+    {'client-0': '29 examples'}
+    """
+    small = {}
+    for client in clients:
+        parts = [part for part in (client.train, client.val, client.test) if part is not None]
+        is_grouped = client.train.group is not None
+        number = len({name for part in parts for name in unit_names(part)}) if is_grouped else sum(map(len, parts))
+        rest = number - math.ceil(number / num_folds)  # of the largest fold, to train and to validate on
+        if number < num_folds or rest < len(parts) - 1:
+            small[client.id] = count_with_noun(number, "group" if is_grouped else "example")
+    return small
+
+
+def _find_undealt_clients(clients: Sequence[Client], pools: Sequence[Examples], num_folds: int) -> Collection[str]:
+    """Returns the ids of small clients that keep their sets, of which none has a group that another client tests."""
+    small = describe_small_clients(clients, num_folds)
+    if len(small) == len(clients):
+        return ()
+    clients_of_group: dict[str, set[str]] = {}
+    for client, pool in zip(clients, pools, strict=True):
+        for name in unit_names(pool) if small and pool.group is not None else ():
+            if not is_alone(name):
+                clients_of_group.setdefault(str(name), set()).add(client.id)
+    return small.keys() - {i for members in clients_of_group.values() if len(members) > 1 for i in members}
 
 
 def unit_names(examples: Examples) -> NDArray[np.str_]:

@@ -43,8 +43,10 @@ def count_examples(run_group: RunGroup) -> int:
 
 def describe_comparison(run_group: RunGroup) -> str:
     """Says in one sentence how many sites, test examples, methods, seeds and rounds there are."""
-    sites = count_with_noun(len(run_group.clients), "site")
-    if tested := (run_group.comparison_results.get("mean_answer") or {}).get("test_examples"):
+    mean_answer = run_group.comparison_results.get("mean_answer") or {}
+    number, total = mean_answer.get("clients") or 2 * [len(run_group.clients)]
+    sites = f"{number} of " * (number < total) + count_with_noun(total, "site")
+    if tested := mean_answer.get("test_examples"):
         examples = count_examples(run_group)
         of_all = f"{count_with_noun(examples, 'example')}, {tested} of them for tests" if examples > tested else ""
         sites += f" with {of_all or count_with_noun(tested, 'test example')}"

@@ -68,7 +68,8 @@ def html_advice_section(
     mean_text = ""
     if mean_answer is not None:
         separator = " " if mean_answer.kind == "join" else ": "
-        mean_text = f"{ANSWER_LABELS[mean_answer.kind]}{separator}{mean_answer.sentence_without_site_and_advice()}"
+        sentence = say_sites(mean_answer.sentence_without_site_and_advice())
+        mean_text = f"{ANSWER_LABELS[mean_answer.kind]}{separator}{sentence}"
     is_long, axis = len(answers) > _LISTED, gain_axis(answers)
     figures = [_html_caterpillar_figure(answers, run_group, level, f"{key}-forest")] if is_long else []
     figures.append(_html_roc_or_learning_curves(run_group, predictions, level, f"{key}-top"))
