@@ -22,7 +22,7 @@ from polyfed.algorithms import FedDF
 from polyfed.core.seeds import derive_seed
 
 
-def test_four_rounds_with_two_clients_each_are_those_of_the_paper():
+def test_four_rounds_with_two_clients_each_are_those_of_plain_torch():
     clients, pool = {c.id: c for c in unlike_clients()}, public_inputs()
     method = FedDF(**OPTIONS, server_steps=7, server_batch_size=8, server_lr=0.02)
     public = pf.Examples(pool, torch.zeros(30, dtype=torch.int64))

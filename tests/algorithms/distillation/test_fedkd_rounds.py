@@ -52,7 +52,7 @@ def train_both(own, shared, bridge, client, seed):
     own.eval(), shared.eval()
 
 
-def test_four_rounds_with_two_clients_each_are_those_of_the_paper():
+def test_four_rounds_with_two_clients_each_are_those_of_plain_torch():
     trust_code("plain_rounds_of_heads:wide")
     clients = {c.id: c for c in unlike_clients()}
     method = FedKD(**OPTIONS, shared="plain_rounds_of_heads:wide", t_start=0.6, t_end=0.9)

@@ -29,7 +29,7 @@ def initial_head():
         return nn.Linear(WIDTH, CLASSES).double()
 
 
-def test_four_rounds_with_two_clients_each_are_those_of_the_paper():
+def test_four_rounds_with_two_clients_each_are_those_of_plain_torch():
     clients = {c.id: c for c in unlike_clients()}
     server = {"server_epochs": 5, "server_lr": 0.3, "server_batch_size": 2, "first_head": "architecture"}
     run, rounds = run_in_polyfed(FedGH(**OPTIONS, **server), list(clients.values()))
