@@ -194,7 +194,7 @@ def test_resume_of_a_finished_run_prints_its_table(polyfed):
     assert polyfed("resume", "run", "--quiet") == (table, "")
     assert polyfed("resume", "run") == (
         table,
-        "This run was finished, and nothing was left to train. A new run of more rounds: polyfed run run --rounds 4\n",
+        "This run was finished, and nothing was left to train. More rounds: polyfed resume run --rounds 4\n",
     )
 
 

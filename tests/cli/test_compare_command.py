@@ -83,6 +83,10 @@ def test_a_comparison_from_a_recipe(polyfed):
     status, _, err = polyfed("resume", "a")
     assert (status, err) == (0, "This comparison was finished, and nothing was left to run.\n")
     assert polyfed("resume", "a/local/seed-1", "--quiet")[0] == 0  # a run is described by its own config.yaml
+    status, _, err = polyfed("resume", "a/local/seed-1", "--rounds", "9")
+    assert status == 2
+    assert "a/local/seed-1 is a run of a comparison; go on with all of it: polyfed resume " in err
+    assert "a is a comparison, whose runs all have the same rounds" in polyfed("resume", "a", "--rounds", "9")[2]
     status, _, err = polyfed("compare", "a", "--seeds", "5")
     assert (status, "decides what is compared, so --seeds cannot be given" in err) == (2, True)
 

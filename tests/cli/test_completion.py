@@ -55,7 +55,7 @@ COMPLETED = [
     (["flower", "do"], ["doctor"]),
     (["flower", "doctor", "--ad"], ["--address"]),
     (["list", "m"], ["models"]),
-    (["resume", "--"], ["--help", "--quiet"]),
+    (["resume", "--"], ["--help", "--json", "--quiet", "--rounds"]),
     (["run", "--evaluate-e"], ["--evaluate-every"]),
     (["completion", ""], list(SHELLS)),
 ]
@@ -90,4 +90,4 @@ def test_an_unknown_shell_is_refused(capsys):
 def test_configured_commands_complete_settings():
     options = collect_completions().options
     assert all("--rounds" in options[name] for name in CONFIGURED)
-    assert "--rounds" not in options["resume"]
+    assert "--seed" not in options["resume"]

@@ -78,7 +78,9 @@ def test_an_unfinished_run_says_how_to_go_on(folders, capsys):
 def test_a_finished_directory_does_not_advise_to_resume_it(folders, capsys):
     words = ["run", "--data", "blobs", "--out"]
     assert main([*words, str(folders / "run")]) == 2
-    assert f"its run is finished (polyfed show {folders / 'run'}); choose another --out" in capsys.readouterr().err
+    folder = folders / "run"
+    sentence = f"its run is finished (polyfed show {folder}; more rounds: polyfed resume {folder} --rounds N); choose"
+    assert sentence in capsys.readouterr().err
     assert main([*words, str(folders / "begun-run")]) == 2
     assert "is not empty; continue it with" in capsys.readouterr().err
 
@@ -104,12 +106,12 @@ def test_a_folder_of_something_else_is_refused(tmp_path, capsys):
 def test_a_directory_that_does_not_exist_is_said_to_be_missing(tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    more = {"predict": ["rows.csv"], "export": ["--client", "a", "--out", "b"]}.get(command, [])
+    more = {"predict": [__file__], "export": ["--client", "a", "--out", "b"]}.get(command, [])
     assert main([command, "foldr", *more]) == 2
     assert capsys.readouterr().err == "polyfed: foldr does not exist; did you mean folder?\n"
 
 
-@pytest.mark.parametrize("words", [["export", "--client", "a", "--out", "b"], ["predict", "rows.csv"], ["audit"]])
+@pytest.mark.parametrize("words", [["export", "--client", "a", "--out", "b"], ["predict", __file__], ["audit"]])
 def test_a_comparison_is_refused_with_one_of_its_runs_where_a_run_is_needed(tmp_path, capsys, words):
     (tmp_path / "comparison.yaml").touch()
     words = [words[0], str(tmp_path), *words[1:]]

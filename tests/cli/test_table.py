@@ -8,7 +8,9 @@ import sys
 import numpy as np
 import pytest
 
+from polyfed.cli.commands.results.predict_command import PredictedRows
 from polyfed.cli.main import main
+from polyfed.core.io.values.validation import validation_error
 from polyfed.simulation.storage.directory import read_config, read_metrics
 
 
@@ -200,7 +202,9 @@ def test_data_are_shown_for_labels_and_amounts_too(tmp_path, monkeypatch, capsys
 
 REFUSED_WITHOUT_TORCH = """
 import sys
+from polyfed.cli.commands.results.predict_command import PredictedRows
 from polyfed.cli.main import main
+from polyfed.core.io.values.validation import validation_error
 
 table = ["--data.target", "ill", "--data.site", "hospital"]
 commands = [
@@ -319,3 +323,33 @@ def test_a_table_that_cannot_be_loaded_is_refused_in_one_sentence(table, capsys)
     err = capsys.readouterr().err
     assert err.startswith("polyfed: target 'outcome' holds texts, and regression needs numbers")
     assert err.count("\n") == 1
+
+
+def test_a_finished_run_and_its_baselines_go_on_to_more_rounds(table, capsys):
+    words = ["run", "patients.csv", "--data.target", "outcome", "--data.site", "hospital", "--quiet"]
+    assert main([*words, "--rounds", "1", "--out", "short", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["kind"], shown["rounds"], shown["methods"]) == ("run", 1, ["fedavg", "local"])
+    assert main(["show", "short", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == shown
+    assert main([*words, "--rounds", "2", "--out", "long"]) == 0
+    capsys.readouterr()
+    assert main(["resume", "short", "--rounds", "2", "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rounds_done"] == 2
+    for folder in ("models", "baselines/local/models"):
+        for file in (table / "long" / folder).glob("*.safetensors"):
+            assert file.read_bytes() == (table / "short" / folder / file.name).read_bytes()
+    capsys.readouterr()
+    assert main(["resume", "short", "--rounds", "1"]) == 2
+    assert (
+        "the run in short has 2 rounds, and --rounds 1 would be fewer: a run only gets more" in capsys.readouterr().err
+    )
+    assert main(["resume", "short", "--quiet"]) == 0
+    assert main(["resume", "short"]) == 0
+    assert "nothing was left to train. More rounds: polyfed resume short --rounds 4" in capsys.readouterr().err
+    assert main(["predict", "short", "patients.csv", "--client", "north", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert validation_error(content, PredictedRows) is None
+    assert [row["row"] for row in content["predictions"]] == list(range(1, 121))
+    assert {row["predicted"] for row in content["predictions"]} == {"no", "yes"}
+    assert main(["predict", "short", "patients.csv", "--client", "north", "--json", "--out", "p.csv"]) == 2

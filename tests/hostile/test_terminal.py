@@ -16,7 +16,7 @@ from polyfed.cli import subcommands
 from polyfed.cli.commands.compare import comparison_tables
 from polyfed.cli.commands.messages import build_warning_formatter, print_error_and_return_status
 from polyfed.cli.commands.results.report_command import show_report
-from polyfed.cli.commands.run import run_command
+from polyfed.cli.commands.run import run_tables
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.cli.main import main
 from polyfed.core.io.text.terminal_text import sanitise_for_terminal
@@ -58,7 +58,7 @@ def test_letters_that_a_terminal_obeys_are_replaced():
 def test_the_table_of_a_run(run):
     found = Participants(tuple(run.federation.clients.values()), (), None, None, {}, "0")  # it needs no data
     where = console()
-    run_command.print_scores_by_client_and_traffic({"local[/b]\x1b[1m": run}, found, Path("out[/b]\x1b[31m"), where)
+    run_tables.print_scores_by_client_and_traffic({"local[/b]\x1b[1m": run}, found, Path("out[/b]\x1b[31m"), where)
     text = text_of(where)
     assert "a[/b]" in text
     assert "d[red]x[/red]" in text

@@ -68,8 +68,8 @@ def scored(outputs):
         (pf.compare, {"methods": "fml"}, r"did you mean algorithms\?"),
         (
             pf.resume,
-            {"rounds": 5},
-            r"^resume\(\) has no argument 'rounds'; a run keeps the settings with which it was started; give",
+            {"seed": 5},
+            r"^resume\(\) has no argument 'seed'; a run keeps the settings with which it was started, but for more rounds=",
         ),
         (pf.load, {"device": "cpu"}, r"^load\(\) has no argument 'device'; choices: folder"),
         (pf.look, {"client": []}, r"did you mean clients\?"),

@@ -30,10 +30,11 @@ class Subcommand:
 
 
 _SCALED = ("--scale", "--variant")
-_RUN = ("--out", *_SCALED, "--quiet", "--cross-site", "--logger")
+_SAVED = ("--out", *_SCALED, "--quiet", "--cross-site", "--logger")
+_RUN = ("--json", *_SAVED)
 _COMPARE = (
     "--algorithms", "--seeds", "--same-data", "--resplit", "--folds", "--fold-repeats", "--stop-when-decided", "--plan",
-    "--budget", "--target", "--method-config", "--tune", "--trials", "--no-references", "--parallel", "--tables", *_RUN,
+    "--budget", "--target", "--method-config", "--tune", "--trials", "--no-references", "--parallel", "--tables", *_SAVED,
 )  # fmt: skip
 CONFIGURED = ("run", "compare", "data", "look", "reproduce")
 """Commands that take the options of data, networks, methods and settings, too."""
@@ -48,13 +49,14 @@ COMMANDS = (
         "recipes"),
     Subcommand("compare", "compare [RECIPE|DATA|DIR]", "say which site should join, with intervals",
         _COMPARE, "recipes"),
-    Subcommand("resume", "resume DIR", "continue a run or a comparison that was stopped", ("--quiet",)),
+    Subcommand("resume", "resume DIR [--rounds N]", "continue a stopped run or comparison, or add rounds",
+        ("--rounds", "--json", "--quiet")),
     Subcommand("show", "show DIR [--json]", "print answers and scores, and how to go on",
         ("--json",)),
     Subcommand("report", "report DIR...", "write one HTML page of runs or a comparison",
         ("--out", "--subgroup", "--images", "--quiet")),
     Subcommand("predict", "predict DIR FILE", "predict the rows of a CSV file with a client's network",
-        ("--client", "--out")),
+        ("--client", "--out", "--json")),
     Subcommand("export", "export DIR --client ID --out FOLDER",
         "write a client's network to a folder that needs no polyfed",
         ("--client", "--out", "--to", "--format", "--model")),

@@ -22,6 +22,7 @@ from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.text.terminal_text import sanitise_for_terminal
 from polyfed.simulation.storage.directory import check_can_become_run_directory, read_config
+from polyfed.simulation.storage.more_rounds import check_more_rounds
 from polyfed.simulation.storage.paths import choose_run_directory
 
 
@@ -45,6 +46,7 @@ def run(argv: list[str]) -> None:
     parser.add_option("--out", "DIR", "run directory to create (default: runs/NAME-DATE-TIME)")
     recipes.add_scale_and_variant_options(parser)
     parser.add_flag("--quiet", "print no progress")
+    parser.add_flag("--json", "print JSON, as polyfed show DIR --json does (docs/json.md)")
     parser.add_flag("--cross-site", "also score every site's model on every other site's test examples")
     parser.add_option(
         "--logger", "NAME", "tensorboard or mlflow: follow the run there, too (pip install 'polyfed[tracking]'); "
@@ -76,7 +78,9 @@ def run(argv: list[str]) -> None:
         if not options.quiet:
             print(sanitise_for_terminal(sentence), file=sys.stderr)
     title = Path(recipe).stem if recipe else type(experiment.algorithm).__name__.lower()
-    run_command.run_experiment(experiment, out or choose_run_directory(title), quiet=options.quiet, logger=logger)
+    run_command.run_experiment(
+        experiment, out or choose_run_directory(title), quiet=options.quiet, logger=logger, as_json=options.json
+    )
     if not options.quiet and (untuned := describe_untuned_defaults(recipe_config, config, words)):
         print(untuned, file=sys.stderr)
 
@@ -137,28 +141,40 @@ def compare(argv: list[str]) -> None:
 def resume(argv: list[str]) -> None:
     """Implements `polyfed resume`: continues a run or a comparison that was stopped."""
     parser = CommandParser(
-        "polyfed resume DIR [--quiet]",
+        "polyfed resume DIR [--rounds N] [--quiet]",
         "Continues a run that was stopped by Ctrl-C, kill -9 or a failure, with its baselines, or a comparison. The "
-        "result is the one of an uninterrupted run.",
+        "result is the one of an uninterrupted run. With --rounds also a finished run goes on, to more rounds than it had.",
     )
+    parser.add_option("--rounds", "N", "number of all rounds, more than the run had", parse_whole_number)
+    parser.add_flag("--json", "print JSON, as polyfed show DIR --json does (docs/json.md); of a run")
     parser.add_flag("--quiet", "print no progress")
     options, (directory,) = parser.parse_options_and_words(argv, "one run directory")
     from polyfed.cli.commands.compare.compare_options import CompareOptions, is_comparison_folder
 
     if is_comparison_folder(directory):
+        if options.rounds is not None:
+            raise UserError(
+                f"{directory} is a comparison, whose runs all have the same rounds; for others give the command of it again "
+                "with --rounds and another --out"
+            )
         from polyfed.cli.commands.compare import compare_command
 
         compare_command.resume_comparison(
             expand_user_path(directory, "the folder"), CompareOptions(quiet=options.quiet)
         )
         return
-    from polyfed.cli.commands.options.early_checks import check_run_directory
+    from polyfed.cli.commands.options.early_checks import check_is_no_part_of_comparison, check_run_directory
 
     folder = expand_user_path(directory, "the run directory")
     check_run_directory(folder)
+    config = read_config(folder)
+    if options.rounds is not None or "data" not in config:
+        check_is_no_part_of_comparison(folder)
+    if options.rounds is not None:
+        check_more_rounds(folder, config, options.rounds)
     from polyfed.cli.commands.run import run_command
 
-    run_command.resume_experiment(folder, quiet=options.quiet)
+    run_command.resume_experiment(folder, rounds=options.rounds, quiet=options.quiet, as_json=options.json)
 
 
 def warmstart(argv: list[str]) -> None:

@@ -14,6 +14,7 @@ from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.compressors import Compressor
 from polyfed.data.sources.client_source import ClientSource
 from polyfed.simulation.callbacks.callback import Callback, RecordFunction, validate_callbacks
+from polyfed.simulation.checks.settings.longer_run import check_equals_longer_run
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.monitoring.progress_argument import resolve_progress
 from polyfed.simulation.results.run import Run
@@ -31,6 +32,7 @@ from polyfed.simulation.settings import EngineName, Keep, Settings
 from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.configuration import read_section, restore_settings_and_method
 from polyfed.simulation.storage.directory import RunDirectory, call_to_resume, read_config
+from polyfed.simulation.storage.more_rounds import check_more_rounds, write_more_rounds
 
 
 @suggest_keywords_and_fields(get)
@@ -219,22 +221,25 @@ def resume(
     metrics: Any = None,
     sampler: Sampler | None = None,
     callbacks: Iterable[Callback | RecordFunction] = (),
+    rounds: int | None = None,
     progress: Progress | bool | RecordFunction | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Continues an interrupted run from its newest intact checkpoint, as if it had not stopped.
+    """Continues an interrupted run from its newest intact checkpoint, as if it had not stopped; also a finished one.
 
     Args:
         out: the run directory.
         clients, algorithm, public: as they were given to `federate`; needed only if the run was not described by a file
             (then the run's `config.yaml` rebuilds them). `algorithm` is needed only if it is not in the registry.
         engine, workers, ray_address, gpus_per_worker, device: where to continue; None takes the run's own.
+        rounds: more rounds than the run had, with which it becomes the run that had them from its beginning; None for no
+            more. A schedule over all rounds, or a privacy budget, is refused.
         metrics, progress, quiet: as for `federate`; metrics are needed only if one of them is not built in.
         sampler, callbacks: as for `federate`; the former only if it is an object of your class, the latter are not restored.
 
     Raises:
         UserError: not a run directory, `clients` or `metrics` are missing or not those of the run, or `algorithm` is not
-            that of the run; or a callback failed.
+            that of the run; fewer rounds, or more for a run that depends on their number; or a callback failed.
     """
     places = {
         "engine": engine, "workers": workers, "ray_address": ray_address, "gpus_per_worker": gpus_per_worker,
@@ -250,6 +255,7 @@ def resume(
         callbacks=callbacks,
         progress=resolve_progress(progress, quiet=quiet),
         sampler=sampler,
+        rounds=rounds,
     )
 
 
@@ -266,11 +272,12 @@ def resume_federation(
     callbacks: Iterable[Callback | RecordFunction] = (),
     clients_are_checked: bool = False,
     sampler: Sampler | None = None,
+    rounds: int | None = None,
 ) -> Run:
     """Continues a run as `resume` does, with progress on the given display.
 
     Args:
-        out, clients, algorithm, public, metrics, callbacks, sampler: as for `resume`.
+        out, clients, algorithm, public, metrics, callbacks, sampler, rounds: as for `resume`.
         progress: the progress display.
         execution: settings of where to continue that replace the run's own, such as those of `Settings.execution_settings`.
         clients_are_checked: as for `run_federation`.
@@ -287,7 +294,10 @@ def resume_federation(
                 f"{out} is a run of {name!r}, which is not a method of polyfed: give it, resume(..., algorithm=...)"
             )
         settings, algorithm = restore_settings_and_method(config, algorithm)
-        settings = dataclasses.replace(settings, **(execution or {}))
+        if rounds is not None:
+            check_more_rounds(out, config, rounds)
+            check_equals_longer_run(out, algorithm, settings, rounds)
+        settings = dataclasses.replace(settings, **(execution or {}), rounds=rounds or settings.rounds)
         # imported late: experiments are described in terms of runs
         from polyfed.simulation.experiment import check_ray_cluster_trusted, rebuild_clients
 
@@ -302,6 +312,8 @@ def resume_federation(
         check_clients_are_those_of_run(directory, federation)
         with add_resume_hint_if_disk_full(f"`{call_to_resume(out)}`"):
             start, history = rewind_to_newest_checkpoint(directory, federation)
+            if settings.rounds > config["rounds"]:
+                write_more_rounds(directory, config, settings.rounds)
     except BaseException:
         directory.close()
         raise

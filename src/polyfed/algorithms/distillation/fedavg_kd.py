@@ -81,6 +81,7 @@ class FedAvgKD(SharedNetworkMethod):
         leaderboard={"*": {}, "tweets": {"teacher": {"name": "lstm", "vocabulary": 5000}, "teacher_lr": 0.002}},
     )
 
+    traits: ClassVar[frozenset[str]] = frozenset({"one_version", "plans_all_rounds"})
     network_field: ClassVar[str] = "teacher"
     teacher: str | Mapping[str, Any] = "mlp"
     teacher_lr: float = 0.1

@@ -71,6 +71,7 @@ class FedKD(MutualLearningMethod):
     )
 
     discloses: ClassVar[frozenset[str]] = frozenset({"weights", "ranks"})
+    traits: ClassVar[frozenset[str]] = frozenset({"one_version", "plans_all_rounds"})
     _differences: ClassVar[frozenset[str]] = frozenset({"update"})
     weighted: bool = False
     distil: float = 1.0
@@ -125,8 +126,12 @@ class FedKD(MutualLearningMethod):
         """
         round_number = server_state["round"] + 1
         if not server_state["model"]:
-            mean = self._average_by_client({i: r.tensors["model"] for i, r in replies.items()}, replies)
-            return {"model": mean, "update": {}, "holders": [], "round": round_number}
+            return {
+                "model": self._average_by_client({i: r.tensors["model"] for i, r in replies.items()}, replies),
+                "update": {},
+                "holders": [],
+                "round": round_number,
+            }
         updates = {i: expand_update(r.tensors["update"], server_state["model"]) for i, r in replies.items()}
         update = compress_update(
             self._average_by_client(updates, replies), self.kept_energy_at(round_number, server.rounds)

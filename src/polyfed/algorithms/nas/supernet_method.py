@@ -98,6 +98,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"images", "one_data_spec"})
+    traits: ClassVar[frozenset[str]] = frozenset({"plans_all_rounds"})
     groups: ClassVar[tuple[str, ...]] = STACKS
     context: ClassVar[SamplerContext] = "free"
     """Kind of the samplers: context-free ("free") or context-aware ("aware")."""

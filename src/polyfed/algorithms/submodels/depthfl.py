@@ -62,6 +62,7 @@ class DepthFL(Averaging):
 
     requires: ClassVar[frozenset[str]] = frozenset({"architectures", "classification", "one_input_spec"})
     discloses: ClassVar[frozenset[str]] = frozenset({"architecture", "weights"})
+    traits: ClassVar[frozenset[str]] = frozenset({"plans_all_rounds"})
     distill: float = 1.0
     rampup: float = 0.3
     weighted: bool = False

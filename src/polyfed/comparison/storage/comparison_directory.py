@@ -146,8 +146,8 @@ def write_description(folder: Path, description: Mapping[str, Any], criteria: Re
         before = read_description(folder)
         if differs := find_invalidating_change(before, content):
             raise UserError(
-                f"{folder} holds a comparison of something else: {differs}; choose another out=... (--out), or "
-                "ask for what it holds"
+                f"{folder} holds a comparison of something else: {differs}; choose another out=... (--out) for "
+                f"this one, or go on with what it holds: {command_to_continue(folder)}"
             )
     content["reading"] = {"budget": str(criteria.budget), "target": criteria.target}
     write_file_atomically(folder / DESCRIPTION, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())

@@ -63,6 +63,7 @@ TRAITS = {
     "everyone_trains": "all clients run `local_update` in each round, and only those drawn for it are aggregated (pFedMe)",
     "one_version": "all replies of a round answer one version of the server's state, which first replies may complete; so "
     "rounds wait for all their clients",
+    "plans_all_rounds": "the number of all rounds decides what a round does (a schedule): no run can get more later",
     "fits_validation": "`personal_model` depends on the client's validation examples, whose scores are then out of fold",
 }
 """The words of `Algorithm.traits`: how a method is run and scored. Nothing but `personal_model` may depend on validation

@@ -50,6 +50,7 @@ class Manifest(TypedDict, total=False):
     started: str
     seed: int
     config_sha256: str
+    rounds: list[int]
     data_fingerprint: str
     column_fingerprint: str
     partition_fingerprint: str
@@ -382,7 +383,7 @@ def check_can_become_run_directory(folder: Path) -> None:
         if folder.exists() and not all(is_left_by_a_start(entry.name) for entry in folder.iterdir()):
             hint = f"continue it with `{call_to_resume(folder)}` or " if (folder / "config.yaml").exists() else ""
             if hint and all(read_manifest(run).get("files") for run in (folder, *(folder / BASELINES).glob("*/"))):
-                hint = f"its run is finished (polyfed show {folder}); "
+                hint = f"its run is finished (polyfed show {folder}; more rounds: polyfed resume {folder} --rounds N); "
             raise UserError(f"the run directory {folder} is not empty; {hint}choose another out=... (--out)")
     except OSError as error:
         raise _unwritable_error(folder, error) from error

@@ -37,6 +37,18 @@ def hash_settings_that_affect_results(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(deciding_fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def hash_config_of_run(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
+    """Hashes the configuration of a run as it began: of one that got more rounds later, with the rounds of its beginning.
+
+    Args:
+        config: the content of `config.yaml`.
+        manifest: its `rounds` are those that the run had, in order; without them it has those of its beginning.
+    """
+    rounds = manifest.get("rounds")
+    is_one_of_run = isinstance(rounds, list) and config.get("rounds") in rounds
+    return hash_settings_that_affect_results({**config, "rounds": rounds[0]} if is_one_of_run and rounds else config)
+
+
 def hash_line_prefixes(text: str) -> list[str]:
     """Returns a list of hashes of the text of `metrics.jsonl`: entry n is the hash of its first n lines, from n = 0.
 
@@ -64,7 +76,7 @@ def hash_file(path: Path) -> str:
 def compute_run_hashes(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> RunHashes:
     """Returns `{"config": hash, "data": hash}` of a run; a deployment's id replaces the data's hash."""
     data = manifest.get("data_fingerprint") or manifest.get("deployment") or ""
-    return {"config": hash_settings_that_affect_results(config), "data": str(data)}
+    return {"config": hash_config_of_run(config, manifest), "data": str(data)}
 
 
 def checkpoint_mismatch_error(bound: RunHashes, expected: RunHashes, checkpoint: Path, round_number: int) -> str | None:
@@ -118,7 +130,7 @@ def refuse_changed_manifest(folder: Path, data_fingerprint: str) -> None:
 
 def _config_change(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
     """Returns a sentence if the configuration is not the one with which the run began; "" if it is."""
-    if manifest.get("config_sha256") in (None, hash_settings_that_affect_results(config)):
+    if manifest.get("config_sha256") in (None, hash_config_of_run(config, manifest)):
         return ""
     return (
         f"{folder / 'config.yaml'} was changed since the run began; put it back as it was, or start another run with it: "
@@ -152,7 +164,7 @@ def describe_changed_files(
                 f"{folder / 'metrics.jsonl'} was changed in rounds 1 to {number} since they were written; put back a copy "
                 "of it, or make the run again"
             )
-        if newest.get("config") != hash_settings_that_affect_results(config) and not sentences:
+        if newest.get("config") != hash_config_of_run(config, manifest) and not sentences:
             sentences.append(
                 f"the checkpoints of {folder} are of a run with another configuration; put back the run's own"
             )

@@ -134,6 +134,13 @@ def check_is_no_comparison(folder: Path) -> None:
         raise UserError(f"{folder} is a comparison; give one of its runs, such as {example}")
 
 
+def check_is_no_part_of_comparison(folder: Path) -> None:
+    """Raises a `UserError` that says how to go on if a run belongs to a comparison, whose runs all have the same rounds."""
+    for parent in folder.absolute().parents[:3]:
+        if (parent / DESCRIPTION).exists():
+            raise UserError(f"{folder} is a run of a comparison; go on with all of it: polyfed resume {parent}")
+
+
 def check_has_models(folder: Path) -> None:
     """Raises a `UserError` if a folder has no trained networks."""
     check_is_no_comparison(folder)

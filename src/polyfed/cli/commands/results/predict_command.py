@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from shlex import quote
+from typing import Any, TypedDict
 
 from polyfed.cli.commands.argv import CommandParser, check_is_new_file, expand_optional_path
 from polyfed.cli.commands.options.table_checks import check_prediction, check_table_exists
@@ -24,14 +25,30 @@ def predict_command(argv: list[str]) -> None:
     )
     parser.add_option("--client", "ID", "client whose network it is (needed where the run has several)")
     parser.add_option("--out", "FILE.csv", "write all rows, in their order; without it the first are printed")
+    parser.add_flag("--json", "print all rows as JSON (docs/json.md)")
     options, (folder, file) = parser.parse_options_and_words(argv, "a run directory and a CSV or Parquet file", 2)
-    predict_file(expand_user_path(folder), options.client, file, expand_optional_path(options.out, "--out"))
+    if options.json and options.out is not None:
+        raise UserError("--json prints all rows; give it or --out, not both")
+    out = expand_optional_path(options.out, "--out")
+    predict_file(expand_user_path(folder), options.client, file, out, as_json=options.json)
 
 
-def predict_file(folder: Path, client: str | None, file: str, out: Path | None) -> None:
+class PredictedRows(TypedDict):
+    """Describes what `polyfed predict --json` prints."""
+
+    format: int
+    directory: str
+    client: str | None
+    """As it was given; null where the directory has one network."""
+    file: str
+    predictions: list[dict[str, Any]]
+    """Holds `row`, from 1, `predicted`, and what else the task has, such as `probability of yes`, of each row."""
+
+
+def predict_file(folder: Path, client: str | None, file: str, out: Path | None, *, as_json: bool = False) -> None:
     """Predicts all rows of the table `file`, and writes them to the CSV file `out`.
 
-    Without `out` it prints the predictions for the first rows.
+    Without `out` it prints the predictions for the first rows, or for all as JSON.
 
     Raises:
         UserError: there is no such model, the file cannot be read, or `out` exists.
@@ -51,7 +68,7 @@ def predict_file(folder: Path, client: str | None, file: str, out: Path | None) 
     import pyarrow.csv
     from rich.console import Console
 
-    from polyfed.cli.commands.terminal import PlainTable, print_line
+    from polyfed.cli.commands.terminal import PlainTable, print_json, print_line
     from polyfed.core.io.atomic_files import open_atomic_file
     from polyfed.core.io.text.terminal_text import escape_spreadsheet_formula
     from polyfed.report.export.folder import ExportedModel, is_exported_folder
@@ -67,6 +84,13 @@ def predict_file(folder: Path, client: str | None, file: str, out: Path | None) 
     table = model.prepared.read(file)
     columns = {"row": list(range(1, table.num_rows + 1)), **model.predict(table)}
     console = Console()
+    if as_json:
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        content: PredictedRows = {
+            "format": 1, "directory": str(folder), "client": client, "file": file, "predictions": rows
+        }  # fmt: skip
+        print_json(content)
+        return
     if out is not None:
         cells = [
             [escape_spreadsheet_formula(v) if isinstance(v, str) else v for v in column] for column in columns.values()

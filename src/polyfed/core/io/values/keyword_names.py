@@ -188,8 +188,8 @@ def check_keyword_names(
                 hint = f"it is an argument of polyfed.compare: compare(clients, algorithms, {other}=...)"
             elif other in _SETTINGS_OF_RUNS and complaint.startswith("resume()"):
                 hint = (
-                    "a run keeps the settings with which it was started; give it to federate(), with another out=... (many "
-                    "rounds, and a callback that stops, can be resumed later)"
+                    "a run keeps the settings with which it was started, but for more rounds=...; give it to federate(), "
+                    "with another out=..."
                 )
             else:
                 hint = f"did you mean {other}?" if other in choices else did_you_mean(name, choices, listing)
