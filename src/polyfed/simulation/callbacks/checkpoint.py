@@ -55,6 +55,7 @@ class CheckpointSaver(Callback):
         run, directory, state = self._run, self._run.directory, self._run.checkpoint
         if directory is None or state.round <= self._saved_round:
             return
+        directory.check_in_place()
         binding = {**self._binding, "metrics": directory.metrics_sha256}
         if state.unevaluated_record is not None:
             binding["records"] = str(state.last_recorded_round)

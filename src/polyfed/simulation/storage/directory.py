@@ -26,7 +26,7 @@ from polyfed.core.io.atomic_files import (
 from polyfed.core.io.atomic_files import write_file_atomically as write_file_atomically  # deployments take it from here
 from polyfed.core.io.values.validation import parse_json, parse_yaml, validation_error
 from polyfed.core.machine.package_versions import package_versions
-from polyfed.simulation.storage.directory_lock import lock_directory
+from polyfed.simulation.storage.directory_lock import check_lock_in_place, lock_directory
 from polyfed.simulation.storage.integrity import (
     RunningHash,
     describe_changed_files,
@@ -125,6 +125,10 @@ class RunDirectory:
             self.state_store.close()
         self._lock.close()
 
+    def check_in_place(self) -> None:
+        """Raises a UserError if the directory was deleted or moved after it was opened."""
+        check_lock_in_place(self.path, self._lock)
+
     @property
     def checkpoint_folder(self) -> Path:
         """Returns the path of the folder with the run's checkpoints."""
@@ -147,6 +151,7 @@ class RunDirectory:
 
     def add_to_manifest(self, facts: Mapping[str, Any]) -> None:
         """Adds to `manifest.json` facts that became available only during the run."""
+        self.check_in_place()
         write_file_atomically(
             self.path / "manifest.json", json.dumps({**self.read_manifest(), **facts}, indent=1).encode()
         )
@@ -157,6 +162,7 @@ class RunDirectory:
 
     def append_record(self, record: Mapping[str, Any]) -> None:
         """Appends a round's record to `metrics.jsonl`, on the disk before the next checkpoint."""
+        self.check_in_place()
         line = json.dumps(record, allow_nan=False)
         append_line_and_flush(self.path / "metrics.jsonl", line)
         self._metrics_hash.add_line(f"{line}\n")
@@ -293,9 +299,8 @@ def check_directory_exists(folder: Path) -> None:
     with suppress(OSError):  # no folder above it, or none that may be listed
         names = difflib.get_close_matches(folder.name, sorted(path.name for path in folder.parent.iterdir()), n=3)
         if names:
-            raise UserError(
-                f"{folder} does not exist; did you mean {' or '.join(str(folder.parent / n) for n in names)}?"
-            )
+            nearest = " or ".join(str(folder.parent / name) for name in names)
+            raise UserError(f"{folder} does not exist; did you mean {nearest}?")
         if folder.parent in (Path(), Path("runs")):  # where the command line puts runs
             newest = sorted(Path("runs").iterdir(), key=read_start_time, reverse=True)[:3]
             raise UserError(f"{folder} does not exist; newest in runs: {', '.join(map(str, newest)) or 'nothing'}")
@@ -372,11 +377,7 @@ def call_to_resume(folder: Path) -> str:
 
 
 def check_can_become_run_directory(folder: Path) -> None:
-    """Raises a `UserError` unless a folder is empty or does not exist; creates nothing.
-
-    Raises:
-        UserError: the folder exists and is not empty, or is a file, or cannot be read.
-    """
+    """Raises a `UserError` unless a folder can be read and is empty, or does not exist; creates nothing."""
     try:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"the run directory {folder} is a file; choose another out=... (--out)")

@@ -45,6 +45,16 @@ def lock_directory(folder: Path) -> IO[str]:
     return file
 
 
+def check_lock_in_place(folder: Path, file: IO[str]) -> None:
+    """Raises a UserError if the directory that `lock_directory` locked is no longer at this path."""
+    with suppress(FileNotFoundError):
+        if _file_identity((folder / ".lock").stat()) == _file_identity(os.fstat(file.fileno())):
+            return
+    raise UserError(
+        f"the directory {folder} was deleted or moved while polyfed wrote to it; if it was moved, resume it where it is now"
+    )
+
+
 def _remove_stale_partial_files(folder: Path) -> None:
     oldest = time.time() - _STALE_SECONDS
     for partial in (*folder.glob(".partial-*"), *folder.glob("*/.partial-*")):
