@@ -177,8 +177,10 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
     # Few examples of one class limit the score.
     by_class = metric.per_example is None and get_task(description["task"]).rarest_limits_score
     gains = leader_gain_over_local_alternatives(content, evidence, leader)
+    best = None if gains.for_mean is None else gains.for_mean.best_rival
+    widest = None if leader is None or best is None else evidence.find_client_that_widens_mean(leader, best)
     content["answers"], content["mean_answer"] = build_join_answers(
-        content, leader, why_not, gains, metric, by_class=by_class
+        content, leader, why_not, gains, metric, by_class=by_class, widest=widest
     )
     content["site_model"] = build_random_effects_gain_entry(content["mean_answer"], evidence, metric)
     content["verdicts"] = verdict_sentences(content, content["answers"], content["mean_answer"])

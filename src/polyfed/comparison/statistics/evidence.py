@@ -235,6 +235,16 @@ class Evidence:
         model = fit_random_effects(list(gains.values()), common)
         return None if model is None else (list(gains), model)
 
+    def find_client_that_widens_mean(self, label: str, rival: str) -> str | None:
+        """Finds the client without which the variance of the mean gain would be less than half; None without one."""
+        gains = self._site_gains(label, rival, self.clients_scored_with_every_seed(label, rival))[0]
+        variances = {client: gain.variance + gain.further_variance for client, gain in gains.items()}
+        number, total = len(variances), sum(variances.values())
+        if number < 2:
+            return None
+        widest = max(variances, key=variances.__getitem__)
+        return widest if (total - variances[widest]) / (number - 1) ** 2 < total / number**2 / 2 else None
+
     def _site_gains(self, label: str, rival: str, clients: Sequence[str]) -> tuple[dict[str, SiteGain], SharedError]:
         """Returns the gain of each client, and the error that all clients share."""
         if self.folds is not None:

@@ -103,6 +103,7 @@ def decide_whether_to_join(gain: float | None, interval: Sequence[float] | None,
 def build_join_answers(
     content: Mapping[str, Any], leader: str | None, reason_undecided: str,
     leader_gains: tuple[GainOverRivals | None, Mapping[str, GainOverRivals | None]], metric: Metric, *, by_class: bool,
+    widest: str | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:  # fmt: skip
     """Returns each client's answer (join, stay or undecided), and that for the mean or None.
 
@@ -116,6 +117,7 @@ def build_join_answers(
         leader_gains: the leader's gain over the best alternative, for the mean and by client.
         metric: the metric that decides.
         by_class: whether the metric is limited by few test examples of a class.
+        widest: the client that makes the interval of the mean wide; None without one.
 
     Returns:
         The answer for each client, and that for the mean; ([], None) without a reference.
@@ -141,7 +143,7 @@ def build_join_answers(
     if number < total:  # the others have no interval of their own, and none in the mean
         basis = replace(basis, sentence=f"{number} of {total} clients with {basis.sentence}")
     mean_answer = _answer_entry(
-        content, None, leader, statistics.get("gain"), mean_gain, metric, basis, reason_undecided, sites
+        content, None, leader, statistics.get("gain"), mean_gain, metric, basis, reason_undecided, widest
     )
     return sites, mean_answer | {"clients": [number, total]}
 
@@ -149,9 +151,9 @@ def build_join_answers(
 def _answer_entry(
     content: Mapping[str, Any], client: str | None, leader: str | None, gain: float | None,
     rival_gain: GainOverRivals | None, metric: Metric, basis: AnswerBasis, why_not: str,
-    clients: Sequence[Mapping[str, Any]] = (),
+    widest: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Builds the entry with the answer for a client, or for the mean over `clients` (their entries) if `client` is None."""
+    """Builds the entry with the answer for a client, or for the mean over clients if `client` is None."""
     interval, over = None, content["reference"]
     if rival_gain is not None:
         gain, over = round(rival_gain.estimate.value, _ROUNDED), name_of_method_or_reference(rival_gain.best_rival)
@@ -168,10 +170,10 @@ def _answer_entry(
         for key, estimate in gains.items()
     }
     row["over_words"] = describe_best_alternative(row, content["reference"], content["task"], is_brief=True)
-    return row | {"sentence": _answer_sentence(content, row, why_not, clients)}
+    return row | {"sentence": _answer_sentence(content, row, why_not, widest)}
 
 
-def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not: str, clients: Sequence[Any]) -> str:
+def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not: str, widest: str | None) -> str:
     """Formats an answer as a sentence."""
     subject = "mean over clients" if row["client"] is None else name_sites([row["client"]])
     unit, label = content["score_unit"], content["score_label"]
@@ -196,8 +198,12 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
         return f"{subject}: stay alone: {leader} is {much} worse{scored} than {than} on new examples {rests}"
     if _is_too_wide(interval, content) and not why_not:
         splits = "" if content["same_clients"] and not content["resplit"] else f"{len(content['seeds'])} splits of "
-        cannot = f"{splits}{basis}{',' if ',' in basis else ''} cannot answer"
-        return f"{subject}: not decided: {cannot}: {_explain_width(interval, unit, clients)}"
+        width = f"the interval is {format_difference(interval[1] - interval[0], unit)} wide"
+        if widest is not None:
+            basis = count_examples_behind_answer(content, [widest], by_class=row["rarest"] is not None).sentence
+            basis += f" at {name_sites([widest])}"
+            width += ", mostly because of this client"
+        return f"{subject}: not decided: {splits}{basis}{',' if ',' in basis else ''} cannot answer: {width}"
     between, because = _format_gains(interval[0], interval[1], unit, label), f"; {why_not}" if why_not else ""
     return f"{subject}: not decided: {leader} is {between} than {rival} {rests}{because}"
 
@@ -206,21 +212,6 @@ def _is_too_wide(interval: Sequence[float], content: Mapping[str, Any]) -> bool:
     """Returns whether an interval of a gain is so wide that its ends say nothing."""
     score = "%" if content["score_unit"] == "%" else content["score"]
     return interval[1] - interval[0] > _WIDE.get(score, math.inf)
-
-
-def _explain_width(interval: Sequence[float], unit: str, clients: Sequence[Mapping[str, Any]]) -> str:
-    """Says how wide an interval is; for a mean over clients also who makes it wide, if one client does for the most part.
-
-    >>> rows = [{"client": c, "interval": [0, w], "basis": f"{n} test examples"} for c, w, n in (("a", 2, 9), ("b", 1, 80))]
-    >>> _explain_width([-0.4, 0.4], "%", rows)
-    'the interval is 80.0 points wide, mostly because of a (9 test examples)'
-    """
-    squares = [(row["interval"][1] - row["interval"][0]) ** 2 if row["interval"] else 0.0 for row in clients]
-    why = ""
-    if len(clients) > 1 and 2 * max(squares) > sum(squares):  # variances add up in a mean
-        widest = clients[squares.index(max(squares))]
-        why = f", mostly because of {name_sites([widest['client']])} ({widest['basis']})"
-    return f"the interval is {format_difference(interval[1] - interval[0], unit)} wide{why}"
 
 
 def verdict_sentences(
