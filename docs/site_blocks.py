@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def tabulate_gains(name: str) -> str:
             file = ROOT / "benchmarks" / "results" / folder / f"{federation}.json"
             if not file.exists():
                 continue
-            measured = json.loads(file.read_text(encoding="utf-8"))
+            measured = _read_json(file)
             joined = measured.get("joined", {}).get("methods", {})
             methods = measured["methods"] if name in measured["methods"] else joined  # each with its own `local`
             if name not in methods:
@@ -136,6 +137,12 @@ def tabulate_gains(name: str) -> str:
     return "\n".join(["**Over training alone, in every federation in which it was measured**", "", *head, *rows])
 
 
+@cache
+def _read_json(file: Path) -> Any:
+    """Returns what a file holds, which is read once for all methods."""
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
 def _gain_over_local(row: Mapping[str, Any]) -> list[float]:
     """Returns a method's gain over training alone and its interval, empty if unknown."""
     if "against" in row:
@@ -148,8 +155,7 @@ def results(name: str) -> str:
     """The curve of a method, its gains over training alone, and the tables of benchmarks/notes in which it stands: its
     rows and those of `COMPARED`, below what introduces the table."""
     found: list[str] = []
-    for note, title, script, introduced, header, rows in benchmark_tables():
-        owners = _owners(rows)
+    for (note, title, script, introduced, header, rows), owners in _tables_with_owners():
         if title.startswith(MACHINE):
             continue
         if any(f"`{name}`" in cell for cell in _cells(header)[1:]):
@@ -181,6 +187,12 @@ def leaderboard_sentence(name: str) -> str:
     return (
         f"The [leaderboard](../leaderboard.md) has `{name}` beside the others, on the same federations, with intervals."
     )
+
+
+@cache
+def _tables_with_owners() -> list[tuple[tuple[str, str, str, str, str, list[str]], list[str]]]:
+    """Returns each table of `benchmark_tables` with the methods of its rows; notes are read once for all methods."""
+    return [(table, _owners(table[-1])) for table in benchmark_tables()]
 
 
 def benchmark_tables() -> Iterator[tuple[str, str, str, str, str, list[str]]]:

@@ -21,9 +21,9 @@ BROUGHT = {
 
 
 @cache
-def trees():
-    """Each file of the package and what it parses to."""
-    return {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(SOURCE.rglob("*.py"))}
+def texts():
+    """Each file of the package and what is in it."""
+    return {file: file.read_text(encoding="utf-8") for file in sorted(SOURCE.rglob("*.py"))}
 
 
 def distribution(package):
@@ -41,15 +41,11 @@ EXTRAS = {extra: names(of) for extra, of in PROJECT["optional-dependencies"].ite
 @cache
 def third_party():
     """Top-level packages that are neither polyfed nor Python's own, with one file each that imports them."""
-    found = {}
-    for file, tree in trees().items():
-        for node in ast.walk(tree):
-            modules = []
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                modules = [node.module]
-            found |= {module.split(".")[0]: file.name for module in modules}
+    found = {
+        package: file.name
+        for file, text in texts().items()
+        for package in re.findall(r"^ *(?:import|from(?=.* import )) (\w+)", text, re.MULTILINE)
+    }
     return {package: file for package, file in found.items() if package not in {*sys.stdlib_module_names, "polyfed"}}
 
 
@@ -72,8 +68,9 @@ def test_the_core_is_small():
 def test_every_extra_that_an_error_names_installs_the_package():
     calls = [
         node
-        for tree in trees().values()
-        for node in ast.walk(tree)
+        for text in texts().values()
+        if "check_extra_installed(" in text
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check_extra_installed"
     ]
     pairs = {tuple(a.value if isinstance(a, ast.Constant) else None for a in call.args[:2]) for call in calls}

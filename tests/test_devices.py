@@ -154,6 +154,7 @@ def plain_without_dropout():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
+@pytest.mark.thorough
 def test_networks_and_data_that_are_made_on_the_device_are_brought_to_the_cpu(there):
     devices, losses = there(made_there)
     assert devices == {"cpu"}

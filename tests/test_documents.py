@@ -16,6 +16,7 @@ import yaml
 from polyfed.algorithms import REGISTRY
 from polyfed.cli.commands.papers.paper_tables import find_table
 from polyfed.cli.main import main
+from tests.few_cases import few
 
 ROOT = Path(__file__).parent.parent
 
@@ -174,8 +175,21 @@ def test_a_long_subject_has_a_short_page_and_pages_that_begin_with_a_question(na
 @pytest.mark.lists
 @pytest.mark.parametrize(
     "page",
-    ["networks", "tasks", "tasks/survival", "tasks/tokens", "security/bad_site", "scaling", "data/several_inputs"]
-    + [pytest.param(f"tasks/{name}", marks=pytest.mark.thorough) for name in ("own_loss", "own_task", "segmentation")],
+    few(
+        [
+            "networks",
+            "tasks",
+            "tasks/survival",
+            "tasks/tokens",
+            "tasks/own_loss",
+            "tasks/own_task",
+            "tasks/segmentation",
+            "security/bad_site",
+            "scaling",
+            "data/several_inputs",
+        ],
+        ["networks", "data/several_inputs"],
+    ),
 )
 def test_the_examples_of_a_page_run_as_they_stand(page):
     namespace = {"__name__": "my_tasks"}

@@ -77,10 +77,9 @@ def test_no_public_function_is_a_participle_alone():
 def test_private_functions_of_a_module_have_two_words():
     """A verb or a noun alone (`_check`, `_sizes`) needs a class around it, which says of what."""
     short = [
-        f"{file.relative_to(SOURCE)}:{node.lineno} {node.name}"
-        for file in FILES
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef) and re.fullmatch("_[a-z0-9]+", node.name)
+        f"{file}:{node.lineno} {node.name}"
+        for file, node in definitions(ast.FunctionDef)
+        if node.col_offset == 0 and re.fullmatch("_[a-z0-9]+", node.name)
     ]
     assert not short, "say in a function's name what it works on, or what it returns"
 

@@ -121,6 +121,7 @@ def test_what_is_learnt_does_not_depend_on_fine_tuning():
     assert all(torch.equal(states[0]["model"][name], states[1]["model"][name]) for name in BODY)
 
 
+@pytest.mark.thorough
 def test_fine_tuning_learns_clients_who_give_the_same_inputs_other_labels():
     """Before it, one network is right for one of three at best."""
     row = run(FedBABU(lr=0.2, batch_size=8, finetune_epochs=10), swapped(), rounds=10).table()[-1]

@@ -94,6 +94,7 @@ def test_the_penalty_keeps_mean_representations_together():
     assert spreads[1] < 0.5 * spreads[0]
 
 
+@pytest.mark.thorough
 def test_the_vector_learns_what_one_model_for_all_cannot():
     """How often the client has each class."""
     rows = [

@@ -128,6 +128,7 @@ def imbalanced():
     return [pf.Client(f"c{k}", short, drawn(torch.tensor([0] * 40 + [1] * 12 + [2] * 4)), everything) for k in range(3)]
 
 
+@pytest.mark.thorough
 def test_the_generic_model_is_better_than_fedavgs_where_classes_are_rare():
     """Tested on all classes alike: without the balance (γ = 0) it prefers the frequent class."""
     balanced, unbalanced = (

@@ -174,6 +174,7 @@ def test_evaluated_is_the_window_with_which_it_was_trained_last(rounds):
     assert torch.equal(training["0.bias"], state["model"]["0.bias"][[k + 1 for k in last]])
 
 
+@pytest.mark.thorough
 def test_narrow_clients_train_units_that_heterofl_leaves_untrained():
     """All who take part are of half the width: what of the wide network's loss is learnt without any wide client."""
     narrow = of_width(8, 8)

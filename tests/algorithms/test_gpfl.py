@@ -80,6 +80,7 @@ def test_a_condition_of_no_scale_and_no_shift_leaves_positive_representations():
     assert torch.equal(condition_of(tensors, torch.ones(8)).apply(z), z)
 
 
+@pytest.mark.thorough
 def test_it_learns_clients_who_give_the_same_inputs_other_labels():
     ours, theirs = (run(m(lr=0.1, batch_size=8), swapped(), rounds=15).table()[-1]["accuracy"] for m in (GPFL, FedAvg))
     assert ours > theirs + 0.3

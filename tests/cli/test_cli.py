@@ -12,7 +12,7 @@ from polyfed.cli.main import main
 from polyfed.simulation.storage.directory import read_metrics
 from polyfed.testing import without_durations
 
-SMALL = ["--data.clients", "2", "--rounds", "2", "--workers", "0"]
+SMALL = ["--data.clients", "2", "--data.examples_per_client", "30", "--rounds", "2", "--workers", "0"]
 
 
 @pytest.fixture(autouse=True)

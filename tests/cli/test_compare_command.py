@@ -197,7 +197,7 @@ def test_a_site_that_is_too_small_for_folds_leaves_the_others_their_answers(poly
 
 def test_folds_from_the_command_line(polyfed):
     """A plan writes nothing; a comparison of folds goes on in its directory, with the repeats that it began with."""
-    words = ["fedavg_digits", *SMALL, *PLAIN, "--folds", "2", "--fold-repeats", "2", "--out", "a"]
+    words = ["fedavg_digits", *SMALL, *PLAIN, "--rounds", "1", "--folds", "2", "--fold-repeats", "2", "--out", "a"]
     status, out, err = polyfed("compare", *words, "--plan")
     assert status == 0, err
     assert "12 runs" in out

@@ -144,9 +144,8 @@ def test_short_names_of_out_and_quiet():
         parser.parse_declared_options(["-o"])
 
 
-@pytest.mark.parametrize("words", [["list"], ["list", "--json"]])
-def test_a_reader_that_stops_reading_is_no_failure(words):
-    command = [sys.executable, "-c", "from polyfed.cli.main import entry; entry()", *words]
+def test_a_reader_that_stops_reading_is_no_failure():
+    command = [sys.executable, "-c", "from polyfed.cli.main import entry; entry()", "list", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b""

@@ -262,7 +262,8 @@ def test_the_configuration_says_only_what_was_given_and_gives_it_again(polyfed):
     entries = "[local, {name: fedprox, mu: 1}]"
     config = printed(polyfed, "fedavg_digits", "--baselines", entries)
     assert config["baselines"] == ["local", {"name": "fedprox", "mu": 1.0}]
-    assert polyfed("run", "fedavg_digits", "--baselines", entries, "--rounds", "1", "--quiet", "--out", "run")[0] == 0
+    words = ["--data.clients", "2", "--rounds", "1", "--quiet", "--out", "run"]
+    assert polyfed("run", "fedavg_digits", "--baselines", entries, *words)[0] == 0
     assert read_config("run")["baselines"] == config["baselines"]
     assert read_config("run/baselines/fedprox")["algorithm"]["mu"] == 1.0
     assert polyfed("resume", "run", "--quiet")[0] == 0

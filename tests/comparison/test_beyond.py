@@ -32,14 +32,14 @@ def favouring(name, best):
 @pytest.mark.parametrize(
     ("best", "values", "tried"),
     [
-        (0.5, [0.1, 0.2, ...], [0.1, 0.2, 0.4, 0.8]),
+        pytest.param(0.5, [0.1, 0.2, ...], [0.1, 0.2, 0.4, 0.8], marks=pytest.mark.thorough),
         (99, [0.1, 0.2, ...], [0.1, 0.2, 0.4, 0.8]),  # two further values at the most
         (0.01, [1, 2, ...], [1, 2, 0.5, 0.25]),
         (0.02, [0.01, 0.02, 0.1, "..."], [0.01, 0.02, 0.1]),
-        (99, [0.1, 0.2], [0.1, 0.2]),
+        pytest.param(99, [0.1, 0.2], [0.1, 0.2], marks=pytest.mark.thorough),
         (99, [np.float32(0.5), np.int64(1), ...], [0.5, 1, 2, 4]),
-        (0.02, "grid", [0.001, 0.003, 0.01, 0.03, 0.1]),
-        (99, "grid", [0.001, 0.003, 0.01, 0.03, 0.1]),
+        pytest.param(0.02, "grid", [0.001, 0.003, 0.01, 0.03, 0.1], marks=pytest.mark.thorough),
+        pytest.param(99, "grid", [0.001, 0.003, 0.01, 0.03, 0.1], marks=pytest.mark.thorough),
         (99, "grid,...", [0.001, 0.003, 0.01, 0.03, 0.1, 0.33, 1.1]),
     ],
 )

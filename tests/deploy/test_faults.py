@@ -111,10 +111,7 @@ BROKEN = {
     "empty": (lambda le: RecordDict({}), "not a message of polyfed"),
     "hangs": (lambda le: None, "no reply within 0.3 s"),
 }
-DIFFERENT = (  # one of each place that refuses
-    "nan", "shape", "missing", "scalar", "oversized", "another's id", "a failure", "metrics", "a huge scalar",
-    "a share of all", "nested", "no array", "a header", "escapes", "dies", "garbage", "hangs",
-)  # fmt: skip
+DIFFERENT = ("nan", "shape", "oversized", "another's id", "a failure", "metrics", "a header", "escapes", "dies")
 
 
 @pytest.fixture(scope="module")

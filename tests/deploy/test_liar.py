@@ -240,6 +240,7 @@ def test_a_site_with_noise_refuses_a_bound_in_secure_sums():
     assert noise_incompatibility_error(FedAvg(weighted=False, robust="clip:1"), secure_sums=False) is None
 
 
+@pytest.mark.thorough
 def test_sites_of_a_secure_sum_limit_their_updates_as_a_simulation_does(secure_grid, secure_play):
     words = {"rounds": 2, "max-update-norm": 0.05}
     run = secure_play(secure_grid(small_clients()), **words)
@@ -280,6 +281,7 @@ def test_a_liar_in_a_secure_sum_moves_the_mean_by_the_bound(secure_grid, secure_
     assert squares**0.5 == pytest.approx(0.05, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_by_default_sites_of_a_secure_sum_follow_the_median_as_a_simulation_does(secure_grid, secure_play):
     run = secure_play(secure_grid(small_clients()), rounds=4, **{"max-update-norm": "auto"})
     simulated = pf.federate(small_clients(), FedAvg(lr=0.05, robust="clip"), rounds=4, seed=3, workers=0, secure=True)

@@ -65,7 +65,7 @@ def test_metrics_of_another_run_are_not_taken(tmp_path, run):
     assert any("metrics.jsonl was changed" in sentence for sentence in describe_changed_files_of_run(run))
 
 
-@pytest.mark.parametrize("line", [0, 1, 2, 3])
+@pytest.mark.parametrize("line", few([0, 1, 2, 3], [0, 3]))
 def test_one_changed_number_of_the_metrics_is_found(run, line):
     """A change in the last round costs that round; one before all checkpoints that are left ends with a sentence."""
     whole = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]

@@ -21,6 +21,7 @@ from polyfed.core.io.trusted_code import (
 from polyfed.core.nn.module_cache import forget_cached_networks
 from polyfed.simulation.storage.directory import read_config
 from polyfed.simulation.storage.integrity import hash_settings_that_affect_results
+from tests.few_cases import few
 
 SOURCE = Path(pf.__file__).parent
 SMALL = ["--data.clients", "2", "--rounds", "1", "--workers", "0", "--quiet"]
@@ -203,8 +204,10 @@ BY_NAME = {
 
 def uses(file):
     """Calls that make code of names or of bytes, by what is called."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    found, text = set(), file.read_text(encoding="utf-8")
+    if not any(f"{name}(" in text for name in (*BY_NAME, "load", "loads", "load_all")):
+        return found
+    for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Call):
             continue
         of = node.func.value if isinstance(node.func, ast.Attribute) else None
@@ -270,7 +273,7 @@ def test_the_constants_are_constants():
             assert all(isinstance(call.args[0], ast.Constant) for call in calls)
 
 
-@pytest.mark.parametrize("key", ["baselines", "algorithm", "data", "model", "metrics"])
+@pytest.mark.parametrize("key", few(["baselines", "algorithm", "data", "model", "metrics"], ["algorithm", "model"]))
 def test_no_value_of_a_configuration_is_taken_for_a_class(key, tmp_path, monkeypatch, capsys):
     """jsonargparse can import what `class_path` names; no option has a type for which it does."""
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,7 @@ from polyfed.models.structure import (
     find_representation_module,
     tensor_names_by_module,
 )
+from tests.few_cases import few
 
 
 @pytest.mark.parametrize("sides", [(8, 8), (9, 31), (13, 10), (8, 9, 11)])
@@ -23,7 +24,7 @@ def test_outputs_have_the_size_of_the_image_also_an_odd_one(sides, depth):
 
 
 @pytest.mark.parametrize(("name", "sides"), [("unet", (16, 12)), ("unet3d", (8, 8, 8))])
-@pytest.mark.parametrize("norm", ["instance", "batch", "group", "none"])
+@pytest.mark.parametrize("norm", few(["instance", "batch", "group", "none"], ["batch"]))
 def test_hypernetworks_generate_every_weight_and_the_bottleneck_is_the_representation(name, sides, norm):
     network, x = build(name, (1, *sides), 2, width=4, depth=1, norm=norm), torch.randn(3, 1, *sides)
     graph = extract(network, x)
@@ -37,6 +38,7 @@ def test_hypernetworks_generate_every_weight_and_the_bottleneck_is_the_represent
     assert len(tensor_names_by_module(network)) == sum(1 for module in network.modules() if module._parameters)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("norm", ["instance", pytest.param("batch", marks=pytest.mark.thorough)])
 def test_a_u_net_learns_eight_blobs_by_heart(norm):
     generator = torch.Generator().manual_seed(0)

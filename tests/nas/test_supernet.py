@@ -35,6 +35,7 @@ from polyfed.nas import (  # fmt: skip
 )
 from polyfed.nas.cells import _scale_by_choice, apply_chosen_operations
 from polyfed.nas.operations import GroupedNorm
+from tests.few_cases import few
 
 
 def supernet(context="free", seed=0, **fields):
@@ -156,7 +157,7 @@ def test_a_choice_of_1_has_the_value_and_the_gradients_of_a_product(form):
     assert torch.equal(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize("context", ["free", "aware"])
+@pytest.mark.parametrize("context", few(["free", "aware"], ["aware"]))
 def test_only_what_is_chosen_is_computed(context):
     """Calls are counted by hooks: at most one for each operation and edge, and none for those that nobody chose."""
     network = supernet(context).train()
@@ -294,7 +295,7 @@ def test_an_example_is_routed_the_same_whatever_else_is_in_the_batch():
     assert all(torch.allclose(r.sum(1), torch.ones(len(r)), atol=1e-5) for r in routes)
 
 
-@pytest.mark.parametrize("context", ["free", "aware"])
+@pytest.mark.parametrize("context", few(["free", "aware"], ["aware"]))
 def test_sampled_is_the_mean_of_its_networks(context):
     network = supernet(context).eval()
     with temporary_rng_seed(7):

@@ -27,6 +27,7 @@ def sites(task="segmentation"):
     return clients, x[rest]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "options"),
     [

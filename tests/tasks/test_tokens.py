@@ -262,6 +262,7 @@ def test_a_causal_transformer_sees_no_later_token():
 # -- learning, methods, files -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_small_tagger_learns_the_grammar():
     clients = grammar_clients(120)
     method = pf.algorithms.FedAvg(lr=0.02, optimizer="adam", batch_size=8, local_epochs=2)

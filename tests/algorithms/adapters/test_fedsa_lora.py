@@ -9,6 +9,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, FedSALoRA, Local
 from polyfed.models.lora import add_lora
 from polyfed.testing import AlgorithmContract, small_adapter_clients
+from tests.few_cases import few
 
 
 def wider():
@@ -45,7 +46,7 @@ def test_only_a_travels():
         assert torch.equal(states[0]["head.weight"], states[1]["head.weight"]) == shared
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", few([False, True], [True]))
 def test_a_round_in_plain_torch(shared):
     """Two rounds of two steps: A is the weighted mean, and each client goes on from its own B."""
     method, people = FedSALoRA(**FULL, local_epochs=2, shared_head=shared), clients()
@@ -61,6 +62,7 @@ def test_a_round_in_plain_torch(shared):
             torch.testing.assert_close(model[name], state[name])
 
 
+@pytest.mark.thorough
 def test_clients_with_opposite_labels_learn():
     """Clients call the classes by other names: own factors B learn them, a common B does not. The head is frozen."""
     people = clients(3, adapter_alone, shift=1)

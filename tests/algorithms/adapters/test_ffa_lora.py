@@ -1,5 +1,6 @@
 """FFA-LoRA: A stays what it was, products are averaged exactly, a round in plain torch, and learning through the adapter."""
 
+import pytest
 import torch
 from adapter_nets import BASE, FULL, A, B, adapter_alone, clients, descend, first_state, mean, one_round, run
 
@@ -50,6 +51,7 @@ def test_a_round_in_plain_torch():
         torch.testing.assert_close(model[name], state[name])
 
 
+@pytest.mark.thorough
 def test_it_learns_through_the_adapter():
     """The head is frozen, so that without B nothing is learnt."""
     people = clients(3, adapter_alone, turn=1)

@@ -44,6 +44,7 @@ def test_two_rounds_in_plain_torch(rounds):
         torch.testing.assert_close(model[name], state[name])
 
 
+@pytest.mark.thorough
 def test_it_learns_what_a_random_a_cannot():
     """Of one frozen random direction of the inputs little can be told; RoLoRA turns it. The head is frozen."""
     people = clients(3, adapter_alone_of_rank_1, turn=1)

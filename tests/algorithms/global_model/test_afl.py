@@ -113,6 +113,7 @@ def test_two_quadratics_end_where_both_losses_are_equal():
     assert abs(mean - fair) > 0.5
 
 
+@pytest.mark.thorough
 def test_the_worst_client_is_better_off_than_with_fedavg():
     people = odd_clients()
     worst = {}

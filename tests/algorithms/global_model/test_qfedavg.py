@@ -74,6 +74,7 @@ def test_two_quadratics_reach_the_minimum_of_the_objective(q):
     assert float(state["model"]["theta"]) == pytest.approx(middle, abs=1e-3)
 
 
+@pytest.mark.thorough
 def test_a_larger_q_makes_losses_more_alike():
     """Of two clients that agree and one with other labels, which FedAvg gives up."""
     people = linear_clients()

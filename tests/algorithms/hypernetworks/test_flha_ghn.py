@@ -19,6 +19,7 @@ from polyfed.hypernetworks import generated_network as generated_module
 from polyfed.models import ModelSpec
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
+from tests.few_cases import few
 
 SHAPE, CLASSES = (1, 8, 8), 3
 ARCHITECTURES = [
@@ -233,7 +234,7 @@ def test_nothing_to_generate_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("buffers", ["local", "recompute"])
+@pytest.mark.parametrize("buffers", few(["local", "recompute"], ["local"]))
 def test_refinement_trains_the_head_alone_and_generated_is_beside(buffers):
     method = FLHAGHN(**OPTIONS, buffers=buffers)
     (client,) = everyone = clients(ARCHITECTURES[0])
@@ -359,6 +360,7 @@ def test_one_factory_may_be_used_under_two_catalogues():
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fields", [{"gnn": "gated"}, {"gnn": "sage", "passing": "asynchronous"}])
 def test_other_graph_networks_train_and_do_not_take_each_others_weights(fields):
     everyone, method = clients(Distinct), FLHAGHN(**OPTIONS, **fields)

@@ -146,6 +146,7 @@ def norm_last():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES), nn.BatchNorm1d(CLASSES))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("norms", ["generate", "local"])
 def test_odd_networks_learn_together(norms):
     method = FLHAGHN(**{**OPTIONS, "depth": 1}, norms=norms)

@@ -29,6 +29,7 @@ from polyfed.hypernetworks.ghn_start import init_ghn_params
 from polyfed.models import ModelSpec
 from polyfed.simulation.storage.directory import read_config, read_manifest
 from polyfed.testing import assert_runs_equal, small_clients
+from tests.few_cases import few
 
 
 class WithoutNorm(nn.Sequential):
@@ -96,7 +97,7 @@ def test_without_the_largest_network_light_heads_take_one_layer_of_each_type():
     assert hypernetwork_size_in_bytes(light) < hypernetwork_size_in_bytes(shrink_to_size_of_networks(large))
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", few([0, 2], [2]))
 def test_clients_read_the_sizes_of_light_heads_from_the_message(depth):
     method = FLHAGHN(depth=depth)
     for width in (4, 16):
@@ -108,6 +109,7 @@ def test_clients_read_the_sizes_of_light_heads_from_the_message(depth):
         assert build_ghn(form).load_state_dict(state["ghn"])
 
 
+@pytest.mark.thorough
 def test_a_message_of_the_default_is_no_larger_than_twice_the_largest_network():
     names = ("flha_arch1", "flha_arch2")
     x, y = torch.randn(6, 3, 8, 8), torch.arange(6) % 3
@@ -121,6 +123,7 @@ def test_a_message_of_the_default_is_no_larger_than_twice_the_largest_network():
     assert FLHAGHN().head == "light"
 
 
+@pytest.mark.thorough
 def test_below_the_size_the_former_default_is_the_papers_bit_for_bit(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

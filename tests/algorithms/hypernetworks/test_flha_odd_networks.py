@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN
+from tests.few_cases import few
 
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.randint(0, 7, (12, 6), generator=torch.Generator().manual_seed(0)).index_fill(1, torch.tensor([0]), 1)
@@ -116,7 +117,7 @@ PRIVATE = {  # of each network, where not all is generated
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", few(NETWORKS, ["one weight, straight and transposed", "layers in half precision"]))
 def test_a_round_runs_and_what_is_evaluated_is_what_was_written(name):
     build, x = NETWORKS[name]
     clients = [pf.Client(f"site-{k}", build, (x, Y), (x, Y)) for k in range(2)]

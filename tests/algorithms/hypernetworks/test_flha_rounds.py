@@ -155,7 +155,7 @@ def clients():
     ("momentum", "clip_norm", "published"),
     few(
         [(0.0, None, False), (0.9, None, False), (0.9, 0.5, False), (0.9, 0.1, True)],
-        {(0.9, 0.5, False), (0.9, 0.1, True)},
+        {(0.9, 0.1, True)},
     ),
     ids=["sgd", "momentum", "clipped", "published"],
 )

@@ -15,6 +15,7 @@ from polyfed.hypernetworks.pfedhn_hypernetwork import (
 )
 from polyfed.testing import small_clients
 from tests.algorithms.hypernetworks.test_pfedhn import OPTIONS, halves, mixed_clients, replies_of
+from tests.few_cases import few
 
 
 def embeddings_of(method, state):
@@ -59,7 +60,7 @@ def test_the_state_has_rows_only_of_clients_that_replied_and_a_round_changes_no_
     assert sum(1 for _ in iter_tensors(small)) == sum(1 for _ in iter_tensors(large))
 
 
-@pytest.mark.parametrize("heads", ["architecture", "client"])
+@pytest.mark.parametrize("heads", few(["architecture", "client"], ["client"]))
 def test_a_resumed_run_has_the_bits_of_a_whole_one(tmp_path, heads):
     method = PFedHN(**OPTIONS, local_steps=2, heads=heads)
     words = {"clients_per_round": 2, "workers": 0, "quiet": True, "checkpoint_every": 1}

@@ -104,7 +104,7 @@ def local_update(network, client, noise, temperature, gradient, meta):
 
 @pytest.mark.parametrize(
     ("method", "gradient"),
-    few(list(product([FedDSNAS, FedPNAS], ["chosen", "full"])), {(FedDSNAS, "chosen"), (FedPNAS, "full")}),
+    few(list(product([FedDSNAS, FedPNAS], ["chosen", "full"])), {(FedPNAS, "full")}),
 )
 def test_two_rounds_are_algorithm_1_in_plain_torch(method, gradient, noise):
     """Both clients' updates, and their mean with weights 1/M, whatever their sizes."""
@@ -152,7 +152,7 @@ def logits_by_image(network, x, noise, temperature):
     return network.personal["classifier"](previous.mean((2, 3)))
 
 
-@pytest.mark.parametrize("method", [CAFedDSNAS, CAFedPNAS])
+@pytest.mark.parametrize("method", few([CAFedDSNAS, CAFedPNAS], [CAFedPNAS]))
 def test_a_step_with_an_architecture_for_each_image_is_that_of_plain_torch(method, noise, monkeypatch):
     """The two passes of section 3.2 with the outer product as a matrix, where samplers see the image."""
     shown, forward = [], Network.forward

@@ -25,6 +25,7 @@ from polyfed.simulation.experiment import build_experiment, load_participants
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.results.gradient_conflicts import measure_gradient_conflicts
 from polyfed.simulation.storage.directory import read_config, read_metrics
+from tests.few_cases import few
 
 read = functools.cache(shipped.read_recipe)
 FEDPNAS = [name for name in shipped_recipe_files() if name.startswith("fedpnas_")]
@@ -180,7 +181,7 @@ def test_the_partition_gives_the_papers_sizes(experiment):
         assert len(public) == 0
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", few(list(SCALES), ["smoke"]))
 def test_shifts(scale, experiment):
     slight = [(rotation, 0) for rotation in ROTATIONS]
     for name, variant in FEDERATIONS:

@@ -14,6 +14,7 @@ from polyfed.core.evaluation.metrics import METRICS
 from polyfed.core.evaluation.simple_model import SimpleModel
 from polyfed.data.partitioning.resplit import resplit_clients
 from polyfed.tasks.simple_models import linear_models
+from tests.few_cases import few
 
 QUICK = {"rounds": 1, "budget": "steps", "tune": "none", "parallel": 1, "quiet": True}
 
@@ -90,6 +91,7 @@ def test_dealings_are_fitted_side_by_side_to_the_same():
     assert one == other
 
 
+@pytest.mark.thorough
 def test_progress_is_told(capsys):
     pf.compare(sites(), ["fedavg"], **(QUICK | {"quiet": False}), resplit=2)
     assert "simple models of each site alone: done (2 of 2 splits)" in capsys.readouterr().err
@@ -130,7 +132,7 @@ def test_of_more_labels_than_ten_one_penalty_is_chosen(monkeypatch):
         chosen.clear()
 
 
-@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize("task", few(["classification", "regression"], ["classification"]))
 def test_rows_of_one_group_stay_together_where_a_penalty_is_chosen(task):
     """Twenty patients with ten rows each that say who they are: with rows apart, a weak penalty looks best."""
     rng = np.random.default_rng(0)

@@ -35,6 +35,15 @@ def test_references_title_methods_and_seeds_may_be_added_to_finished_runs(tmp_pa
     assert not fewer.results["references"]
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The arguments of a comparison that has ended."""
+    words = {"clients": CLIENTS, "algorithms": ["fedprox"], "seeds": [0], "references": False}
+    words |= {"out": tmp_path_factory.mktemp("compared") / "c", **QUICK}
+    pf.compare(**words)
+    return words
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -45,12 +54,9 @@ def test_references_title_methods_and_seeds_may_be_added_to_finished_runs(tmp_pa
         ({"clients": small_clients(3)}, "fingerprints.0 was"),
     ],
 )
-def test_what_finished_runs_depend_on_may_not_change(tmp_path, change, sentence):
-    words = {"clients": CLIENTS, "algorithms": ["fedprox"], "seeds": [0], "references": False, "out": tmp_path / "c"}
-    words |= QUICK
-    pf.compare(**words)
+def test_what_finished_runs_depend_on_may_not_change(finished, change, sentence):
     with pytest.raises(pf.UserError, match=sentence):
-        pf.compare(**words | change)
+        pf.compare(**finished | change)
 
 
 def test_descriptions_of_the_command_line_are_compared_alike():

@@ -134,6 +134,7 @@ def test_a_method_that_diverges_with_every_rate_has_failed():
     assert [row["method"] for row in found.table()] == ["local", "fedavg", "fedavg_ft"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_where_the_best_diverges_with_another_seed_the_next_best_is_compared(monkeypatch, tmp_path, kept):
     """Of three values of mu the best in the search fails with the second seed, and the next with the first."""

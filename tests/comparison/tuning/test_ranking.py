@@ -184,6 +184,7 @@ def test_a_choice_that_diverges_with_another_seed_gives_way_for_that_client_alon
     assert pf.compare(two(), ["fedprox"], **words).results == found.results
 
 
+@pytest.mark.thorough
 def test_a_rate_with_which_one_client_diverges_is_there_for_the_others():
     """The loss of the first client is a million times as steep: a rate that suits the second lets it diverge."""
 
@@ -232,6 +233,7 @@ def test_what_changes_the_meaning_of_the_loss_is_not_searched(field, values):
         pf.compare(two(), ["fedprox"], **QUICK, tune={field: values})
 
 
+@pytest.mark.thorough
 def test_a_clients_own_loss_chooses_ends_and_leaves_out_models_of_another_loss():
     """The own loss is lowest where the task's is highest; nothing is learned by it, so that the first round is best."""
 

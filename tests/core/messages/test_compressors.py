@@ -198,7 +198,7 @@ trees = st.dictionaries(names, st.dictionaries(names, tensors, max_size=4), max_
 
 
 @given(trees, trees, st.sampled_from([Int8(), TopK(0.1), TopK(0.9)]), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_every_message_comes_back_with_its_names_in_order_and_its_forms(up, down, how, answer):
     """Whatever the names; nothing is changed in place; and the forms are known from the forms alone."""
     known = Message(

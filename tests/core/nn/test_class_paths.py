@@ -71,7 +71,10 @@ def test_fingerprint_and_first_weights_stay(name):
 
 @pytest.mark.parametrize(
     ("context", "fingerprint", "size"),
-    [("free", "3600d3cd71f09835", 3657.979), ("aware", "bbbf0d5d379993a8", 4730.907)],
+    [
+        pytest.param("free", "3600d3cd71f09835", 3657.979, marks=pytest.mark.thorough),
+        ("aware", "bbbf0d5d379993a8", 4730.907),
+    ],
 )
 def test_a_supernet_whose_layer_classes_were_renamed_starts_as_it_did(context, fingerprint, size):
     plan = SupernetPlan(1, 3, 4, *plan_cell_stacks(), context=context)

@@ -8,6 +8,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg
 from polyfed.core.nn.module_cache import build_module, cached_module
 from polyfed.testing import assert_runs_equal
+from tests.few_cases import few
 
 X, Y = torch.randn(12, 4), torch.arange(12) % 3
 
@@ -54,7 +55,7 @@ def parts():
 FORMS = [parallel, compiled, both, in_place, forward_alone, parts]
 
 
-@pytest.mark.parametrize("factory", FORMS)
+@pytest.mark.parametrize("factory", few(FORMS, [both, in_place, parts]))
 def test_the_network_inside_is_the_network(factory):
     network = build_module(factory, seed=0)
     assert type(network) is Net

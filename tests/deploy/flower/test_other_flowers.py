@@ -64,6 +64,7 @@ def test_a_site_goes_on_without_a_whole_module(executed, capsys, monkeypatch, mo
     assert f"has no {module}." in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_server_works_without_the_parts_that_save_time(monkeypatch):
     grid = importlib.import_module("flwr.superlink.grid.http_grid")
     loader = importlib.import_module("flwr.superlink.config_loader")

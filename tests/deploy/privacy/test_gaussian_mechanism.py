@@ -26,6 +26,7 @@ from polyfed.deploy.site.process.node_config import build_site
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.testing import SmallNet, example_of, small_clients
+from tests.few_cases import few
 
 from ..conftest import ONE
 from ..test_parity import deployed, image_clients
@@ -63,7 +64,7 @@ def test_traffic_of_flha_ghn_has_the_same_form_for_sites_with_different_networks
             assert tensor.numpy().tobytes()[:64] not in everything
 
 
-@pytest.mark.parametrize(("weighted", "scalars"), [(True, ["num_examples"]), (False, [])])
+@pytest.mark.parametrize(("weighted", "scalars"), few([(True, ["num_examples"]), (False, [])], [(False, [])]))
 def test_nothing_is_told_but_what_the_method_needs(tmp_path, nodes, weighted, scalars):
     """Unless `disclose` names it: no metrics, no losses, no times; the server's table says so."""
 

@@ -16,6 +16,7 @@ from polyfed.deploy.protocol.handshake import (
     check_width_family,
 )
 from polyfed.testing import small_clients
+from tests.few_cases import few
 
 from ..conftest import MemoryGrid
 
@@ -24,7 +25,7 @@ def network(layers):
     return nn.Sequential(nn.Flatten(), *(nn.Linear(*sizes) for sizes in layers))
 
 
-@pytest.mark.parametrize("method", [FedProto, FedTGP, FedGH, LGFedAvg])
+@pytest.mark.parametrize("method", few([FedProto, FedTGP, FedGH, LGFedAvg], [FedProto]))
 def test_representations_of_other_widths_are_refused_before_round_1(nodes, run, method):
     one, two, *_ = small_clients()
     features = one.train.first_input[0].numel()
@@ -67,7 +68,9 @@ def server_file(tmp_path):
 
 
 @pytest.mark.parametrize("case", OF_PUBLIC)
-@pytest.mark.parametrize("method", [FedMD(lr=0.05), FedHeNN(lr=0.05, rad_size=4), FedDF(lr=0.05)])
+@pytest.mark.parametrize(
+    "method", few([FedMD(lr=0.05), FedHeNN(lr=0.05, rad_size=4), FedDF(lr=0.05)], [FedDF(lr=0.05)])
+)
 def test_public_examples_of_another_form_are_refused_before_round_1(tmp_path, nodes, run, server_file, method, case):
     examples, form = OF_PUBLIC[case]
     grid = MemoryGrid(nodes(small_clients(), disclose="num_examples"))

@@ -285,6 +285,7 @@ def test_two_that_do_not_hand_out_shares_end_the_round_and_it_is_played_again(tm
     assert_same(tmp_path, secure_play(found, resume=True), simulated(clients))
 
 
+@pytest.mark.thorough
 def test_a_round_that_was_opened_is_not_opened_for_others(secure_grid, secure_play, caplog):
     """The sum of four, and then the sum of three of them: the difference would be the numbers of one site."""
     found = secure_grid(small_clients(4))

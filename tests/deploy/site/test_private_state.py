@@ -125,6 +125,7 @@ def both(where, one):
     return [part.head["metrics"] | dict(part.body.scalars) for part in parts]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", [31, pytest.param(1, marks=pytest.mark.slow)])
 def test_so_it_does_where_evaluations_ride(tmp_path, whole, step):
     for number in range(0, 400, step):

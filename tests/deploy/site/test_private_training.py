@@ -141,6 +141,7 @@ def test_what_was_sent_without_noise_leaves_no_budget(site):
     assert refused == "what it has sent before leaves no budget (max-epsilon) for each example of its data set"
 
 
+@pytest.mark.thorough
 def test_without_a_limit_the_book_counts_and_refuses_nothing(site):
     one = site(protection=ReplyProtection())
     assert all(ask(one, run=run).body.tensors for run in "abcdefgh")
@@ -157,6 +158,7 @@ def model_of(site):
     return safetensors.torch.load_file(next((site.folder / "a" / "models").glob("*.safetensors")))
 
 
+@pytest.mark.thorough
 def test_fine_tuning_for_an_evaluation_is_counted_and_the_export_is_what_was_evaluated(site, monkeypatch):
     evaluated = []
     personal = FedAvgFT.personal_model

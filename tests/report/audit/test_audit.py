@@ -41,6 +41,7 @@ def saved_run(out, method, clients=None, rounds=1):
     return clients
 
 
+@pytest.mark.thorough
 def test_overfitted_networks_reveal_their_members(tmp_path):
     method = pf.algorithms.Local(lr=0.1, momentum=0.9, local_epochs=30, batch_size=8)
     clients = saved_run(tmp_path / "run", method)
@@ -107,6 +108,7 @@ def coin_clients(n=96):
     return [pf.Client("north", network, examples.select(torch.arange(8, n + 8)), examples.head(8))]
 
 
+@pytest.mark.thorough
 def test_a_column_is_guessed_of_rows_trained_on_and_not_of_others(tmp_path):
     clients = saved_run(tmp_path / "run", pf.algorithms.Local(lr=0.1, momentum=0.9, local_epochs=30, batch_size=8),
                         coin_clients())  # fmt: skip

@@ -59,6 +59,7 @@ def test_one_example_and_one_step_are_reconstructed_from_convolutions():
     assert entry.labels_right_by_guess == pytest.approx(1 / CLASSES_OF_CLIENT)
 
 
+@pytest.mark.thorough
 def test_several_steps_are_imitated():
     method = pf.algorithms.FedAvg(lr=0.5, batch_size=2, local_epochs=2)  # two images, two steps
     (entry,) = attack(image_clients(convolution, number=2), method, iterations=300)
@@ -90,6 +91,7 @@ def test_where_nothing_is_sent_nothing_is_attacked():
     assert entry.describe_labels() == "not inferred, guess 33 %"
 
 
+@pytest.mark.thorough
 def test_a_secure_sum_of_several_clients_does_not_give_the_image():
     """Every unit of this network is moved by every image, unlike those of ReLU networks."""
     clients, method = image_clients(perceptron, number=4), pf.algorithms.FedAvg(**ONE_STEP)
@@ -119,6 +121,7 @@ def test_a_sum_does_not_hide_an_image_that_alone_moves_a_unit():
     assert entry.best_psnr > 40
 
 
+@pytest.mark.thorough
 def test_noise_of_private_training_hides_the_image():
     clients = image_clients(perceptron, number=4)
     method = pf.algorithms.FedAvg(lr=0.1, batch_size=4, local_steps=1, privacy=pf.Privacy(target_epsilon=1.0))

@@ -15,6 +15,7 @@ from polyfed.models import MODELS, ModelSpec
 from polyfed.report.export.folder import export_model
 from polyfed.report.export.standalone_module import StandaloneModule, draw_random_inputs
 from polyfed.report.export.trained_model import trained_model_of_run
+from tests.few_cases import few
 
 Y = torch.arange(12) % 3
 
@@ -108,7 +109,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, [*CASES][::2]))
 def test_a_network_gives_the_same_in_onnxruntime(tmp_path, name, monkeypatch, capfd):
     model, x, transform, names = CASES[name]
     run = trained(model, x, transform)

@@ -107,6 +107,7 @@ def test_any_division_into_cohorts_gives_the_same(monkeypatch):
     assert_near(whole, play(FedAvg(**BASE, momentum=0.5), clients(number=7), "cohort", rounds=3), 1e-10)
 
 
+@pytest.mark.thorough
 def test_a_pool_computes_a_cohort_in_each_worker():
     one, two = (play(FedRep(lr=0.05, head=("3",)), clients(number=7), "cohort", 2, workers=w) for w in (0, 2))
     assert_near(one, two, 1e-10)

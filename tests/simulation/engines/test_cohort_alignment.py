@@ -48,6 +48,7 @@ def test_clients_that_are_aligned_together_end_where_each_ends_alone(method, for
     assert_near(*runs, 1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "model"), few(list(product([FedHeNNHomo, FedHeNN], [plain, normed])), {(FedHeNN, plain)})
 )
@@ -70,6 +71,7 @@ def test_local_buffers_divide_no_cohort(computed):
     assert_near(*runs, 1e-9)
 
 
+@pytest.mark.thorough
 def test_any_division_gives_the_same(monkeypatch):
     method = FedHeNNHomo(**ALIGNED, momentum=0.5)
     whole = play(method, clients(number=7), "cohort", rounds=2)

@@ -25,6 +25,7 @@ def private_run(name, unit, **options):
     return pf.federate(clients, method, rounds=2, seed=3, quiet=True, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "unit"),
     [

@@ -29,6 +29,7 @@ from polyfed.simulation.monitoring.update_norms import (
     outlier_norm_ratios,
 )
 from polyfed.testing import small_clients, without_durations
+from tests.few_cases import few
 
 honest = InProcessEngine.run
 
@@ -131,7 +132,10 @@ def test_no_method_subtracts_what_is_a_difference_already(name):
 
 @pytest.mark.parametrize(
     ("method", "known"),
-    [(Local(), False), (FedProto(), True), (PFedHN(hidden=8, local_steps=2), True), (FedKD(), True)],
+    few(
+        [(Local(), False), (FedProto(), True), (PFedHN(hidden=8, local_steps=2), True), (FedKD(), True)],
+        [(Local(), False), (FedProto(), True)],
+    ),
 )
 def test_replies_that_are_no_update_of_a_message_have_the_norm_of_what_they_hold(method, known):
     run = federate(method, rounds=3)
@@ -233,6 +237,7 @@ def test_a_norm_that_is_no_number_is_a_damaged_file(tmp_path):
         read_run_record(tmp_path / "run")
 
 
+@pytest.mark.thorough
 def test_the_page_of_a_comparison_has_norms_and_no_warning_of_python_is_raised(tmp_path):
     """A rate at which everyone diverges is a part of a comparison."""
     methods = {"fedavg": FedAvg(lr=0.01), "wild": FedAvg(lr=1e20)}

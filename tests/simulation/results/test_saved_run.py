@@ -22,6 +22,7 @@ from polyfed.simulation.storage.directory import read_manifest
 from polyfed.simulation.storage.run_files import RunFiles
 from polyfed.testing import small_clients
 from polyfed.testing.small_clients import SmallNet
+from tests.few_cases import few
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,10 @@ def _read_all_but_times(folder):
     return manifest, parts, {path.parts[:2] for path in files if path.parts[0] == "checkpoint"}
 
 
-@pytest.mark.parametrize(("method", "options"), [("fedavg", {"keep": "best"}), ("ditto", {}), ("flha_ghn", {})])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    few([("fedavg", {"keep": "best"}), ("ditto", {}), ("flha_ghn", {})], [("fedavg", {"keep": "best"})]),
+)
 def test_a_run_in_memory_is_saved_as_one_with_a_directory(tmp_path, method, options):
     options = {"rounds": 3, "workers": 0, "progress": False, "checkpoint_every": 9} | options
     run = pf.federate(small_clients(), method, **options)
@@ -194,6 +198,7 @@ def test_an_unfinished_run_is_read(run, tmp_path):
         pf.load(tmp_path).table()
 
 
+@pytest.mark.thorough
 def test_a_comparison_prints_its_answers(tmp_path):
     words = {"tune": "none", "references": False, "parallel": 1, "quiet": True}
     made = pf.compare(small_clients(2), ["fedprox"], rounds=1, seeds=[0, 1], out=tmp_path / "c", **words)

@@ -17,6 +17,7 @@ from polyfed.simulation.rounds.start.preparation import check_and_build_federati
 from polyfed.simulation.settings import Settings
 from polyfed.testing import SmallNet, small_clients
 from polyfed.testing.run_equality import assert_runs_equal
+from tests.few_cases import few
 
 OPTIONS = {"rounds": 2, "seed": 3, "clients_per_round": 3, "workers": 0}
 
@@ -44,7 +45,7 @@ def replace_parts(client, **parts):
 
 
 @pytest.mark.parametrize("words", [{"workers": 0}, {"workers": 2}, {"engine": "cohort"}], ids=str)
-@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+@pytest.mark.parametrize("method", few(["fedavg", "ditto"], ["ditto"]))
 def test_bits_of_a_list(words, method):
     options = {**OPTIONS, **words}
     listed = pf.federate(small_clients(5), method, **options)
@@ -62,7 +63,7 @@ def test_bits_without_a_manifest():
     ]
 
 
-@pytest.mark.parametrize("name", ["pfedhn", "flha_ghn", "fedproto"])
+@pytest.mark.parametrize("name", few(["pfedhn", "flha_ghn", "fedproto"], ["pfedhn"]))
 def test_methods_whose_server_knows_networks(name):
     def wide():
         return nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3))
@@ -375,6 +376,7 @@ def test_best_round_by_the_loss_of_named_clients():
     assert_runs_equal(over_source, listed)
 
 
+@pytest.mark.thorough
 def test_the_start_looks_at_a_thousand_clients_at_most(monkeypatch):
     looked_at, analyse = [], pf.algorithms.PFedLA.analysis
 

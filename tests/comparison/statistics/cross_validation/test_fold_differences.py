@@ -186,6 +186,7 @@ def made(rng, sites=4, units=60, luck=0.0, gain=0.0, repeats=1):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "luck", [pytest.param(0.0, marks=pytest.mark.thorough), 0.3, pytest.param(1.0, marks=pytest.mark.thorough)]
 )
@@ -258,6 +259,7 @@ def test_looks_share_the_error_rate():
         assert rates == sorted(rates)
 
 
+@pytest.mark.thorough
 def test_looking_several_times_claims_no_more():
     rng = np.random.default_rng(12)
     wrong = 0

@@ -58,6 +58,7 @@ def test_equal_methods_with_tied_scores_are_seldom_told_apart():
     assert false <= 5
 
 
+@pytest.mark.thorough
 def test_two_examples_of_a_class_decide_nothing():
     """Welch's formula alone said in 23 % of comparisons of ten sites that one of two equal methods is better at a site."""
     rng, false = np.random.default_rng(0), 0

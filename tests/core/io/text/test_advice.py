@@ -37,7 +37,8 @@ def test_every_sentence_that_names_an_argument_and_its_option_has_the_form_that_
         text
         for path in _SOURCES.rglob("*.py")
         if path.relative_to(_SOURCES).parts[0] not in ("cli", "deploy")
-        for text in _texts(ast.parse(path.read_text()))
+        if _OPTION.search(source := path.read_text())
+        for text in _texts(ast.parse(source))
         if isinstance(text, str) and _OPTION.search(text)
     ]
     pairs = [text for text in texts if keep_advice_for_python(text) != text]

@@ -78,6 +78,7 @@ def test_settings_may_be_numbers_of_numpy():
     assert run.federation.settings == pf.federate(CLIENTS, method, **plain).federation.settings
 
 
+@pytest.mark.thorough
 def test_a_comparison_may_have_numbers_of_numpy():
     words = QUICK | {"seeds": np.arange(2), "parallel": np.int64(1), "target": np.float32(0.5)}
     tuned = pf.compare(CLIENTS, ["fedprox"], rounds=1, **words | {"tune": {"lr": np.logspace(-2, -1, 2)}})

@@ -22,7 +22,7 @@ pytestmark = [
 
 METHODS = few(
     [n for n, m in REGISTRY.items() if m.requires & MODEL_REQUIREMENTS and "adapters" not in m.requires],
-    {"fedavg", "fedavg_kd", "fedgh", "fedhenn", "fedproto", "fedrep", "flha_ghn", "knn_per", "local", "pfedla"},
+    {"fedavg", "fedavg_kd", "fedhenn", "fedproto", "fedrep", "flha_ghn"},
 )
 Y = torch.arange(24) % 3
 

@@ -21,6 +21,7 @@ from polyfed.simulation.engines.ray import ray_engine as engine_module
 from polyfed.simulation.engines.ray.ray_sums import WorkerSum, read_summed_reply
 from polyfed.simulation.rounds.replies.regional_sums import RegionalSum, summed_reply_form
 from polyfed.testing import SmallNet, small_clients
+from tests.few_cases import few
 
 METHOD = FedAvg(lr=0.05, batch_size=8)
 QUIET = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
@@ -190,7 +191,7 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("ignore:round 1, client")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(CASES, ["a worker dies with a sum", "all train and some count"]))
 def test_sums_of_nodes_have_the_bits_of_one_process(ray_in_this_process, collected, case):
     method, words, deaths = CASES[case]
     ray_in_this_process += deaths

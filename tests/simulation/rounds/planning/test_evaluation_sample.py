@@ -88,6 +88,7 @@ def test_refused(words, error):
         pf.federate(small_clients(4), "fedavg", **OPTIONS, **words)
 
 
+@pytest.mark.thorough
 def test_resumed(tmp_path):
     def stop(record):
         return record["round"] < 2

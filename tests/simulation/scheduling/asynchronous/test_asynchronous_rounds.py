@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import polyfed as pf
-from polyfed.algorithms import FedAvg, FedOpt, FedProx, FedRep, Scaffold
+from polyfed.algorithms import FedAvg, FedOpt, FedRep, Scaffold
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import RunInterrupt, UserError
 from polyfed.simulation.scheduling.asynchronous.rebase import mix_model, rebase_update
 from polyfed.simulation.scheduling.asynchronous.staleness import build_staleness_function
 from polyfed.testing import assert_runs_equal, small_clients
+from tests.few_cases import few
 
 GIVEN = {"workers": 0, "quiet": True}
 
@@ -60,16 +61,16 @@ class Stop(pf.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("method", [FedAvg(lr=0.1), FedAvg(weighted=False), FedRep(), FedOpt(), Scaffold(), FedProx()])
+@pytest.mark.parametrize("method", [FedAvg(weighted=False), FedRep(), FedOpt(), Scaffold()])
 def test_a_buffer_of_all_clients_is_the_synchronous_mean(method):
     """K = M = all: every reply is to the newest version, so that the bits are those of synchronous rounds, at any speeds."""
     clients = small_clients(4)
-    plain = pf.federate(clients, method, rounds=3, **GIVEN)
+    plain = pf.federate(clients, method, rounds=2, **GIVEN)
     for speeds in (1.0, "uniform:1-20"):
-        run = pf.federate(clients, method, rounds=3, asynchronous=pf.FedBuff(buffer=4), speeds=speeds, **GIVEN)
+        run = pf.federate(clients, method, rounds=2, asynchronous=pf.FedBuff(buffer=4), speeds=speeds, **GIVEN)
         assert same(weights(run), weights(plain))
-        assert arrivals(run) == [dict.fromkeys((c.id for c in clients), 0)] * 3
-    timed = pf.federate(clients, method, rounds=3, speeds="uniform:1-20", **GIVEN)
+        assert arrivals(run) == [dict.fromkeys((c.id for c in clients), 0)] * 2
+    timed = pf.federate(clients, method, rounds=2, speeds="uniform:1-20", **GIVEN)
     assert same(weights(timed), weights(plain))
     assert clock(timed) == clock(run)  # a full buffer waits for the slowest, too
 
@@ -163,18 +164,17 @@ ASYNCHRONOUS = {
 }
 
 
-@pytest.mark.parametrize("name", ASYNCHRONOUS)
+@pytest.mark.parametrize("name", few(ASYNCHRONOUS, [*ASYNCHRONOUS][::3]))
 def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path, name):
     clients, given = small_clients(5), {"rounds": 7, "speeds": "uniform:1-20", **ASYNCHRONOUS[name], **GIVEN}
     whole = pf.federate(clients, "fedavg", **given)
     with pytest.raises(RunInterrupt):
         pf.federate(clients, "fedavg", out=tmp_path / "run", callbacks=[Stop(4)], **given)
     resumed = pf.resume(tmp_path / "run", clients=clients, workers=0, quiet=True)
-    assert clock(resumed) == clock(whole)
+    assert clock(resumed) == clock(whole) == sorted(clock(whole))
     assert arrivals(resumed) == arrivals(whole)
     assert_runs_equal(resumed, whole)
     assert max(max(staleness.values()) for staleness in arrivals(whole)) > 0
-    assert clock(whole) == sorted(clock(whole))
 
 
 def test_private_states_go_on_from_the_clients_own_last_reply(tmp_path):

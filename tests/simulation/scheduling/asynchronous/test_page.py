@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
 from polyfed.simulation.checks.settings.scheduling import supports_asynchronous
@@ -11,6 +13,7 @@ from polyfed.simulation.checks.settings.scheduling import supports_asynchronous
 PAGE = (Path(__file__).parents[4] / "docs" / "asynchronous.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.thorough
 def test_the_code_of_the_page_runs(capsys):
     names = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL):

@@ -19,6 +19,7 @@ from polyfed.simulation.scheduling.timing.client_times import ClientTimes
 from polyfed.simulation.scheduling.timing.rates import ClientRates
 from polyfed.simulation.settings import Settings
 from polyfed.testing import assert_runs_equal, small_clients
+from tests.few_cases import few
 
 IDS = [f"client-{k}" for k in range(6)]
 GIVEN = {"workers": 0, "quiet": True, "clients_per_round": 2}
@@ -147,7 +148,9 @@ class Stop(pf.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("sampler", ["power_of_choice:3", "oort", {"name": "oort", "exploration": 0.5}, InTurn(step=2)])
+@pytest.mark.parametrize(
+    "sampler", few(["power_of_choice:3", "oort", {"name": "oort", "exploration": 0.5}, InTurn(step=2)], ["oort"])
+)
 def test_a_resumed_run_draws_the_same_clients(tmp_path, sampler):
     clients, given = small_clients(5), {"rounds": 5, "sampler": sampler, "speeds": "uniform:1-20", **GIVEN}
     whole = pf.federate(clients, "fedavg", **given)
@@ -235,6 +238,7 @@ class Line(torch.nn.Linear):
         super().__init__(6, 3)
 
 
+@pytest.mark.thorough
 def test_power_of_choice_lowers_the_highest_loss_faster():
     """Five clients are alike, and one has other labels: it is drawn more often, and learns more."""
 

@@ -170,6 +170,7 @@ def test_a_run_killed_between_its_checkpoints_ends_with_the_same_files(tmp_path)
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
+@pytest.mark.thorough
 def test_a_run_that_had_ended_and_lost_its_last_checkpoint(tmp_path):
     options = {"rounds": 4, "workers": 0}
     pf.federate(small_clients(), FedAvg(lr=0.3), out=tmp_path / "run", **options)
