@@ -195,6 +195,14 @@ def test_a_site_that_is_too_small_for_folds_leaves_the_others_their_answers(poly
     assert "tiny (3 examples) is too small for folds: it trains and is not tested; means are over 2 other" in out
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # about data of a few rows
+def test_data_that_nothing_can_be_done_with_are_refused_in_one_sentence(polyfed, tmp_path):
+    rows = [f"{37 * k % 63}.5,{k % 2},{'north' if k % 3 else 'south'}" for k in range(60)] + ["1.5,0,single"]
+    (tmp_path / "table.csv").write_text("\n".join(["age,ill,site", *rows]))
+    status, _, err = polyfed("compare", "table.csv", "--data.target", "ill", "--data.site", "site", "-q")
+    assert (status, err.count("single has 1 example, too few to test on")) == (2, 1)
+
+
 def test_folds_from_the_command_line(polyfed):
     """A plan writes nothing; a comparison of folds goes on in its directory, with the repeats that it began with."""
     words = ["fedavg_digits", *SMALL, *PLAIN, "--rounds", "1", "--folds", "2", "--fold-repeats", "2", "--out", "a"]

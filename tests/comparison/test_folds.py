@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -248,3 +249,19 @@ def test_a_plan_leaves_out_clients_with_too_few_test_examples_to_judge():
     clients[1] = pf.Client(small.id, linear, small.train, small.test.select(torch.tensor([0])))
     plan = pf.compare(clients, ["fedavg"], **QUICK | {"metrics": ["brier"]}, plan_only=True).results["plan"]
     assert plan["designs"]["5 seeds"]["mean"] > 0
+
+
+def test_a_plan_offers_no_folds_that_a_comparison_would_refuse():
+    timed = [
+        pf.Client(
+            c.id, linear, *(replace(part, columns={"day": np.arange(60)}, time="day") for part in (c.train, c.test))
+        )
+        for c in sites(2, 60)
+    ]
+    words = QUICK | {"metrics": ["brier"], "seeds": 3}
+    assert list(pf.compare(timed, ["fedavg"], **words, plan_only=True).results["plan"]["designs"]) == [
+        "3 seeds",
+        "6 seeds",
+    ]
+    with pytest.raises(pf.UserError, match="was split by time"):
+        pf.compare(timed, ["fedavg"], **words, folds=3, plan_only=True)

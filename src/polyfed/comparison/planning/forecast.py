@@ -30,9 +30,11 @@ from polyfed.comparison.statistics.power import (
 from polyfed.comparison.storage.comparison import Comparison
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.verdicts.verdict_sentences import format_difference, name_score_of_difference
+from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.io.text.number_format import format_time_left
-from polyfed.data.partitioning.folds import unit_names
+from polyfed.data.partitioning.folds import describe_small_clients, unit_names
+from polyfed.data.partitioning.resplit import check_disjoint, check_untimed
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 
 _PILOT_RUNS = 4
@@ -76,7 +78,7 @@ def forecast_cost_and_detectable_gain(
         forecast["designs"] = {
             name: dict(zip(("mean", "client"), smallest_decidable_gain(pilot, other), strict=True))
             | {"runs": other.runs}
-            for name, other in _possible_designs(design).items()
+            for name, other in _possible_designs(design, with_folds=_can_deal_folds(plan)).items()
         }
     sentences = [
         *_describe_forecast(forecast, metric, len(methods)),
@@ -197,7 +199,18 @@ def _describe_design(plan: ComparisonPlan, judged: Sequence[int]) -> ComparisonD
     return ComparisonDesign(kind, len(plan.seeds), folds, tuple(units), tuple(tested))
 
 
-def _possible_designs(design: ComparisonDesign) -> dict[str, ComparisonDesign]:
+def _can_deal_folds(plan: ComparisonPlan) -> bool:
+    """Returns whether a comparison with as many folds as planned runs would take these clients, and test each of them."""
+    client_set, num_folds = plan.build_client_set(plan.seeds[0]), max(len(plan.seeds), 2)
+    try:
+        check_untimed(client_set.clients, "folds")
+        check_disjoint(client_set.clients, "folds")
+    except UserError:
+        return False
+    return client_set.source is None and not describe_small_clients(client_set.clients, num_folds)
+
+
+def _possible_designs(design: ComparisonDesign, *, with_folds: bool) -> dict[str, ComparisonDesign]:
     """Returns the planned design and those that might be better: more runs of the same kind, and folds."""
     doubled = dataclasses.replace(design, runs=2 * design.runs)
     if design.kind == "folds":
@@ -208,11 +221,13 @@ def _possible_designs(design: ComparisonDesign) -> dict[str, ComparisonDesign]:
         }
     name = {"seeds": "{} seeds", "resplit": "resplit={}"}[design.kind]
     folds = max(design.runs, 2)
-    return {
+    designs = {
         name.format(design.runs): design,
         name.format(2 * design.runs): dataclasses.replace(doubled, folds=doubled.runs),
-        f"folds={folds}": dataclasses.replace(design, kind="folds", runs=folds, folds=folds),
     }
+    if with_folds:
+        designs[f"folds={folds}"] = dataclasses.replace(design, kind="folds", runs=folds, folds=folds)
+    return designs
 
 
 def _describe_forecast(forecast: Mapping[str, Any], metric: Metric, num_methods: int) -> list[str]:
