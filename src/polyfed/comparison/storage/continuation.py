@@ -4,7 +4,7 @@ descriptions."""
 from collections.abc import Mapping
 from typing import Any
 
-from polyfed.simulation.checks.fingerprints import COLUMNS_CHANGED
+from polyfed.simulation.storage.integrity import COLUMNS_CHANGED
 
 _OF_READING = ("reading", "failed", "title", "references", "skipped")  # what is said of results; no run knows of it
 _MAY_GROW = ("methods", "evaluated", "fingerprints", "columns")  # by label or seed

@@ -45,10 +45,6 @@ def _describe_loss(client: Client) -> str:
     return "" if client.loss is None else stable_repr(client.loss)
 
 
-COLUMNS_CHANGED = "columns or categories of the table have other names, or another order,"
-"""Begins the sentence on data whose column fingerprint changed."""
-
-
 def column_fingerprint(clients: Iterable[Client]) -> str:
     """Hashes the names of columns and categories of the clients' tables, which the data fingerprint leaves out.
 

@@ -23,6 +23,8 @@ COMPLETE_FILE = "complete.json"  # of a checkpoint
 # Where a run computes does not change its results.
 _WHERE = set(EXECUTION_FIELDS)
 _MOST_BYTES = 2**31  # most bytes of models and predictions whose hashes are checked
+COLUMNS_CHANGED = "columns or categories of the table have other names, or another order,"
+"""Begins the sentence on data whose column fingerprint changed."""
 RunHashes = Mapping[str, str]  # "config", "data" and, of a checkpoint, "metrics" -> SHA-256 or fingerprint
 
 

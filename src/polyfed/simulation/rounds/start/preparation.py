@@ -24,7 +24,7 @@ from polyfed.data.sources.client_source import ClientSource, is_client_source
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.clients.client_list import list_clients
 from polyfed.simulation.checks.code_fingerprints import code_fingerprint, find_changed_code, warn_of_changed_code
-from polyfed.simulation.checks.fingerprints import COLUMNS_CHANGED, column_fingerprint, data_fingerprint
+from polyfed.simulation.checks.fingerprints import column_fingerprint, data_fingerprint
 from polyfed.simulation.checks.networks.trial_evaluation import check_losses_and_metrics_work
 from polyfed.simulation.checks.settings.method_settings import check_settings_suit_method
 from polyfed.simulation.checks.settings.private_training import check_and_complete_privacy
@@ -169,7 +169,7 @@ def check_clients_are_those_of_run(directory: RunDirectory, federation: Federati
         columns_now = _column_fingerprint(federation)
         if directory.read_manifest().get("column_fingerprint", columns_now) != columns_now:
             raise UserError(
-                f"{COLUMNS_CHANGED} than when the run in {out} began; "
+                f"{integrity.COLUMNS_CHANGED} than when the run in {out} began; "
                 "put the table back, or start another run with another out=... (--out)"
             )
         warn_of_changed_code(find_changed_code(directory.read_manifest().get("code"), _code_fingerprint(federation)))
