@@ -5,6 +5,7 @@ import json
 import random
 
 import pytest
+import yaml
 
 from polyfed.cli.main import main
 from tests.few_cases import few
@@ -150,3 +151,25 @@ def test_what_training_refuses_is_listed_with_its_option_and_hides_nothing_else(
     assert "Training refuses this" in (polyfed.here / "look.html").read_text(encoding="utf-8")
     assert len(json.loads(polyfed("look", "odd.csv", *words, "--json"))["warnings"]) >= 5
     assert main(["run", "odd.csv", *words]) == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["patients.csv", *WORDS, "--data.missing", "chol=0"],
+        ["heart", "--rounds", "4", "--model", "mlp,mlp", "--algorithm", "ditto", "--algorithm.lr", "0.5"],
+        ["--data", "digits", "--data.clients", "3", "--data.partition", "iid"],
+    ],
+)
+def test_a_look_writes_its_options_for_other_commands(table, words, capsys):
+    assert main(["look", *words, "--out", "data.yaml"]) == 0
+    assert capsys.readouterr().out.endswith("\nThe options are in data.yaml. Next: polyfed compare data.yaml\n")
+    assert len((table / "data.yaml").read_text().splitlines()) < 30
+    for command in ("run", "compare"):
+        printed = []
+        for start in (words, ["data.yaml"]):
+            assert main([command, *start, "--print-config"]) == 0
+            printed.append(yaml.safe_load(capsys.readouterr().out))
+        assert printed[0] == printed[1]
+    assert main(["look", *words, "--out", "data.yaml"]) == 2
+    assert "data.yaml exists; choose another --out" in capsys.readouterr().err

@@ -49,6 +49,9 @@ CASES = {
     "many whole numbers as the target": ({"ill": list(ROWS)}, {}),
     "many whole numbers, a condition": ({"ill": list(ROWS)}, {"positive": ">30"}),
     "amounts as the target": ({"ill": [k + 0.5 for k in ROWS]}, {}),
+    "amounts with a decimal comma as the target": ({"ill": [f"{k},5" for k in ROWS]}, {}),
+    "amounts and a word as the target": ({"ill": ["n/k", *(k + 0.5 for k in range(59))]}, {}),
+    "identifiers as the target": ({"ill": [f"p{k}" for k in ROWS]}, {}),
     "groups of ages": ({}, {"subgroups": "age=30:50"}),
     "groups of a column that is not there": ({}, {"subgroups": ["agee=30:50", "ag"]}),
     "empty rows at the end": ({name: [*values[:-2], "", ""] for name, values in COLUMNS.items()}, {}),
@@ -93,3 +96,16 @@ def refusal_by(read):
     except UserError as error:
         return str(error)
     return ""
+
+
+def test_a_target_with_decimal_commas_or_a_word_among_numbers_names_the_option(tmp_path):
+    for cell, option in (("{},5", "--data.decimal ,"), ("{}.5", "--data.missing n/k")):
+        rows = "".join(
+            f"{k % 7};{'n/k' if k % 9 == 0 and '.' in cell else cell.format(k)};{'ab'[k % 2]}\n" for k in range(90)
+        )
+        (tmp_path / "rows.csv").write_text(f"age;dose;site\n{rows}")
+        data = {"name": "table", "path": str(tmp_path / "rows.csv"), "target": "dose", "site": "site"}
+        with keep_options_in_errors(), pytest.raises(UserError, match=option) as refusal:
+            check_table(data)
+        assert str(refusal.value).startswith("target: column 'dose' ")
+        assert "categor" not in str(refusal.value)

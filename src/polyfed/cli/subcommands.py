@@ -4,6 +4,7 @@ torch takes seconds to import, so it is imported only when nothing is left to sa
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from polyfed.cli.commands.argv import (
@@ -58,8 +59,9 @@ def run(argv: list[str]) -> None:
         print("  --loss MODULE:NAME  your own loss, a function of outputs and targets\n")
     recipe, recipe_config, note = recipes.pop_recipe(words, options.scale, options.variant)
     words += ["--cross_site", "true"] if options.cross_site else []
-    is_table = recipe is None and find_last_option_value("--data", words) == "table"
-    start_config = {"baselines": ["local"]} if is_table else recipe_config  # each site alone, as in recipes
+    data = find_last_option_value("--data", words) or recipe_config.get("data")
+    is_table = (data.get("name") if isinstance(data, Mapping) else data) == "table"
+    start_config = {"baselines": ["local"], **recipe_config} if is_table else recipe_config  # each site alone, too
     with early_checks.name_file_in_errors(recipe, words):
         config = configuration_parser.parse_configuration(
             words, start_config, "polyfed run", command_options=parser.option_names

@@ -143,6 +143,23 @@ def check_whole_numbers_are_classes(different: int, name: str) -> None:
         )
 
 
+def check_texts_are_classes(column: Sequence[str | None], name: str) -> None:
+    """Raises a `UserError` if a target has so many different texts that they are no classes, but rather numbers.
+
+    >>> check_texts_are_classes([f"{k},5" for k in range(90)], "dose")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: target: column 'dose' has numbers with a comma in rows 1, 2, 3, 4, 5 and 85 more: give
+    decimal=','
+    """
+    present = [text for text in column if text is not None]
+    if (different := len(set(present))) <= max(MOST_CATEGORIES, len(present) // 10):
+        return
+    if (refusal := find_text_refusal(column, name)) is not None and refusal.cure:
+        cure = refusal.cure.partition(", or take all as categories")[0]
+        raise UserError(f"target: column {name!r} {refusal.what}: {cure}")
+    raise UserError(f"target {name!r} has {different} different values in {len(present)} rows: too many to be classes")
+
+
 def check_names_of_columns(header: Sequence[str], names: Sequence[str], role: str) -> None:
     """Raises a `UserError` that says which names are none of a table's columns, with the nearest to the first.
 

@@ -14,6 +14,7 @@ from polyfed.core.errors import UserError, warn_of_data
 from polyfed.core.examples.text_columns import (
     MOST_CATEGORIES,
     ColumnRefusal,
+    check_texts_are_classes,
     find_text_refusal,
     refuse_columns,
     refuse_dates,
@@ -272,10 +273,7 @@ def _infer_classes(column: NDArray[Any], name: str, positive: str | None) -> tup
     classes = sorted_unique_texts(column.tolist())
     if len(classes) < 2:
         raise UserError(f"target {name!r} has only one value, {classes[0]!r}, and classes need at least two")
-    if len(classes) > max(MOST_CATEGORIES, len(column) // 10):
-        raise UserError(
-            f"target {name!r} has {len(classes)} different values in {len(column)} rows: too many to be classes"
-        )
+    check_texts_are_classes(column.tolist(), name)
     if positive is None:
         return classes
     if str(positive) not in classes:

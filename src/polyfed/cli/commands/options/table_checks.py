@@ -16,6 +16,7 @@ from polyfed.core.examples.text_columns import (
     check_names_of_columns,
     check_no_empty_cells,
     check_targets_are_named,
+    check_texts_are_classes,
     check_whole_numbers_are_classes,
     describe_undecodable_file,
     find_text_refusal,
@@ -183,6 +184,8 @@ def _find_errors(
         numbers = {float(cell) for cell in labels if is_numeric_text(cell)}
         if all(map(float.is_integer, numbers)) and all(map(is_numeric_text, labels)):
             yield from _list_errors(check_whole_numbers_are_classes, len(numbers), targets[0])
+        elif data.get("decimal") != "," and not all(map(is_numeric_text, labels)):
+            yield from _list_errors(check_texts_are_classes, cells[targets[0]], targets[0])
     if data.get("schema") is not None:
         return
     left_out = {name for names in used.values() for name in names} | {*names_by_role["drop"]}

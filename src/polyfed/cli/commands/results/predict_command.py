@@ -102,7 +102,9 @@ def predict_file(folder: Path, client: str | None, file: str, out: Path | None, 
         print_line(console, f"{table.num_rows} rows in {out}")
         return
     is_shortened = table.num_rows > _SHOWN
-    output = PlainTable(title=f"the first of {table.num_rows} rows" if is_shortened else None, title_justify="left")
+    output = PlainTable()
+    if is_shortened:
+        print_line(console, f"the first of {table.num_rows} rows")
     for name in columns:
         output.add_column(name, justify="left" if name == "predicted" else "right")
     for row in range(min(_SHOWN, table.num_rows)):

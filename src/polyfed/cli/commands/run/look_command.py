@@ -3,9 +3,10 @@
 import json
 import sys
 import warnings
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from polyfed.cli.commands.argv import CommandParser, expand_page_path
+from polyfed.cli.commands.argv import CommandParser, check_is_new_file, expand_optional_path, expand_page_path
 from polyfed.core.io.text.advice import keep_advice_for_terminal
 from polyfed.core.io.text.number_format import capitalize_first, end_with_period
 from polyfed.core.io.text.terminal_text import sanitise_for_terminal
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def look_command(argv: list[str]) -> None:
     """Parses the command line of `polyfed look`, and prints a description of the data of all sites, side by side."""
-    from polyfed.cli.commands.options import configuration_parser, recipes, table_checks
+    from polyfed.cli.commands.options import configuration_parser, recipes, table_checks, written_configuration
 
     parser = CommandParser(
         "polyfed look [RECIPE|config.yaml|DATA] [OPTIONS]",
@@ -26,7 +27,10 @@ def look_command(argv: list[str]) -> None:
         "it means. DATA is a CSV or Parquet file, or the name of a data set (polyfed list data).",
         "All other options are those of polyfed run: polyfed look heart.csv --data.target ill --data.site hospital.",
     )  # fmt: skip
-    parser.add_option("--out", "FILE", "HTML page to write, with histograms side by side; it needs no network")
+    parser.add_option(
+        "--out", "FILE", "HTML page to write, with histograms side by side, which needs no network; or a .yaml file for "
+        "these options, which polyfed run, compare, data and look take in place of them",
+    )  # fmt: skip
     parser.add_flag("--json", "print JSON instead of text")
     parser.add_flag(
         "--between-sites", "show what real sites would: by messages, without counts of fewer than five rows"
@@ -39,7 +43,10 @@ def look_command(argv: list[str]) -> None:
         words, recipe.configuration, "polyfed look", command_options=parser.option_names
     )
     table_checks.check_data_section(config.get("data"), is_for_training=False)
-    out = expand_page_path(options.out)
+    is_configuration = str(options.out).lower().endswith((".yaml", ".yml"))
+    out = expand_optional_path(options.out, "--out") if is_configuration else expand_page_path(options.out)
+    if is_configuration:
+        check_is_new_file(out)
     from polyfed.report.look import look
     from polyfed.report.page.panels.look import write_look_page
     from polyfed.simulation.experiment import build_experiment
@@ -56,7 +63,9 @@ def look_command(argv: list[str]) -> None:
         )
     remarks = [keep_advice_for_terminal(f"Training refuses this: {refusal}") for refusal in refusals]
     remarks += list(dict.fromkeys(keep_advice_for_terminal(str(warning.message)) for warning in caught))
-    if out is not None:
+    if out is not None and is_configuration:
+        written_configuration.write_configuration(config, out)
+    elif out is not None:
         write_look_page(summary, out, remarks)
     if options.json:
         print(json.dumps(summary.to_json_dict() | {"warnings": remarks}, ensure_ascii=False, indent=1))
@@ -66,7 +75,9 @@ def look_command(argv: list[str]) -> None:
             lines = [f"- {end_with_period(capitalize_first(remark))}" for remark in remarks]
             print("", "Besides:", *map(sanitise_for_terminal, lines), sep="\n")
     if out is not None:
-        print(f"The page: {out}", file=sys.stderr if options.json else sys.stdout)
+        place = quote(sanitise_for_terminal(str(out)))
+        said = f"The options are in {place}. Next: polyfed compare {place}" if is_configuration else f"The page: {out}"
+        print(said, file=sys.stderr if options.json else sys.stdout)
 
 
 def _load_clients(experiment: "Experiment") -> tuple[list[Any], tuple[str, ...], list[str]]:
