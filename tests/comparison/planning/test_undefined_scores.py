@@ -64,6 +64,14 @@ def test_a_fold_in_which_no_client_has_a_score_is_refused_before_training(client
         assert part in str(error.value)
 
 
+def test_fewer_folds_are_no_advice_for_a_site_with_one_class():
+    with pytest.warns(UserWarning, match="AUC is not defined at west in 3 of 3 folds") as seen:
+        pf.compare(sites(north=12, west=0), ["fedavg"], **QUICK, folds=3, metrics=["auc"])
+    (sentence,) = (str(w.message) for w in seen if "not defined" in str(w.message))
+    assert "Such a client has no answer, and no part in that for the mean; leave small sites out" in sentence
+    assert "fewer folds" not in sentence
+
+
 def test_scores_that_every_example_has_are_compared_at_a_site_with_one_class():
     result = pf.compare(sites(north=12, west=0), ["fedavg"], **QUICK, folds=3, metrics=["brier"])
     assert not any("not defined" in sentence for sentence in result.results["warnings"])

@@ -30,7 +30,10 @@ def warn_of_undefined_scores(
         return
     metric, task = plan.metrics[0], clients[0].task
     why = task.describe_rarest(0, "", 0)
-    remedies = ["give fewer folds (folds=..., --folds)"] if plan.folds is not None else []
+    counts = {id_: sum(id_ in ids for ids in clients_without_score.values()) for id_ in sorted({c.id for c in clients})}
+    # Fewer folds help only a client that has a score in some fold.
+    by_fold = plan.folds is not None and any(0 < count < len(clients_without_score) for count in counts.values())
+    remedies = ["give fewer folds (folds=..., --folds)"] if by_fold else []
     remedies += ["leave small sites out"]
     if others := sorted(other.name for other in task.metrics if other.per_example is not None):
         remedies.append(f"decide by a score that every example has (metrics=..., --metrics): {', '.join(others)}")
@@ -42,7 +45,6 @@ def warn_of_undefined_scores(
                 f"({name_sites(ids)}), so that no method could be compared; {remedy}"
             )
     noun = "folds" if plan.folds is not None else "runs"
-    counts = {id_: sum(id_ in ids for ids in clients_without_score.values()) for id_ in sorted({c.id for c in clients})}
     missing = [
         f"{name_sites([id_])} in {count} of {len(clients_without_score)} {noun}"
         for id_, count in counts.items()
@@ -51,5 +53,5 @@ def warn_of_undefined_scores(
     if missing:
         warn_of_data(
             f"{metric.label} is not defined at {join_first_and_count_rest(missing)}: the test examples there are {why}. "
-            f"{_WITH_FOLDS if plan.folds is not None else _WITHOUT_FOLDS}; {remedy}"
+            f"{_WITH_FOLDS if by_fold else _WITHOUT_FOLDS}; {remedy}"
         )
