@@ -28,7 +28,7 @@ BENCHMARKS = (
 )
 NOTES = sorted((ROOT / "benchmarks" / "notes").glob("*.md"))
 COMPARED = ("local", "fedavg")  # rows to compare a method with
-MACHINE = ("What grows with", "A deployment over")  # sections about a machine, not about what a method reaches
+MACHINE = ("What grows with", "A million", "A deployment over", "README's")  # not about what a method reaches
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _MARK = re.compile(r"^<!-- (facts|defaults|results) (\w+) -->\n(?:(?!<!-- ).*\n)*<!-- end -->$", flags=re.MULTILINE)
 _MATH = re.compile(r"^```math\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
