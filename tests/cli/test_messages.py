@@ -53,3 +53,15 @@ def test_the_text_of_the_exception_is_one_line_in_python(terminal):
     with pytest.raises(UserError) as refusal:
         TableFile(target="", event="died").build_dataset(TableFile().read({"died": [0, 1], "age": [30.5, 40]}))
     assert "\n" not in str(refusal.value)
+
+
+def test_a_file_in_place_of_a_command_is_told_what_to_begin_with(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my rows.csv").write_text("age,ill\n")
+    assert main(["my rows.csv", "--data.target", "ill"]) == 2
+    assert (
+        "it is a path; begin with what to do with it: polyfed look 'my rows.csv', for example"
+        in capsys.readouterr().err
+    )
+    assert main(["lok"]) == 2
+    assert "unknown command 'lok'; did you mean look?" in capsys.readouterr().err

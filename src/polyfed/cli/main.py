@@ -13,6 +13,8 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from shlex import quote
 
 import polyfed
 from polyfed.cli import subcommands
@@ -74,7 +76,10 @@ def main(arguments: Sequence[str]) -> int:
             choices = [*commands, "help", "version"]
             if arguments[0].startswith("-"):
                 raise UserError(f"unknown option {arguments[0]}; give a command (polyfed --help), or --version")
-            raise UserError(f"unknown command {arguments[0]!r}; {did_you_mean(arguments[0], choices)}")
+            hint = did_you_mean(arguments[0], choices)
+            if Path(arguments[0]).exists():
+                hint = f"it is a path; begin with what to do with it: polyfed look {quote(arguments[0])}, for example"
+            raise UserError(f"unknown command {arguments[0]!r}; {hint}")
         with restore_trusted_names_afterwards(), keep_options_in_errors():
             parser = CommandParser("polyfed COMMAND", "")
             parser.add_flag("--trust-code", "execute the code that a file or run directory names")

@@ -199,7 +199,7 @@ def test_built_in_metrics_can_be_sent_to_another_process():
         (["ROC-AUC"], r"unknown metric 'ROC-AUC'; did you mean auc\?"),
         (["F1_score"], "unknown metric 'F1_score'; did you mean f1"),
         (["auc", "auc"], "metrics has 'auc' twice"),
-        (["r2"], "r2 is not a metric of a task of classification; choose of accuracy, auc"),
+        (["r2"], "r2 is not a metric of a task of classification; choose among accuracy, auc"),
         ([lambda outputs, targets: 0.0], "a metric needs a name"),
         ([3], r"metrics must be names, functions f\(outputs, targets\) -> float or Metric objects, got 3"),
         ([Metric("auc", own)], "'auc' is the name of a built-in metric; give yours another name"),

@@ -47,7 +47,7 @@ def resolve_metrics(choice: Any, task: Task | TaskSpec) -> tuple[Metric, ...]:
         if not _metric_suits_task(metric, task):
             possible = sorted(metric.name for metric in task.metrics)
             raise UserError(
-                f"{metric.name} is not a metric of a task of {task}; choose of {', '.join(possible)}, or give a function"
+                f"{metric.name} is not a metric of a task of {task}; choose among {', '.join(possible)}, or give a function"
             )
     names = [metric.name for metric in resolved]
     if twice := [name for name in names if names.count(name) > 1]:
