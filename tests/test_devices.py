@@ -14,7 +14,7 @@ from polyfed.simulation.engines.base import move_clients_to_device
 from polyfed.testing import example_of, small_clients
 from tests.pretend import WAITS, pretending
 
-FAST = {"fedavg"}
+pytestmark = pytest.mark.thorough
 TOGETHER = (
     "fedavg", "fedprox", "fedrep", "per_fedavg", "pfedme", "ditto", "apfl", "scaffold", "ifca", "fedhenn_homo", "fedhenn",
 )  # fmt: skip
@@ -95,7 +95,6 @@ def there():
         yield process
 
 
-@pytest.mark.thorough
 def test_the_device_refuses_others_and_counts_what_waits(there):
     said, counted, slope = there(refusals)
     assert all("two devices" in sentence for name, sentence in said.items() if name != "generator")
@@ -110,7 +109,7 @@ def assert_never_waits(more, less):
     assert not {place for place in worse if not any(f" {file}:" in place for file in MAY_WAIT)}, worse
 
 
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.thorough) for n in REGISTRY])
+@pytest.mark.parametrize("name", REGISTRY)
 def test_a_round_of_every_method(there, name):
     there(played, name, "pretend", 8)  # what is kept for later is made
     waits, rows, _ = there(played, name, "pretend", 8)
@@ -120,7 +119,6 @@ def test_a_round_of_every_method(there, name):
     assert rows == played(name, "cpu", 8)[1]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("model", [plain, normed])
 @pytest.mark.parametrize("name", TOGETHER)
 def test_many_clients_at_once(there, name, model):
@@ -154,7 +152,6 @@ def plain_without_dropout():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-@pytest.mark.thorough
 def test_networks_and_data_that_are_made_on_the_device_are_brought_to_the_cpu(there):
     devices, losses = there(made_there)
     assert devices == {"cpu"}

@@ -26,6 +26,7 @@ from polyfed.algorithms import FedAvgFT, FedBABU
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import small_clients
+from tests.few_cases import few
 
 
 def evaluated(method, clients, rounds=2):
@@ -43,7 +44,7 @@ def evaluated(method, clients, rounds=2):
     return state, networks
 
 
-@pytest.mark.parametrize("policy", ["average", "local", "recompute"])
+@pytest.mark.parametrize("policy", few(["average", "local", "recompute"], ["recompute"]))
 @pytest.mark.parametrize("nothing", [{"head_layers": 0}, {"head": ()}])
 def test_without_a_head_it_is_fedavg_with_fine_tuning_bit_for_bit(policy, nothing):
     options = {**OPTIONS, "buffers": policy, "finetune_epochs": 2, "finetune_lr": 0.02}

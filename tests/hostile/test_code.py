@@ -68,7 +68,7 @@ ATTACKED = {
 }
 
 
-@pytest.mark.parametrize("words", ATTACKED.values(), ids=ATTACKED)
+@pytest.mark.parametrize("words", few(list(ATTACKED.values()), [*ATTACKED.values()][::3]), ids=ATTACKED)
 def test_a_directory_that_names_a_command_runs_none(sent, words, capsys):
     status = main(words)
     told = capsys.readouterr()

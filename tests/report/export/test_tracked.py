@@ -228,7 +228,7 @@ def test_commands_log_networks_of_runs_and_comparisons(mlflow, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     words = ["--rounds", "1", "--workers", "0", "--quiet", "--data.clients", "2", "--model", "mlp"]
     assert main(["run", "fedavg_digits", *words, "--baselines", "[]", "--logger", "mlflow", "--out", "r"]) == 0
-    assert "MLflow has 2 networks of this run" in capsys.readouterr().out
+    assert "MLflow has 2 networks of this run" in capsys.readouterr().err
     assert len(mlflow.models) == 2
     more = ["--algorithms", "local,fedavg", "--seeds", "0,1", "--tune", "none", "--no-references", "--parallel", "1"]
     assert main(["compare", "fedavg_digits", *words, *more, "--out", "c"]) == 0
