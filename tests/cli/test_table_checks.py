@@ -52,6 +52,8 @@ CASES = {
     "amounts with a decimal comma as the target": ({"ill": [f"{k},5" for k in ROWS]}, {}),
     "amounts and a word as the target": ({"ill": ["n/k", *(k + 0.5 for k in range(59))]}, {}),
     "identifiers as the target": ({"ill": [f"p{k}" for k in ROWS]}, {}),
+    "dates as the target": ({"ill": [f"2026-0{k % 9 + 1}-03" for k in ROWS]}, {}),
+    "many dates as the target": ({"ill": [f"2026-{k % 12 + 1:02}-{k % 28 + 1:02}" for k in ROWS]}, {}),
     "groups of ages": ({}, {"subgroups": "age=30:50"}),
     "groups of a column that is not there": ({}, {"subgroups": ["agee=30:50", "ag"]}),
     "empty rows at the end": ({name: [*values[:-2], "", ""] for name, values in COLUMNS.items()}, {}),

@@ -160,6 +160,22 @@ def check_texts_are_classes(column: Sequence[str | None], name: str) -> None:
     raise UserError(f"target {name!r} has {different} different values in {len(present)} rows: too many to be classes")
 
 
+def check_texts_are_no_dates(column: Sequence[str | None], name: str) -> None:
+    """Raises a `UserError` if a target holds dates or times alone, which nobody asked to take as classes.
+
+    >>> check_texts_are_no_dates(["2026-01-03", None, "2026-02-03"], "visit")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: target: column 'visit' holds dates or times: name another, or give task='classification'
+    if each is a class
+    """
+    present = [text for text in column if text is not None]
+    if present and all(map(_DATE.fullmatch, present)):
+        raise UserError(
+            f"target: column {name!r} holds dates or times: name another, or give task='classification' (--data.task "
+            "classification) if each is a class"
+        )
+
+
 def check_names_of_columns(header: Sequence[str], names: Sequence[str], role: str) -> None:
     """Raises a `UserError` that says which names are none of a table's columns, with the nearest to the first.
 

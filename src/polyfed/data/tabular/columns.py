@@ -15,6 +15,7 @@ from polyfed.core.examples.text_columns import (
     MOST_CATEGORIES,
     ColumnRefusal,
     check_texts_are_classes,
+    check_texts_are_no_dates,
     find_text_refusal,
     refuse_columns,
     refuse_dates,
@@ -206,6 +207,8 @@ def read_targets(
         if positive is not None and is_condition_or_value_list(positive) and positive not in column:
             codes, two_classes = split_by_positive(column, names[0], positive)
             return torch.from_numpy(codes), two_classes, resolved_task
+        if task == "auto" and positive is None:
+            check_texts_are_no_dates(column.tolist(), names[0])
         classes = _infer_classes(column, names[0], positive)
         code = {value: number for number, value in enumerate(classes)}
         return torch.tensor([code[value] for value in column.tolist()]), classes, resolved_task

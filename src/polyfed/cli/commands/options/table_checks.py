@@ -17,6 +17,7 @@ from polyfed.core.examples.text_columns import (
     check_no_empty_cells,
     check_targets_are_named,
     check_texts_are_classes,
+    check_texts_are_no_dates,
     check_whole_numbers_are_classes,
     describe_undecodable_file,
     find_text_refusal,
@@ -185,7 +186,10 @@ def _find_errors(
         if all(map(float.is_integer, numbers)) and all(map(is_numeric_text, labels)):
             yield from _list_errors(check_whole_numbers_are_classes, len(numbers), targets[0])
         elif data.get("decimal") != "," and not all(map(is_numeric_text, labels)):
-            yield from _list_errors(check_texts_are_classes, cells[targets[0]], targets[0])
+            for check in (check_texts_are_no_dates, check_texts_are_classes):
+                if errors := _list_errors(check, cells[targets[0]], targets[0]):
+                    yield from errors
+                    break
     if data.get("schema") is not None:
         return
     left_out = {name for names in used.values() for name in names} | {*names_by_role["drop"]}
