@@ -134,10 +134,16 @@ def test_a_site_refuses_metrics_that_it_does_not_have(nodes, names):
     assert "not built into polyfed at this site" in refused or "r2 is not a metric of a task" in refused
 
 
+INVENTED = {f"{letter}_accuracy": 0.5 for letter in "abcdefghijklmnopqrstuvwxyz"}
+
+
 @pytest.mark.parametrize(
     "lie",
-    few([{"cost": 1.0}, {"accuracy": 37.0}, {"val_accuracy": -0.1}, {"mae": -1.0}], [{"accuracy": 37.0}]),
-    ids=str,
+    few(
+        [{"cost": 1.0}, {"accuracy": 37.0}, {"val_accuracy": -0.1}, {"mae": -1.0}, INVENTED],
+        [{"accuracy": 37.0}, INVENTED],
+    ),
+    ids=[*"cavmi"],
 )
 def test_a_site_that_tells_of_other_metrics_is_a_failure(run, lie):
     def spoil(node):
@@ -154,7 +160,9 @@ def test_a_site_that_tells_of_other_metrics_is_a_failure(run, lie):
         node.app = app
 
     found = run(spoil=spoil, **{"on-error": "skip"})
-    assert "its metrics are not scores or losses" in json.dumps(found.history[-1]["failures"])
+    reason = "its metrics are not scores or losses" if len(lie) == 1 else "sends its metrics with 26 prefixes"
+    assert reason in json.dumps(found.history[-1]["failures"])
+    assert "a_accuracy" not in found.history[-1]["summary"]
 
 
 def test_a_site_names_its_own_loss(nodes, tmp_path, monkeypatch):

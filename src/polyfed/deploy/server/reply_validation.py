@@ -30,6 +30,7 @@ _MAX_SENTENCE_LENGTH = 300  # characters of a site's sentence
 _MAX_ABSOLUTE_VALUE = 1e12  # of a site's numbers
 _ROUNDING = 1e-6  # by which a share may seem larger than 1
 _SMALL_TENSOR_BYTES = 2**13  # largest tensor that is read to check the shapes of all
+_MAX_METRIC_PREFIXES = 16  # such as "val_"; each is a column for all sites
 _METRIC_PREFIX = re.compile(r"([a-z]{1,20}_){0,2}")
 
 
@@ -139,6 +140,9 @@ def _parse_metrics(head: Mapping[str, Any], server: DeploymentServer) -> dict[st
         _is_metric_name(n, server) and (v is None or _is_possible_score(n, v, server)) for n, v in metrics.items()
     ):
         raise UserError(f"its metrics are not scores or losses: {sanitize_line(repr(metrics))}")
+    columns = (split_metric_column(name, list(_metrics_by_name(server).values())) for name in metrics)
+    if (number := len({column[0] for column in columns if column})) > _MAX_METRIC_PREFIXES:
+        raise UserError(f"sends its metrics with {number} prefixes; an evaluation has at most {_MAX_METRIC_PREFIXES}")
     return metrics
 
 
