@@ -268,9 +268,12 @@ def advise_encoding(file: Path, encoding: str) -> str:
     """Returns advice on the encoding of a file that could not be read in this one."""
     try:
         with open_file(file, UNLIMITED_BYTES) as stream:
-            is_utf16 = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+            start = stream.read(4)
     except (OSError, UserError):
-        is_utf16 = False
+        start = b""
+    if start == b"PAR1":
+        return "it is a Parquet file, whose name must end with .parquet"
+    is_utf16 = start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     likely = "utf-16" if is_utf16 else "cp1252"  # which has all letters of latin-1, and € and – besides
     if likely == encoding:
         return "save the file as UTF-8, or name the encoding of the program that wrote it, such as cp850 or mac-roman"

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
+from polyfed.core.examples.text_columns import error_in_one_line
 from polyfed.core.io.atomic_files import UNLIMITED_BYTES, check_regular_file, expand_user_path, open_file
 from polyfed.core.io.values.validation import parse_json
 from polyfed.core.machine.memory_limit import check_fits_in_memory
@@ -96,10 +97,12 @@ def read_parquet_splits(path: Path, skipped_column: str | None = None) -> dict[s
 
     def read(file: Path) -> Table:
         check_regular_file(file, UNLIMITED_BYTES)
-        if skipped_column is None:
-            return pyarrow.parquet.read_table(file)
-        names = [name for name in pyarrow.parquet.read_schema(file).names if name != skipped_column]
-        return pyarrow.parquet.read_table(file, columns=names)
+        names = pyarrow.parquet.read_schema(file).names
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{str(file)!r} has two columns {twice[0]!r}; rename one")
+        table = pyarrow.parquet.read_table(file, columns=[name for name in names if name != skipped_column])
+        table.validate(full=True)  # bytes of a damaged file that are no texts
+        return table
 
     try:
         return {
@@ -107,7 +110,7 @@ def read_parquet_splits(path: Path, skipped_column: str | None = None) -> dict[s
             for split, files in find_parquet_files_by_split(path).items()
         }
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{str(path)!r} cannot be read as Parquet ({error})") from error
+        raise UserError(f"{str(path)!r} cannot be read as Parquet ({error_in_one_line(error)})") from error
 
 
 def find_parquet_files_by_split(path: Path) -> dict[str, list[Path]]:

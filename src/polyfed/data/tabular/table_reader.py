@@ -3,6 +3,7 @@ and rows.
 """
 
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -64,14 +65,12 @@ def read_table(
         name = repr(str(source))
     else:
         name = f"the {type(source).__name__}"
-        source = _as_rows(source)
+        source = _check_column_names(_as_rows(source))
         try:
             if isinstance(source, pyarrow.Table):
                 table = source
             elif hasattr(source, "iloc"):  # a pandas frame, without an import of pandas
-                table = pyarrow.Table.from_pandas(
-                    _mixed_columns_as_texts(_check_column_names(source), missing), preserve_index=False
-                )
+                table = pyarrow.Table.from_pandas(_mixed_columns_as_texts(source, missing), preserve_index=False)
             elif isinstance(source, Mapping):
                 table = pyarrow.table({key: _arrow_array(values, missing) for key, values in source.items()})
             elif isinstance(source, Sequence) and source and all(isinstance(row, Mapping) for row in source):
@@ -93,6 +92,9 @@ def read_table(
         raise UserError(f"{name} has two columns {twice[0]!r}; rename one")
     if not table.num_rows:
         raise UserError(f"{name} has no rows; {PATH_ADVICE}")
+    for place, field in enumerate(table.schema):
+        if pyarrow.types.is_string_view(field.type):  # of which Arrow cannot form groups
+            table = table.set_column(place, field.name, table.column(place).cast(pyarrow.large_string()))
     check_columns_exist(table, [column_name for column_name, _, _ in by_column], "missing")
     for column_name, _, sign in by_column:
         cleaned = _blank_missing_values(table.select([column_name]), (sign,), ".").column(0)
@@ -109,16 +111,16 @@ def _as_rows(source: Any) -> Any:
 
 
 def _check_column_names(frame: Any) -> Any:
-    strange = [name for name in frame.columns if not isinstance(name, str)]
-    if strange:
+    names = list(getattr(frame, "columns", ())) if hasattr(frame, "iloc") else []
+    if strange := [name for name in names if not isinstance(name, str)]:
         raise UserError(f"a column of the frame is called {strange[0]!r}; names must be texts: frame.columns = [...]")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"the {type(frame).__name__} has two columns {twice[0]!r}; rename one")
     return frame
 
 
 def _mixed_columns_as_texts(frame: Any, missing: Sequence[str]) -> Any:
     """Returns the frame with strings in each column that mixes strings and numbers, or has intervals as categories."""
-    if len(set(frame.columns)) < len(frame.columns):
-        return frame  # `read_table` refuses a name twice
     mixed = {name: _as_texts(frame[name].tolist(), missing) for name in frame.columns if frame[name].dtype.kind == "O"}
     changed = {name: texts_ for name, texts_ in mixed.items() if texts_ is not None}
     for name in frame.columns:
@@ -327,6 +329,8 @@ def column_as_texts(table: Table, name: str) -> NDArray[Any]:
 def _cell_text(value: Any) -> str | None:
     if value is None or value != value:
         return None
+    if isinstance(value, Decimal):  # of a database, where a CSV file has numbers
+        value = int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return (str(value).strip() or None) if isinstance(value, str) else str(value)
