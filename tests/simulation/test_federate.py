@@ -261,7 +261,8 @@ def test_a_run_directory_must_be_new(tmp_path):
     pf.federate(small_clients(), FedAvg(), rounds=1, workers=0, out=tmp_path / "run")
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     with pytest.raises(
-        UserError, match=r"run is not empty; its run is finished \(polyfed show .*run\); choose another out"
+        UserError,
+        match=r"run is not empty; its run is finished \(polyfed show .*run; more rounds: .*\); choose another out",
     ):
         pf.federate(small_clients(), FedAvg(), rounds=1, workers=0, out=tmp_path / "run")
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}

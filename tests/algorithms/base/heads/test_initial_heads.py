@@ -206,3 +206,12 @@ def test_with_one_architecture_the_start_is_another_draw_and_nothing_else():
         assert torch.equal(own, next(first_heads(Local(), clients))[0])
     with pytest.raises(pf.UserError, match="unknown first_head 'forms'"):
         LGFedAvg(first_head="forms")
+
+
+def test_the_head_of_a_network_in_double_precision_is_the_servers():
+    """A server draws its first head in single precision, without a client's network."""
+    single = draw_common_head(lambda: nn.Linear(4, 3), [""], [5])
+    double = draw_common_head(lambda: nn.Linear(4, 3).double(), [""], [5])
+    for name, tensor in single.items():
+        assert double[name].dtype == torch.float64
+        assert torch.equal(double[name], tensor.double())

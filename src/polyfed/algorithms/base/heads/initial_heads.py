@@ -43,9 +43,10 @@ def draw_common_head(factory: Architecture, modules: Sequence[str], seeds: Seque
         tensor_names = list(tensor_names_by_position(module, [name], ()).values())
         if _has_reset_parameters(layer) and not drawn_names.isdisjoint(tensor_names):
             with temporary_rng_seed(seed), torch.no_grad():
-                layer.reset_parameters()  # type: ignore[operator]  # a method, as `_has_reset_parameters` has seen
+                dtypes = {first: tensor.dtype for first, tensor in unique_tensors(module).items()}
+                layer.float().reset_parameters()  # type: ignore[operator]  # a method, as `_has_reset_parameters` has seen
             tensors = unique_tensors(module)
-            values |= {first: tensors[first].detach().clone() for first in tensor_names}
+            values |= {first: tensors[first].detach().to(dtypes[first], copy=True) for first in tensor_names}
     return values
 
 

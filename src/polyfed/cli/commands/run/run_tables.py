@@ -133,6 +133,7 @@ def _print_traffic(runs: Mapping[str, Run], experiment_data: Participants, conso
 def _format_score(value: float | None, metric: Metric) -> str:
     """Formats a score for display: shares in per cent, others as a number.
 
+    >>> from polyfed.core.evaluation.metrics import resolve_metrics
     >>> (_format_score(0.871, resolve_metrics("accuracy", "classification")[0]),
     ...  _format_score(0.871, resolve_metrics("auc", "classification")[0]))
     ('87.1 %', '0.871')
