@@ -318,6 +318,7 @@ def list_choices(argv: list[str]) -> None:
     parser.add_flag("--json", "print JSON")
     parser.print_help_and_exit_if_asked(argv)
     options, kinds = parser.parse_declared_options(argv)
+    parser.refuse_unknown_option(kinds)
     from polyfed.cli.commands import list_command
     from polyfed.cli.commands.terminal import print_json
 

@@ -56,6 +56,8 @@ def rewrite_parser_error(message: str, type_by_key: Mapping[str, Any]) -> str:
     '--rounds needs a value'
     >>> rewrite_parser_error('Parser key "algorithm.lr": Expected a number. Got value:', {})
     '--algorithm.lr needs a value'
+    >>> rewrite_parser_error("unrecognized arguments: -x", {})
+    'unknown option -x; --help lists those there are'
     """
     text = " ".join(message.split())
     if matched := re.match(r'Parser key "([^"]+)": .*(?:Got|Given) value: ?(.*)', text):
@@ -67,6 +69,8 @@ def rewrite_parser_error(message: str, type_by_key: Mapping[str, Any]) -> str:
     if matched := re.match(r"argument --(\S+): expected one argument", text):
         return f"{option_name(f'--{matched[1]}')} needs a value"
     if matched := re.match(r"unrecognized arguments: (.*)", text, re.IGNORECASE):
+        if matched[1].startswith("-"):
+            return f"unknown option {matched[1].split()[0]}; --help lists those there are"
         return (
             f"unexpected argument {matched[1]!r}; options begin with --, and a recipe or config.yaml comes before them"
         )
