@@ -171,5 +171,21 @@ def test_a_look_writes_its_options_for_other_commands(table, words, capsys):
             assert main([command, *start, "--print-config"]) == 0
             printed.append(yaml.safe_load(capsys.readouterr().out))
         assert printed[0] == printed[1]
+    assert main(["look", *words, "--out", "data.yaml"]) == 0  # its own file is replaced
+    (table / "data.yaml").write_text("mine: 1\n")
     assert main(["look", *words, "--out", "data.yaml"]) == 2
     assert "data.yaml exists; choose another --out" in capsys.readouterr().err
+
+
+def test_options_that_training_refuses_are_not_recommended(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{k % 7},{'' if k == 3 else k % 2},{'north' if k > 3 else 'tiny'}" for k in range(60)]
+    (tmp_path / "rows.csv").write_text("\n".join(["age,ill,site", *rows]))
+    words = ["look", "rows.csv", "--data.target", "ill", "--data.site", "site", "--out", "data.yaml"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "give this command again with the options named there" in printed
+    assert "Next: polyfed compare" not in printed
+    assert "with fewer than 5 examples it only trains, and gets no answer" in printed
+    assert main([*words, "--data.missing-target", "drop"]) == 0
+    assert capsys.readouterr().out.endswith("Next: polyfed compare data.yaml\n")

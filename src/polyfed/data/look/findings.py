@@ -21,6 +21,7 @@ FEW = 10
 """Sets the number of examples of a class, or of events, below which a site has few."""
 _EMPTY, _OFTEN_MISSING = 0.9, 0.4  # shares of rows without a value
 _FEW_ROWS = 30
+_LEAST_ROWS_FOR_FOLDS = 5  # the folds of a comparison
 _ENOUGH = 20  # values whose mean and spread can be compared
 _NAMED = 5
 _SHIFT = 1.0  # standard deviations between the means of two sites
@@ -81,10 +82,12 @@ def _find_few_examples(look: SiteSummaries) -> Iterator[SiteDifferenceFinding]:
         name: f"{site.rows}" for name, site in look.sites.items() if site.rows < _FEW_ROWS and name not in untested
     }
     if sites:
+        is_too_small = any(look.sites[name].rows < _LEAST_ROWS_FOR_FOLDS for name in sites)
+        alone = f"; with fewer than {_LEAST_ROWS_FOR_FOLDS} examples it only trains, and gets no answer" * is_too_small
         yield SiteDifferenceFinding(
             "few", "", tuple(sites), f"few examples: {name_sites(sites, _NAMED)}",
             "an answer about such a site rests on a handful of test examples; test each example once (folds=5, --folds 5), "
-            "and read its interval rather than its score",
+            f"and read its interval rather than its score{alone}",
         )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Implements `polyfed compare`: builds the plan of the comparison, runs it, and prints the results."""
 
+import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -144,11 +145,22 @@ def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPla
     return replace(plan, parallel_runs=options.parallel, quiet=options.quiet)
 
 
+def _name_designs_by_options(sentence: str) -> str:
+    """Returns a sentence of a plan with options in place of the arguments of Python.
+
+    >>> _name_designs_by_options("folds=5, fold_repeats=2 would decide more")
+    '--folds 5 --fold-repeats 2 would decide more'
+    """
+    with_repeats = re.sub(r"\bfolds=(\d+), fold_repeats=(\d+)", r"--folds \1 --fold-repeats \2", sentence)
+    return re.sub(r"\b(folds|resplit)=(\d+)", r"--\1 \2", with_repeats)
+
+
 def _run_plan(plan: ComparisonPlan, logger: Sequence[str], *, with_tables: bool) -> None:
     comparison, console = run_comparison(plan), Console()
     if plan.forecast_only:
         for sentence in comparison.verdicts:
-            print_line(console, sentence)
+            print_line(console, _name_designs_by_options(sentence))
+        print_line(console, "To train them: the same command without --plan", style="cyan")
         return
     show_comparison(comparison, console, with_tables=with_tables)
     if logger and comparison.out is not None:

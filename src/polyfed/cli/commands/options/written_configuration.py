@@ -7,16 +7,25 @@ from typing import Any
 
 import yaml
 
+from polyfed.cli.commands.argv import check_is_new_file
 from polyfed.cli.commands.options.configuration_parser import DEFAULTS, parse_configuration
 from polyfed.cli.commands.options.option_types import as_plain_mappings
 from polyfed.core.io.atomic_files import write_file_atomically
 
 _DECIDING_DATA = ("name", "path", "site", "layout")  # by which the other defaults of data are known
 
+_FIRST_LINE = "# Written by polyfed look; it is replaced when the command is given again.\n"
+
+
+def check_can_write_configuration(file: Path) -> None:
+    """Raises a `UserError` if a file exists that `write_configuration` did not write."""
+    if not (file.is_file() and file.read_bytes().startswith(_FIRST_LINE.encode())):
+        check_is_new_file(file)
+
 
 def write_configuration(config: Mapping[str, Any], file: Path) -> None:
     """Writes a complete configuration as YAML, without the values that are defaults."""
-    text = yaml.safe_dump(select_changed_values(config), sort_keys=False, allow_unicode=True)
+    text = _FIRST_LINE + yaml.safe_dump(select_changed_values(config), sort_keys=False, allow_unicode=True)
     write_file_atomically(file, text.encode())
 
 

@@ -6,7 +6,7 @@ import warnings
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from polyfed.cli.commands.argv import CommandParser, check_is_new_file, expand_optional_path, expand_page_path
+from polyfed.cli.commands.argv import CommandParser, expand_optional_path, expand_page_path
 from polyfed.core.io.text.advice import keep_advice_for_terminal
 from polyfed.core.io.text.number_format import capitalize_first, end_with_period
 from polyfed.core.io.text.terminal_text import sanitise_for_terminal
@@ -45,8 +45,8 @@ def look_command(argv: list[str]) -> None:
     table_checks.check_data_section(config.get("data"), is_for_training=False)
     is_configuration = str(options.out).lower().endswith((".yaml", ".yml"))
     out = expand_optional_path(options.out, "--out") if is_configuration else expand_page_path(options.out)
-    if is_configuration:
-        check_is_new_file(out)
+    if is_configuration and out is not None:
+        written_configuration.check_can_write_configuration(out)
     from polyfed.report.look import look
     from polyfed.report.page.panels.look import write_look_page
     from polyfed.simulation.experiment import build_experiment
@@ -76,7 +76,10 @@ def look_command(argv: list[str]) -> None:
             print("", "Besides:", *map(sanitise_for_terminal, lines), sep="\n")
     if out is not None:
         place = quote(sanitise_for_terminal(str(out)))
-        said = f"The options are in {place}. Next: polyfed compare {place}" if is_configuration else f"The page: {out}"
+        said = f"The page: {out}"
+        if is_configuration:
+            refused = "Training refuses the data as said above: give this command again with the options named there"
+            said = f"The options are in {place}. {refused if refusals else f'Next: polyfed compare {place}'}"
         print(said, file=sys.stderr if options.json else sys.stdout)
 
 
