@@ -21,7 +21,6 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 README, INDEX, TUTORIAL, STORY = ROOT / "README.md", DOCS / "index.md", DOCS / "tutorial.md", DOCS / "story.json"
 PICTURES = (
-    "answers.png",
     "decision.png",
     "hospitals.png",
     "report_quickstart_desktop.png",
@@ -145,13 +144,13 @@ def with_outputs(text: str, outputs: list[str]) -> str:
 
 
 def take_pictures(folder: Path) -> None:
-    """Photographs the tops of the three comparisons' pages, and the page of `polyfed run`, by shoot_report.py."""
+    """Photographs the tops of two comparisons' pages, and the page of `polyfed run`, by shoot_report.py."""
     if not shutil.which("chromium"):
         raise SystemExit("there is no Chromium to photograph pages with: apt-get install chromium chromium-driver")
     import shoot_report
 
     polyfed = [sys.executable, "-m", "polyfed", "report"]
-    for picture, run in (("answers", "terminal"), ("decision", "readme"), ("hospitals", "tutorial")):
+    for picture, run in (("decision", "readme"), ("hospitals", "tutorial")):
         (file,) = (folder / run).glob("runs/*/comparison.json")
         run_command([*polyfed, str(file.parent), "--out", f"{picture}.html"], folder)
         shoot_report.shoot_top(folder / f"{picture}.html", END, TOP, DOCS / "images" / f"{picture}.png")

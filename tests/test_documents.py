@@ -82,7 +82,7 @@ def test_readme_commands(tmp_path, monkeypatch, capsys):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^polyfed .*", text, flags=re.MULTILINE)]
     assert {command[0] for command in commands} == {
-        "report", "compare", "look", "reproduce", "flower", "list",
+        "compare", "look", "reproduce", "flower", "list",
     }  # fmt: skip
     rows = [
         f"{age},{age % 2},{hospital},{age - 10},{age // 2 % 2}"

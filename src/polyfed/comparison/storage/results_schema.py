@@ -319,6 +319,7 @@ class ExperimentEntry(TypedDict):
     references: bool
     folds: NotRequired[int]
     stop_when_decided: NotRequired[list[int]]
+    unasked: NotRequired[list[str]]
 
 
 class CriteriaEntry(TypedDict, total=False):

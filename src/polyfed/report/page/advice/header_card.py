@@ -37,7 +37,7 @@ _MEANINGS: Mapping[AnswerKind, str] = {
     "join": "Together with the others, such a site can expect better predictions for its new examples than with the best "
     "that it has alone.",
     "stay": "Something that such a site has alone predicts better.",
-    "undecided": "This comparison cannot tell a gain from chance. Staying alone costs nothing and discloses nothing.",
+    "undecided": "This comparison cannot tell a gain from chance. Staying alone sends and discloses nothing.",
 }
 _MANY_TIMES = 100  # as many examples, beyond which nobody collects them
 _LONGEST_UNIT = 12  # characters of a unit that stand beside the number, in its size
@@ -98,7 +98,7 @@ def _meaning_of_undecided(
     if undecided and all(answer.sentence.rstrip(".").endswith("had not converged") for answer in undecided):
         return {
             "undecided": "Training ended too early for an answer: networks were still learning. Train on, as the box below "
-            "says, before you collect more examples. Staying alone costs nothing and discloses nothing."
+            "says, before you collect more examples. Staying alone sends and discloses nothing."
         }
     factors = [
         (factor_of_examples_to_decide(answer.gain, answer.interval), answer.client or "")
