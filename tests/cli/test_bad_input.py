@@ -98,7 +98,6 @@ WRONG_TYPE = {
     "run --quiet=yes": "--quiet takes no value, got '--quiet=yes'",
     "run --print_config=x": "--print-config takes no value",
     "run quickstart stray": "unexpected argument 'stray'; options begin with --",
-    "list -x": "unknown option -x; choices: --json",
     "run -x": "unknown option -x; --help lists those there are",
     "data --plot": "--plot needs a value",
     "resume": "takes one run directory, got none",

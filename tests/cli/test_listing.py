@@ -9,6 +9,7 @@ from rich.console import Console
 from polyfed.algorithms import REGISTRY
 from polyfed.cli.commands.list_command import describe_choices, first_docstring_sentence, show_choices
 from polyfed.cli.commands.options.recipes import shipped_recipe_files
+from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.data import PARTITIONS, SOURCES
 from polyfed.models import MODELS
@@ -113,3 +114,8 @@ def test_the_card_of_a_method_has_its_paper_needs_and_fields():
         printed("fedprx")
     for name in REGISTRY:
         assert printed(name).startswith(f"{name}: ")
+
+
+def test_an_unknown_option_is_refused_with_those_there_are(capsys):
+    assert main(["list", "-x"]) == 2
+    assert "unknown option -x; choices: --json" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import yaml
 from polyfed.cli.commands.argv import check_is_new_file
 from polyfed.cli.commands.options.configuration_parser import DEFAULTS, parse_configuration
 from polyfed.cli.commands.options.option_types import as_plain_mappings
-from polyfed.core.io.atomic_files import write_file_atomically
+from polyfed.core.io.atomic_files import read_file, write_file_atomically
 
 _DECIDING_DATA = ("name", "path", "site", "layout")  # by which the other defaults of data are known
 
@@ -19,7 +19,7 @@ _FIRST_LINE = "# Written by polyfed look; it is replaced when the command is giv
 
 def check_can_write_configuration(file: Path) -> None:
     """Raises a `UserError` if a file exists that `write_configuration` did not write."""
-    if not (file.is_file() and file.read_bytes().startswith(_FIRST_LINE.encode())):
+    if not (file.is_file() and read_file(file).startswith(_FIRST_LINE.encode())):
         check_is_new_file(file)
 
 
