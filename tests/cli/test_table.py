@@ -10,6 +10,7 @@ import pytest
 
 from polyfed.cli.commands.results.predict_command import PredictedRows
 from polyfed.cli.main import main
+from polyfed.comparison.storage.load import load
 from polyfed.core.io.values.validation import validation_error
 from polyfed.simulation.storage.directory import read_config, read_metrics
 
@@ -202,9 +203,7 @@ def test_data_are_shown_for_labels_and_amounts_too(tmp_path, monkeypatch, capsys
 
 REFUSED_WITHOUT_TORCH = """
 import sys
-from polyfed.cli.commands.results.predict_command import PredictedRows
 from polyfed.cli.main import main
-from polyfed.core.io.values.validation import validation_error
 
 table = ["--data.target", "ill", "--data.site", "hospital"]
 commands = [
@@ -340,6 +339,7 @@ def test_a_finished_run_and_its_baselines_go_on_to_more_rounds(table, capsys):
         for file in (table / "long" / folder).glob("*.safetensors"):
             assert file.read_bytes() == (table / "short" / folder / file.name).read_bytes()
     capsys.readouterr()
+    assert load("short").class_names == ("no", "yes")
     assert main(["resume", "short", "--rounds", "1"]) == 2
     assert (
         "the run in short has 2 rounds, and --rounds 1 would be fewer: a run only gets more" in capsys.readouterr().err

@@ -39,6 +39,7 @@ def test_a_run_is_read_without_its_clients(run):
     assert list(saved.history) == list(run.history)
     assert saved.config["rounds"] == 2
     assert saved.files.is_finished
+    assert saved.class_names == run.class_names
     assert re.fullmatch(r"SavedRun\(fedavg, 3 clients, 2 of 2 rounds, accuracy [\d.]+, out='.*run'\)", repr(saved))
 
 

@@ -43,7 +43,7 @@ class AnswerEntry(TypedDict, total=False):
     gains: dict[str, GainEntry]
     """Gains over each model that the client has alone, by its name."""
     clients: tuple[int, int]
-    """Of the mean: how many clients it is over, and how many there are."""
+    """Counts the clients that the mean is over, and all clients; only of the mean."""
     sentence: str | None
 
 

@@ -38,7 +38,7 @@ def convert_inputs_to_examples_like(reference: Examples, x: Any, name: str) -> E
     names = names_of_frame_columns(x)
     if reference.features and names and names != reference.features:
         raise UserError(f"{name} have other columns than the client's, or in another order; give frame"
-                        f"[{join_first_and_count_rest(list(map(repr, reference.features)), _SHOWN)}]")  # fmt: skip
+                        f"[[{join_first_and_count_rest(list(map(repr, reference.features)), _SHOWN)}]]")  # fmt: skip
     inputs: Inputs
     if isinstance(reference.x, Tensor):
         inputs = _convert_part_like(reference.x, reference.transform, x, name)

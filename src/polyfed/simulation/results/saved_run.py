@@ -92,6 +92,11 @@ class SavedRun:
         return self.files.config
 
     @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Returns the names of the classes, in the order of the networks' outputs; None if the data have none."""
+        return tuple(self.files.manifest.get("class_names") or ()) or None
+
+    @property
     def history(self) -> Sequence[Mapping[str, Any]]:
         """Returns the records of the run's rounds (scores, losses and costs), one for each line of `metrics.jsonl`."""
         return self.files.history

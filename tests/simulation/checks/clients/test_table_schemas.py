@@ -220,5 +220,7 @@ def test_frames_are_taken_where_nothing_says_that_columns_differ():
 
     frame = pandas.DataFrame(ROWS)
     assert run.predict("north", frame[AGE_CRP]).equal(run.predict("north", frame[AGE_CRP].to_numpy()))
-    with pytest.raises(UserError, match=r"inputs for client 'north' have other columns .*give frame\['age', 'crp'\]"):
+    with pytest.raises(
+        UserError, match=r"inputs for client 'north' have other columns .*give frame\[\['age', 'crp'\]\]"
+    ):
         run.predict("north", frame[CRP_AGE])

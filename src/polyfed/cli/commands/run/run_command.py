@@ -133,7 +133,8 @@ def resume_experiment(out: Path, *, rounds: int | None = None, quiet: bool = Fal
     config = read_config(out)
     if "data" not in config:
         rebuild_clients(config, out)  # explains that its clients are needed
-    experiment, folders = build_experiment(config), run_folders_by_method(build_experiment(config), out)
+    experiment = build_experiment(config)
+    folders = run_folders_by_method(experiment, out)
     if rounds is not None:
         for name, folder in folders.items():  # before the first of them gets more
             check_equals_longer_run(
