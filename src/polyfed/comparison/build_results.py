@@ -16,7 +16,11 @@ from polyfed.comparison.statistics.cross_validation.fold_statistics import (
     describe_folds,
     replace_run_means_by_fold_scores,
 )
-from polyfed.comparison.statistics.curves.convergence import advice_if_loss_still_falls, judge_convergence
+from polyfed.comparison.statistics.curves.convergence import (
+    advice_if_loss_still_falls,
+    describe_too_few_rounds,
+    judge_convergence,
+)
 from polyfed.comparison.statistics.curves.learning_curve import (
     CurvePoint,
     build_learning_curve,
@@ -262,16 +266,15 @@ def _convergence_entry(label: str, inputs: ResultInputs) -> dict[str, Any]:
         curves = [[(r["round"], r["train_loss"]) for r in h if r.get("train_loss") is not None] for h in histories]
     advice_text = advice_if_loss_still_falls(tuning.get("methods", {}).get(label))
     course = judge_convergence(curves, kind, advice_text)
-    return {"converged": course.converged, "sentence": course.sentence, "advice": advice_text}
+    return {**vars(course), "advice": advice_text}
 
 
 def _leader_and_doubt(content: Mapping[str, Any], ranks: Mapping[str, float], budget: Budget) -> tuple[str | None, str]:
     """Returns the best method that may be compared with the reference, and why nothing is decided (may be empty)."""
     reference, convergence = content["reference"], content["convergence"]
     contenders = {label: rank for label, rank in ranks.items() if label != reference}
-    if budget.determines_compared_round or reference is None:
-        ready = contenders
-    else:
+    ready = contenders
+    if not budget.determines_compared_round and reference is not None:
         ready = {label: rank for label, rank in contenders.items() if convergence[label]["converged"] is not False}
     leader = max(ready or contenders, key=(ready or contenders).__getitem__, default=None)
     if reference is None or leader is None:
@@ -280,7 +283,10 @@ def _leader_and_doubt(content: Mapping[str, Any], ranks: Mapping[str, float], bu
         return leader, f"{reference} had not converged"
     if not ready:
         return leader, f"{leader} had not converged"
-    return leader, "one seed" if len(content["seeds"]) == 1 else ""
+    reasons = ["one seed"] if len(content["seeds"]) == 1 else []
+    if not budget.determines_compared_round:
+        reasons += describe_too_few_rounds([convergence[reference], convergence[leader]])
+    return leader, " and ".join(reasons)
 
 
 # -- scores -----------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from polyfed.comparison.planning.forecast import count_final_and_search_runs, fo
 from polyfed.comparison.planning.method_selection import labels_added_by_default, select_methods
 from polyfed.comparison.planning.plan_description import (
     describe_comparison,
+    describe_too_few_planned_rounds,
     initial_search_budget,
     method_fields,
     reference_label,
@@ -287,6 +288,8 @@ def _run_comparison(plan: ComparisonPlan, open_files: ExitStack) -> Comparison:
     if plan.forecast_only:
         return forecast_cost_and_detectable_gain(plan, methods, description)
     plan.display.set_expected_runs(*count_final_and_search_runs(plan, methods))
+    for sentence in describe_too_few_planned_rounds(plan):
+        plan.display.say(keep_advice_for_this_process(sentence))
     if plan.out is not None:
         open_files.enter_context(comparison_directory.lock_comparison(plan.out))
         comparison_directory.write_description(plan.out, description, plan.criteria)

@@ -17,6 +17,7 @@ from polyfed.algorithms import Local
 from polyfed.comparison.execution.process_pool import default_parallel_runs
 from polyfed.comparison.execution.training_runs import RunSpec, execute_or_load_runs
 from polyfed.comparison.plan import ComparisonPlan, Method
+from polyfed.comparison.planning.plan_description import describe_too_few_planned_rounds
 from polyfed.comparison.references.reference_models import fit_client_references
 from polyfed.comparison.statistics.cross_validation.fold_differences import FoldDifferences, difference_over_folds
 from polyfed.comparison.statistics.cross_validation.fold_influence import score_folds
@@ -82,6 +83,7 @@ def forecast_cost_and_detectable_gain(
         }
     sentences = [
         *_describe_forecast(forecast, metric, len(methods)),
+        *describe_too_few_planned_rounds(plan),
         *([plan.panel.describe().removesuffix(".")] if plan.panel.too_small else []),
         *(f"left out: {reason}" for reason in skipped.values()),
     ]

@@ -10,6 +10,7 @@ from polyfed.comparison.planning.budget import Budget
 from polyfed.comparison.planning.client_set import ClientSet
 from polyfed.comparison.planning.method_selection import check_equal_training
 from polyfed.comparison.planning.undefined_scores import warn_of_undefined_scores
+from polyfed.comparison.statistics.curves.convergence import MIN_EVALUATED_ROUNDS
 from polyfed.comparison.storage import comparison_directory
 from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT
 from polyfed.comparison.tuning import hyperparameter_search
@@ -151,3 +152,14 @@ def explain_unsuited_method(client_set: ClientSet, method: Method, settings: Set
     except UserError as reason:
         return str(reason)
     return None
+
+
+def describe_too_few_planned_rounds(plan: ComparisonPlan) -> list[str]:
+    """Says that the planned rounds are too few for any answer; empty if there are enough, or the budget names the round."""
+    rounds = plan.settings.rounds
+    if plan.criteria.budget.determines_compared_round or rounds >= MIN_EVALUATED_ROUNDS:
+        return []
+    return [
+        f"too few rounds for an answer (rounds={rounds}, --rounds {rounds}): it takes at least {MIN_EVALUATED_ROUNDS}, or "
+        "a comparison after all rounds (budget='steps', --budget steps)"
+    ]

@@ -171,6 +171,8 @@ class ConvergenceEntry(TypedDict, total=False):
     sentence: Required[str]
     advice: str
     """Says what helps."""
+    evaluated_rounds: int
+    """Counts the rounds from which it was judged."""
 
 
 class ReferenceEntry(TypedDict, total=False):

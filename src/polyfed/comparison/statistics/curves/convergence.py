@@ -29,10 +29,12 @@ class ConvergenceResult:
     Attributes:
         converged: None where it cannot be judged.
         sentence: the same for users.
+        evaluated_rounds: the number of rounds with a finite loss in every run.
     """
 
     converged: bool | None
     sentence: str
+    evaluated_rounds: int
 
 
 def judge_convergence(
@@ -65,7 +67,7 @@ def judge_convergence(
     rounds, mean = _mean_curve(curves)
     if len(rounds) < MIN_EVALUATED_ROUNDS:
         few = f"whether the {loss_name} still fell cannot be judged from {count_with_noun(len(rounds), 'evaluated round')}"
-        return ConvergenceResult(None, f"{few}; it takes at least {MIN_EVALUATED_ROUNDS}")
+        return ConvergenceResult(None, f"{few}; it takes at least {MIN_EVALUATED_ROUNDS}", len(rounds))
     last, size = int(rounds[-1]), max(_WINDOW, math.ceil(len(rounds) / 3))
     fall, end, p = _estimate_fall(rounds[-size:], mean[-size:])
     total_fall = float(mean[0] - mean.min())
@@ -78,10 +80,21 @@ def judge_convergence(
         return ConvergenceResult(
             False,
             f"the {loss_name} still fell at round {last}: {how_much} over the last {size} evaluated rounds; {advice}",
+            len(rounds),
         )
     lowest = int(rounds[int(mean.argmin())])
     since = "" if lowest > rounds[-size - 1] else f"; it was lowest at round {lowest}"
-    return ConvergenceResult(True, f"the {loss_name} no longer fell at round {last}{since}")
+    return ConvergenceResult(True, f"the {loss_name} no longer fell at round {last}{since}", len(rounds))
+
+
+def describe_too_few_rounds(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Says of convergence entries in `comparison.json` that some have too few rounds; empty if all could be judged.
+
+    >>> describe_too_few_rounds([{"converged": True, "evaluated_rounds": 9}, {"converged": None, "evaluated_rounds": 3}])
+    ['too few evaluated rounds (3 of at least 6)']
+    """
+    fewest = min((entry["evaluated_rounds"] for entry in entries if entry["converged"] is None), default=None)
+    return [] if fewest is None else [f"too few evaluated rounds ({fewest} of at least {MIN_EVALUATED_ROUNDS})"]
 
 
 def advice_if_loss_still_falls(tuning_entry: Mapping[str, Any] | None) -> str:
