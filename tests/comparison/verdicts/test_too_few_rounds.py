@@ -30,23 +30,23 @@ def test_one_seed_and_few_rounds_are_both_named():
     assert made(right, losses={"fed": [0.5]})["answers"][0]["sentence"].endswith("one seed and " + DOUBT.format(1))
 
 
-@pytest.mark.parametrize(("rounds", "budget", "is_said"), [(2, "best", True), (2, "steps", False), (6, "best", False)])
-def test_it_is_said_before_training(rounds, budget, is_said, capsys):
-    pf.compare(
-        small_clients(2),
-        "fedprox",
-        rounds=rounds,
-        seeds=[0],
-        budget=budget,
-        tune="none",
-        references=False,
-        progress=None,
-    )
-    assert (
-        f"too few rounds for an answer (rounds={rounds}): it takes at least 6" in capsys.readouterr().err
-    ) == is_said
+@pytest.mark.parametrize(
+    ("rounds", "every", "budget", "advice"),
+    [
+        (2, 1, "best", "(2 of at least 6): train longer (rounds=6), or compare after all rounds (budget='steps')"),
+        (6, 2, "best", "(3 of at least 6): evaluate every round (evaluate_every=1), train longer (rounds=12), or"),
+        (2, 1, "steps", None),
+        (6, 1, "best", None),
+    ],
+)
+def test_it_is_said_before_training(rounds, every, budget, advice, capsys):
+    options = {"seeds": [0], "tune": "none", "references": False, "evaluate_every": every, "budget": budget}
+    pf.compare(small_clients(2), "fedprox", rounds=rounds, **options)
+    printed = capsys.readouterr().err
+    assert ("too few evaluated rounds for an answer" in printed) == (advice is not None)
+    assert advice is None or advice in printed
 
 
 def test_a_plan_says_it():
     plan = pf.compare(small_clients(2), "fedprox", rounds=2, seeds=2, tune="none", plan_only=True, quiet=True)
-    assert any("too few rounds for an answer" in sentence for sentence in plan.verdicts)
+    assert any("too few evaluated rounds for an answer" in sentence for sentence in plan.verdicts)

@@ -1,6 +1,7 @@
 """Describes a comparison before it runs, for `comparison.yaml`, and finds every error that can be found by then."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -156,10 +157,15 @@ def explain_unsuited_method(client_set: ClientSet, method: Method, settings: Set
 
 def describe_too_few_planned_rounds(plan: ComparisonPlan) -> list[str]:
     """Says that the planned rounds are too few for any answer; empty if there are enough, or the budget names the round."""
-    rounds = plan.settings.rounds
-    if plan.criteria.budget.determines_compared_round or rounds >= MIN_EVALUATED_ROUNDS:
+    settings, clients = plan.settings, plan.build_client_set(plan.seeds[0]).clients
+    # Without validation examples convergence is judged by the training loss, which every round has.
+    every = settings.evaluate_every if any(client.val is not None for client in clients) else 1
+    evaluated = math.ceil(settings.rounds / every)
+    if plan.criteria.budget.determines_compared_round or evaluated >= MIN_EVALUATED_ROUNDS:
         return []
+    rounds, more_often = every * MIN_EVALUATED_ROUNDS, "evaluate every round (evaluate_every=1, --evaluate-every 1), "
     return [
-        f"too few rounds for an answer (rounds={rounds}, --rounds {rounds}): it takes at least {MIN_EVALUATED_ROUNDS}, or "
-        "a comparison after all rounds (budget='steps', --budget steps)"
+        f"too few evaluated rounds for an answer ({evaluated} of at least {MIN_EVALUATED_ROUNDS}): "
+        f"{more_often if every > 1 else ''}train longer (rounds={rounds}, --rounds {rounds}), or compare after all rounds "
+        "(budget='steps', --budget steps)"
     ]
