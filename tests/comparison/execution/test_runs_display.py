@@ -164,7 +164,7 @@ def test_times_are_short():
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_a_comparison_counts_rounds_here_and_in_processes(parallel, capsys):
     words = {"tune": "none", "references": False, "parallel": parallel}
-    pf.compare(small_clients(2), ["fedprox"], rounds=2, seeds=[0], **words)
+    pf.compare(small_clients(2), ["fedprox"], rounds=2, seeds=[0], budget="steps", **words)
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(", seed 0: done (")[2].partition(" runs")[0] for line in lines] == [
         f"{k} of 4" for k in (1, 2, 3, 4)

@@ -166,6 +166,6 @@ def test_a_failed_method_is_among_the_answers():
 
 
 def test_a_forecast_prints_and_shows_its_sentences():
-    plan = pf.compare(small_clients(2), ["fedprox"], rounds=2, plan_only=True, **WORDS)
+    plan = pf.compare(small_clients(2), ["fedprox"], rounds=6, plan_only=True, **WORDS)
     assert str(plan).splitlines() == list(plan.answers) == list(plan.verdicts)
     assert "<li>" in plan._repr_html_()
