@@ -14,6 +14,7 @@ from polyfed.core.io.values.number_checks import is_number
 
 MIN_EVALUATED_ROUNDS = 6
 """Evaluated rounds below which convergence is not judged."""
+_WAY_OUT = f"it takes at least {MIN_EVALUATED_ROUNDS}: give more rounds, or evaluate every round"
 _WINDOW = 4  # fewest evaluated rounds in the last part of a curve
 _LEVEL = 0.05  # of the one-sided test
 _SHARE = 0.05  # share of the whole fall below which a fall at the end is negligible
@@ -67,7 +68,7 @@ def judge_convergence(
     rounds, mean = _mean_curve(curves)
     if len(rounds) < MIN_EVALUATED_ROUNDS:
         few = f"whether the {loss_name} still fell cannot be judged from {count_with_noun(len(rounds), 'evaluated round')}"
-        return ConvergenceResult(None, f"{few}; it takes at least {MIN_EVALUATED_ROUNDS}", len(rounds))
+        return ConvergenceResult(None, f"{few}; {_WAY_OUT}", len(rounds))
     last, size = int(rounds[-1]), max(_WINDOW, math.ceil(len(rounds) / 3))
     fall, end, p = _estimate_fall(rounds[-size:], mean[-size:])
     total_fall = float(mean[0] - mean.min())

@@ -39,6 +39,11 @@ _MEANINGS: Mapping[AnswerKind, str] = {
     "stay": "Something that such a site has alone predicts better.",
     "undecided": "This comparison cannot tell a gain from chance. Staying alone sends and discloses nothing.",
 }
+_TRAINING_TOO_SHORT: Mapping[str, str] = {
+    "too few evaluated rounds (": "after so few rounds nobody can tell whether networks were still learning",
+    " had not converged": "networks were still learning",
+}
+"""What an answer's sentence says where training was too short, and what that means."""
 _MANY_TIMES = 100  # as many examples, beyond which nobody collects them
 _LONGEST_UNIT = 12  # characters of a unit that stand beside the number, in its size
 _AT_BEST_ROUND = "Each method is scored at its best validation round."
@@ -95,11 +100,12 @@ def _meaning_of_undecided(
     """Returns what "undecided" means: where networks were still learning to train on, else how many examples decide."""
     of_mean = [] if mean_answer is None or mean_answer.kind != "undecided" else [mean_answer]
     undecided = [answer for answer in answers if answer.kind == "undecided"] if answers else of_mean
-    if undecided and all(answer.sentence.rstrip(".").endswith("had not converged") for answer in undecided):
-        return {
-            "undecided": "Training ended too early for an answer: networks were still learning. Train on, as the box below "
-            "says, before you collect more examples. Staying alone sends and discloses nothing."
-        }
+    for sign, reason in _TRAINING_TOO_SHORT.items():
+        if undecided and all(sign in answer.sentence for answer in undecided):
+            return {
+                "undecided": f"Training ended too early for an answer: {reason}. Train on, as the box below says, before "
+                "you collect more examples. Staying alone sends and discloses nothing."
+            }
     factors = [
         (factor_of_examples_to_decide(answer.gain, answer.interval), answer.client or "")
         for answer in of_mean or undecided
