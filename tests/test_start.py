@@ -143,7 +143,7 @@ QUICK = [  # words, exit status, and what is said
     ("run --loss focal", 2, "'focal' does not name a loss; write it as module:name"),
     ("run --rounds 0", 2, "--rounds must be a whole number of at least 1, got 0"),
     ("run --clients_per_round 0", 2, "--clients-per-round must be a fraction above 0"),
-    ("run quickstart --out full", 2, "the run directory full is not empty"),
+    ("run quickstart --out full", 2, "full is not empty"),
     ("run --logger wandb", 2, "cannot track with 'wandb'"),
     ("run --data table --data.site s --data.target t", 2, "give --data.path with a CSV or Parquet file"),
     ("run rows.csv.gz", 2, "rows.csv.gz is compressed; unpack it, and give the file that is in it"),

@@ -195,6 +195,13 @@ class IsUsedOtherwise(FedAvg):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlansByTheNumberOfRounds(FedAvg):
+    def aggregate(self, server_state, replies, server):
+        model = super().aggregate(server_state, replies, server)["model"]
+        return {"model": {name: tensor / server.rounds for name, tensor in model.items()}}
+
+
+@dataclass(frozen=True, kw_only=True)
 class IgnoresTheSeed(FedAvg):
     def server_init(self, server):
         from dataclasses import replace
@@ -217,6 +224,7 @@ CASES = [
     (ChangesTheState, "test_inputs_are_not_changed"),
     (FirstReplyWins, "test_order_of_clients_is_irrelevant"),
     (DependsOnThePreviousClient, "test_order_of_clients_is_irrelevant"),
+    (PlansByTheNumberOfRounds, "test_number_of_rounds_decides_only_where_declared"),
     (KeepsAHiddenCounter, "test_resumed_equals_uninterrupted"),
     (SendsPrivateState, "test_private_state_is_not_sent"),
     (SendsAPieceOfPrivateState, "test_private_state_is_not_sent"),

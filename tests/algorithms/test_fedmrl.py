@@ -1,6 +1,8 @@
 """FedMRL: the pair of networks by hand, identities, a round in plain torch, and what it learns on real digits."""
 
+import ast
 import functools
+import re
 
 import pytest
 import torch
@@ -143,9 +145,11 @@ def test_negative_weights_are_refused(field):
 def test_a_shared_representation_wider_than_the_clients_is_refused(hidden):
     with pytest.raises(
         UserError,
-        match=rf"takes {hidden[0]} numbers and gives 3, that of the network of 'client-0' takes 8, .*\[8\]\}}$",
-    ):
+        match=rf"takes {hidden[0]} numbers and gives 3, that of the network of 'client-0' takes 8, .*\[8\]\}}'$",
+    ) as refusal:
         run(FedMRL(**OPTIONS, shared={"name": "mlp", "hidden": hidden}), mixed())
+    shared = re.search(r"in Python pf\.algorithms\.FedMRL\(shared=({.*?})\), in the terminal", str(refusal.value))[1]
+    assert run(FedMRL(**OPTIONS, shared=ast.literal_eval(shared)), mixed()).history  # what can be pasted
 
 
 # -- real digits ---------------------------------------------------------------------------------------------------

@@ -296,7 +296,7 @@ def test_an_empty_client():
 def test_an_output_directory_that_cannot_be_used(here, refused):
     (here / "full").mkdir()
     (here / "full/file").write_text("precious")
-    assert refused("run", "--out", "full") == "the run directory full is not empty; choose another --out"
+    assert refused("run", "--out", "full").endswith("full is not empty; choose another --out, or remove it")
     assert refused("run", "--out", "full/file") == "the run directory full/file is a file; choose another --out"
     assert "full/file/below: Not a directory; choose another --out" in refused("run", "--out", "full/file/below")
     assert "cannot write to the run directory /proc/nothing" in refused("run", "--out", "/proc/nothing")

@@ -85,7 +85,8 @@ def test_a_comparison_from_a_recipe(polyfed):
     assert polyfed("resume", "a/local/seed-1", "--quiet")[0] == 0  # a run is described by its own config.yaml
     status, _, err = polyfed("resume", "a/local/seed-1", "--rounds", "9")
     assert status == 2
-    assert "a/local/seed-1 is a run of a comparison; go on with all of it: polyfed resume " in err
+    assert "a/local/seed-1 is a run of a comparison, whose runs all have the same rounds" in err
+    assert "compare again with --rounds 9 and another --out than " in err
     assert "a is a comparison, whose runs all have the same rounds" in polyfed("resume", "a", "--rounds", "9")[2]
     status, _, err = polyfed("compare", "a", "--seeds", "5")
     assert (status, "decides what is compared, so --seeds cannot be given" in err) == (2, True)

@@ -284,9 +284,12 @@ def test_a_network_that_ends_in_a_softmax_is_warned_of():
         output_shape(nn.Sequential(nn.Conv2d(1, 2, 1), nn.Softmax(1)), images, "client 'north'")
 
 
-def test_a_comparison_of_one_client_is_warned_of():
-    with pytest.warns(UserWarning, match="there is one client, .*which has nobody to train with"):
-        pf.compare(small_clients()[:1], "fedprox", rounds=1, seeds=1, tune="none", references=False, quiet=True)
+def test_a_comparison_of_one_client_is_refused():
+    for plan_only in (False, True):
+        with pytest.raises(
+            pf.UserError, match="'client-0' is the one client, and nobody can join it: give at least two"
+        ):
+            pf.compare(small_clients()[:1], "fedprox", rounds=1, plan_only=plan_only, quiet=True)
 
 
 def test_a_run_of_one_client_is_warned_of_unless_it_trains_alone(recwarn):
@@ -363,5 +366,7 @@ def test_an_estimator_in_place_of_a_network_says_what_to_give():
 
 def test_whole_numbers_as_inputs_say_how_to_convert_arrays_too():
     data, others = [(np.arange(40).reshape(10, 4) + k, [0, 1] * 5) for k in (0, 1)]
-    with pytest.raises(pf.UserError, match=r"x\.float\(\) of a tensor or x\.astype\('float32'\) of an array$"):
+    with pytest.raises(
+        pf.UserError, match=r"x\.float\(\) of a tensor or x\.astype\('float32'\) of an array or a frame$"
+    ):
         pf.federate([pf.Client("a", lambda: nn.Linear(4, 2), data, others)], "fedavg", rounds=1, quiet=True)

@@ -18,7 +18,7 @@ from polyfed.cli.commands.argv import (
     split_names,
 )
 from polyfed.cli.commands.short_help import COMPARE_HELP, RUN_HELP, asks_for_short_help, replace_help_all_by_help
-from polyfed.comparison.storage.comparison_directory import check_can_hold_comparison
+from polyfed.comparison.storage.comparison_files import check_can_hold_comparison
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.text.terminal_text import sanitise_for_terminal
@@ -170,10 +170,10 @@ def resume(argv: list[str]) -> None:
     folder = expand_user_path(directory, "the run directory")
     check_run_directory(folder)
     config = read_config(folder)
-    if options.rounds is not None or "data" not in config:
-        check_is_no_part_of_comparison(folder)
     if options.rounds is not None:
         check_more_rounds(folder, config, options.rounds)
+    if "data" not in config:
+        check_is_no_part_of_comparison(folder)
     from polyfed.cli.commands.run import run_command
 
     run_command.resume_experiment(folder, rounds=options.rounds, quiet=options.quiet, as_json=options.json)

@@ -30,6 +30,7 @@ from polyfed.comparison.planning.plan_description import (
 from polyfed.comparison.references.fit_references import FittedReferences, fit_references
 from polyfed.comparison.storage import comparison_directory
 from polyfed.comparison.storage.comparison import Comparison
+from polyfed.comparison.storage.comparison_files import lock_comparison, write_comparison_results
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.tuning.client_rounds import freeze_history_after, select_compared_rounds_of_local_runs
 from polyfed.core.algorithm import Client
@@ -291,7 +292,7 @@ def _run_comparison(plan: ComparisonPlan, open_files: ExitStack) -> Comparison:
     for sentence in describe_too_few_planned_rounds(plan):
         plan.display.say(keep_advice_for_this_process(sentence))
     if plan.out is not None:
-        open_files.enter_context(comparison_directory.lock_comparison(plan.out))
+        open_files.enter_context(lock_comparison(plan.out))
         comparison_directory.write_description(plan.out, description, plan.criteria)
     try:
         methods, runs, failed = run_final_methods(plan, methods, description)
@@ -351,7 +352,7 @@ def _run_comparison(plan: ComparisonPlan, open_files: ExitStack) -> Comparison:
     for sentence in content["warnings"]:
         logging.getLogger("polyfed.comparison").warning("%s", keep_advice_for_this_process(sentence))
     if plan.out is not None:
-        comparison_directory.write_comparison_results(plan.out, content)
+        write_comparison_results(plan.out, content)
     return Comparison(content, plan.out)
 
 

@@ -47,8 +47,8 @@ def write_report(
     places: list[Any] = [getattr(run, "out", run) for run in (runs if isinstance(runs, list | tuple) else [runs])]
     if None in places:
         raise UserError(
-            'a page is made from a directory, and this was kept in memory; write a run with run.save("DIR"), and give '
-            'compare(..., out="DIR")'
+            "a page is made from a directory, and this was kept in memory; save it first, as in "
+            'pf.load(run.save("DIR")).report(), or the same with comparison.save("DIR")'
         )
     if not places:
         raise UserError("give write_report a run, a comparison or a directory, or a list of them")

@@ -297,6 +297,21 @@ class AlgorithmContract(ABC):
             resumed = resume(out, clients=self.clients(), algorithm=algorithm, public=public, workers=workers)
             assert_runs_equal(uninterrupted, resumed)
 
+    def test_number_of_rounds_decides_only_where_declared(self, algorithm: Algorithm[Any, Any]) -> None:
+        """Rounds must be the same in a longer run, unless the trait `plans_all_rounds` says that they are planned.
+
+        So `resume(..., rounds=...)` may give a run more rounds. A method with `schedule="cosine"` or `privacy` is exempt,
+        for which more rounds are refused.
+        """
+        is_planned = "plans_all_rounds" in algorithm.traits or getattr(algorithm, "schedule", "constant") == "cosine"
+        if is_planned or getattr(algorithm, "privacy", None) is not None:
+            return
+        short, long = (without_durations(self._federate(algorithm, rounds=rounds).history) for rounds in (2, 3))
+        assert short == long[:2], (
+            "a round depends on the number of all rounds (`ClientInfo.rounds`, `ServerContext.rounds`); declare it: "
+            "traits = frozenset({'plans_all_rounds'})"
+        )
+
     def test_private_state_is_not_sent(self, algorithm: Algorithm[Any, Any]) -> None:
         """A reply must be valid, and must neither contain private tensors or data nor share their memory."""
         published = self.published | (

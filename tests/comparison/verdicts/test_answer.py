@@ -25,7 +25,10 @@ def test_the_answer_of_a_client_has_its_numbers():
 
 def test_all_answers_are_rows_of_a_table():
     rows = comparison().answer_table()
-    assert [row["client"] for row in rows] == [None, "north"]
+    assert [row["client"] for row in rows] == ["mean", "north"]
+    assert [str(comparison().answer(row["client"])) for row in rows] == ["mean: ...", "north: join with fml"]
+    site = comparison(answers=[{**NORTH, "client": "mean"}])  # a site may have this name
+    assert (site.answer("mean").client, site.answer().client) == ("mean", None)
     assert [row["decision"] for row in rows] == ["undecided", "join"]
     assert "sentence" not in rows[0]
     assert str(rows).splitlines()[2].split()[:3] == ["north", "join", "fml"]

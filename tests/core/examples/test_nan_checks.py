@@ -4,6 +4,7 @@ import re
 import time
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -182,6 +183,14 @@ def test_an_archive_names_its_array(tmp_path):
     )
     with pytest.raises(UserError, match=r"^x_test: row 0, position 1 is nan; and 2 more values are not finite"):
         Npz(path=str(tmp_path / "a.npz")).load()
+
+
+def test_a_column_of_a_frame_is_called_by_its_name():
+    frame = pd.DataFrame({"age": [50.0, 60.0], "lab": [1.0, np.nan]})
+    with pytest.raises(UserError, match=r"^x inputs: row 1, column 'lab' is nan; fill it in or drop the row"):
+        as_examples((frame, [0, 1]), "x")
+    with pytest.raises(UserError, match=r"^x inputs 'blood': row 1, column 'lab' is nan"):
+        as_examples(({"blood": frame}, [0, 1]), "x")
 
 
 class Name(str):

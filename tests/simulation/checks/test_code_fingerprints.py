@@ -161,7 +161,9 @@ def clients_with(holder, place):
     client = pf.Client(
         "a", partial(torch.nn.Linear, 3, 2), data.select(torch.arange(16)), data.select(torch.arange(16, 24))
     )
-    return [replace(client, loss=holder)] if place == "loss" else [client]
+    if place == "loss":
+        client = replace(client, loss=holder)
+    return [client, replace(client, id="b")]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -210,7 +212,7 @@ def test_a_run_that_is_resumed_with_other_versions_says_so(started):
     ("before", "after", "words"),
     [
         (lambda: clients(), lambda: clients(function="relu"), "the code of Net is not that"),
-        (lambda: [*clients_with(Scale(2.0), "transform")], lambda: [*clients_with(Scale(3.0), "transform")],
+        (lambda: clients_with(Scale(2.0), "transform"), lambda: clients_with(Scale(3.0), "transform"),
          "the values that Scale holds are not those"),
     ],
 )  # fmt: skip
@@ -227,7 +229,6 @@ def test_a_comparison_that_reads_finished_runs_of_other_code_says_so(tmp_path, b
     pf.compare(before(), ["fedavg"], **quick, out=tmp_path / "c")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "there is one client")
         pf.compare(before(), ["fedavg"], **quick, out=tmp_path / "c")
     with pytest.warns(
         UserWarning, match=f"{words} with which the run began: finished runs of the comparison are read as"

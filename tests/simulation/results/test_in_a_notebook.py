@@ -2,6 +2,7 @@
 
 import html
 import importlib.util
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -65,14 +66,16 @@ def test_what_failed_and_what_a_run_warns_of_is_shown_however_quiet_it_was(tmp_p
         [first, second, third], "fedavg", rounds=2, workers=0, quiet=True, on_error="skip", out=tmp_path / "a"
     )
     run.history[1]["warnings"].append("round 2: 'client-2' has a norm of 7")
-    line, sentence, warning = str(run).splitlines()
+    line, *table, sentence, warning = str(run).splitlines()
     assert line == repr(run)
+    assert table == str(run.table()).splitlines()
+    assert [row.split()[0] for row in table] == ["client", "client-0", "client-1", "client-2", "mean"]
     assert ", 'client-1' failed, 1 warning, out=" in line
     assert sentence.startswith("client 'client-1' failed in 2 of 2 rounds: its loss fails on outputs of shape (26, 3)")
     assert warning == "round 2: 'client-2' has a norm of 7"
     assert html.escape(sentence) in run._repr_html_()
     assert ", 'client-1' failed, out=" in repr(pf.load(run.out))
-    assert str(pf.load(run.out)).splitlines()[1] == sentence
+    assert str(pf.load(run.out)).splitlines()[1:] == [*table, sentence]
     assert html.escape(sentence) in pf.load(run.out)._repr_html_()
     assert len(list_remarks([{"round": 1, "warnings": [f"'site-{k}' is far" for k in range(20)]}])) == 9
 
@@ -80,7 +83,9 @@ def test_what_failed_and_what_a_run_warns_of_is_shown_however_quiet_it_was(tmp_p
 def test_html_of_many_clients_is_short():
     client = small_clients()[0]
     clients = [pf.Client(f"c{i}", client.model, client.train, client.test) for i in range(25)]
-    page = pf.federate(clients, "local", rounds=1, workers=0, progress=False)._repr_html_()
+    run = pf.federate(clients, "local", rounds=1, workers=0, progress=False)
+    page, lines = run._repr_html_(), str(run).splitlines()
+    assert (len(lines), lines[-2].split()[0], lines[-1]) == (23, "mean", "and 6 clients more: run.table() has all")
     assert page.count("<tr>") == 21
     assert "6 clients left out" in page
     assert "<td>mean</td>" in page
@@ -127,12 +132,22 @@ def test_a_plot_draws_each_client_and_the_mean(run):
 
 
 def test_a_plot_of_a_comparison_draws_gains_with_their_intervals(comparison):
-    ax = comparison.plot()
-    assert [label.get_text() for label in ax.get_yticklabels()] == [
-        row["method"] for row in comparison.table() if row["method"] != "local"
+    ax, rows = comparison.plot(), comparison.answer_table()
+    assert [label.get_text() for label in ax.get_yticklabels()] == [f"{row['client']}: {row['method']}" for row in rows]
+    assert [row["client"] for row in rows] == ["mean", "client-0", "client-1"]
+    drawn = [list(line.get_xdata()) for line in ax.lines[:-1]]  # the last is the line at 0
+    ends = [[row["low"], row["high"]] for row in rows]
+    assert drawn == [
+        [100 * x for x in part] for row, pair in zip(rows, ends, strict=True) for part in (pair, [row["gain"]])
     ]
-    gain = comparison.table()[1]["gain"]
-    assert any(list(line.get_xdata()) == [pytest.approx(100 * gain)] for line in ax.lines)
+    assert ax.get_xlabel() == "gain in points of accuracy"
+
+
+def test_a_plot_without_gains_has_the_mean_scores(comparison):
+    answers = [{**answer, "gain": None, "interval": None} for answer in comparison.results["answers"]]
+    mean = {**comparison.results["mean_answer"], "gain": None, "interval": None}
+    ax = replace(comparison, results={**comparison.results, "answers": answers, "mean_answer": mean}).plot()
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["fedavg", "fedavg_ft", "fedprox"]
 
 
 def test_what_was_left_out_and_not_judged_is_said_however_quiet(comparison):

@@ -73,6 +73,13 @@ def test_a_network_of_a_module_is_imported_if_its_code_is_trusted(run, tmp_path)
         pf.load(local.out).model("client-0")
 
 
+def test_another_network_than_that_of_the_run_is_refused_with_what_to_give(run):
+    with pytest.raises(
+        pf.UserError, match=r"weights do not fit .*; give as model=... the function that built this client's network"
+    ):
+        pf.load(run.out).predict("client-0", torch.zeros(2, 6), model=lambda: torch.nn.Linear(6, 3))
+
+
 def test_a_saved_run_is_exported_like_its_directory(run, tmp_path):
     folder = pf.export_model(pf.load(run.out), "client-0", tmp_path / "a", format="weights", model=SmallNet)
     assert (folder / "weights.safetensors").is_file()
@@ -115,9 +122,11 @@ def test_a_run_in_memory_is_saved_as_one_with_a_directory(tmp_path, method, opti
     shutil.rmtree(tmp_path / "first")
     assert torch.equal(pf.load(tmp_path / "second").predict("client-0", x, model=SmallNet), run.predict("client-0", x))
     assert pf.resume(tmp_path / "second", clients=small_clients(), workers=0, progress=False).table() == run.table()
-    with pytest.raises(pf.UserError, match="is not empty"):
+    with pytest.raises(pf.UserError, match=r"is not empty; .*choose another out=.*, or remove it"):
         run.save(tmp_path / "second")
-    with pytest.raises(pf.UserError, match=r"is in .*second already; copy that folder, or load it"):
+    with pytest.raises(
+        pf.UserError, match=r"is in .*second already; load it, .*, or copy it, shutil.copytree\('.*third"
+    ):
         replace(run, out=tmp_path / "second").save(tmp_path / "third")
 
 
@@ -184,7 +193,7 @@ def test_several_runs_are_put_on_one_page(run, tmp_path):
     assert "fedavg" in text
     assert "local" in text
     assert pf.write_report(pf.load(run.out)) == run.out / "report.html"
-    with pytest.raises(pf.UserError, match=r"write a run with run.save"):
+    with pytest.raises(pf.UserError, match=r"save it first, as in pf.load\(run.save"):
         pf.write_report([run, replace(run, out=None)])
     with pytest.raises(pf.UserError, match="does not exist"):
         pf.write_report(tmp_path / "nothing")

@@ -117,8 +117,9 @@ class FedMRL(MutualLearningMethod, WrapsNetwork):
             raise UserError(
                 f"FedMRL: the last linear layer of the shared network takes {shared_width} numbers and gives "
                 f"{layers[1].out_features}, that of the network of {client.id!r} takes {width}, for "
-                f"{client_state['outputs']} outputs; give a shared network that takes no more and gives as many, as "
-                f"shared={{name: mlp, hidden: [{min(width, 16)}]}}"
+                f"{client_state['outputs']} outputs; give a shared network that takes no more and gives as many, in Python "
+                f"pf.algorithms.FedMRL(shared={{'name': 'mlp', 'hidden': [{min(width, 16)}]}}), in the terminal "
+                f"--algorithm.shared '{{name: mlp, hidden: [{min(width, 16)}]}}'"
             )
         is_side_by_side = int(client_state.get("side_by_side", False))
         form = [*places, client_state["outputs"], is_side_by_side, *client_state["input_shape"]]

@@ -51,7 +51,8 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
         client_set = plan.build_client_set(seed)
         settings = dataclasses.replace(plan.settings, seed=seed)
         requirements.check_clients(client_set.clients)
-        requirements.warn_of_single_client(client_set.ids, plan.methods.values())
+        if len(client_set.ids) == 1:
+            raise UserError(f"{client_set.ids[0]!r} is the one client, and nobody can join it: give at least two")
         requirements.check_networks_run(client_set.clients)
         if settings.on_error == "raise":
             check_losses_and_metrics_work(client_set.clients, plan.metrics)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from polyfed.comparison.storage.comparison_files import write_results_from_memory
 from polyfed.comparison.verdicts.answer import Answer, find_answer, list_answers
 from polyfed.comparison.verdicts.answer_lines import build_answer_lines
 from polyfed.comparison.verdicts.summary import comparison_html, plot_comparison
@@ -21,6 +22,7 @@ from polyfed.simulation.results.across_sites.cross_site_scores import (
     read_cross_site,
 )
 from polyfed.simulation.results.display.frames import build_frame
+from polyfed.simulation.results.display.plots import plot_intervals
 from polyfed.simulation.storage.page_file import write_page_of
 
 if TYPE_CHECKING:
@@ -88,7 +90,10 @@ class Comparison:
         return build_frame(rows, ["method", "seed", "client", "round", score])
 
     def plot(self, *, ax: Any = None) -> Any:
-        """Draws mean gains over training alone with intervals, or mean scores; returns matplotlib axes.
+        """Draws the answers' gains over the best that each client has alone, with intervals; returns matplotlib axes.
+
+        The numbers are those of `answer_table`: the mean first, then each client, with the method of its answer. Without
+        any gain the axes have the methods' mean scores.
 
         Args:
             ax: axes to draw into; None makes new ones.
@@ -96,7 +101,21 @@ class Comparison:
         Raises:
             UserError: no method has a score.
         """
-        return plot_comparison(self.results, self.table(), ax)
+        rows = [row for row in self.answer_table() if row["gain"] is not None]
+        if not rows:
+            return plot_comparison(self.results, self.table(), ax)
+        entries = [
+            (
+                f"{row['client']}: {row['method']}",
+                row["gain"],
+                None if row["low"] is None else (row["low"], row["high"]),
+            )
+            for row in rows
+        ]
+        unit, label = self.results.get("score_unit", ""), self.results.get("score_label", "score")
+        axis = f"gain in points of {label}" if unit == "%" else f"gain in {label}"
+        title = f"gain over the best alone, with its {100 * self.results['level']:.0f} % interval"
+        return plot_intervals(entries, unit, axis, title, draws_zero_line=True, ax=ax)
 
     def report(self, out: str | Path | None = None, *, images_of: "Sequence[Client] | None" = None) -> Path:
         """Writes the comparison's HTML page, as the command `polyfed report` does, and returns its path.
@@ -111,25 +130,49 @@ class Comparison:
         """
         return write_page_of(self.out, out, images_of)
 
+    def save(self, out: str | Path) -> Path:
+        """Writes a comparison that was kept in memory to a new directory, which `polyfed.load` reads; returns its path.
+
+        It holds the results, for tables, plots and the page, and no runs: only `compare(..., out=...)` keeps their networks
+        and can be continued.
+
+        Args:
+            out: the folder, which must not exist or be empty.
+
+        Raises:
+            UserError: the comparison has a directory already, or the folder is taken or cannot be written.
+        """
+        if self.out is not None:
+            raise UserError(
+                f"the comparison is in {self.out} already; load it, polyfed.load('{self.out}'), or copy it, "
+                f"shutil.copytree('{self.out}', '{out}')"
+            )
+        return write_results_from_memory(out, self.results)
+
     @property
     def answers(self) -> Sequence[str]:
         """Returns sentences on whom joining helps, as far as intervals decide, and what was left out."""
         return list(map(self._word_for_python, (*self.results["verdicts"], *describe_omissions(self.results))))
 
     def answer(self, client: str | None = None) -> Answer:
-        """Returns whether a client, or with None the mean over clients, gains by joining, with the gain and its interval.
+        """Returns whether a client, or the mean over clients, gains by joining, with the gain and its interval.
+
+        Args:
+            client: its id; None or "mean" for the mean.
 
         Raises:
             UserError: there is no answer for this client.
         """
-        return find_answer(list_answers(self.results), client)
+        answers = list_answers(self.results)
+        is_mean = client == "mean" and all(answer.client != client for answer in answers)
+        return find_answer(answers, None if is_mean else client)
 
     def answer_table(self) -> list[dict[str, Any]]:
-        """Returns a dict for each answer, the mean (`client` None) first; `print` shows them in columns.
+        """Returns a dict for each answer, that of the mean first, whose `client` is "mean"; `print` shows them in columns.
 
         Columns: the attributes of `polyfed.Answer` without its sentence. `pandas.DataFrame` takes them as they are.
         """
-        rows = (dict(vars(answer)) for answer in list_answers(self.results))
+        rows = ({**vars(answer), "client": answer.client or "mean"} for answer in list_answers(self.results))
         return RowTable({name: value for name, value in row.items() if name != "sentence"} for row in rows)
 
     @property

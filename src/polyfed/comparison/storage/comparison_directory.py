@@ -6,20 +6,20 @@ search diverged), `comparison.yaml`, which is written before the first run, and 
 runs are finished. `polyfed.comparison.storage.results_schema` defines both files.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
 from polyfed.comparison.planning.budget import Budget, ResultCriteria
 from polyfed.comparison.storage.comparison import Comparison
+from polyfed.comparison.storage.comparison_files import DESCRIPTION as DESCRIPTION  # which many take from here
+from polyfed.comparison.storage.comparison_files import RESULTS as RESULTS
 from polyfed.comparison.storage.continuation import find_first_difference, find_invalidating_change
 from polyfed.comparison.storage.results_schema import ComparisonDescription, results_error
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import (
-    create_private_folder_if_missing,
     expand_user_path,
     read_file,
     write_file_atomically,
@@ -28,16 +28,13 @@ from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.core.machine.package_versions import package_versions
 from polyfed.simulation.storage.directory import (
     describe_changed_files_of_run,
-    is_left_by_a_start,
     read_config,
     read_manifest,
     read_metrics,
     to_plain_values,
 )
-from polyfed.simulation.storage.directory_lock import lock_directory
 from polyfed.simulation.storage.paths import safe_file_name
 
-DESCRIPTION, RESULTS = "comparison.yaml", "comparison.json"
 RESULTS_FORMAT = 2  # of the results
 
 
@@ -88,11 +85,6 @@ def load_unchanged_comparison(folder: Path) -> Comparison | None:
     return comparison if is_newest and not comparison.failed else None
 
 
-def write_comparison_results(folder: Path, content: Mapping[str, Any]) -> None:
-    """Writes `comparison.json` atomically: a reader finds the old or the new file."""
-    write_file_atomically(folder / RESULTS, json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False).encode())
-
-
 def read_description(folder: str | Path) -> dict[str, Any]:
     """Returns the content of `comparison.yaml`, which describes a comparison, from its directory.
 
@@ -120,21 +112,6 @@ def parse_result_criteria(description: Mapping[str, Any]) -> ResultCriteria:
     return ResultCriteria(Budget.from_text(stored.get("budget", "best")), stored.get("target"))
 
 
-def lock_comparison(folder: Path) -> IO[str]:
-    """Creates the directory of a comparison if it does not exist, and locks it until the returned file is closed.
-
-    Raises:
-        UserError: the folder holds something else, cannot be written, or another process is writing to it.
-    """
-    check_can_hold_comparison(folder)
-    try:
-        if not folder.exists():
-            create_private_folder_if_missing(folder, parents=True)
-        return lock_directory(folder)
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another out=... (--out)") from error
-
-
 def write_description(folder: Path, description: Mapping[str, Any], criteria: ResultCriteria) -> None:
     """Writes the description of a comparison to `comparison.yaml`.
 
@@ -144,6 +121,10 @@ def write_description(folder: Path, description: Mapping[str, Any], criteria: Re
     content = to_plain_values(description, "comparison")
     if (folder / DESCRIPTION).exists():
         before = read_description(folder)
+        if "methods" not in before:
+            raise UserError(
+                f"{folder} holds the results of a comparison without its runs; choose another out=... (--out)"
+            )
         if differs := find_invalidating_change(before, content):
             raise UserError(
                 f"{folder} holds a comparison of something else: {differs}; choose another out=... (--out) for "
@@ -151,15 +132,6 @@ def write_description(folder: Path, description: Mapping[str, Any], criteria: Re
             )
     content["reading"] = {"budget": str(criteria.budget), "target": criteria.target}
     write_file_atomically(folder / DESCRIPTION, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
-
-
-def check_can_hold_comparison(folder: Path) -> None:
-    """Raises a `UserError` if a folder holds something that is not a comparison; creates nothing."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; choose another out=... (--out)")
-    is_comparison = (folder / DESCRIPTION).exists()
-    if not is_comparison and folder.exists() and not all(is_left_by_a_start(e.name) for e in folder.iterdir()):
-        raise UserError(f"{folder} is not empty and holds no comparison; choose another out=... (--out)")
 
 
 def load_history_if_finished(

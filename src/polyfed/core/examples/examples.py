@@ -220,6 +220,16 @@ class Examples:
         """Returns the targets of these examples, in their order."""
         return self.y if self.index is None else self.y[self.index]
 
+    def features_of_part(self, part: str) -> tuple[str, ...]:
+        """Returns the names of the columns of one part of the inputs ("" if they are one tensor); empty if it was no frame.
+
+        >>> examples = Examples(torch.zeros(1, 2), torch.tensor([0]), features=("age", "lab"))
+        >>> examples.features_of_part("")
+        ('age', 'lab')
+        """
+        prefix = f"{part}/" if part else ""
+        return tuple(name.removeprefix(prefix) for name in self.features or () if name.startswith(prefix))
+
     def column(self, name: str) -> NDArray[Any]:
         """Returns the values of the column `name` for these examples, in their order.
 

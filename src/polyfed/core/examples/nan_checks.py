@@ -4,7 +4,7 @@ Training on one gives weights of NaN, and a prediction from one is whatever clas
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -48,13 +48,17 @@ def check_examples_finite(examples: Examples, name: str) -> None:
     for part, tensor in named_leaves(examples.x):
         if tensor.dtype in _FLOATS:
             label = f"{name} inputs {part!r}" if part else f"{name} inputs"
-            raise_if_nonfinite(_nonfinite_blocks(tensor, examples.index, _transform_of_part(examples, part)), label)
+            blocks = _nonfinite_blocks(tensor, examples.index, _transform_of_part(examples, part))
+            raise_if_nonfinite(blocks, label, features=examples.features_of_part(part))
     if key is not None:
         _FINITE_EXAMPLES[key] = examples
 
 
 def raise_if_nonfinite(
-    first_rows_and_blocks: Iterable[tuple[int, Tensor]], name: str, axis_name: str = "column"
+    first_rows_and_blocks: Iterable[tuple[int, Tensor]],
+    name: str,
+    axis_name: str = "column",
+    features: Sequence[str] = (),
 ) -> None:
     """Raises a `UserError` if a block contains NaN or infinity; each comes with its first row's number.
 
@@ -62,6 +66,7 @@ def raise_if_nonfinite(
         first_rows_and_blocks: the number of the first row of each block, and its rows.
         name: the name of the numbers, for the error.
         axis_name: the name of the second axis, for the error.
+        features: names of the places on that axis; empty for their numbers.
 
     >>> raise_if_nonfinite([(0, torch.zeros(5, 2)), (5, torch.tensor([[0.0, torch.inf]]))], "column 'age'", "position")
     Traceback (most recent call last):
@@ -74,13 +79,11 @@ def raise_if_nonfinite(
         if num_wrong and not first:
             row, *other_axes = is_wrong.nonzero()[0].tolist()
             value = float(block[(row, *other_axes)])
-            where = (
-                ""
-                if not other_axes
-                else f", {axis_name} {other_axes[0]}"
-                if len(other_axes) == 1
-                else f", position {tuple(other_axes)}"
-            )
+            if len(other_axes) == 1:
+                has_names = len(features) == block.shape[1]
+                where = f", {axis_name} {repr(features[other_axes[0]]) if has_names else other_axes[0]}"
+            else:
+                where = f", position {tuple(other_axes)}" if other_axes else ""
             first = f"row {start + row}{where} is {value}"
         count += num_wrong
     if count == 1:

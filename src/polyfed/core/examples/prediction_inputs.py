@@ -1,5 +1,6 @@
 """Converts inputs for a prediction to the form that a client's training examples have."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ def convert_inputs_to_examples_like(reference: Examples, x: Any, name: str) -> E
         x: a tensor or array, shape (n, ...), or a tuple or dict of them, as the client's are; images of uint8 may lack the
             axis of their one channel. For a client with a table, raw rows: a pandas frame, a mapping of columns, a list
             of {name: value}, or a tensor as `client.test.x`, NaN where there is no value. Or `Examples`, whose inputs count.
+            Of a frame, the client's columns are taken by their names.
         name: the inputs' name in errors.
 
     Raises:
@@ -35,10 +37,8 @@ def convert_inputs_to_examples_like(reference: Examples, x: Any, name: str) -> E
     """
     if isinstance(x, Examples):
         x = x.x if x.index is None else tree_map(lambda part: part[x.index], x.x)
-    names = names_of_frame_columns(x)
-    if reference.features and names and names != reference.features:
-        raise UserError(f"{name} have other columns than the client's, or in another order; give frame"
-                        f"[[{join_first_and_count_rest(list(map(repr, reference.features)), _SHOWN)}]]")  # fmt: skip
+    if reference.features and (names_of_frame_columns(x) or reference.features) != reference.features:
+        x = _select_columns_like(reference, x, name)
     inputs: Inputs
     if isinstance(reference.x, Tensor):
         inputs = _convert_part_like(reference.x, reference.transform, x, name)
@@ -59,6 +59,22 @@ def convert_inputs_to_examples_like(reference: Examples, x: Any, name: str) -> E
         )
         inputs = tree_map(lambda _: next(converted_parts), reference.x)
     return Examples(inputs, torch.zeros(len(first_leaf(inputs)), dtype=torch.int64), transform=reference.transform)
+
+
+def _select_columns_like(reference: Examples, x: Any, name: str) -> Any:
+    """Returns a frame, or a mapping of frames, with the columns of the reference alone, in their order."""
+    if isinstance(x, Mapping):
+        return {part: _select_part_like(reference, str(part), frame, name) for part, frame in x.items()}
+    return _select_part_like(reference, "", x, name)
+
+
+def _select_part_like(reference: Examples, part: str, frame: Any, name: str) -> Any:
+    features, names = reference.features_of_part(part), names_of_frame_columns(frame)
+    if not features or not names:
+        return frame
+    if absent := [repr(feature) for feature in features if names.count(feature) != 1]:
+        raise UserError(f"{name} need once each column of the client's: {join_first_and_count_rest(absent, _SHOWN)}")
+    return frame.iloc[:, [names.index(feature) for feature in features]]
 
 
 def _convert_part_like(store: Tensor, transform: Any, x: Any, name: str) -> Tensor:

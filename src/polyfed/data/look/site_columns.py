@@ -150,18 +150,19 @@ def _input_columns(examples: Examples, tokens: set[int]) -> list[tuple[LookColum
     transforms = transform.transforms if isinstance(transform, PartwiseTransform) else {}
     columns = []
     for name, part in parts.items():
-        prefix = f"{name}: " if name else ""
+        prefix, features = f"{name}: " if name else "", examples.features_of_part(name)
         part_transform = transforms.get(name) if name else transform
         if isinstance(part_transform, TablePreprocessor):
             part_columns = _table_columns(part, part_transform)
         elif part.dim() >= 4:
             part_columns = _image_columns(part)
-        elif part.dim() == 2 and not part.is_floating_point() and part.dtype != torch.uint8:
+        elif part.dim() == 2 and not part.is_floating_point() and part.dtype != torch.uint8 and not features:
             tokens.update(torch.unique(part).tolist())
             part_columns = _token_columns(part)
         elif part.dim() <= 2 and part[:1].numel() <= MAX_VECTOR:
             flat = part.reshape(len(part), -1).double()
-            part_columns = [(LookColumn(f"x{k}"), flat[:, k]) for k in range(flat.shape[1])]
+            names = features if len(features) == flat.shape[1] else [f"x{k}" for k in range(flat.shape[1])]
+            part_columns = [(LookColumn(column_name), flat[:, k]) for k, column_name in enumerate(names)]
         else:
             part_columns = _image_columns(part.unsqueeze(1))
         columns += [(LookColumn(prefix + column.name, column.values), cells) for column, cells in part_columns]

@@ -211,7 +211,15 @@ class TableFile(Source):
             y, classes, features = recode_targets_to_schema(y, classes, schema, task), schema.classes, schema.columns
         num_numeric = sum(column.categories is None for column in features)
         preprocessor = TablePreprocessor(
-            features, (0.0,) * num_numeric, (1.0,) * num_numeric, (), self.preprocess, classes, task, self._form()
+            features,
+            (0.0,) * num_numeric,
+            (1.0,) * num_numeric,
+            (),
+            self.preprocess,
+            classes,
+            task,
+            self._form(),
+            self.site,
         )
         x = encode_table(table, features)
         if self.preprocess == "site":  # otherwise the type would depend on the rows at this site

@@ -84,6 +84,7 @@ class _PreprocessorJSON(TypedDict):
     classes: list[str]
     task: TaskSpec
     reading: NotRequired[_ReadingJSON]
+    site: NotRequired[str]
 
 
 @final
@@ -105,6 +106,7 @@ class TablePreprocessor:
         classes: names of the classes, labels or targets, to label predictions.
         task: of the targets, to interpret predictions.
         reading: how the table was read, its texts for no value among it; new rows are read alike.
+        site: name of the column with the site of each row; None if the table has none.
 
     Raises:
         UserError: another number of means or spreads than of columns of numbers, a spread that is negative, or one of a
@@ -124,6 +126,7 @@ class TablePreprocessor:
     classes: tuple[str, ...] = ()
     task: Task = field(default_factory=Classification)
     reading: CSVFormat = field(default=CSVFormat(), repr=False, compare=False)
+    site: str | None = field(default=None, repr=False, compare=False)
     is_rowwise: ClassVar[bool] = True  # each row is prepared by itself, so that `Examples` may keep prepared rows
 
     def __post_init__(self) -> None:
@@ -271,6 +274,7 @@ class TablePreprocessor:
             "columns": columns, "mean": list(self.mean), "spread": list(self.spread),
             "target": [list(pair) for pair in self.target], "scope": self.scope, "classes": list(self.classes),
             "task": self.task.spec, **({"reading": reading} if reading else {}),
+            **({} if self.site is None else {"site": self.site}),
         }  # fmt: skip
 
 
@@ -302,7 +306,7 @@ def preprocessor_from_json(content: Any) -> TablePreprocessor:
     }
     form = CSVFormat(**{**reading, "missing": tuple(reading.get("missing", ()))})
     return TablePreprocessor(columns, tuple(content["mean"]), tuple(content["spread"]), target, content["scope"],
-                    tuple(content["classes"]), get_task(content["task"]), form)  # fmt: skip
+                    tuple(content["classes"]), get_task(content["task"]), form, content.get("site"))  # fmt: skip
 
 
 def _category_names(column: Column) -> tuple[str, ...]:

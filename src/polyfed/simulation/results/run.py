@@ -11,7 +11,7 @@ from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.prediction_inputs import convert_inputs_to_examples_like
-from polyfed.core.io.text.number_format import NumberUnit, count_with_noun
+from polyfed.core.io.text.number_format import NumberUnit
 from polyfed.core.io.values.keyword_names import suggest_attributes
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.methods.capabilities import BringsNetwork, check_network_has_all_weights, wrap_network_if_method_wraps
@@ -19,7 +19,6 @@ from polyfed.core.methods.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.module_cache import build_module, fill_module, restore_all_but_weights_and_set_eval
 from polyfed.data.tabular.preprocessing import TablePreprocessor
-from polyfed.simulation.checks.clients.undefined_scores import explain_undefined_score
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
@@ -28,12 +27,13 @@ from polyfed.simulation.results.across_sites.cross_site_scores import CrossSiteS
 from polyfed.simulation.results.display.frames import build_frame, list_scores_by_round
 from polyfed.simulation.results.display.notebook_html import run_html, unit_of_column
 from polyfed.simulation.results.display.plots import plot_learning_curves
-from polyfed.simulation.results.display.remarks import list_remarks, summarise_remarks
+from polyfed.simulation.results.display.remarks import list_remarks
+from polyfed.simulation.results.display.run_text import run_line, run_text
 from polyfed.simulation.results.run_writer import write_run_from_memory
 from polyfed.simulation.results.saved_model import convert_outputs_to_columns
+from polyfed.simulation.results.site_rows import predict_rows_by_site
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.evaluation_sample import has_other_clients_each_round
-from polyfed.simulation.sources.source_clients import SourceClients
 from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.simulation.storage.metrics_table import build_metrics_table
 from polyfed.simulation.storage.page_file import write_page_of
@@ -70,30 +70,18 @@ class Run:
     cross_site_scores: CrossSiteScores | None = None
 
     def __repr__(self) -> str:
-        # one line, and nothing of the data
-        federation = self.federation
-        score = federation.metrics[0].name
-        summary = self.history[-1]["summary"] if self.history else {}
-        mean = summary.get(score, {}).get("mean")
-        scored = f"{score} {mean:.3g}" if mean is not None else "not evaluated"
-        if summary and mean is None:
-            clients = () if isinstance(federation.clients, SourceClients) else tuple(federation.clients.values())
-            scored = f"{score} not defined{explain_undefined_score(federation.metrics[0], clients)}"
-        sample = self.history[-1].get("evaluated") if self.history else None
-        evaluated = "" if sample is None else f" ({sample['clients']} evaluated)"
-        return (
-            f"Run({type(federation.algorithm).__name__}, "
-            f"{count_with_noun(len(federation.client_registry.ids), 'client')}{evaluated}, "
-            f"{count_with_noun(len(self.history), 'round')}, {scored}{summarise_remarks(self.history)}, "
-            f"out={None if self.out is None else str(self.out)!r})"
-        )
+        return run_line(self.federation, self.history, self.out)
 
     def __str__(self) -> str:
-        """Returns one line, and below it which clients failed and what the rounds warn of, if anything."""
-        return "\n".join([repr(self), *list_remarks(self.history)])
+        """Returns one line, each client's scores in the last round, which clients failed, and what the rounds warn of."""
+        return run_text(repr(self), self._last_scores, self.history)
 
     def _repr_html_(self) -> str:
-        return run_html(repr(self), list_remarks(self.history), self.table(), self._units)
+        return run_html(repr(self), list_remarks(self.history), self._last_scores, self._units)
+
+    @property
+    def _last_scores(self) -> list[dict[str, Any]]:
+        return self.table() if any(record["summary"] for record in self.history) else []
 
     @property
     def _units(self) -> dict[str, NumberUnit]:
@@ -149,7 +137,8 @@ class Run:
         """
         if self.out is not None:
             raise UserError(
-                f"the run is in {self.out} already; copy that folder, or load it: polyfed.load('{self.out}')"
+                f"the run is in {self.out} already; load it, polyfed.load('{self.out}'), or copy it, "
+                f"shutil.copytree('{self.out}', '{out}')"
             )
         path = write_run_from_memory(
             out, self.federation, self.history, self.last, self.best, self.prediction_store, self.stopped_by
@@ -241,11 +230,12 @@ class Run:
             )
             return deep_copy(model).eval()
 
-    def predict(self, client: str, x: Any) -> Tensor:
+    def predict(self, client: Any = None, x: Any = None) -> Tensor:
         """Returns the outputs of a client's personal network for new inputs, as a tensor of shape (n, ...).
 
         Args:
-            client: its id.
+            client: its id. Or, in place of both arguments, raw rows of a table with its column of sites: then each row's
+                site is the client, as in `predict(frame)`.
             x: inputs as in `Client`: a tensor or array, shape (n, ...) of the client's inputs. Images of uint8 are
                 normalised as the client's are, by `client.train.transform`. For data of a table, raw rows: a pandas frame, a
                 mapping of columns, a list of {name: value}, a CSV or Parquet file by its path, or another client's `test.x`
@@ -256,7 +246,7 @@ class Run:
             (n, ...). `predict_table` has classes and probabilities.
 
         Raises:
-            UserError: no client has this id, or the inputs are not like the client's: of another shape or type, NaN.
+            UserError: no client has this id or is a row's site, or inputs are not like the client's (shape, type, NaN).
             ClientError: the network fails.
 
         >>> import torch
@@ -266,6 +256,9 @@ class Run:
         >>> federate(small_clients(), FedAvg(), rounds=1, workers=0).predict("client-0", torch.zeros(5, 6)).shape
         torch.Size([5, 3])
         """
+        if client is None or x is None:
+            rows, ids = x if client is None else client, self.federation.client_registry.ids
+            return predict_rows_by_site(rows, ids, self._table_transform, self.predict)
         engine, task = self._engine_and_task(client)
         examples = convert_inputs_to_examples_like(
             self.federation.clients[client].train, x, f"the inputs for client {client!r}"
@@ -278,7 +271,7 @@ class Run:
             else outputs
         )
 
-    def predict_table(self, client: str, x: Any) -> dict[str, list[Any]]:
+    def predict_table(self, client: Any = None, x: Any = None) -> dict[str, list[Any]]:
         """Returns what `polyfed predict` writes of new inputs, as `{column: a value for each input}`.
 
         For classes the columns are "predicted" and "probability of ..."; for other tasks probabilities, risks or numbers.
@@ -295,7 +288,10 @@ class Run:
         >>> list(run.predict_table("client-0", run.federation.clients["client-0"].test.x))
         ['predicted', 'probability of 0', 'probability of 1', 'probability of 2']
         """
-        outputs, owner = self.predict(client, x), self.federation.clients[client]
+        outputs = self.predict(client, x)
+        owner = self.federation.clients[
+            self.federation.client_registry.ids[0] if client is None or x is None else client
+        ]
         transform = owner.train.transform
         names = transform.classes if isinstance(transform, TablePreprocessor) else self.class_names or ()
         return convert_outputs_to_columns(outputs, owner.task, names)
@@ -335,6 +331,13 @@ class Run:
         [['client-0', 'client-0'], ['client-1', 'client-1']]
         """
         return self.cross_site_scores or compute_cross_site(self.federation, self.kept_checkpoint)
+
+    @property
+    def _table_transform(self) -> Any:
+        """Returns the transform of the first client, which knows the column of sites if the data are a table."""
+        first = self.federation.client_registry.ids[0]
+        self._check_client(first, "models")
+        return self.federation.clients[first].train.transform
 
     def _check_client(self, client: str, folder: str) -> None:
         """Checks that the run has this client and its data in this process; raises a `UserError` if not."""

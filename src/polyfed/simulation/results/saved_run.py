@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -28,7 +29,9 @@ from polyfed.simulation.results.display.frames import build_frame, list_scores_b
 from polyfed.simulation.results.display.notebook_html import run_html, unit_of_column
 from polyfed.simulation.results.display.plots import plot_learning_curves
 from polyfed.simulation.results.display.remarks import list_remarks, summarise_remarks
+from polyfed.simulation.results.display.run_text import run_text
 from polyfed.simulation.results.saved_model import convert_outputs_to_columns
+from polyfed.simulation.results.site_rows import predict_rows_by_site
 from polyfed.simulation.storage.configuration import build_method, read_section
 from polyfed.simulation.storage.model_signature import (
     PREPROCESSING_SUFFIX,
@@ -41,6 +44,8 @@ from polyfed.simulation.storage.page_file import write_page_of
 from polyfed.simulation.storage.paths import safe_file_name
 from polyfed.simulation.storage.predictions.prediction_store import Predictions, read_predictions
 from polyfed.simulation.storage.run_files import RunFiles
+
+Model = Callable[[], nn.Module] | Mapping[str, Callable[[], nn.Module]] | None
 
 
 @suggest_attributes
@@ -61,12 +66,15 @@ class SavedRun:
         return f"SavedRun({self.files.describe()}{summarise_remarks(self.history)}, out={str(self.out)!r})"
 
     def __str__(self) -> str:
-        """Returns one line, and below it which clients failed and what the rounds warn of, if anything."""
-        return "\n".join([repr(self), *list_remarks(self.history)])
+        """Returns one line, each client's scores in the last round, which clients failed, and what the rounds warn of."""
+        return run_text(repr(self), self._last_scores, self.history)
 
     def _repr_html_(self) -> str:
-        evaluated = any(record["summary"] for record in self.history)
-        return run_html(repr(self), list_remarks(self.history), self.table() if evaluated else [], self._units)
+        return run_html(repr(self), list_remarks(self.history), self._last_scores, self._units)
+
+    @property
+    def _last_scores(self) -> list[dict[str, Any]]:
+        return self.table() if any(record["summary"] for record in self.history) else []
 
     @property
     def _units(self) -> dict[str, NumberUnit]:
@@ -149,16 +157,18 @@ class SavedRun:
         except UserError:
             raise
         except (OSError, ValueError) as error:
-            raise UserError(f"the network of {client!r} in {self.out} cannot be built: {error}") from error
+            cure = (
+                "" if model is None else "; give as model=... the function that built this client's network in that run"
+            )
+            raise UserError(f"the network of {client!r} in {self.out} cannot be built: {error}{cure}") from error
 
     @rename_keywords(build="model")
-    def predict(self, client: str, x: Any, model: Callable[[], nn.Module] | None = None) -> Tensor:
+    def predict(self, client: Any = None, x: Any = None, model: Model = None) -> Tensor:
         """Returns a stored network's outputs for new inputs, prepared as the client's own were.
 
         Args:
-            client: its id.
-            x: inputs as for `Run.predict`; of a table, raw rows.
-            model: as for `SavedRun.model`.
+            client, x: as for `Run.predict`; in place of both, raw rows of a table with its column of sites.
+            model: as for `SavedRun.model`; or one such function per client, by its id.
 
         Returns:
             Outputs, float32 on the CPU, shape (n, ...); for regression on a table in the unit of the target.
@@ -166,23 +176,28 @@ class SavedRun:
         Raises:
             UserError: as `model`; inputs of another form; or preprocessing by a function in Python, which is not stored.
         """
-        network, reference = self.model(client, model), self._example_like_those_of(client)
+        if client is None or x is None:
+            rows, transform = x if client is None else client, self._example_like_those_of(self._ids[0]).transform
+            return predict_rows_by_site(rows, self._ids, transform, lambda site, part: self.predict(site, part, model))
+        factory = model.get(client) if isinstance(model, Mapping) else model
+        network, reference = self.model(client, factory), self._example_like_those_of(client)
         examples = convert_inputs_to_examples_like(reference, x, f"the inputs for client {client!r}")
         with exclusive_single_torch_thread_with_grad():
             outputs = predict(network, examples)
         is_table = isinstance(reference.transform, TablePreprocessor)
         return reference.transform.unscale_outputs(outputs) if is_table else outputs  # type: ignore[union-attr]
 
-    def predict_table(self, client: str, x: Any, model: Callable[[], nn.Module] | None = None) -> dict[str, list[Any]]:
+    def predict_table(self, client: Any = None, x: Any = None, model: Model = None) -> dict[str, list[Any]]:
         """Returns classes and probabilities, or what else the task has, as `Run.predict_table` does.
 
         Raises:
             UserError: as `predict`, or outputs are NaN or infinite.
         """
-        outputs, transform = self.predict(client, x, model), self._example_like_those_of(client).transform
+        outputs, owner = self.predict(client, x, model), self._ids[0] if client is None or x is None else client
+        transform = self._example_like_those_of(owner).transform
         if isinstance(transform, TablePreprocessor):
             return convert_outputs_to_columns(outputs, transform.task, transform.classes)
-        task = get_task(self._signature(client)["task"])
+        task = get_task(self._signature(owner)["task"])
         return convert_outputs_to_columns(outputs, task, self.files.manifest.get("class_names") or ())
 
     def predictions(self, client: str, split: Literal["test", "val"] = "test", round: int | None = None) -> Predictions:
@@ -193,13 +208,19 @@ class SavedRun:
         """
         return read_predictions(self.out, client, split=split, round=round)
 
+    @cached_property
+    def _ids(self) -> list[str]:
+        """Returns the ids of the clients whose networks are stored; raises a `UserError` if there are none."""
+        files = sorted((self.out / "models").glob(f"*{SIGNATURE_SUFFIX}"))
+        if not files:
+            raise UserError(f"{self.out} has no network of a client; networks are written when a run has ended")
+        return [read_signature(file)["client"] for file in files]
+
     def _stem(self, client: str) -> Path:
         """Returns the path of a client's files without suffix; raises a `UserError` if its network is not there."""
         stem = self.out / "models" / safe_file_name(client)
         if not stem.with_name(f"{stem.name}.safetensors").is_file():
-            names = [path.stem for path in (self.out / "models").glob("*.safetensors")]
-            hint = did_you_mean(client, names) if names else "networks are written when a run has ended"
-            raise UserError(f"{self.out} has no network of a client {client!r}; {hint}")
+            raise UserError(f"{self.out} has no network of a client {client!r}; {did_you_mean(client, self._ids)}")
         return stem
 
     def _signature(self, client: str) -> Signature:

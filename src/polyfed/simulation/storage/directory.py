@@ -297,8 +297,7 @@ def check_directory_exists(folder: Path) -> None:
     if folder.exists():
         return
     with suppress(OSError):  # no folder above it, or none that may be listed
-        names = difflib.get_close_matches(folder.name, sorted(path.name for path in folder.parent.iterdir()), n=3)
-        if names:
+        if names := difflib.get_close_matches(folder.name, sorted(path.name for path in folder.parent.iterdir()), n=3):
             nearest = " or ".join(str(folder.parent / name) for name in names)
             raise UserError(f"{folder} does not exist; did you mean {nearest}?")
         if folder.parent in (Path(), Path("runs")):  # where the command line puts runs
@@ -384,8 +383,9 @@ def check_can_become_run_directory(folder: Path) -> None:
         if folder.exists() and not all(is_left_by_a_start(entry.name) for entry in folder.iterdir()):
             hint = f"continue it with `{call_to_resume(folder)}` or " if (folder / "config.yaml").exists() else ""
             if hint and all(read_manifest(run).get("files") for run in (folder, *(folder / BASELINES).glob("*/"))):
-                hint = f"its run is finished (polyfed show {folder}; more rounds: polyfed resume {folder} --rounds N); "
-            raise UserError(f"the run directory {folder} is not empty; {hint}choose another out=... (--out)")
+                more = f"{call_to_resume(folder)} with rounds=N, --rounds N"
+                hint = f"its run is finished (polyfed show {folder}; more rounds: {more}); "
+            raise UserError(f"{folder} is not empty; {hint}choose another out=... (--out), or remove it")
     except OSError as error:
         raise _unwritable_error(folder, error) from error
 

@@ -10,10 +10,11 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import write_file_atomically
 from polyfed.core.io.values.number_checks import is_whole_number
 from polyfed.simulation.storage.directory import RunDirectory
+from polyfed.simulation.storage.paths import find_comparison_of_run
 
 
 def check_more_rounds(folder: Path, config: Mapping[str, Any], rounds: int) -> None:
-    """Raises a `UserError` unless `rounds` is a number of rounds that is not below that of the run in a folder.
+    """Raises a `UserError` if `rounds` is below the rounds of the run in a folder, or the run belongs to a comparison.
 
     Args:
         folder: the run directory.
@@ -26,6 +27,11 @@ def check_more_rounds(folder: Path, config: Mapping[str, Any], rounds: int) -> N
         raise UserError(
             f"the run in {folder} has {config['rounds']} rounds, and rounds={rounds} (--rounds {rounds}) would be fewer: a "
             "run only gets more; for fewer start another run"
+        )
+    if (comparison := find_comparison_of_run(folder)) is not None:
+        raise UserError(
+            f"{folder} is a run of a comparison, whose runs all have the same rounds, so that it gets no others; compare "
+            f"again with rounds={rounds} (--rounds {rounds}) and another out=... (--out) than {comparison}"
         )
 
 

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from urllib.parse import quote
 
+COMPARISON_DESCRIPTION = "comparison.yaml"
 _DEVICE = r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\.|$)"  # which no file can be called on Windows
 _PLAIN = re.compile(rf"(?!\.|{_DEVICE})[a-z0-9_.-]{{1,100}}")
 _LONGEST = 100  # file systems allow 255 bytes; a prefix and a suffix are added
@@ -24,6 +25,12 @@ def safe_file_name(client: str) -> str:
         return client
     text = quote(client, safe="").replace(".", "%2E") if client.startswith(".") else quote(client, safe="")
     return f"{text[:_LONGEST]}-{hashlib.sha256(client.encode()).hexdigest()[:8]}"
+
+
+def find_comparison_of_run(folder: Path) -> Path | None:
+    """Returns the directory of the comparison to which a run directory belongs; None if it belongs to none."""
+    parents = folder.absolute().parents[:3]
+    return next((parent for parent in parents if (parent / COMPARISON_DESCRIPTION).exists()), None)
 
 
 def choose_run_directory(name: str) -> Path:

@@ -25,6 +25,7 @@ from polyfed.core.io.values.number_checks import is_number
 from polyfed.core.training.field_ranges import check_field_ranges
 from polyfed.simulation.settings import Settings, unknown_device_error
 from polyfed.simulation.storage.directory import check_directory_exists
+from polyfed.simulation.storage.paths import find_comparison_of_run
 
 _LOGGERS = StaticRegistry("polyfed.simulation.monitoring.trackers", "LOGGERS")
 _SAMPLERS = StaticRegistry("polyfed.simulation.scheduling.sampling.registry", "SAMPLERS")
@@ -135,10 +136,9 @@ def check_is_no_comparison(folder: Path) -> None:
 
 
 def check_is_no_part_of_comparison(folder: Path) -> None:
-    """Raises a `UserError` that says how to go on if a run belongs to a comparison, whose runs all have the same rounds."""
-    for parent in folder.absolute().parents[:3]:
-        if (parent / DESCRIPTION).exists():
-            raise UserError(f"{folder} is a run of a comparison; go on with all of it: polyfed resume {parent}")
+    """Raises a `UserError` that says how to go on if a run belongs to a comparison."""
+    if (comparison := find_comparison_of_run(folder)) is not None:
+        raise UserError(f"{folder} is a run of a comparison; go on with all of it: polyfed resume {comparison}")
 
 
 def check_has_models(folder: Path) -> None:

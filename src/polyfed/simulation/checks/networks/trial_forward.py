@@ -181,7 +181,7 @@ def _failure_message(module: nn.Module, x: Any, error: Exception, training: bool
     if types and odd_dtypes:
         return (
             f"its network has weights of {' and '.join(sorted(map(str, types)))}, but its inputs are {odd_dtypes[0]}; "
-            "convert the inputs, x.float() of a tensor or x.astype('float32') of an array"
+            "convert the inputs, x.float() of a tensor or x.astype('float32') of an array or a frame"
             + (", or the network, model.double()" if torch.float64 in odd_dtypes else "")
         )
     return (

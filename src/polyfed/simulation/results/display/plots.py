@@ -7,6 +7,7 @@ from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.text.number_format import NumberUnit
 
 _FEW = 8  # clients up to which each has a line with its name
+_ROW_HEIGHT = 0.25  # inches, of an interval with its name
 
 
 def plot_learning_curves(
@@ -63,7 +64,7 @@ def plot_intervals(
         draws_zero_line: whether to draw a line at zero, for differences.
         ax: axes to draw into; None makes new ones.
     """
-    ax, scale = ax if ax is not None else _build_axes(), 100 if unit == "%" else 1
+    ax, scale = ax if ax is not None else _build_axes(len(entries)), 100 if unit == "%" else 1
     for position, (_, value, interval) in enumerate(entries):
         if interval is not None:
             ax.plot([scale * end for end in interval], [position, position], color="tab:blue", linewidth=2)
@@ -75,7 +76,8 @@ def plot_intervals(
     return ax
 
 
-def _build_axes() -> Any:
+def _build_axes(num_rows: int = 0) -> Any:
     from matplotlib import pyplot  # imported late: a second, which only a plot should cost
 
-    return pyplot.subplots(layout="constrained")[1]
+    width, height = pyplot.rcParams["figure.figsize"]
+    return pyplot.subplots(layout="constrained", figsize=(width, max(height, _ROW_HEIGHT * num_rows)))[1]
