@@ -142,13 +142,22 @@ def test_what_cannot_be_used_is_refused_with_its_column_and_rows(tmp_path, chang
         ("PK\3\4 a spreadsheet", "is not a CSV file: .* save the sheet as CSV"),
         (
             "a,b,\n1,2,3\n",
-            "column 3 has values and no name; give it one in the first line, or if it counts the rows, .*index=False",
+            "column 3 has values and no name; give it one in the first line, or if it names the rows, .*index=False",
         ),
+        (",a,b\n0,1,2\n2,2,3\n", "column 1 has values and no name"),
+        (",a,b\nAnn,1,2\nBob,2,3\n", "column 1 has values and no name"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
         TableFile(write(tmp_path, text), "b", "h").load()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_row_numbers_without_a_name_are_left_out(tmp_path, first):
+    """As R and pandas write them, unless they are told not to."""
+    text = '"","age","y","h"\n' + "".join(f'"{first + k}",{50 + k},{k % 2},"north"\n' for k in range(6))
+    assert TableFile(write(tmp_path, text), "y", "h").load().preprocessor.feature_names == ("age",)
 
 
 def test_a_file_is_read_as_a_spreadsheet_writes_it(tmp_path):

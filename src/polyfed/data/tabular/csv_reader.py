@@ -153,18 +153,25 @@ def _locate_uneven_row(file: Path, encoding: str, separator: str) -> str:
 
 
 def _without_unnamed_empty_columns(table: Table, file: Path) -> Table:
+    """Takes out columns without a name that are empty, or the first if it counts the rows, as R and pandas write it."""
     names = [name.strip() for name in table.column_names]
     for position in reversed(range(len(names))):
         if names[position]:
             continue
-        if table.column(position).null_count < table.num_rows:
+        column = table.column(position)
+        counts_rows = (
+            position == 0
+            and len(column) > 0
+            and any(column.to_pylist() == list(range(start, start + len(column))) for start in (0, 1))
+        )
+        if column.null_count < table.num_rows and not counts_rows:
             titles = [name for name in names if name]
             raise UserError(
                 f"{str(file)!r}: its first line must name the columns, and it holds {titles[0]!r} alone: take titles above "
                 "the names out"
                 if len(titles) == 1
-                else f"{str(file)!r}: column {position + 1} has values and no name; give it one in the first line, or if it "
-                "counts the rows, as pandas writes them, write the file with to_csv(..., index=False)"
+                else f"{str(file)!r}: column {position + 1} has values and no name; give it one in the first line, or "
+                "if it names the rows, write the file without them: to_csv(..., index=False) in pandas, row.names=FALSE in R"
             )
         table = table.remove_column(position)
     return table.rename_columns([name for name in names if name])

@@ -82,7 +82,7 @@ def describe_columns_of_table(data: Mapping[str, Any]) -> str:
     """
     path = str(data.get("path") or "")
     header = _read_header(path, f"give path=... (--data.path) with {_ROW_PER_EXAMPLE}", data) if path else None
-    return f"the columns: {', '.join(header)}" if header else ""
+    return f"the columns: {', '.join(filter(None, header))}" if header else ""
 
 
 def check_prediction(folder: Path, client: str | None, file: str) -> None:
@@ -193,7 +193,7 @@ def _find_errors(
     if data.get("schema") is not None:
         return
     left_out = {name for names in used.values() for name in names} | {*names_by_role["drop"]}
-    features = names_by_role["columns"] or [name for name in cells if name not in left_out]
+    features = names_by_role["columns"] or [name for name in cells if name and name not in left_out]
     refusals = []
     for name in features:
         present = [cell for cell in cells[name] if cell is not None]
