@@ -365,12 +365,14 @@ def _find_in_features(
             share_elsewhere = (total - count) / others if others else 0.0
             if counts[site][value] == 0 and share_elsewhere * present[site] >= MIN_COUNT and share_elsewhere >= 0.05:
                 lacking_sites.setdefault(value, []).append(site)
-    for value, sites in lacking_sites.items():
+    if lacking_sites:
+        before, after = (" (at ", ")") if len(lacking_sites) > 1 else (" at ", "")
+        places = [f"{value!r}{before}{name_sites(sites, _NAMED)}{after}" for value, sites in lacking_sites.items()]
         yield SiteDifferenceFinding(
-            "category", name, tuple(sites),
-            f"{name} is never {value!r} at {name_sites(sites, _NAMED)}, and often elsewhere",
-            "the weights of this category are learned at the other sites alone; if it is only written differently, give it "
-            "one name before",
+            "category", name, tuple(dict.fromkeys(site for sites in lacking_sites.values() for site in sites)),
+            f"{name} is never {join_first_and_count_rest(places, _NAMED)}, and often elsewhere",
+            "the weights of such a category are learned at the other sites alone; if it is only written differently, give "
+            "it one name before",
         )  # fmt: skip
 
 

@@ -1,0 +1,20 @@
+"""A column whose values lie at some sites alone is one finding, and names each value with the sites that lack it."""
+
+import random
+
+import polyfed as pf
+
+
+def test_values_of_one_column_are_one_finding():
+    draw = random.Random(0)
+    wards = {"north": ["a", "b"], "south": ["a", "c"], "east": ["b", "c"]}
+    rows = [
+        {"site": site, "ward": draw.choice(names), "age": draw.gauss(50, 9), "ill": k % 2}
+        for site, names in wards.items()
+        for k in range(60)
+    ]
+    findings = [f for f in pf.look(pf.data.split_table(rows, "ill", "site")).findings if f.kind == "category"]
+    assert [finding.text for finding in findings] == [
+        "ward is never 'a' (at east), 'b' (at south), 'c' (at north), and often elsewhere"
+    ]
+    assert set(findings[0].sites) == set(wards)
