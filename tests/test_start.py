@@ -195,7 +195,7 @@ QUICK = [  # words, exit status, and what is said
     ("compare heart --tune lr=0.01..1", 2, "the range '0.01..1' for lr needs a number of runs a method, --trials 20"),
     ("compare heart --tune lr=3..1 --trials 2", 2, "from the lower to the higher number, got '3..1'"),
     ("compare old --algorithms fedprox", 2, "old decides what is compared, so --algorithms cannot be given"),
-    ("export ended --client a --out full", 2, "full exists; choose another folder"),
+    ("export ended --client a --out full", 2, "full exists; choose another folder, or remove it"),
     ("export ended --client a --out new --format onxx", 2, "unknown format 'onxx'; did you mean onnx?"),
     ("run --device gpu", 2, "unknown device 'gpu'; use auto, cpu, cuda, cuda:N, mps"),
     ("run heart --data.test_fraction 1.5", 2, "test_fraction must be at least 0 and below 1, got 1.5"),

@@ -79,7 +79,8 @@ def test_a_finished_directory_does_not_advise_to_resume_it(folders, capsys):
     words = ["run", "--data", "blobs", "--out"]
     assert main([*words, str(folders / "run")]) == 2
     folder = folders / "run"
-    sentence = f"its run is finished (polyfed show {folder}; more rounds: polyfed resume {folder} --rounds N); choose"
+    more = f"polyfed.resume('{folder}', clients=..., rounds=N)"  # its clients were made in Python
+    sentence = f"its run is finished (polyfed show {folder}; more rounds: {more}); choose"
     assert sentence in capsys.readouterr().err
     assert main([*words, str(folders / "begun-run")]) == 2
     assert "is not empty; continue it with" in capsys.readouterr().err

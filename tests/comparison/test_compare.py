@@ -196,6 +196,7 @@ def test_what_is_refused():
         (["fedavg"], {"target": float("nan")}, "a number such as 0.8, got nan"),
         (["fedavg"], {"target": "0.8"}, "a number such as 0.8, got '0.8'"),
         (["fedavg"], {"seeds": 0}, "seeds must be different whole numbers, such as"),
+        (["fedavg"], {"seeds": "3"}, "seeds must be different whole numbers, such as .* got '3'"),
         (None, {}, "must be a list of names or methods"),
         ({"local": FedAvg()}, {}, "'local' is the name of another method than fedavg"),
         ({"tuning": FedAvg()}, {}, "'tuning' is a name in the directory"),

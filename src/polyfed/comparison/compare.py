@@ -185,7 +185,7 @@ def compare(
         seeds = range(seeds)
     if isinstance(seeds, Iterator):
         seeds = tuple(seeds)
-    if not isinstance(seeds, Sequence):
+    if not isinstance(seeds, list | tuple | range):
         raise UserError(f"seeds must be different whole numbers, such as [0, 1, 2], or how many, got {seeds!r}")
     settings = Settings(
         rounds=rounds, clients_per_round=clients_per_round, engine=engine, workers=workers, ray_address=ray_address,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from polyfed.core.algorithm import Client
@@ -33,32 +34,40 @@ def write_report(
 
     Args:
         runs: a `Run`, `SavedRun`, `Comparison` or directory, or a list of them: methods on the same data are side by side.
-        out: the page; None for `report.html` in the first directory.
+        out: the page; None for `report.html` in the first directory. What was kept in memory needs it.
         subgroups: columns of the test examples, such as "sex"; the page has scores by their values.
         images_of: clients whose test images of segmentations are on the page, which are their data; None for no images.
 
     Raises:
-        UserError: a run was kept in memory, a directory holds none, or the page cannot be written.
+        UserError: a directory holds no run, the page cannot be written, or has no place.
 
     >>> write_report([])
     Traceback (most recent call last):
     polyfed.core.errors.UserError: give write_report a run, a comparison or a directory, or a list of them
     """
-    places: list[Any] = [getattr(run, "out", run) for run in (runs if isinstance(runs, list | tuple) else [runs])]
-    if None in places:
-        raise UserError(
-            "a page is made from a directory, and this was kept in memory; save it first, as in "
-            'pf.load(run.save("DIR")).report(), or the same with comparison.save("DIR")'
-        )
-    if not places:
+    results = list(runs) if isinstance(runs, list | tuple) else [runs]
+    if not results:
         raise UserError("give write_report a run, a comparison or a directory, or a list of them")
-    folders = [expand_user_path(place, "runs") for place in places]
-    for folder in folders:
-        check_directory_exists(folder)
-    groups, notes = read_run_groups(folders)
     path = None if out is None else expand_user_path(out, "out")
+    if path is None and any(getattr(result, "out", "") is None for result in results):
+        raise UserError(
+            'this was kept in memory; say where the page goes, report("page.html"), or save it, save("DIR")'
+        )
     clients = list_clients(images_of) if images_of is not None else []
-    return write_page(folders, groups, notes, path, subgroups=subgroups, show_images=bool(clients), images_of=clients)
+    with TemporaryDirectory(prefix="polyfed-") as unsaved:
+        folders = [_directory_of(result, Path(unsaved) / f"run {k}") for k, result in enumerate(results, start=1)]
+        groups, notes = read_run_groups(folders)
+        return write_page(
+            folders, groups, notes, path, subgroups=subgroups, show_images=bool(clients), images_of=clients
+        )
+
+
+def _directory_of(result: Any, unsaved: Path) -> Path:
+    """Returns the directory of a run or comparison; one that was kept in memory is written to `unsaved`."""
+    place = getattr(result, "out", result)
+    folder = expand_user_path(result.save(unsaved) if place is None else place, "runs")
+    check_directory_exists(folder)
+    return folder
 
 
 def write_page(

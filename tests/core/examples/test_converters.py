@@ -156,7 +156,7 @@ def test_pandas_frames_and_series():
     assert as_examples(frame[["a"]], labelled=False).x.shape == (4, 1)
     assert (numbers.features, both.features, as_examples(frame[["a"]], labelled=False).features) == (
         ("a", "b"), ("table/a",), ("a",))  # fmt: skip
-    with pytest.raises(UserError, match="row 1, column 1 is nan"):
+    with pytest.raises(UserError, match="row 1, column 'b' is nan"):
         as_examples((frame[["a", "b"]].astype({"b": "Float64"}).replace({"b": {0: pandas.NA}}), frame["y"]))
     sexes = as_examples((frame[["a"]], frame["sex"]))
     assert (sexes.labels.tolist(), sexes.classes) == ([0, 1, 0, 1], ("f", "m"))

@@ -193,8 +193,11 @@ def test_several_runs_are_put_on_one_page(run, tmp_path):
     assert "fedavg" in text
     assert "local" in text
     assert pf.write_report(pf.load(run.out)) == run.out / "report.html"
-    with pytest.raises(pf.UserError, match=r"save it first, as in pf.load\(run.save"):
+    with pytest.raises(pf.UserError, match=r'kept in memory; say where the page goes, report\("page.html"\)'):
         pf.write_report([run, replace(run, out=None)])
+    unsaved = pf.federate(small_clients(), "local", rounds=2, workers=0, progress=False)
+    pages = unsaved.report(tmp_path / "unsaved.html"), pf.load(tmp_path / "local").report()
+    assert len({page.read_text(encoding="utf-8").count("<td") for page in pages}) == 1
     with pytest.raises(pf.UserError, match="does not exist"):
         pf.write_report(tmp_path / "nothing")
 
@@ -221,6 +224,7 @@ def test_a_comparison_prints_its_answers(tmp_path):
 def test_an_attribute_that_is_not_there_suggests_the_nearest(run):
     comparison = Comparison({"methods": {}, "best": "fml"})
     for holder, name, near in (
+        (run, "predict_proba", r"'Run' object has no attribute 'predict_proba'; did you mean predict_table\?"),
         (run, "models", r"'Run' object has no attribute 'models'; did you mean model\?"),
         (pf.load(run.out), "hystory", r"'SavedRun' object has no attribute 'hystory'; did you mean history\?"),
         (comparison, "runs", r"'Comparison' object has no attribute 'runs'; did you mean run\?"),

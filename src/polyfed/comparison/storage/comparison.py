@@ -121,14 +121,14 @@ class Comparison:
         """Writes the comparison's HTML page, as the command `polyfed report` does, and returns its path.
 
         Args:
-            out: the page; None for `report.html` in the comparison's directory.
+            out: the page; None for `report.html` in the comparison's directory. One kept in memory needs it.
             images_of: clients of a segmentation, as they were compared; the page then has test images of each, truth and
                 prediction, which are their data. None for no images.
 
         Raises:
-            UserError: the comparison was kept in memory, or the page cannot be written.
+            UserError: the page cannot be written, or a comparison kept in memory was given no place for it.
         """
-        return write_page_of(self.out, out, images_of)
+        return write_page_of(self, out, images_of)
 
     def save(self, out: str | Path) -> Path:
         """Writes a comparison that was kept in memory to a new directory, which `polyfed.load` reads; returns its path.

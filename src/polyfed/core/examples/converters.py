@@ -72,7 +72,8 @@ def read_inputs_and_labels(source: Any, name: str, labelled: bool, collate: Coll
         )
     raise UserError(
         f"{name}: cannot read examples from {type(source).__name__}; give {'' if labelled else 'a tensor of inputs, '}"
-        "(x, y) tensors, a torch Dataset of (input, label) pairs or a Hugging Face dataset with a column 'label'"
+        "a pair (x, y) of tensors or arrays, a torch Dataset of (input, label) pairs, or a Hugging Face dataset with a "
+        "column 'label'"
     )
 
 

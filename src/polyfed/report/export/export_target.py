@@ -24,4 +24,4 @@ def check_export_target(folder: Path, name: str) -> None:
     if name == "onnx":
         check_extra_installed("onnx", "export", "format onnx")
     if folder.exists() or folder.is_symlink():
-        raise UserError(f"{folder} exists; choose another folder")
+        raise UserError(f"{folder} exists; choose another folder, or remove it")

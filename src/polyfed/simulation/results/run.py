@@ -115,14 +115,14 @@ class Run:
         """Writes the run's HTML page, as the command `polyfed report` does, and returns its path.
 
         Args:
-            out: the page; None for `report.html` in the run directory.
+            out: the page; None for `report.html` in the run directory. A run kept in memory needs it.
             images_of: clients of a segmentation; the page then has test images of each, truth and prediction, which are
                 their data. None for no images.
 
         Raises:
-            UserError: the run was kept in memory, or the page cannot be written.
+            UserError: the page cannot be written, or a run kept in memory was given no place for it.
         """
-        return write_page_of(self.out, out, images_of)
+        return write_page_of(self, out, images_of)
 
     def save(self, out: str | Path) -> Path:
         """Writes a run that was kept in memory to a new run directory, which `polyfed.load` reads; returns its path.

@@ -124,7 +124,7 @@ class SavedRun:
             out: the page; None for the default.
             images_of: as for `Run.report`.
         """
-        return write_page_of(self.out, out, images_of)
+        return write_page_of(self, out, images_of)
 
     @rename_keywords(build="model")
     def model(self, client: str, model: Callable[[], nn.Module] | None = None) -> nn.Module:

@@ -367,12 +367,12 @@ def read_metrics_text(path: Path) -> str:
         return ""
 
 
-def call_to_resume(folder: Path) -> str:
+def call_to_resume(folder: Path, *, gives_rounds: bool = False) -> str:
     """Returns the command that continues a run, or the call where its clients were made in Python."""
     with suppress(UserError):
         if read_config(folder).keys().isdisjoint(("data", "deployment")):
-            return f"polyfed.resume({str(folder)!r}, clients=...)"
-    return f"polyfed resume {folder}"
+            return f"polyfed.resume({str(folder)!r}, clients=...{', rounds=N' * gives_rounds})"
+    return f"polyfed resume {folder}{' --rounds N' * gives_rounds}"
 
 
 def check_can_become_run_directory(folder: Path) -> None:
@@ -383,7 +383,7 @@ def check_can_become_run_directory(folder: Path) -> None:
         if folder.exists() and not all(is_left_by_a_start(entry.name) for entry in folder.iterdir()):
             hint = f"continue it with `{call_to_resume(folder)}` or " if (folder / "config.yaml").exists() else ""
             if hint and all(read_manifest(run).get("files") for run in (folder, *(folder / BASELINES).glob("*/"))):
-                more = f"{call_to_resume(folder)} with rounds=N, --rounds N"
+                more = call_to_resume(folder, gives_rounds=True)
                 hint = f"its run is finished (polyfed show {folder}; more rounds: {more}); "
             raise UserError(f"{folder} is not empty; {hint}choose another out=... (--out), or remove it")
     except OSError as error:

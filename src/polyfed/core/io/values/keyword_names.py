@@ -26,6 +26,8 @@ _OTHER_ARGUMENTS = OTHER_NAMES | {
     "epsilon": "target_epsilon", "clip": "max_grad_norm",
 }  # fmt: skip
 
+_OTHER_ATTRIBUTES = {"score": "table", "scores": "table", "metrics": "table", "predict_proba": "predict_table"}
+
 _FIELDS_OF_METHODS = frozenset(
     {"lr", "batch_size", "local_epochs", "local_steps", "optimizer", "momentum", "weight_decay"}
 )
@@ -69,6 +71,7 @@ def suggest_attributes(target: Kind) -> Kind:
 
     def refuse_attribute(self: Any, name: str) -> None:
         near = [f"{key}[{name!r}]" for key, value in vars(self).items() if isinstance(value, Mapping) and name in value]
+        near += [own for own in (_OTHER_ATTRIBUTES.get(name, ""),) if hasattr(target, own)]
         near += get_close_matches(name, (key for key in dir(self) if not key.startswith("_")), n=1)
         hint = f"; did you mean {near[0]}?" if near and not name.startswith("_") else ""
         raise AttributeError(f"{target.__name__!r} object has no attribute {name!r}{hint}")
