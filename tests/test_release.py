@@ -83,6 +83,13 @@ def test_one_repository_is_named_everywhere():
     assert {*links} == {REPOSITORY}
 
 
+def test_the_description_is_the_beginning_of_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r" \([^)]*\)", "", " ".join(readme.replace("**", "").split())).removeprefix("# polyfed ")
+    assert text.startswith(f"{PROJECT['description']}.")
+    assert f"site_description: {PROJECT['description']}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
 def test_one_version_is_named_everywhere():
     version = PROJECT["version"]
     assert read_yaml(ROOT / "CITATION.cff")["version"] == version
