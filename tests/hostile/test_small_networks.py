@@ -46,28 +46,43 @@ NETWORKS = {
     "frozen head": lambda: two_layers(lambda name: not name.startswith("b."), norm=True),
     "tied": tied,
 }
+NORMED = {"norm and head", "frozen head", "tied"}
+"""Networks with buffers: how those are averaged makes no difference to the others."""
+
+
+def ways_of(name, network):
+    """In which ways a method is tried with a network: only with options that it has and that concern the network."""
+    fields = REGISTRY[name].__dataclass_fields__.keys()
+    yield "as it is"
+    if fields & {*OF_LAYERS}:
+        yield "all is head"
+    if "buffers" in fields and network in NORMED:
+        yield "averaged buffers"
+
+
 METHODS = [n for n, m in REGISTRY.items() if m.requires & MODEL_REQUIREMENTS and "images" not in m.requires]
 CASES = [
     pytest.param(*case, marks=() if case in FAST else pytest.mark.thorough)
     for case in (
-        (method, network, way)
-        for method in METHODS
-        for network in NETWORKS
-        for way in ("as it is", "all is head", "averaged buffers")
+        (method, network, way) for method in METHODS for network in NETWORKS for way in ways_of(method, network)
     )
 ]
 
 
 def varied(name, way):
-    """The method with its options for a small test, and those of the way; None where it has no such option."""
+    """The method with its options for a small test, and those of the way; None where it refuses them."""
     method = method_of(name)
     known = {field.name for field in dataclasses.fields(method) if field.init}
     options = {"all is head": dict.fromkeys(OF_LAYERS, 9), "averaged buffers": {"buffers": "average"}}.get(way, {})
     options = {field: value for field, value in options.items() if field in known}
     try:
-        return dataclasses.replace(method, **options) if options or way == "as it is" else None
+        return dataclasses.replace(method, **options)
     except pf.UserError:
         return None
+
+
+def test_networks_with_buffers_are_named():
+    assert {name for name, build in NETWORKS.items() if [*build().buffers()]} == NORMED
 
 
 @pytest.mark.parametrize(("name", "network", "way"), CASES)
