@@ -20,9 +20,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
 
+SOME = ["fedavg", "fedavg_kd", "fedhenn", "fedproto", "fedrep", "flha_ghn"]
 METHODS = few(
-    [n for n, m in REGISTRY.items() if m.requires & MODEL_REQUIREMENTS and "adapters" not in m.requires],
-    {"fedavg", "fedavg_kd", "fedhenn", "fedproto", "fedrep", "flha_ghn"},
+    [n for n, m in REGISTRY.items() if m.requires & MODEL_REQUIREMENTS and "adapters" not in m.requires], SOME
 )
 Y = torch.arange(24) % 3
 
@@ -166,11 +166,19 @@ AS_A_WHOLE = {"fedavg_kd", "fml"}
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize(
-    "factory",
-    [scripted, *(pytest.param(factory, marks=pytest.mark.thorough) for factory in (traced, partly_scripted))],
-)
-def test_a_network_that_torch_jit_compiled(name, factory):
+def test_a_network_that_torch_jit_compiled(name):
+    assert_compiled_is_refused(name, scripted)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("factory", [traced, partly_scripted])
+def test_a_network_that_torch_jit_traced_or_compiled_in_part(name, factory):
+    assert_compiled_is_refused(name, factory)
+
+
+def assert_compiled_is_refused(name, factory):
+    """Where the method looks into networks."""
     said = outcome(name, factory)
     says_so = name not in AS_A_WHOLE and issubclass(REGISTRY[name], ValidatesNetworks | HeadFromServerMethod)
     assert (said is not None) >= (name in INSIDE)
