@@ -45,13 +45,9 @@ def test_a_comparison_has_a_page(tmp_path, words, metrics):
     for label, method in content["methods"].items():
         if (p := method["statistics"]["p_reference"]) is not None:
             assert re.search(rf"<tr><t[dh][^>]*>{label}</t[dh]>.*?<td[^>]*>{p:.2g}</td>", text)
-    for name in content["references"]:
-        label = (
-            "pooled (for reference)"
-            if name == "pooled"
-            else describe_local_alternative(name, "local", "classification")
-        )
-        assert re.search(rf"<th [^>]*>{re.escape(label)}</th>", text)
+    for name, reference in content["references"].items():
+        label = describe_local_alternative(name, "local", "classification") if reference["alone"] else "(for reference)"
+        assert bool(re.search(rf"<th [^>]*>{re.escape(label)}</th>", text)) == reference["alone"]
     assert "(alone)" not in text  # one name for what a site has alone
     has = "no predictions" not in text
     assert has == content["predictions"]

@@ -8,7 +8,6 @@ import yaml
 
 from polyfed.report.data.answers import ANSWER_LABELS, SiteAnswer
 from polyfed.report.data.costs import cost_of_method, describe_protection, disclosures_of_method
-from polyfed.report.data.predictions import read_group_predictions
 from polyfed.report.data.run_groups import read_run_groups
 from polyfed.report.data.score_format import score_format_of
 from polyfed.report.page.advice.answer_table import WIDTH, gain_axis, html_answer_table, html_pooled_gains
@@ -17,7 +16,12 @@ from polyfed.report.page.advice.header_card import html_header_card
 from polyfed.report.page.charts.caterpillar_plot import svg_caterpillar_plot
 from polyfed.report.page.charts.forest_plot import IntervalMark
 from polyfed.report.page.charts.svg_charts import CHART_WIDTH, estimate_text_width
-from polyfed.report.page.sections import html_gains_over_local, html_learning_curves, html_methods_table
+from polyfed.report.page.sections import (
+    html_client_scores,
+    html_gains_over_local,
+    html_learning_curves,
+    html_methods_table,
+)
 from polyfed.report.page.sentences import describe_comparison
 
 SITES = {"north": 60, "south": 50, "<i>west</i>": 40}
@@ -56,7 +60,10 @@ def test_the_card_says_decision_gain_cost_disclosure_and_why_this_round(group):
 def test_the_card_says_in_a_few_words_which_round_is_scored(group):
     best = "each method at its best round by validation loss (alone: each client at its own), with equal local training"
     card = html_header_card(group(budget={"kind": "best", "limit": None, "sentence": best}))
-    assert "Gain and costs are those of fedavg. Each method is scored at its best validation round.</p>" in card
+    assert (
+        "Gain and costs are those of fedavg. Each method is scored after the round that did best on validation examples ("
+        in card
+    )
 
 
 @pytest.mark.parametrize(("gain", "times"), [(0.05, "about 7.9 times"), (0.001, "more than 100 times")])
@@ -66,7 +73,7 @@ def test_an_undecided_comparison_says_how_many_examples_would_decide_it(group, g
     run_group = group(answers=answers("undecided"), mean_answer=mean)
     card = html_header_card(run_group)
     assert f"To decide the mean difference, if it is as small as estimated, takes {times} as many examples." in card
-    assert "With plan_only=True a comparison says before training how small a gain it can decide." in card
+    assert "Before it trains, a comparison can say how small a gain it can decide (plan_only=True)." in card
     sites = [{**answer, "gain": gain, "interval": interval} for answer in answers("join", "undecided")]
     results = {**run_group.comparison_results, "answers": sites, "mean_answer": {**mean, "answer": "join"}}
     card = html_header_card(dataclasses.replace(run_group, comparison_results=results))
@@ -87,19 +94,13 @@ def test_the_line_below_the_heading_says_what_the_score_is(group):
     assert describe_comparison(accuracy).endswith(", after round 2.")
 
 
-def test_the_roc_curve_of_two_classes_names_both(write_comparison, tmp_path):
-    ((found,), _) = read_run_groups([write_comparison(tmp_path / "mine", SITES)])
-    predictions, _ = read_group_predictions(found, ("healthy", "sick"))
-    assert "ROC curve of sick against healthy. All sites: " in html_advice_section(found, predictions, "k")
-
-
 def test_an_error_is_named_once_and_stands_below_the_number_if_its_name_is_long(group):
     found = group(
         score="mae", score_label="mean absolute error (SD of the target)", score_unit="", higher_is_better=False
     )
     card = html_header_card(found)
     assert "<dd>+0.030<small>mean absolute error (SD of the target); 95 % interval +0.010 to +0.050; over" in card
-    section = html_advice_section(found, None, "k")
+    section = html_advice_section(found, "k")
     assert "mean mean" not in section.lower()
     assert ">mean absolute error (SD of the target)</th>" in section
     assert 'role="region" aria-label="Answer, gain and interval of each site"' in section
@@ -196,12 +197,12 @@ def test_gains_shrunk_towards_all_sites_are_a_table_of_their_own(group):
 
 def test_warnings_advise_whoever_made_the_comparison(group, tmp_path):
     found = group(warnings=["Not tuned (tune='none', --tune none)"])
-    assert "Not tuned (tune=&#39;none&#39;)." in html_advice_section(found, None, "k")
+    assert "Not tuned (tune=&#39;none&#39;)." in html_advice_section(found, "k")
     experiment = {"config": {"data": {"name": "heart"}}, "methods": {}, "same_data": False, "resplit": None}
     description = {"title": "mine", "same_clients": True, "reference": "local"}
     description["experiment"] = {**experiment, "references": False}
     (tmp_path / "mine/comparison.yaml").write_text(yaml.safe_dump(description))
-    assert "Not tuned (--tune none)." in html_advice_section(found, None, "k")
+    assert "Not tuned (--tune none)." in html_advice_section(found, "k")
 
 
 def test_the_card_says_why_it_is_of_a_method_that_does_not_lead_the_table(group):
@@ -209,7 +210,7 @@ def test_the_card_says_why_it_is_of_a_method_that_does_not_lead_the_table(group)
     (fedavg,) = (method for method in run_group.methods if method.label == "fedavg")
     rival = dataclasses.replace(fedavg, label="rival", statistics={**fedavg.statistics, "mean": 0.99})
     for rival_is_ready, leader_is_ready, reason in (
-        (False, True, " of the methods that had converged"), (True, True, ""), (False, False, ""),
+        (False, True, " of the methods that had converged (stopped improving)"), (True, True, ""), (False, False, ""),
     ):  # fmt: skip
         courses = {"rival": {"converged": rival_is_ready}, "fedavg": {"converged": leader_is_ready}}
         results = {"best_by": "validation", "leader": "fedavg", "convergence": courses}
@@ -219,7 +220,47 @@ def test_the_card_says_why_it_is_of_a_method_that_does_not_lead_the_table(group)
             comparison_results={**run_group.comparison_results, **results},
         )
         card = html_header_card(changed)
-        assert f"Gain and costs are those of fedavg, the best by validation examples{reason}. Scores: " in card
+        assert (
+            f"Gain and costs are those of fedavg, chosen as the best by validation examples{reason}. Scores: " in card
+        )
+        table = html_advice_section(changed, "k")
+        assert f"The answers are about fedavg, chosen as the best by validation examples{reason}: so another " in table
+    assert "The answers are about" not in html_advice_section(run_group, "k")
+
+
+def test_the_card_has_the_gain_of_each_method_that_somebody_asked_for(group):
+    run_group = group()
+    (fedavg,) = (method for method in run_group.methods if method.label == "fedavg")
+    asked = {"gain": -0.02, "gain_interval": [-0.05, 0.01]}
+    gains = {"fedavg": {"gain": 0.01}, "fedavg_ft": {"gain": 0.02}, "asked": asked}
+    methods = tuple(
+        dataclasses.replace(fedavg, label=label, statistics={**fedavg.statistics, **gain})
+        for label, gain in gains.items()
+    )
+    card = html_header_card(dataclasses.replace(run_group, methods=(*methods, run_group.local_method)))
+    (texts,) = re.findall(r"Mean gain of each method over training alone \(95 % interval\): (.*?)\.</p>", card)
+    assert texts == "fedavg +0.010; asked −0.020 (−0.050 to +0.010); fedavg_ft +0.020"
+
+
+@pytest.mark.parametrize(("over", "is_said"), [("ridge", False), ("local", True)])
+def test_a_mean_over_another_alternative_than_a_sites_says_so(group, over, is_said):
+    (answer,) = answers("undecided")
+    mean = {**answer, "client": None, "over": "ridge"}
+    section = html_advice_section(group(answers=[answer | {"over": over}], mean_answer=mean), "k")
+    assert ("The mean is over what does best alone on average over sites" in section) == is_said
+
+
+def test_a_pooled_network_of_one_fold_stands_beside_scores_of_that_fold_and_in_no_table(group):
+    references = {"pooled": {"alone": False, "sentence": "Pooled.", "scores": {"s0": 0.7}, "mean": 0.7}}
+    found = group(folds=2, fold_repeats=1, references=references)
+    section = html_advice_section(found, "k")
+    assert "It was trained for the first fold only, since each further fold costs one more training" in section
+    means = [
+        f"{method.label} {method.mean_score_by_run[0]:.3f}"
+        for method in (found.best_method_besides_local, found.local_method)
+    ]
+    assert f"compare it with the scores there and not with the table: {', '.join(means)}. It is scored" in section
+    assert "for reference" not in html_client_scores(found)
 
 
 def test_the_labels_of_the_axis_of_many_sites_are_whole():
@@ -234,7 +275,7 @@ def test_the_table_shows_what_a_score_rests_on_and_why_a_site_has_no_answer(grou
            "basis": "9 test examples, 2 of the rarer class (ill)", "rarest": 2}  # fmt: skip
     many = {"basis": "9 test examples, 4 of the rarer class (ill)", "rarest": 4}
     of_few, of_many = answers("undecided", "undecided")
-    table = html_advice_section(group(answers=[of_few | few, of_many | many]), None, "k")
+    table = html_advice_section(group(answers=[of_few | few, of_many | many]), "k")
     assert '<th scope="col">test examples</th><th scope="col">rarer class</th></tr>' in table
     assert "<td>9</td><td>2</td></tr>" in table
     assert '<span class="say why">9 test examples, 2 of the rarer class (ill), cannot answer.</span>' in table
@@ -271,7 +312,7 @@ def test_a_model_of_a_site_alone_has_one_name_on_the_page(group):
     (answer,) = answers("undecided")
     mean = {**answer, "client": None, **rival}
     found = group(task="survival", answers=[answer | rival], mean_answer=mean, references=references)
-    section = html_advice_section(found, None, "k")
+    section = html_advice_section(found, "k")
     assert "over Cox regression with a ridge penalty alone" in html_header_card(found)
     assert "gain over Cox regression with a ridge penalty, AUC" in section
     assert ">Cox regression with a ridge penalty alone</th>" in section
@@ -280,7 +321,7 @@ def test_a_model_of_a_site_alone_has_one_name_on_the_page(group):
 
 
 def test_differences_between_the_sites_data_are_the_first_warnings(group):
-    section = html_advice_section(group(), None, "k", ["chol is 0 at south. See below."])
+    section = html_advice_section(group(), "k", ["chol is 0 at south. See below."])
     assert (
         "<h3>Before you rely on this</h3><ul><li>chol is 0 at south. See below.</li><li>Methods were not tuned"
         in section

@@ -169,7 +169,7 @@ def _html_group(
         *other_quarters,
     ]
     for_researchers = [*([("Gain of each site by partial pooling over sites", pooled)] if pooled else []), *view_panels]
-    decision = html_advice_section(run_group, page_details.predictions, key, page_details.data_warnings)
+    decision = html_advice_section(run_group, key, page_details.data_warnings)
     return render_template(
         "decided_group", **context, decision=decision, details=details, for_researchers=for_researchers
     )

@@ -292,7 +292,11 @@ def html_client_scores(run_group: RunGroup) -> Markup:
     )
     scores = [run_group.mean_score_by_participant(method) for method in order]
     names = sorted({name for participant_scores in scores for name in participant_scores})
-    references = run_group.comparison_results.get("references") or {}
+    references = {
+        name: entry
+        for name, entry in (run_group.comparison_results.get("references") or {}).items()
+        if entry.get("alone", name != "pooled") or len(run_group.seeds) == 1  # else scored with fewer test examples
+    }
     rows, bold = [], []
     for name in names:
         values = [participant_scores.get(name, math.nan) for participant_scores in scores]

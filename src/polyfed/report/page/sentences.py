@@ -55,7 +55,8 @@ def describe_comparison(run_group: RunGroup) -> str:
     seeds = f"one {run_group.repeat}" if len(run_group.seeds) == 1 else f"{len(run_group.seeds)} {run_group.repeat}s"
     if folds := run_group.comparison_results.get("folds"):
         repeats = len(run_group.seeds) // folds
-        seeds = f"{folds} folds" + (f", drawn {repeats} times" if repeats > 1 else "")
+        drawn = f", drawn {repeats} times" if repeats > 1 else ""
+        seeds = f"{folds} folds{drawn} (each example is tested by networks that were not trained on it)"
     score = run_group.score_format.label
     sentence = (
         f"{sites}, {count_with_noun(len(run_group.methods), 'method')}, {seeds}; {score} on each site's own test "
@@ -133,6 +134,20 @@ def describe_methods(methods: Sequence[MethodRuns]) -> list[str]:
     """Returns for each method of polyfed what it does, in a few words, such as "local: Training on own data only"."""
     cards = {m.label: card_of_method(REGISTRY.get(m.runs[0].method)) for m in methods}
     return [f"{label}: {say_sites(card.summary)}" for label, card in cards.items() if card is not None]
+
+
+def explain_choice(run_group: RunGroup, method: MethodRuns) -> str:
+    """Returns why the answers are about a method that does not lead the table of the methods; empty if it does."""
+    results = run_group.comparison_results
+    others = [other for other in run_group.methods if other not in (method, run_group.local_method)]
+    better = [other for other in others if run_group.ranking_key(other) > run_group.ranking_key(method)]
+    if not results or not better:
+        return ""
+    courses = results.get("convergence") or {}
+    unready = {x.label for x in (method, *better) if (courses.get(x.label) or {}).get("converged") is False}
+    is_readiest = bool(unready) and method.label not in unready
+    of_ready = " of the methods that had converged (stopped improving)" if is_readiest else ""
+    return f", chosen as the best by {results['best_by']} examples{of_ready}"
 
 
 def omission_and_tuning_notes(run_group: RunGroup) -> list[str]:

@@ -10,7 +10,6 @@ from polyfed.comparison.verdicts.warning_sentences import describe_omissions
 from polyfed.core.io.text.advice import keep_advice_for_python, keep_advice_for_terminal
 from polyfed.core.io.text.number_format import (
     NumberUnit,
-    capitalize_first,
     count_with_noun,
     format_number,
     format_number_without_percent_sign,
@@ -23,7 +22,6 @@ from polyfed.report.data.answers import (
     parse_answer_for_mean_over_sites,
     parse_site_answers,
 )
-from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.provenance import read_provenance
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.run_records import mean_of_defined
@@ -31,17 +29,8 @@ from polyfed.report.data.score_format import ScoreFormat
 from polyfed.report.page.advice.answer_table import gain_axis, html_answer_table, name_of_rival, short_name_of_rival
 from polyfed.report.page.charts.caterpillar_plot import svg_caterpillar_plot
 from polyfed.report.page.charts.forest_plot import IntervalMark
-from polyfed.report.page.charts.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
-from polyfed.report.page.elements import html_figure, html_legend, render_template
-from polyfed.report.page.predictions.performance import (
-    NO_VERDICT,
-    binary_performance,
-    describe_auc,
-    name_averaged_sites_and_seeds,
-    svg_roc_curve,
-    svg_unit_square,
-)
-from polyfed.report.page.sentences import describe_methods
+from polyfed.report.page.elements import html_figure, render_template
+from polyfed.report.page.sentences import describe_methods, explain_choice
 
 _COUNTED: Mapping[AnswerKind, str] = {"join": "should join", "stay": "should stay alone", "undecided": "not decided"}
 _LISTED = 30  # sites up to which one table has all; more are grouped by their answer
@@ -59,10 +48,8 @@ def is_comparison_with_answers(run_group: RunGroup) -> bool:
     )
 
 
-def html_advice_section(
-    run_group: RunGroup, predictions: GroupPredictions | None, key: str, data_warnings: Sequence[str] = ()
-) -> Markup:
-    """Renders the top section: warnings, those about the data first, advice, a table of methods, figures, and limits."""
+def html_advice_section(run_group: RunGroup, key: str, data_warnings: Sequence[str] = ()) -> Markup:
+    """Renders the top section: warnings, those about the data first, advice, a table of methods, and limits."""
     results, level = run_group.comparison_results, confidence_level_of(run_group)
     answers, mean_answer = parse_site_answers(results), parse_answer_for_mean_over_sites(results)
     mean_text = ""
@@ -70,9 +57,12 @@ def html_advice_section(
         separator = " " if mean_answer.kind == "join" else ": "
         sentence = say_sites(mean_answer.sentence_without_site_and_advice())
         mean_text = f"{ANSWER_LABELS[mean_answer.kind]}{separator}{sentence}"
+        if any(answer.compared_with != mean_answer.compared_with for answer in answers):
+            mean_text += (
+                " The mean is over what does best alone on average over sites; each site’s answer above is over what does "
+                "best at that site, so the two can be over different things."
+            )
     is_long, axis = len(answers) > _LISTED, gain_axis(answers)
-    figures = [_html_caterpillar_figure(answers, run_group, level, f"{key}-forest")] if is_long else []
-    figures.append(_html_roc_or_learning_curves(run_group, predictions, level, f"{key}-top"))
     # Older results have no omissions among their warnings.
     warnings = [*data_warnings, *(results.get("warnings") or ()), *describe_omissions(results)]
     return render_template(
@@ -89,7 +79,7 @@ def html_advice_section(
         facts=[_as_sentence(sentence) for sentence in _simple_model_verdicts(results)],
         covers=[say_sites(sentence) for sentence in results.get("covers") or ()],
         methods_table=_html_methods_table(run_group, level),
-        figures=figures,
+        figure=_html_caterpillar_figure(answers, run_group, level, f"{key}-forest") if is_long else "",
     )
 
 
@@ -155,6 +145,9 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
         if score_format.higher_is_better
         else f" A lower {score_format.label} is better; a positive gain is always better."
     )
+    leader = run_group.best_method_besides_local
+    if leader is not None and (why := explain_choice(run_group, leader)):
+        explanation += f" The answers are about {leader.label}{why}: so another method can stand above it here."
     if run_group.comparison_results.get("mean_answer") and any(
         reference.get("alone") for reference in references.values()
     ):
@@ -176,18 +169,31 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
 def _describe_pooled_model(
     name: str, reference: Mapping[str, Any], scores: Sequence[float], run_group: RunGroup
 ) -> str:
-    """Says what a model trained on the data of all sites reaches, and why a network can be below training alone."""
+    """Says what a model trained on the data of all sites reaches, and what methods reach with the same test examples."""
     mean_score, _, _, _, worst = _score_cells(reference, scores, run_group)
-    model = "a network" if name == "pooled" else short_name_of_rival(name.removeprefix("pooled_"), run_group)
-    repeats = f", on the first {run_group.repeat} alone" if len(run_group.seeds) > 1 else ""
-    why = (
-        " One network (of each architecture) serves all sites, and is scored after its last round, not its best: so it can "
-        "be below training alone."
+    model = (
+        "one network for all sites"
+        if name == "pooled"
+        else short_name_of_rival(name.removeprefix("pooled_"), run_group)
     )
-    return (
+    text = (
         f"For reference, all data in one place, which no site has: {model} reaches a {run_group.score_format.mean_label} of "
-        f"{mean_score} (worst site {worst}){repeats}.{why if name == 'pooled' else ''}"
+        f"{mean_score} (worst site {worst})"
     )
+    if len(run_group.seeds) > 1:
+        others = ", ".join(
+            f"{method.label} {format_number(mean_score, run_group.score_format.unit)}"
+            for method in dict.fromkeys((run_group.best_method_besides_local, run_group.local_method))
+            if method is not None
+            for run, mean_score in zip(method.runs, method.mean_score_by_run, strict=True)
+            if run.seed == run_group.comparison_results["seeds"][0]
+        )
+        text += (
+            f". It was trained for the first {run_group.repeat} only, since each further {run_group.repeat} costs one more "
+            f"training, so compare it with the scores there and not with the table: {others}"
+        )
+    why = " It is scored after its last round, not its best, so it can do worse than training alone."
+    return f"{text}.{why if name == 'pooled' else ''}"
 
 
 def _score_cells(entry: Mapping[str, Any], scores: Sequence[float], run_group: RunGroup) -> list[str]:
@@ -238,60 +244,3 @@ def _html_caterpillar_figure(answers: Sequence[SiteAnswer], run_group: RunGroup,
         "join; squares: stay alone; hollow circles: not decided. All sites, from the largest gain to the smallest."
     )
     return html_figure(chart, caption)
-
-
-def _html_roc_or_learning_curves(
-    run_group: RunGroup, predictions: GroupPredictions | None, level: float, key: str
-) -> Markup:
-    """Renders ROC curves of all sites together for two classes, else learning curves."""
-    methods = [method for method in (run_group.best_method_besides_local, run_group.local_method) if method is not None]
-    if predictions is not None and len(predictions.binary_questions) == 1:
-        method_names = [x.label for x in methods if x.label in predictions.methods]
-        styles = [2 * COLOUR_COUNT - 1 if name == predictions.local_label else 0 for name in method_names]
-        (question,) = predictions.binary_questions
-        performances = [
-            binary_performance(predictions, name, predictions.clients, question, level) for name in method_names
-        ]
-        if drawable := [
-            (performance, name, style)
-            for performance, name, style in zip(performances, method_names, styles, strict=True)
-            if performance is not None
-        ]:
-            curves = [svg_roc_curve(performance, style, k, None) for k, (performance, _, style) in enumerate(drawable)]
-            chart = svg_unit_square(f"{key}-roc", "ROC curve of all sites", "Sensitivity against the false positive rate.",
-                          "false positive rate (1 − specificity)", "sensitivity", curves)  # fmt: skip
-            texts = html_legend(
-                [describe_auc(name, performance) for performance, name, _ in drawable],
-                [style for _, _, style in drawable],
-            )
-            averaged = name_averaged_sites_and_seeds(predictions)
-            others = predictions.class_names[0] if predictions.is_binary else "the rest"
-            caption = f"ROC curve of {question.name} against {others}. {averaged} {NO_VERDICT}"
-            return html_figure(chart + texts, caption)
-    drawn_lines = [
-        ChartLine(
-            x.label,
-            x.learning_curve_columns["rounds"],
-            x.learning_curve_columns["mean"],
-            x.learning_curve_columns["low"],
-            x.learning_curve_columns["high"],
-            2 * COLOUR_COUNT - 1 if x is run_group.local_method else 0,
-        )
-        for x in methods
-    ]
-    score_format = run_group.score_format
-    chart = svg_line_chart(
-        drawn_lines,
-        key=f"{key}-course",
-        title=f"{capitalize_first(score_format.mean_label)} against rounds",
-        x_label="rounds",
-        y_label=score_format.mean_label,
-        unit=score_format.unit,
-        integer_x=True,
-    )
-    texts = html_legend(
-        [drawn_line.label for drawn_line in drawn_lines], [drawn_line.style for drawn_line in drawn_lines]
-    )
-    score_label = capitalize_first(score_format.mean_label)
-    bands = f" Bands: from the lowest to the highest {run_group.repeat}." if len(run_group.seeds) > 1 else ""
-    return html_figure(chart + texts, f"{score_label} over sites by round: the best method and training alone.{bands}")

@@ -7,6 +7,7 @@ from typing import NamedTuple, final
 
 from markupsafe import Markup
 
+from polyfed.comparison.planning.method_selection import DEFAULT_METHODS
 from polyfed.comparison.statistics.power import factor_of_examples_to_decide
 from polyfed.core.io.text.number_format import (
     count_with_noun,
@@ -31,7 +32,7 @@ from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.page.advice.answer_table import name_of_rival
 from polyfed.report.page.advice.decision import keep_advice_for_reader
 from polyfed.report.page.elements import render_template
-from polyfed.report.page.sentences import describe_methods
+from polyfed.report.page.sentences import describe_methods, explain_choice
 
 _MEANINGS: Mapping[AnswerKind, str] = {
     "join": "Together with the others, such a site can expect better predictions for its new examples than with the best "
@@ -41,12 +42,16 @@ _MEANINGS: Mapping[AnswerKind, str] = {
 }
 _TRAINING_TOO_SHORT: Mapping[str, str] = {
     "too few evaluated rounds (": "after so few rounds nobody can tell whether networks were still learning",
-    " had not converged": "networks were still learning",
+    " had not converged": "networks were still learning (had not converged)",
 }
 """What an answer's sentence says where training was too short, and what that means."""
 _MANY_TIMES = 100  # as many examples, beyond which nobody collects them
 _LONGEST_UNIT = 12  # characters of a unit that stand beside the number, in its size
-_AT_BEST_ROUND = "Each method is scored at its best validation round."
+_MOST_GAINS = 5  # methods whose gains the card has
+_AT_BEST_ROUND = (
+    "Each method is scored after the round that did best on validation examples (those of each site that are set aside for "
+    "such choices)."
+)
 
 
 @final
@@ -87,8 +92,9 @@ def html_header_card(run_group: RunGroup) -> Markup:
         ],
         facts=[fact for fact in (*facts, *_cost_facts(cost), _disclosure_fact(run_group, method)) if fact.value],
         method=method.label,
-        why_method=_why_this_method(run_group, method),
-        gloss=next(iter(describe_methods([method])), ""),
+        why_method=explain_choice(run_group, method),
+        gains=_gains_over_local(run_group, method),
+        gloss=_describe_method(method),
         why_round=why_this_round(run_group, method, cost),
         protection=_protection_sentence(run_group, method),
     )
@@ -117,21 +123,34 @@ def _meaning_of_undecided(
         times = f"about {factor:.2g} times" if factor < _MANY_TIMES else f"more than {_MANY_TIMES} times"
         whose = f"the difference at {site}" if site else "the mean difference"
         more = f"To decide {whose}, if it is as small as estimated, takes {times} as many examples. "
-    plan = "With plan_only=True (--plan) a comparison says before training how small a gain it can decide."
+    plan = "Before it trains, a comparison can say how small a gain it can decide (plan_only=True, --plan)."
     return {"undecided": f"{_MEANINGS['undecided']} {more}{keep_advice_for_reader(plan, run_group)}"}
 
 
-def _why_this_method(run_group: RunGroup, method: MethodRuns) -> str:
-    """Returns why the card is of a method that does not lead the table of the methods; empty if it does."""
-    results = run_group.comparison_results
+def _gains_over_local(run_group: RunGroup, method: MethodRuns) -> str:
+    """Says what each method gains over training alone, the card's and those that somebody asked for first."""
     others = [other for other in run_group.methods if other not in (method, run_group.local_method)]
-    better = [other for other in others if run_group.ranking_key(other) > run_group.ranking_key(method)]
-    if not results or not better:
+    others.sort(key=lambda other: (other.label in DEFAULT_METHODS, -run_group.ranking_key(other)))
+    gains = [(other.label, other.statistics) for other in (method, *others) if other.statistics.get("gain") is not None]
+    if len(gains) < 2:
         return ""
-    courses = results.get("convergence") or {}
-    unready = {x.label for x in (method, *better) if (courses.get(x.label) or {}).get("converged") is False}
-    is_readiest = bool(unready) and method.label not in unready
-    return f", the best by {results['best_by']} examples{' of the methods that had converged' if is_readiest else ''}"
+    form, level = run_group.score_format, run_group.comparison_results.get("level", 0.95)
+    parts = []
+    for label, statistics in gains[:_MOST_GAINS]:
+        part, ends = f"{label} {form.format_signed(statistics['gain'])}", statistics.get("gain_interval")
+        if ends is not None:
+            part += f" ({' to '.join(form.format_signed(end).removesuffix(' points') for end in ends)})"
+        parts.append(part)
+    more = f"; {len(gains) - _MOST_GAINS} more in the table below" if len(gains) > _MOST_GAINS else ""
+    return (
+        f"Mean gain of each method over training alone ({100 * float(level):g} % interval): {'; '.join(parts)}{more}."
+    )
+
+
+def _describe_method(method: MethodRuns) -> str:
+    """Says in a few words what the card's method does, and what FedAvg is where these words name it."""
+    text = next(iter(describe_methods([method])), "")
+    return f"{text} (FedAvg: one network for all, the average of what the sites train)" if "FedAvg" in text else text
 
 
 def _describe_evaluated(run_group: RunGroup, method: MethodRuns, cost: MethodCost) -> str:
@@ -223,9 +242,8 @@ def _cost_facts(cost: MethodCost) -> list[KeyFact]:
     if cost.megabytes and cost.clients > 1:
         note += f"; {format_three_significant_digits(cost.megabytes / cost.clients)} MB for each"
     low, high = cost.scored_rounds
-    rounds = KeyFact(
-        "Rounds", f"{low}" if low == high else f"{low} to {high}", f"of {cost.planned_rounds} that were run"
-    )
+    counted = f"{low}" if low == high else f"{low} to {high}"
+    rounds = KeyFact("Rounds", counted, f"of {cost.planned_rounds}; in each, sites train and send once")
     seconds = KeyFact("Computing time", format_duration(cost.seconds), "sites and server added up, one run")
     facts = [KeyFact("Sent", traffic, note), rounds, seconds]
     if cost.simulated_seconds is not None:

@@ -260,8 +260,8 @@ def svg_unit_square(
     return svg_element_with_title(key, title, description, HEIGHT, [*parts, *elements], attributes)
 
 
-def svg_roc_curve(performance: dict[str, Any], style: int, slot: int, threshold_index: int | None = 49) -> str:
-    """Draws a ROC curve, its range over seeds, and a point at a threshold unless its index is None."""
+def svg_roc_curve(performance: dict[str, Any], style: int, slot: int, threshold_index: int = 49) -> str:
+    """Draws a ROC curve, its range over seeds, and a point at a threshold."""
     group = [f'<g data-slot="{slot}" class="s{style % COLOUR_COUNT} d{style // COLOUR_COUNT % 3}">']
     if performance["roc"] is not None:
         if "low" in performance:
@@ -275,7 +275,7 @@ def svg_roc_curve(performance: dict[str, Any], style: int, slot: int, threshold_
             *(unit_square_point(x, y) for x, y in zip(FALSE_ALARM_GRID, performance["roc"], strict=True)),
         ]
         group.append(f'<path class="line" d="M{"L".join(line)}"/>')
-        if threshold_index is not None and "hits" in performance:
+        if "hits" in performance:
             x, y = unit_square_point(
                 performance["alarms"][threshold_index] / (performance["n"] - performance["yes"]),
                 performance["hits"][threshold_index] / performance["yes"],
@@ -284,13 +284,11 @@ def svg_roc_curve(performance: dict[str, Any], style: int, slot: int, threshold_
     return "".join([*group, "</g>"])
 
 
-def describe_auc(name: str, performance: dict[str, Any], level: float | None = None) -> str:
-    """Returns a method's AUC as text, with its confidence interval if a confidence level is given."""
+def describe_auc(name: str, performance: dict[str, Any], level: float) -> str:
+    """Returns a method's AUC as text, with its confidence interval."""
     if performance["area"] is None:
         return f"{name}: no curve, since all test examples are of one class"
     area, low, high = performance["area"]
-    if level is None:
-        return f"{name}: AUC {area:.3f}"
     return f"{name}: AUC {area:.3f} ({100 * level:g} % interval {low:.3f} to {high:.3f})"
 
 
