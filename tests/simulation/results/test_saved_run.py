@@ -75,7 +75,7 @@ def test_a_network_of_a_module_is_imported_if_its_code_is_trusted(run, tmp_path)
 
 def test_another_network_than_that_of_the_run_is_refused_with_what_to_give(run):
     with pytest.raises(
-        pf.UserError, match=r"weights do not fit .*; give as model=... the function that built this client's network"
+        pf.UserError, match=r"weights do not fit .*; give as model=... the function that built it in that run"
     ):
         pf.load(run.out).predict("client-0", torch.zeros(2, 6), model=lambda: torch.nn.Linear(6, 3))
 
@@ -83,6 +83,8 @@ def test_another_network_than_that_of_the_run_is_refused_with_what_to_give(run):
 def test_a_saved_run_is_exported_like_its_directory(run, tmp_path):
     folder = pf.export_model(pf.load(run.out), "client-0", tmp_path / "a", format="weights", model=SmallNet)
     assert (folder / "weights.safetensors").is_file()
+    with pytest.raises(pf.UserError, match=r"holds neither a run .*; it is an exported network: see its README.md"):
+        pf.load(folder)
     with pytest.warns(
         DeprecationWarning, match=r"export_model\((to|network)=...\) is deprecated; write (out|model)=..."
     ):

@@ -36,5 +36,7 @@ def load(folder: str | Path) -> Comparison | SavedRun:
     if not (path / "config.yaml").is_file():
         inside = sorted({str(file.parent) for name in (DESCRIPTION, "config.yaml") for file in path.glob(f"*/{name}")})
         hint = f"; it has {', '.join(inside[:5])}" if inside else ""
+        if (path / "signature.json").is_file():
+            hint = f"; it is an exported network: see its README.md, or polyfed predict {path} FILE.csv"
         raise UserError(f"{path} holds neither a run (config.yaml) nor a comparison ({DESCRIPTION}){hint}")
     return load_run(path)

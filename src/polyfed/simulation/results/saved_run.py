@@ -127,13 +127,14 @@ class SavedRun:
         return write_page_of(self, out, images_of)
 
     @rename_keywords(build="model")
-    def model(self, client: str, model: Callable[[], nn.Module] | None = None) -> nn.Module:
+    def model(self, client: str, model: Model = None) -> nn.Module:
         """Returns a client's personal network as stored at the end of the run, in evaluation mode on the CPU.
 
         Args:
             client: its id.
             model: builds the client's network, as `Client.model`, for one that a function in Python built: its code is not
-                in the directory. One of a module is imported if `polyfed.trust_code` allows it.
+                in the directory. One of a module is imported if `polyfed.trust_code` allows it. Or one such function per
+                client, by its id.
 
         Raises:
             UserError: there is no such network, or `model` is missing or builds another network.
@@ -145,7 +146,8 @@ class SavedRun:
                 description = parse_json(read_file(stem.with_name(f"{stem.name}.json")))
                 return fill_module(method.build_from_description(description), weights).eval()
             signature = self._signature(client)
-            if (factory := model or find_factory_of_signature(signature)) is None:
+            own_function = model.get(client) if isinstance(model, Mapping) else model
+            if (factory := own_function or find_factory_of_signature(signature)) is None:
                 path = signature.get("factory")
                 trust = "" if path is None else f", or import it: polyfed.trust_code({path!r}), if you trust that code"
                 raise UserError(
@@ -158,7 +160,9 @@ class SavedRun:
             raise
         except (OSError, ValueError) as error:
             cure = (
-                "" if model is None else "; give as model=... the function that built this client's network in that run"
+                ""
+                if model is None
+                else "; give as model=... the function that built it in that run, or {client: function}"
             )
             raise UserError(f"the network of {client!r} in {self.out} cannot be built: {error}{cure}") from error
 
@@ -168,7 +172,7 @@ class SavedRun:
 
         Args:
             client, x: as for `Run.predict`; in place of both, raw rows of a table with its column of sites.
-            model: as for `SavedRun.model`; or one such function per client, by its id.
+            model: as for `SavedRun.model`.
 
         Returns:
             Outputs, float32 on the CPU, shape (n, ...); for regression on a table in the unit of the target.
@@ -179,8 +183,7 @@ class SavedRun:
         if client is None or x is None:
             rows, transform = x if client is None else client, self._example_like_those_of(self._ids[0]).transform
             return predict_rows_by_site(rows, self._ids, transform, lambda site, part: self.predict(site, part, model))
-        factory = model.get(client) if isinstance(model, Mapping) else model
-        network, reference = self.model(client, factory), self._example_like_those_of(client)
+        network, reference = self.model(client, model), self._example_like_those_of(client)
         examples = convert_inputs_to_examples_like(reference, x, f"the inputs for client {client!r}")
         with exclusive_single_torch_thread_with_grad():
             outputs = predict(network, examples)

@@ -71,7 +71,8 @@ def suggest_attributes(target: Kind) -> Kind:
 
     def refuse_attribute(self: Any, name: str) -> None:
         near = [f"{key}[{name!r}]" for key, value in vars(self).items() if isinstance(value, Mapping) and name in value]
-        near += [own for own in (_OTHER_ATTRIBUTES.get(name, ""),) if hasattr(target, own)]
+        if hasattr(target, other_name := _OTHER_ATTRIBUTES.get(name, "")):
+            near.append(other_name)
         near += get_close_matches(name, (key for key in dir(self) if not key.startswith("_")), n=1)
         hint = f"; did you mean {near[0]}?" if near and not name.startswith("_") else ""
         raise AttributeError(f"{target.__name__!r} object has no attribute {name!r}{hint}")
