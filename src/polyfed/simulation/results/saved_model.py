@@ -3,7 +3,7 @@
 The data of the run are not read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -11,7 +11,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import expand_user_path, read_file
@@ -24,7 +23,6 @@ from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.core.state_dict import StateDict
 from polyfed.core.tasks.task import Task
 from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table, preprocessor_from_json
-from polyfed.models import ModelSpec
 from polyfed.simulation.storage.configuration import build_method, read_section
 from polyfed.simulation.storage.directory import read_config, read_manifest
 from polyfed.simulation.storage.integrity import check_model_unchanged
@@ -136,19 +134,17 @@ def load_saved_model(folder: str | Path, client: str | None = None) -> SavedMode
                 "copy"
             ) from error
         return SavedModel(_fill_for_evaluation(network, weights, folder), prepared, owner)
-    signature_path = models / f"{name}{SIGNATURE}"
-    factory = find_factory_of_signature(read_signature(signature_path)) if signature_path.is_file() else None
-    if factory is not None:
-        return SavedModel(
-            _fill_for_evaluation(
-                wrap_network_if_method_wraps(method, build_module(factory, seed=0), weights),
-                weights,
-                folder,
-            ),
-            prepared,
-            owner,
+    try:
+        factory = find_factory_of_signature(read_signature(models / f"{name}{SIGNATURE}"))
+    except OSError as error:
+        raise UserError(f"the signature of {name!r} in {models} cannot be read ({error}); put back a copy") from error
+    if factory is None:
+        raise UserError(
+            f"the network of {owner!r} in {folder} was made in Python; predict there: "
+            f"polyfed.load({str(folder)!r}).predict({owner!r}, rows, model=MyNetwork)"
         )
-    return SavedModel(_build_from_config(config, owner, prepared, weights, folder, method), prepared, owner)
+    network = wrap_network_if_method_wraps(method, build_module(factory, seed=0), weights)
+    return SavedModel(_fill_for_evaluation(network, weights, folder), prepared, owner)
 
 
 def _client_of_model(models: Path, name: str) -> str:
@@ -163,39 +159,3 @@ def _fill_for_evaluation(network: nn.Module, weights: StateDict, folder: str | P
         return fill_module(network, weights).eval()
     except ValueError as error:
         raise UserError(f"a network of {folder} is not the one that was trained: {error}") from error
-
-
-def _build_from_config(
-    config: Mapping[str, Any],
-    client: str,
-    prepared: TablePreprocessor,
-    weights: StateDict,
-    folder: str | Path,
-    method: Algorithm[Any, Any],
-) -> nn.Module:
-    """Builds the network from that `model` section whose tensors have the shapes of the weights."""
-    model = config.get("model")
-    if model is None:
-        raise UserError(
-            f"the networks of {folder} were made in Python; predict there: polyfed.resume(...).predict(...)"
-        )
-    by_site = isinstance(model, Mapping) and not isinstance(model.get("name"), str)
-    model_sections = [model[client]] if by_site and client in model else model if isinstance(model, list) else [model]
-    fitting: list[tuple[ModelSpec, nn.Module]] = []
-    for model_section in model_sections:
-        arguments = {key: value for key, value in model_section.items() if key != "name"}
-        num_outputs = prepared.task.num_outputs(torch.zeros(1, len(prepared.classes)), prepared.classes)
-        spec = ModelSpec(model_section["name"], arguments, (len(prepared.feature_names),), num_outputs)
-        network = wrap_network_if_method_wraps(method, build_module(spec, seed=0), weights)
-        if _tensor_shapes(network.state_dict()) == _tensor_shapes(weights) and spec not in [
-            candidate for candidate, _ in fitting
-        ]:
-            fitting.append((spec, network))
-    if len(fitting) != 1:
-        raise UserError(f"{len(fitting)} of the networks of {folder} have the form of the weights of client {client!r}, "
-                        "where one must; use polyfed.resume(...).predict(...) in Python")  # fmt: skip
-    return fill_module(fitting[0][1], weights).eval()
-
-
-def _tensor_shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
