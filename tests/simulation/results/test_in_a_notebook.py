@@ -147,7 +147,11 @@ def test_a_plot_without_gains_has_the_mean_scores(comparison):
     answers = [{**answer, "gain": None, "interval": None} for answer in comparison.results["answers"]]
     mean = {**comparison.results["mean_answer"], "gain": None, "interval": None}
     ax = replace(comparison, results={**comparison.results, "answers": answers, "mean_answer": mean}).plot()
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["fedavg", "fedavg_ft", "fedprox"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["local", "fedavg", "fedavg_ft", "fedprox"]
+    assert [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o"] == [
+        pytest.approx(100 * row["mean"]) for row in comparison.table()
+    ]
+    assert ax.get_xlabel() == "accuracy (%)"
 
 
 def test_what_was_left_out_and_not_judged_is_said_however_quiet(comparison):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 from polyfed.comparison.storage.comparison_files import write_results_from_memory
 from polyfed.comparison.verdicts.answer import Answer, find_answer, list_answers
 from polyfed.comparison.verdicts.answer_lines import build_answer_lines
-from polyfed.comparison.verdicts.summary import comparison_html, plot_comparison
+from polyfed.comparison.verdicts.summary import comparison_html
 from polyfed.comparison.verdicts.warning_sentences import describe_omissions
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.text.advice import keep_advice_for_python
@@ -101,21 +101,21 @@ class Comparison:
         Raises:
             UserError: no method has a score.
         """
-        rows = [row for row in self.answer_table() if row["gain"] is not None]
-        if not rows:
-            return plot_comparison(self.results, self.table(), ax)
-        entries = [
-            (
-                f"{row['client']}: {row['method']}",
-                row["gain"],
-                None if row["low"] is None else (row["low"], row["high"]),
-            )
-            for row in rows
-        ]
         unit, label = self.results.get("score_unit", ""), self.results.get("score_label", "score")
-        axis = f"gain in points of {label}" if unit == "%" else f"gain in {label}"
-        title = f"gain over the best alone, with its {100 * self.results['level']:.0f} % interval"
-        return plot_intervals(entries, unit, axis, title, draws_zero_line=True, ax=ax)
+        rows = [row for row in self.answer_table() if row["gain"] is not None]
+        named_rows = [(f"{row['client']}: {row['method']}", row["gain"], row) for row in rows] or [
+            (row["method"], row["mean"], row) for row in self.table() if row["mean"] is not None
+        ]
+        if not named_rows:
+            raise UserError("no method of this comparison has a score that could be drawn")
+        entries = [
+            (name, value, None if row["low"] is None else (row["low"], row["high"])) for name, value, row in named_rows
+        ]
+        level = f"{100 * self.results.get('level', 0.95):.0f} % interval"
+        title = f"gain over the best alone, with its {level}" if rows else f"mean over clients, with its {level}"
+        words = ("gain in points of " if unit == "%" else "gain in ") if rows else ""
+        axis = f"{words}{label}{' (%)' if unit == '%' and not rows else ''}"
+        return plot_intervals(entries, unit, axis, title, draws_zero_line=bool(rows), ax=ax)
 
     def report(self, out: str | Path | None = None, *, images_of: "Sequence[Client] | None" = None) -> Path:
         """Writes the comparison's HTML page, as the command `polyfed report` does, and returns its path.
