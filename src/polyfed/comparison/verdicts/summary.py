@@ -1,12 +1,10 @@
-"""Shows a comparison in a notebook: its sentences and a table of methods as HTML, and gains as a plot."""
+"""Shows a comparison in a notebook: its sentences and a table of methods as HTML."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyfed.core.errors import UserError
 from polyfed.core.io.text.number_format import format_number, mean_label_of
 from polyfed.simulation.results.display.notebook_html import notebook_html
-from polyfed.simulation.results.display.plots import plot_intervals
 
 
 def comparison_html(
@@ -36,32 +34,6 @@ def comparison_html(
     columns = ("method", mean_label_of(results.get("score_label", "score")), "interval", "gain", "interval of the gain",
                "worst client", "MB")  # fmt: skip
     return notebook_html(heading, sentences, columns, rows, "method")
-
-
-def plot_comparison(results: Mapping[str, Any], table: Sequence[Mapping[str, Any]], ax: Any = None) -> Any:
-    """Draws mean gains over training alone with intervals, or mean scores; returns the axes.
-
-    Args:
-        results: the content of `comparison.json`.
-        table: a row per method, as `Comparison.table` returns it.
-        ax: axes to draw into; None makes new ones.
-
-    Raises:
-        UserError: no method has a score.
-    """
-    unit, label = results.get("score_unit", ""), results.get("score_label", "score")
-    has_gains = any(row["gain"] is not None for row in table)
-    value, low, high = ("gain", "gain_low", "gain_high") if has_gains else ("mean", "low", "high")
-    entries = [
-        (row["method"], row[value], None if row[low] is None else (row[low], row[high]))
-        for row in table
-        if row[value] is not None and not (has_gains and row["method"] == results["reference"])
-    ]
-    if not entries:
-        raise UserError("no method of this comparison has a score that could be drawn")
-    axis = label if unit != "%" else f"{label} (points)" if has_gains else f"{label} (%)"
-    title = "gain over training alone, mean over clients" if has_gains else "mean over clients"
-    return plot_intervals(entries, unit, axis, title, draws_zero_line=has_gains, ax=ax)
 
 
 def _format_ends(low: float | None, high: float | None, unit: Any, signed: bool = False) -> str:
