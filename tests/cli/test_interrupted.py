@@ -1,8 +1,10 @@
 """Runs stopped by Ctrl-C, by kill -9 at any moment, by damage on the disk: resumed, they end as if they were not."""
 
+import errno
 import json
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,6 +16,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from polyfed.cli.main import main
+from polyfed.core.io.atomic_files import append_line_and_flush
 from polyfed.testing import without_durations
 
 RUN = [sys.executable, "-m", "polyfed", "run", "fedavg_digits", "--rounds", "8"]
@@ -143,3 +147,50 @@ def test_a_run_that_was_stopped_before_it_had_a_configuration_starts_again(tmp_p
     assert "is not a run directory: it has no config.yaml" in resume(out).stderr
     subprocess.run([*RUN, "--out", str(out), "--quiet"], check=True, capture_output=True)
     assert_same_outcome(whole, out)
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """Rows of two sites, in a folder whose name a shell would divide."""
+    folder = tmp_path / "zwei Häuser"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    rows = [f"{site},{k % 7},{k % 2}" for site in ("north", "south") for k in range(40)]
+    Path("rows.csv").write_text("\n".join(["site,a,y", *rows]))
+    return ["rows.csv", "--data.site", "site", "--data.target", "y", "--rounds", "2", "--quiet"]
+
+
+def stop_in(patch, folder, when):
+    """Ctrl-C, or a full disk, where the run in a folder appends its first record."""
+
+    def append(path, line):
+        if path.parent == folder:
+            raise when
+        append_line_and_flush(path, line)
+
+    patch.setattr("polyfed.simulation.storage.directory.append_line_and_flush", append)
+
+
+@pytest.mark.parametrize("when", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=repr)
+def test_a_run_stopped_in_a_baseline_goes_on_with_all_of_it(tables, capsys, monkeypatch, when):
+    with monkeypatch.context() as patch:
+        stop_in(patch, Path("a b/baselines/local"), when)
+        assert main(["run", *tables, "--baselines", "[local,fedprox]", "--out", "a b"]) in (1, 130)
+    command = re.search(r"with `(polyfed resume .*)`", capsys.readouterr().err)[1]
+    assert shlex.split(command) == ["polyfed", "resume", "a b"]
+    assert main([*shlex.split(command)[1:], "--quiet"]) == 0
+    assert sorted(path.parent.name for path in Path("a b").rglob("models")) == ["a b", "fedprox", "local"]
+
+
+@pytest.mark.parametrize("when", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=repr)
+@pytest.mark.parametrize("place", ["build_results", "write_comparison_results"])
+def test_a_comparison_stopped_after_its_last_run_is_not_lost(tables, capsys, monkeypatch, place, when):
+    def stop(*_):
+        raise when
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"polyfed.comparison.compare.{place}", stop)
+        assert main(["compare", *tables, "--tune", "none", "--folds", "2", "--out", "a b"]) in (1, 130)
+    command = re.search(r"with `(polyfed compare .*)`", capsys.readouterr().err)[1]
+    assert main([*shlex.split(command)[1:], "--quiet"]) == 0
+    assert "not decided" in capsys.readouterr().out

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal, cast
 
 from polyfed.algorithms import Local, get
@@ -256,9 +257,16 @@ def run_comparison(plan: ComparisonPlan) -> Comparison:
     """
     if plan.out is None or plan.forecast_only:
         return run_until_decided(plan, _run_with_display)
-    again = f"`polyfed compare {plan.out}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"
-    with add_resume_hint_if_disk_full(again):
-        return run_until_decided(plan, _run_with_display)
+    again = (
+        f"`polyfed compare {quote(str(plan.out))}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"
+    )
+    try:
+        with add_resume_hint_if_disk_full(again):
+            return run_until_decided(plan, _run_with_display)
+    except KeyboardInterrupt as stop:
+        if not (plan.out / comparison_directory.DESCRIPTION).exists():  # nothing has been trained
+            raise
+        raise RunInterrupt(f"interrupted; the complete rounds are saved: continue with {again}") from stop
 
 
 def _run_with_display(plan: ComparisonPlan) -> Comparison:
@@ -294,22 +302,16 @@ def _run_comparison(plan: ComparisonPlan, open_files: ExitStack) -> Comparison:
     if plan.out is not None:
         open_files.enter_context(lock_comparison(plan.out))
         comparison_directory.write_description(plan.out, description, plan.criteria)
-    try:
-        methods, runs, failed = run_final_methods(plan, methods, description)
-        methods = {label: method for label, method in methods.items() if label not in failed}
-        if all(isinstance(method, Local) for method in methods.values()):
-            if plan.out is not None:
-                reasons = {label: str(error) for label, error in failed.items()}
-                comparison_directory.write_description(plan.out, {**description, "failed": reasons}, plan.criteria)
-            raise next(iter(failed.values()))
-        references = (
-            fit_references(plan, methods, description["fingerprints"]) if plan.with_references else FittedReferences()
-        )
-    except KeyboardInterrupt as stop:
-        if plan.out is None:
-            raise
-        how = f"`polyfed compare {plan.out}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"
-        raise RunInterrupt(f"interrupted; the complete rounds are saved: continue with {how}") from stop
+    methods, runs, failed = run_final_methods(plan, methods, description)
+    methods = {label: method for label, method in methods.items() if label not in failed}
+    if all(isinstance(method, Local) for method in methods.values()):
+        if plan.out is not None:
+            reasons = {label: str(error) for label, error in failed.items()}
+            comparison_directory.write_description(plan.out, {**description, "failed": reasons}, plan.criteria)
+        raise next(iter(failed.values()))
+    references = (
+        fit_references(plan, methods, description["fingerprints"]) if plan.with_references else FittedReferences()
+    )
     description["failed"] = {label: str(error) for label, error in failed.items()}
     description["methods"] = {label: method_fields(method) for label, method in methods.items()}
     description["reference"] = reference_label(methods)

@@ -8,6 +8,7 @@ runs are finished. `polyfed.comparison.storage.results_schema` defines both file
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -103,7 +104,11 @@ def read_description(folder: str | Path) -> dict[str, Any]:
 def command_to_continue(folder: str | Path) -> str:
     """Returns the command that continues a comparison, or the call where its clients were made in Python."""
     is_from_python = read_description(folder).get("experiment") is None
-    return f"polyfed.compare(clients, ..., out={str(folder)!r})" if is_from_python else f"polyfed compare {folder}"
+    return (
+        f"polyfed.compare(clients, ..., out={str(folder)!r})"
+        if is_from_python
+        else f"polyfed compare {quote(str(folder))}"
+    )
 
 
 def parse_result_criteria(description: Mapping[str, Any]) -> ResultCriteria:

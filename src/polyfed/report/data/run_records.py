@@ -18,7 +18,7 @@ from polyfed.core.evaluation.metrics import METRICS, default_metric_names
 from polyfed.core.io.values.number_checks import is_number, is_whole_number
 from polyfed.report.data.score_format import ScoreFormat, score_format_of
 from polyfed.simulation.monitoring.update_norms import NORM, norms_by_client
-from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics_text
+from polyfed.simulation.storage.directory import call_to_resume, read_config, read_manifest, read_metrics_text
 
 DIGITS = 12  # after the point, of means and differences of scores; what is beyond is rounding
 
@@ -316,7 +316,7 @@ def _short_json(value: Any) -> str:
 def advise_continuation(folder: Path) -> str:
     """Returns how to go on with a run or comparison without results; of one of which all methods failed what to change."""
     if not (folder / DESCRIPTION).exists():
-        return f"go on with it: polyfed resume {folder}"
+        return f"go on with it: {call_to_resume(folder)}"
     if failed := read_description(folder).get("failed"):
         first = next(iter(failed.values()))
         return f"all methods that federate failed, the first so: {first}; change that, and give another out=... (--out)"

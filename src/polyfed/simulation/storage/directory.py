@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import IO, TYPE_CHECKING, Any, TypedDict, final
 
 import yaml
@@ -368,11 +369,17 @@ def read_metrics_text(path: Path) -> str:
 
 
 def call_to_resume(folder: Path, *, gives_rounds: bool = False) -> str:
-    """Returns the command that continues a run, or the call where its clients were made in Python."""
+    """Returns the command that continues a run and its baselines, or the call where its clients were made in Python."""
     with suppress(UserError):
         if read_config(folder).keys().isdisjoint(("data", "deployment")):
             return f"polyfed.resume({str(folder)!r}, clients=...{', rounds=N' * gives_rounds})"
-    return f"polyfed resume {folder}{' --rounds N' * gives_rounds}"
+    return f"polyfed resume {quote(str(find_main_run(folder)))}{' --rounds N' * gives_rounds}"
+
+
+def find_main_run(folder: Path) -> Path:
+    """Returns the directory of the run that a baseline belongs to; `folder` itself if its run is no baseline."""
+    main = folder.parent.parent
+    return main if folder.parent.name == BASELINES and (main / "config.yaml").exists() else folder
 
 
 def check_can_become_run_directory(folder: Path) -> None:

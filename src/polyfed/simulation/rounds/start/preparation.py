@@ -40,7 +40,7 @@ from polyfed.simulation.sources.source_clients import SourceClients
 from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.simulation.storage.configuration import describe_method_and_settings, resolve_or_restore_metrics
-from polyfed.simulation.storage.directory import RunDirectory, to_plain_values
+from polyfed.simulation.storage.directory import RunDirectory, call_to_resume, find_main_run, to_plain_values
 
 
 def check_and_build_federation(
@@ -142,7 +142,8 @@ def create_run_directory(
     }
     directory = RunDirectory.create(out)
     try:
-        with add_resume_hint_if_disk_full("the same command"):
+        is_baseline = find_main_run(directory.path) != directory.path  # its main run is saved already
+        with add_resume_hint_if_disk_full(f"`{call_to_resume(directory.path)}`" if is_baseline else "the same command"):
             directory.write_manifest(manifest)
             directory.write_config(content)
     except BaseException:
