@@ -1,17 +1,19 @@
 """What `polyfed flower init` writes: no key for a repository, no path of this machine, names in place of placeholders."""
 
+import datetime
 import re
 import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 
 from polyfed.cli.commands.deploy.doctor_command import check_server_configuration
 from polyfed.cli.commands.deploy.flower_command import _last_round_table
 from polyfed.cli.main import main
 from polyfed.deploy.trial import local_trial as trials
-from polyfed.deploy.trial.project import create_project
+from polyfed.deploy.trial.project import create_project, write_trial_certificates
 
 DOCUMENTS = ("README.md", "OPERATIONS.md")
 
@@ -168,3 +170,10 @@ def test_commands_of_the_documents_are_commands(project, capsys):
         shown = capsys.readouterr().out
         for word in words:
             assert not word.startswith("--") or word in shown, command
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "server.pem"])
+def test_a_trial_starts_also_on_a_clock_that_is_set_back(tmp_path, name):
+    write_trial_certificates(tmp_path)
+    certificate = x509.load_pem_x509_certificate((tmp_path / name).read_bytes())
+    assert certificate.not_valid_before_utc < datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=2)

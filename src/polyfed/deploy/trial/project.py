@@ -187,7 +187,8 @@ def write_trial_certificates(folder: Path) -> None:
     def certificate_builder(subject: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
         builder = x509.CertificateBuilder().subject_name(x509_name(subject)).issuer_name(x509_name("polyfed trial"))
         builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
-        return builder.not_valid_before(now).not_valid_after(now + datetime.timedelta(days=_CERTIFICATE_DAYS))
+        begins = now - datetime.timedelta(days=1)  # a clock that is set back, or another machine's, may be behind
+        return builder.not_valid_before(begins).not_valid_after(now + datetime.timedelta(days=_CERTIFICATE_DAYS))
 
     authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
