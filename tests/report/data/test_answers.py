@@ -107,11 +107,8 @@ def test_simple_models_stand_among_the_methods_by_their_score(page):
     rows = re.findall(r"<tr><t[dh][^>]*>([^<]+)</t[dh]>", top[top.index("Best first") :])
     assert rows[:2] == ["method", "gradient boosting alone"]
     assert not any("pooled" in row for row in rows)
-    assert (
-        "For reference, all data in one place, which no site has: one network for all sites reaches a mean AUC of 1.000 "
-        in top
-    )
-    assert "It is scored after its last round, not its best, so it can do worse than training alone." in top
+    assert "For reference, all data in one place, which no site has: one network reaches a mean AUC of 1.000 " in top
+    assert "The network is scored after its last round, not its best, so it can do worse than training alone." in top
     assert "+0.020 to +0.080" in top
     assert "The answers above compare with the best that a site has alone, simple models included" in top
     better = "gradient boosting alone is 0.020 to 0.080 better in AUC than training alone."

@@ -14,6 +14,7 @@ from polyfed.cli.commands.results.report_command import show_report
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.report.data.run_groups import read_run_groups
+from polyfed.report.data.small_counts import format_counts_of_parts
 from polyfed.report.page.charts.svg_charts import ChartBar, ChartLine, svg_bar_chart, svg_heat_map, svg_line_chart
 from polyfed.report.page.panels import method_views
 
@@ -239,14 +240,14 @@ def test_classes_of_clients_are_those_of_the_run(page, tmp_path, monkeypatch, ca
 
     monkeypatch.chdir(tmp_path)
     words = (
-        "--data digits --data.clients 3 --data.examples_per_client 20 --algorithm local --rounds 1 --workers 0 --quiet"
+        "--data digits --data.clients 3 --data.examples_per_client 100 --algorithm local --rounds 1 --workers 0 --quiet"
     )
     assert main(["run", *words.split(), "--out", "a"]) == 0
     _, found = page(tmp_path / "a")
     known = load_participants(build_experiment(read_config(tmp_path / "a")))
     told = [attributes["data-t"] for attributes in found.all("rect") if "data-t" in attributes]
     for client in known.clients:
-        counts = known.classes[client.id]
+        counts = format_counts_of_parts(known.classes[client.id])
         assert [f"{client.id}, {k}: {n}" for k, n in enumerate(counts)] == [t for t in told if t.startswith(client.id)]
     config = (tmp_path / "a/config.yaml").read_text()
     (tmp_path / "a/config.yaml").write_text(config.replace("seed: 0", "seed: 1"))

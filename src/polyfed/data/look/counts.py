@@ -160,17 +160,22 @@ def suppress_small_counts(counts: Mapping[str, Tensor], columns: Sequence[LookCo
     if "categories" in counts:
         sizes = [len(column.values) + 1 for column in columns if column.values is not None]
         parts = torch.split(counts["categories"], sizes) if sizes else ()
-        safe["categories"] = torch.cat([_hide_cells(part) for part in parts]) if sizes else counts["categories"]
+        safe["categories"] = torch.cat([hide_small_cells(part) for part in parts]) if sizes else counts["categories"]
     return safe
 
 
-def suppress_statistics_of_few_rows(counts: Mapping[str, Tensor], columns: Sequence[LookColumn]) -> Counts:
-    """Replaces statistics of columns and sites of fewer than `MIN_COUNT` rows, which would nearly be the rows."""
+def suppress_statistics_of_few_rows(
+    counts: Mapping[str, Tensor], columns: Sequence[LookColumn], *, hide_small_categories: bool = False
+) -> Counts:
+    """Replaces statistics of columns and sites of fewer than `MIN_COUNT` rows, which would nearly be the rows.
+
+    With `hide_small_categories` also how many rows of larger sites have a category or class, where they are as few.
+    """
     safe = suppress_small_counts(counts, columns)
     is_hidden = safe["count"] == SUPPRESSED
     if int(counts["rows"][0]) < MIN_COUNT:
         safe["categories"] = torch.full_like(counts["categories"], SUPPRESSED)
-    else:
+    elif not hide_small_categories:
         safe["categories"] = counts["categories"]
     for name in counts.keys() - {"rows", "categories"}:
         mask = is_hidden.view(-1, *[1] * (counts[name].dim() - 1))
@@ -182,7 +187,8 @@ def _round_down(counts: Tensor) -> Tensor:
     return (counts / MIN_COUNT).floor() * MIN_COUNT
 
 
-def _hide_cells(cells: Tensor) -> Tensor:
+def hide_small_cells(cells: Tensor) -> Tensor:
+    """Replaces counts of fewer than `MIN_COUNT` rows by marks, and the smallest others that would tell them."""
     is_hidden = (cells > 0) & (cells < MIN_COUNT)
     for cell in cells.argsort(stable=True).tolist() if bool(is_hidden.any()) else ():
         if int(is_hidden.sum()) > 1 and float(cells[is_hidden].sum()) >= MIN_COUNT:

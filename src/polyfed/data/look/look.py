@@ -112,12 +112,18 @@ def read_columns_by_site(
     return {name: sites[name] for name in sorted_unique_texts(list(sites))}
 
 
-def look_at_sites(clients: Iterable[Client | ClientData] | ClientTables, class_names: Sequence[str] = ()) -> Look:
+def look_at_sites(
+    clients: Iterable[Client | ClientData] | ClientTables,
+    class_names: Sequence[str] = (),
+    *,
+    hide_small_categories: bool = False,
+) -> Look:
     """Returns a `Look`, a description of the data of several clients in this process side by side.
 
     Args:
         clients: clients, or a table that was divided by `polyfed.data.split_table`.
         class_names: names of the classes; empty for those of a table, or numbers.
+        hide_small_categories: whether counts of fewer than `MIN_COUNT` rows of a category or class are not shown.
     """
     sites = read_columns_by_site(clients, class_names)
     columns = merge_columns([site.columns for site in sites.values()])
@@ -129,6 +135,8 @@ def look_at_sites(clients: Iterable[Client | ClientData] | ClientTables, class_n
     low, high = passes.choose_histogram_limits(passes.add_counts(list(counts.values())), center, scale)
     for name, site in common.items():
         counts[name] = passes.suppress_statistics_of_few_rows(
-            counts[name] | passes.count_histograms(site, low, high), columns
+            counts[name] | passes.count_histograms(site, low, high),
+            columns,
+            hide_small_categories=hide_small_categories,
         )
     return Look.of(build_summaries(columns, counts, CommonScaleAndRange(center, scale, low, high), common))

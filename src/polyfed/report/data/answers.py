@@ -1,11 +1,13 @@
 """Reads a comparison's advice to each site: join the federation, train on its own data only, or undecided."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.text.site_words import name_sites
+from polyfed.report.data.small_counts import hide_small_counts
 
 AnswerKind = Literal["join", "stay", "undecided"]
 ANSWER_LABELS: Mapping[AnswerKind, str] = {"join": "Join", "stay": "Stay alone", "undecided": "Not decided"}
@@ -65,13 +67,14 @@ class SiteAnswer:
     def name_of_rarest(self) -> str:
         """Returns what `rarest` counts, from the words of the basis.
 
-        >>> SiteAnswer("north", "join", basis="120 test examples, 4 of the rarer class (ill)", rarest=4).name_of_rarest()
+        >>> basis = "120 test examples, fewer than 5 of the rarer class (ill)"
+        >>> SiteAnswer("north", "join", basis=basis, rarest=4).name_of_rarest()
         'rarer class'
         >>> SiteAnswer("north", "join", basis="120 test examples, 37 events", rarest=37).name_of_rarest()
         'events'
         """
-        _, _, words = self.basis.partition(f", {self.rarest} ")
-        return words.partition(" (")[0].removeprefix("of the ")
+        words = hide_small_counts(self.basis).partition(", ")[2] if self.rarest is not None else ""
+        return re.sub(r"^(fewer than )?\d+ (of the )?", "", words.partition(" (")[0])
 
     def sentence_without_site_and_advice(self) -> str:
         """Returns the sentence without the site's name and the advice, which the page shows before it."""
@@ -116,9 +119,9 @@ def _parse_answer(entry: Any) -> SiteAnswer:
             None if entry.get("gain") is None else float(entry["gain"]),
             None if ends is None else (float(ends[0]), float(ends[1])),
             None if entry.get("test_examples") is None else int(entry["test_examples"]),
-            str(entry.get("sentence") or ""),
+            hide_small_counts(str(entry.get("sentence") or "")),
             str(entry.get("over") or ""),
-            str(entry.get("basis") or ""),
+            hide_small_counts(str(entry.get("basis") or "")),
             None if entry.get("rarest") is None else int(entry["rarest"]),
             len(entry.get("gains") or ()) > 1,
         )

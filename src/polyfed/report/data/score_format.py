@@ -17,6 +17,7 @@ _MEANINGS = {
     "c_index": "in how many of all pairs of patients who can be ordered the one with the earlier event has the higher risk; "
     "0.5 is chance, 1 is perfect",
     "dice": "the overlap of predicted and true areas; 1 is perfect",
+    "mae": "how far predictions are off on average, in standard deviations (SD) where these are named; 0 is perfect",
     "r2": "the share of the targets' variance that is predicted; 1 is perfect, 0 no better than their mean",
 }
 """Name of a score -> what it is, for readers who do not work with scores."""

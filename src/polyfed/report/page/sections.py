@@ -22,6 +22,7 @@ from polyfed.report.data.predictions import GroupPredictions, methods_by_importa
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import ScoreFormat
+from polyfed.report.data.small_counts import format_count_of_rows, format_counts_of_parts
 from polyfed.report.page.advice.answer_table import name_of_rival
 from polyfed.report.page.charts.svg_charts import (
     COLOUR_COUNT,
@@ -80,9 +81,8 @@ def html_methods_table(run_group: RunGroup) -> Markup:
     columns = ["method", run_group.score_format.mean_label]
     compared_ends = is_comparison and any(method.statistics.get("interval") for method in run_group.methods)
     level = f"{100 * float(run_group.comparison_results.get('level', 0.95)):g} % interval"
-    columns += (
-        [level if is_comparison else f"lowest to highest {run_group.repeat}"] if several_seeds or compared_ends else []
-    )
+    if several_seeds or compared_ends:
+        columns.append(level if is_comparison else f"lowest to highest {run_group.repeat}")
     columns += ["worst site", "10th percentile", "90th percentile"]
     columns += [f"gain{', points' if unit else ''}", "gain / lose"] if run_group.local_method else []
     columns += [f"p ({run_group.local_method.label})", "p (best)"] if is_comparison and run_group.local_method else []
@@ -91,7 +91,8 @@ def html_methods_table(run_group: RunGroup) -> Markup:
     for method in sorted(run_group.methods, key=run_group.ranking_key, reverse=True):
         scores = [value for value in run_group.mean_score_by_participant(method).values() if not math.isnan(value)]
         counted_runs = run_group.runs_of_common_seeds_or_all(method)
-        finals = [defined_scores for run in counted_runs if (defined_scores := _defined_scores(run.score_by_client))]
+        all_scores = [[score for score in run.score_by_client.values() if score is not None] for run in counted_runs]
+        finals = [defined_scores for defined_scores in all_scores if defined_scores]
         row = [method.label, format_number(run_group.mean_score(method), unit)]
         if several_seeds or compared_ends:
             seeds = [mean_of_defined(defined_scores) for defined_scores in finals]
@@ -341,15 +342,19 @@ def html_class_counts(details: PageDetails, key: str) -> Markup:
         counts = details.class_counts[seed]
         clients = sorted(counts)
         values = np.array([counts[client] for client in clients], np.float64)
-        chart = svg_heat_map(values, clients, details.class_names, key=f"{key}-c{seed}", x_label="class", y_label="site",
-                         title="Training examples of each class that each site has", as_counts=True)  # fmt: skip
+        shown_counts = [format_counts_of_parts(by_class) for by_class in values.tolist()]
+        drawn_counts = np.array([[float(text.strip("<≥")) for text in row] for row in shown_counts])
+        title = "Training examples of each class that each site has"
+        chart = svg_heat_map(drawn_counts, clients, details.class_names, key=f"{key}-c{seed}", title=title,
+                         x_label="class", y_label="site", texts=shown_counts)  # fmt: skip
         sizes = values.sum(axis=1)
+        smallest, largest = format_count_of_rows(sizes.min()), format_count_of_rows(sizes.max())
         caption = (
             f"Training examples by site and class{f', seed {seed}' if len(details.class_counts) > 1 else ''}; a site "
-            f"has {sizes.min():.0f}{f' to {sizes.max():.0f}' if sizes.min() < sizes.max() else ''}. {details.class_note}"
+            f"has {smallest}{f' to {largest}' if smallest != largest else ''}. {details.class_note}"
         )
         client_positions = [k for k in range(len(clients)) if (k + 1) * values.shape[1] <= _CELLS]
-        rows = [[clients[k], *(f"{n:.0f}" for n in values[k]), f"{values[k].sum():.0f}"] for k in client_positions]
+        rows = [[clients[k], *shown_counts[k], format_count_of_rows(values[k].sum())] for k in client_positions]
         table_caption = "Training examples" + (
             f" of the first {len(client_positions)} sites" if len(client_positions) < len(clients) else ""
         )
@@ -384,10 +389,6 @@ def _curve_for_script(method: MethodRuns) -> dict[str, Any]:
 def _evenly_spaced(size: int, max_count: int = 30) -> list[int]:
     """Returns at most `max_count` evenly spaced positions of a sequence of length `size`, the last among them."""
     return sorted({round(k) for k in np.linspace(0, size - 1, min(size, max_count))}) if size else []
-
-
-def _defined_scores(score_by_client: Mapping[str, float | None]) -> list[float]:
-    return [value for value in score_by_client.values() if value is not None]
 
 
 def _best_columns(values: Sequence[float], score_format: ScoreFormat) -> set[int]:

@@ -21,6 +21,7 @@ from polyfed.core.methods.method_card import card_of_method
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import score_format_of
+from polyfed.report.data.small_counts import hide_small_counts
 from polyfed.simulation.storage.directory import call_to_resume
 
 _NAMED = 3  # sites named in a sentence
@@ -55,8 +56,8 @@ def describe_comparison(run_group: RunGroup) -> str:
     seeds = f"one {run_group.repeat}" if len(run_group.seeds) == 1 else f"{len(run_group.seeds)} {run_group.repeat}s"
     if folds := run_group.comparison_results.get("folds"):
         repeats = len(run_group.seeds) // folds
-        drawn = f", drawn {repeats} times" if repeats > 1 else ""
-        seeds = f"{folds} folds{drawn} (each example is tested by networks that were not trained on it)"
+        draws_text = f", drawn {repeats} times" if repeats > 1 else ""
+        seeds = f"{folds} folds{draws_text} (each example is tested by networks that were not trained on it)"
     score = run_group.score_format.label
     sentence = (
         f"{sites}, {count_with_noun(len(run_group.methods), 'method')}, {seeds}; {score} on each site's own test "
@@ -77,7 +78,10 @@ def result_summary_sentences(run_group: RunGroup) -> list[str]:
     sentences = [*_failure_sentences(run_group), _best_method_sentence(run_group, scored_methods)]
     if run_group.comparison_results:
         verdicts = run_group.comparison_results.get("verdicts", ())
-        sentences += [end_with_period(text.replace("mean over clients: ", "mean over sites: ")) for text in verdicts]
+        sentences += [
+            end_with_period(hide_small_counts(text).replace("mean over clients: ", "mean over sites: "))
+            for text in verdicts
+        ]
     elif local_method is None:
         is_from_python = "data" not in run_group.methods[0].runs[0].config
         cure = "compare with polyfed.compare(clients, ...)" if is_from_python else "add --baselines [local]"
@@ -155,7 +159,7 @@ def omission_and_tuning_notes(run_group: RunGroup) -> list[str]:
     results = run_group.comparison_results
     if not results:
         return describe_methods(run_group.methods)
-    sentences = [capitalize_first(end_with_period(text)) for text in results["notes"]]
+    sentences = [capitalize_first(end_with_period(hide_small_counts(text))) for text in results["notes"]]
     if results["best"] is not None:
         sentences.append(
             f"The best by {results['best_by']} examples is {results['best']}, with which p (best) compares."

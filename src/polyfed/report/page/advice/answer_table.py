@@ -14,6 +14,7 @@ from polyfed.core.tasks.task import DEFAULT_TASK
 from polyfed.report.data.answers import ANSWER_LABELS, SiteAnswer
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.score_format import ScoreFormat
+from polyfed.report.data.small_counts import format_count_of_rows
 from polyfed.report.page.charts.svg_charts import choose_axis_ticks, format_axis_tick, svg_text
 from polyfed.report.page.elements import html_table, render_template
 
@@ -67,8 +68,8 @@ def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: 
             "–" if answer.gain is None else form.format_signed(answer.gain).removesuffix(" points"),
             _format_interval(answer.interval, form),
             *([short_name_of_rival(answer.compared_with, run_group)] if len(rivals) > 1 else []),
-            "–" if answer.test_examples is None else str(answer.test_examples),
-            *(["–" if answer.rarest is None else str(answer.rarest)] if name_of_rarest else []),
+            "–" if answer.test_examples is None else format_count_of_rows(answer.test_examples),
+            *(["–" if answer.rarest is None else format_count_of_rows(answer.rarest)] if name_of_rarest else []),
         ]
         rows.append(
             {

@@ -13,6 +13,7 @@ from polyfed.core.io.text.number_format import (
     count_with_noun,
     format_number,
     format_number_without_percent_sign,
+    join_with_and,
 )
 from polyfed.core.io.text.site_words import say_sites
 from polyfed.report.data.answers import (
@@ -26,6 +27,7 @@ from polyfed.report.data.provenance import read_provenance
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import ScoreFormat
+from polyfed.report.data.small_counts import hide_small_counts
 from polyfed.report.page.advice.answer_table import gain_axis, html_answer_table, name_of_rival, short_name_of_rival
 from polyfed.report.page.charts.caterpillar_plot import svg_caterpillar_plot
 from polyfed.report.page.charts.forest_plot import IntervalMark
@@ -59,8 +61,7 @@ def html_advice_section(run_group: RunGroup, key: str, data_warnings: Sequence[s
         mean_text = f"{ANSWER_LABELS[mean_answer.kind]}{separator}{sentence}"
         if any(answer.compared_with != mean_answer.compared_with for answer in answers):
             mean_text += (
-                " The mean is over what does best alone on average over sites; each site’s answer above is over what does "
-                "best at that site, so the two can be over different things."
+                " This is over what does best alone on average over sites; a site's answer is over the best there."
             )
     is_long, axis = len(answers) > _LISTED, gain_axis(answers)
     # Older results have no omissions among their warnings.
@@ -85,7 +86,7 @@ def html_advice_section(run_group: RunGroup, key: str, data_warnings: Sequence[s
 
 def keep_advice_for_reader(text: str, run_group: RunGroup) -> str:
     """Returns advice for whoever made the comparison, in Python or by a command; with both where that is not known."""
-    origin = read_provenance(run_group)
+    origin, text = read_provenance(run_group), hide_small_counts(text)
     if origin.configuration:
         return keep_advice_for_terminal(text)
     return keep_advice_for_python(text) if origin.folder_name else text
@@ -130,12 +131,12 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
             entry |= {"gain": gain, "gain_interval": statistics.get("gain_interval")}
         label = f"training alone ({method.label})" if is_local else method.label
         ranked.append((run_group.ranking_key(method), [label, *_score_cells(entry, scores, run_group)]))
-    references, notes, pooled_sentences = run_group.comparison_results.get("references") or {}, [], []
+    references, notes, pooled = run_group.comparison_results.get("references") or {}, [], {}
     for name, reference in references.items():
-        scores = [float(value) for value in (reference.get("scores") or {}).values() if value is not None]
         if not reference.get("alone", name != "pooled"):
-            pooled_sentences.append(_describe_pooled_model(name, reference, scores, run_group))
+            pooled[name] = reference
             continue
+        scores = [float(value) for value in (reference.get("scores") or {}).values() if value is not None]
         label, mean_score = name_of_rival(name, run_group), reference.get("mean")
         rank = -math.inf if mean_score is None else score_format.positive_if_better(float(mean_score))
         ranked.append((rank, [label, *_score_cells(reference, scores, run_group)]))
@@ -161,39 +162,37 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
         f"{explanation}",
         columns=["method", score_format.mean_label, percent, "gain over training alone", percent, "worst site"],
         rows=[row for _, row in sorted(ranked, key=lambda row: row[0], reverse=True)],
-        pooled=pooled_sentences,
+        pooled=_describe_pooled_models(pooled, run_group),
         notes=[*describe_methods(run_group.methods), *notes],
     )
 
 
-def _describe_pooled_model(
-    name: str, reference: Mapping[str, Any], scores: Sequence[float], run_group: RunGroup
-) -> str:
-    """Says what a model trained on the data of all sites reaches, and what methods reach with the same test examples."""
-    mean_score, _, _, _, worst = _score_cells(reference, scores, run_group)
-    model = (
-        "one network for all sites"
-        if name == "pooled"
-        else short_name_of_rival(name.removeprefix("pooled_"), run_group)
-    )
-    text = (
-        f"For reference, all data in one place, which no site has: {model} reaches a {run_group.score_format.mean_label} of "
-        f"{mean_score} (worst site {worst})"
-    )
+def _describe_pooled_models(references: Mapping[str, Mapping[str, Any]], run_group: RunGroup) -> str:
+    """Says what models trained on the data of all sites reach, and methods with the same test examples."""
+    score_format, parts = run_group.score_format, []
+    for name, reference in references.items():
+        scores = [float(value) for value in (reference.get("scores") or {}).values() if value is not None]
+        mean_score, _, _, _, worst = _score_cells(reference, scores, run_group)
+        is_network = name == "pooled"
+        rival = "one network" if is_network else short_name_of_rival(name.removeprefix("pooled_"), run_group)
+        parts.append(f"{rival} reaches a {score_format.mean_label} of {mean_score} (worst site {worst})")
+    if not parts:
+        return ""
+    text = f"For reference, all data in one place, which no site has: {join_with_and(parts)}."
     if len(run_group.seeds) > 1:
-        others = ", ".join(
-            f"{method.label} {format_number(mean_score, run_group.score_format.unit)}"
+        same_run = [
+            f"{method.label} {format_number(mean_score, score_format.unit)}"
             for method in dict.fromkeys((run_group.best_method_besides_local, run_group.local_method))
             if method is not None
             for run, mean_score in zip(method.runs, method.mean_score_by_run, strict=True)
             if run.seed == run_group.comparison_results["seeds"][0]
-        )
+        ]
         text += (
-            f". It was trained for the first {run_group.repeat} only, since each further {run_group.repeat} costs one more "
-            f"training, so compare it with the scores there and not with the table: {others}"
+            f" To save time that is done for the first {run_group.repeat} only; so compare it with the scores there "
+            f"({join_with_and(same_run)}) and not with the table."
         )
-    why = " It is scored after its last round, not its best, so it can do worse than training alone."
-    return f"{text}.{why if name == 'pooled' else ''}"
+    why = " The network is scored after its last round, not its best, so it can do worse than training alone."
+    return f"{text}{why if 'pooled' in references else ''}"
 
 
 def _score_cells(entry: Mapping[str, Any], scores: Sequence[float], run_group: RunGroup) -> list[str]:

@@ -197,18 +197,18 @@ def svg_bar_chart(
 
 
 def _heat_map_cell(
-    value: float, label: str, box: tuple[float, float, float, float], colour: str, shade: str | None, *, as_counts: bool
+    value: float, label: str, box: tuple[float, float, float, float], colour: str, shade: str | None, count: str | None
 ) -> list[str]:
     """Draws a cell at `box` (x, y, width, height), with its number in this shade unless it is None."""
     x, y, width, height = box
-    text = f"{value:.0f}" if as_counts else f"{value:.2f}"
-    description = escape(f"{label}: {text if as_counts else f'{value:.3f}'}")
+    text = f"{value:.2f}" if count is None else count
+    description = escape(f"{label}: {f'{value:.3f}' if count is None else count}")
     parts = [
         f'<rect data-t="{description}" x="{x:.1f}" y="{y:.1f}" width="{width + 0.3:.1f}" '
         f'height="{height + 0.3:.1f}" fill="{colour}"/>'
     ]
     if shade is not None:
-        small = text if as_counts else "1" if text == "1.00" else text.removeprefix("0")
+        small = escape(count) if count is not None else "1" if text == "1.00" else text.removeprefix("0")
         parts.append(
             f'<text class="cell {shade}" x="{x + width / 2:.1f}" y="{y + height / 2 + 3.5:.1f}">{small}</text>'
         )
@@ -226,7 +226,7 @@ def svg_heat_map(
     y_label: str,
     high: float | None = None,
     sqrt_colours: bool = False,
-    as_counts: bool = False,
+    texts: Sequence[Sequence[str]] | None = None,
 ) -> Markup:
     """Draws a table of numbers as a heat map, one coloured cell per number.
 
@@ -237,7 +237,7 @@ def svg_heat_map(
         title, x_label, y_label: texts.
         high: end of the scale of colours, which begins at 0; None for the largest value.
         sqrt_colours: colours follow the square root of the share, where few values are much larger than the rest.
-        as_counts: the values are counts.
+        texts: of the values, where these are counts.
     """
     from matplotlib import colormaps
 
@@ -276,14 +276,14 @@ def svg_heat_map(
                 box = (left + c * cell_width, top + r * cell_height, cell_width, cell_height)
                 shade = ("dark" if share[r, c] > 0.6 else "bright") if has_text else None
                 label, colour = f"{rows[r]}, {columns[c]}", "#" + "".join(f"{part:02x}" for part in pixels[r, c])
-                parts += _heat_map_cell(value, label, box, colour, shade, as_counts=as_counts)
+                parts += _heat_map_cell(value, label, box, colour, shade, None if texts is None else texts[r][c])
     else:
         parts.append(
             f'<image href="{png_data_url(pixels)}" x="{left}" y="{top}" width="{CHART_WIDTH - left - 6}" '
             f'height="{inside:.1f}" preserveAspectRatio="none" class="pixels"/>'
         )
     parts.append(svg_text((left + CHART_WIDTH) / 2, top + inside + below + 14, x_label, "middle"))
-    ends = [f"{end:.0f}" if as_counts else f"{end:.2g}" for end in (0.0, high)]
+    ends = [f"{end:.2g}" if texts is None else f"{end:.0f}" for end in (0.0, high)]
     parts += _colour_scale(palette, ends, left, height - 14)
     description = (
         f"{len(rows)} by {len(columns)}, colours from {ends[0]} to "

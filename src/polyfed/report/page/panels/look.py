@@ -25,6 +25,7 @@ from polyfed.data.look.look import Look
 from polyfed.data.look.site_columns import LookColumn
 from polyfed.data.look.summaries import NumberSummary, SiteDataStatistics
 from polyfed.data.look.text_format import format_short
+from polyfed.report.data.small_counts import format_count_of_rows
 from polyfed.report.page.charts.svg_charts import (
     CHART_WIDTH,
     estimate_text_width,
@@ -83,8 +84,8 @@ def html_look(look: Look, key: str, *, remarks: Sequence[str] = (), show_splits:
     sentences = [
         f"{_sentence_of_finding(finding)} {capitalize_first(finding.meaning)}." for finding in look.findings
     ] or ["No column differs between the sites in a way that is known to mislead."]
-    if not look.summaries.is_local:
-        sentences.append(f"Counts of fewer than {MIN_COUNT} rows stay at their site and are shown as <{MIN_COUNT}.")
+    where = "" if look.summaries.is_local else "stay at their site and "
+    sentences.append(f"Counts of fewer than {MIN_COUNT} rows {where}are shown as <{MIN_COUNT}.")
     sentences += [end_with_period(capitalize_first(remark)) for remark in remarks]
     splits = {"train": "training", "val": "validation", "test": "test"} if show_splits else {}
     sizes = [
@@ -144,14 +145,15 @@ def _number_cells(summary: NumberSummary) -> list[str]:
     if summary.is_hidden or statistics.count == 0:
         return [describe_count(statistics.count), *["–"] * 7]
     percentiles = ["–"] * 3 if summary.percentiles is None else [f"{value:.4g}" for value in summary.percentiles]
-    missing = f"<{MIN_COUNT}" if summary.missing is None else f"{summary.missing:.0f}"
-    zeros = describe_count(statistics.codes.get(0.0, 0.0))
+    missing = f"<{MIN_COUNT}" if summary.missing is None else format_count_of_rows(summary.missing)
+    zeros = statistics.codes.get(0.0, 0.0)
+    misses_few = missing.startswith("<")  # the number of values would tell it
     return [
-        describe_count(statistics.count),
+        f"≥{statistics.count - statistics.count % MIN_COUNT:.0f}" if misses_few else describe_count(statistics.count),
         missing,
         f"{statistics.mean:.4g}",
         format_short(statistics.sd),
-        zeros,
+        describe_count(zeros) if zeros < 0 else format_count_of_rows(zeros),
         *percentiles,
     ]
 

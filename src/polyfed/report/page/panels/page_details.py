@@ -163,7 +163,8 @@ def _site_panels(
     if matrices:
         panels[CROSS_SITE_HEADING] = html_cross_site(matrices, f"{key}-cross")
     if participants is not None:
-        summary = look_at_sites(participants.clients, tuple(map(str, participants.pool.class_names)))
+        class_names = tuple(map(str, participants.pool.class_names))
+        summary = look_at_sites(participants.clients, class_names, hide_small_categories=True)
         is_dealt_anew = run_group.repeat == "fold" or bool(run_group.comparison_results.get("resplit"))
         panels[LOOK_HEADING] = html_look(summary, f"{key}-look", show_splits=not is_dealt_anew)
         warnings = data_warnings(summary)

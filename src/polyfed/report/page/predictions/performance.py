@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from polyfed.comparison.statistics.score_intervals import mean_score_with_interval
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.core.io.text.number_format import capitalize_first, format_count
+from polyfed.data.look.counts import MIN_COUNT
 from polyfed.report.data.binary_stats import (
     FALSE_ALARM_GRID,
     BinaryPredictions,
@@ -54,7 +55,7 @@ def performance_numbers_for_script(predictions: GroupPredictions, level: float) 
     questions = predictions.binary_questions[:_CLASSES]
     sites = [
         (ALL_SITES, predictions.clients),
-        *((client, (client,)) for client in _selectable_sites(predictions, len(questions))),
+        *((client, (client,)) for client in _selectable_sites(predictions, questions)),
     ]
     cells = [
         [[binary_performance(predictions, m, clients, p, level) for m in predictions.methods] for p in questions]
@@ -150,20 +151,23 @@ def _mean_confusion_matrix(predictions: GroupPredictions, method: str, clients: 
     return [[_round_number(v, _SHARE_DIGITS) for v in row] for row in matrix]
 
 
-def _selectable_sites(predictions: GroupPredictions, question_count: int) -> list[str]:
+def _selectable_sites(predictions: GroupPredictions, questions: Sequence[BinaryClassOutput]) -> list[str]:
     """Returns the sites that a reader can select, in ascending order: those with the most test examples.
 
-    Empty if an id is another client in each seed.
+    Empty if an id is another client in each seed. Sites with fewer than `MIN_COUNT` examples of a class are left out: their
+    curves and counts would tell single rows.
     """
     if not predictions.same_clients or len(predictions.clients) == 1:
         return []
-    max_sites = min(_SITES, max(1, _CELLS // (len(predictions.methods) * max(question_count, 1)) - 1))
+    max_sites = min(_SITES, max(1, _CELLS // (len(predictions.methods) * max(len(questions), 1)) - 1))
     method, seed = predictions.methods[0], predictions.seeds[0]
-    return sorted(
-        sorted(predictions.clients, key=lambda c: -len(predictions.prediction_tables[method, seed, c].targets))[
-            :max_sites
-        ]
-    )
+    sizes = {}
+    for client in predictions.clients:
+        answers = [predictions.binary_predictions(method, seed, [client], question)[1] for question in questions]
+        counts = [count for positive in answers for count in (positive.sum(), len(positive) - positive.sum())]
+        if not any(0 < count < MIN_COUNT for count in counts):
+            sizes[client] = len(predictions.prediction_tables[method, seed, client].targets)
+    return sorted(sorted(sizes, key=lambda client: -sizes[client])[:max_sites])
 
 
 def html_performance_section(predictions: GroupPredictions, level: float, key: str) -> Markup:
@@ -215,9 +219,12 @@ def _limit_notes(predictions: GroupPredictions, page_data: dict[str, Any]) -> li
     notes = [NO_VERDICT, *predictions.notes]
     if not predictions.same_clients and len(predictions.clients) > 1:
         notes.append("Each seed deals other data, so that a site cannot be chosen.")
-    elif 1 < len(page_data["sites"]) <= len(predictions.clients):
+    elif 1 < len(predictions.clients) >= len(page_data["sites"]):
         number = len(page_data["sites"]) - 1
-        notes.append(f"The menu has the {number} of {len(predictions.clients)} sites with the most test examples.")
+        notes.append(
+            f"The menu has {number} of {len(predictions.clients)} sites: those with the most test examples, and with at "
+            f"least {MIN_COUNT} of each class, since smaller counts would tell single rows."
+        )
     if len(predictions.binary_questions) > len(page_data["classes"]):
         notes.append(
             f"The menu has the first {len(page_data['classes'])} of {len(predictions.binary_questions)} classes."

@@ -23,6 +23,7 @@ from polyfed.core.io.text.number_format import capitalize_first, format_number
 from polyfed.core.io.values.number_checks import is_number
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.score_format import ScoreFormat
+from polyfed.report.data.small_counts import format_count_of_rows
 from polyfed.report.page.charts.forest_plot import ForestRow, IntervalMark, svg_forest_plot
 from polyfed.report.page.charts.svg_charts import COLOUR_COUNT
 from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_legend, html_paragraph, html_table
@@ -240,7 +241,7 @@ def _html_subgroup_panel(
     styles = {m: 2 * COLOUR_COUNT - 1 if m == predictions.local_label else 0 for m in method_names}
     rows = [
         ForestRow(
-            f"{group.name} ({group.examples})",
+            f"{group.name} ({format_count_of_rows(group.examples)})",
             tuple(IntervalMark(m, *(group.scores[m] or _NOTHING), styles[m]) for m in method_names),
         )
         for group in groups
@@ -274,7 +275,10 @@ def _html_subgroup_panel(
         columns += (
             [f"gain of {method}", "interval"] if method != predictions.local_label and predictions.local_label else []
         )
-    cells = [[group.name, str(group.examples), *_table_cells(group, predictions, score_format)] for group in groups]
+    cells = [
+        [group.name, format_count_of_rows(group.examples), *_table_cells(group, predictions, score_format)]
+        for group in groups
+    ]
     bars = html_legend(method_names, [styles[m] for m in method_names])
     return html_figure(chart + bars, caption) + html_table(
         f"{capitalize_first(score_format.label)} and gain over training alone by {column}", columns, cells

@@ -4,8 +4,9 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from polyfed.core.io.text.number_format import count_with_noun, join_with_and
+from polyfed.core.io.text.number_format import join_with_and
 from polyfed.report.data.predictions import GroupPredictions
+from polyfed.report.data.small_counts import format_count_of_rows
 from polyfed.report.page.charts.svg_charts import ChartLine, choose_axis_ticks, svg_line_chart
 from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_legend, html_paragraph, html_table
 from polyfed.tasks.scores.survival_scores import (
@@ -92,7 +93,7 @@ def _html_chart(
     ticks = [tick for tick in choose_axis_ticks(0.0, float(time.max())) if 0 <= tick <= time.max()]
     for group, label in enumerate(labels):
         own_time, own_event = time[groups == group], event[groups == group]
-        counts.append(f"{label} {len(own_time)} ({count_with_noun(int(own_event.sum()), 'event')})")
+        counts.append(f"{label} {format_count_of_rows(len(own_time))} ({format_count_of_rows(own_event.sum())} events)")
         if not len(own_time):
             continue
         x, y = _step_corners(own_time, own_event)
@@ -100,7 +101,7 @@ def _html_chart(
         at = np.asarray(ticks, dtype=np.float64)
         survival = value_of_step_curve(*kaplan_meier(own_time, own_event), at)
         followed = [int((own_time >= tick).sum()) for tick in ticks]
-        rows.append([f"{label}: at risk", *map(str, followed)])
+        rows.append([f"{label}: at risk", *map(format_count_of_rows, followed)])
         rows.append(
             [
                 f"{label}: surviving",
