@@ -46,7 +46,7 @@ DIGITS, FASHION, CIFAR10, HEART, TWEETS = (1, 8, 8), (1, 28, 28), (3, 32, 32), (
 FEDERATIONS: dict[str, tuple[dict[str, Callable[[], nn.Module]], tuple[int, ...], int]] = {
     # networks, shape of an input, largest token (0 where inputs are not tokens)
     "recipe quickstart (with flha_ghn)": (of_recipe("quickstart", HEART, 2), HEART, 0),
-    "recipe heart (with flha_ghn)": (of_recipe("heart", HEART, 2), HEART, 0),
+    "four hospitals, one MLP (with flha_ghn)": ({"mlp": ModelSpec("mlp", {"hidden": [16]}, HEART, 2)}, HEART, 0),
     "one MLP of 4,000 weights": ({"mlp": ModelSpec("mlp", {"hidden": [64, 32]}, HEART, 2)}, HEART, 0),
     "recipe digits": (of_recipe("digits", DIGITS, 10), DIGITS, 0),
     "recipe blobs": (of_recipe("blobs", (1, 32, 32), 2), (1, 32, 32), 0),

@@ -1,9 +1,9 @@
-"""Makes the printed output and the pictures of README, the landing page and the tutorial from one run of their code.
+"""Makes the outputs and pictures of README, the landing page, the tutorial and compare.md from one run of their code.
 
     python docs/make_story.py          (make pictures; some minutes; the pictures need Chromium, its driver and selenium)
 
 The code of README runs in a new folder, and so do its `polyfed compare`, the code of the tutorial and `polyfed run`. What
-they print is written into the three documents; their pages are photographed; and the numbers are kept in story.json, with
+they print is written into these documents; their pages are photographed; and the numbers are kept in story.json, with
 which a test compares a fresh run.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 README, INDEX, TUTORIAL, STORY = ROOT / "README.md", DOCS / "index.md", DOCS / "tutorial.md", DOCS / "story.json"
+COMPARE = DOCS / "compare.md"
 PICTURES = (
     "decision.png",
     "hospitals.png",
@@ -41,6 +42,7 @@ def main() -> None:
         README.write_text(with_outputs(README.read_text(encoding="utf-8"), [compared["printed"]]), encoding="utf-8")
         text = CODE.sub(lambda _: f"```python\n{readme_code()}```", INDEX.read_text(encoding="utf-8"))
         INDEX.write_text(with_outputs(text, [compared["printed"]]), encoding="utf-8")
+        COMPARE.write_text(with_outputs(COMPARE.read_text(encoding="utf-8"), [answered["printed"]]), encoding="utf-8")
         TUTORIAL.write_text(with_outputs(TUTORIAL.read_text(encoding="utf-8"), told), encoding="utf-8")
         take_pictures(folder)
     hashes = {name: hashlib.sha256((DOCS / "images" / name).read_bytes()).hexdigest() for name in PICTURES}

@@ -8,8 +8,11 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.values.keyword_names import suggest_keywords
+from polyfed.core.seeds import derive_seed
 from polyfed.core.tasks.task import Loss
 from polyfed.data.clients import ClientData, make_clients
+from polyfed.data.look.site_columns import read_columns_of_client
+from polyfed.data.look.site_statistics import warn_of_coded_values
 from polyfed.data.partitioning.partitions import IID, Natural
 from polyfed.data.partitioning.split import Split, SplitOrder
 from polyfed.data.pooled_dataset import PooledDataset
@@ -71,7 +74,10 @@ class ClientTables:
     def build_clients(
         self, model: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None, *, loss: Loss | None = None
     ) -> list[Client]:
-        """Returns the list of clients for `polyfed.federate` and `polyfed.compare`.
+        """Returns the list of clients for `polyfed.federate` and `polyfed.compare`; warns of coded values.
+
+        Numbers at some sites that seem to stand for "not measured", such as a cholesterol of 0, are named with the option
+        that empties them.
 
         Args:
             model: builds a network, as `Client.model`; or one such function per site, by its name.
@@ -92,6 +98,8 @@ class ClientTables:
                 )
         if untested := [part.id for part in self.client_data if not len(part.test)]:
             raise UserError(f"site {untested[0]!r} has too few rows to test on; give it more, or leave it out")
+        if self.dataset.preprocessor is not None:
+            warn_of_coded_values({part.id: read_columns_of_client(part) for part in self.client_data})
         return [
             Client(
                 part.id, model[part.id] if isinstance(model, Mapping) else model, part.train, part.test, part.val,
@@ -171,6 +179,8 @@ def split_table(
 def divide_by_site(pool: PooledDataset, site: str | None, split: Split, seed: int, name: str = "all") -> ClientTables:
     """Divides a table by its column `site`; without one, all rows belong to the site `name`.
 
+    With a column of sites the division is that of the command line with this seed.
+
     Raises:
         UserError: a site with too few rows for the split.
     """
@@ -178,5 +188,5 @@ def divide_by_site(pool: PooledDataset, site: str | None, split: Split, seed: in
         parts, public = make_clients(pool, replace(split, clients=1), IID(), seed)
         parts = [replace(parts[0], id=name)]
     else:
-        parts, public = make_clients(pool, split, Natural(site), seed)
+        parts, public = make_clients(pool, split, Natural(site), derive_seed(seed, "partition"))
     return ClientTables(pool, tuple(parts), public)

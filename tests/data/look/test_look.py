@@ -132,7 +132,12 @@ def test_representations_hold_no_data(sites, seen):
 
 @pytest.fixture(scope="module")
 def clients(sites):
-    return sites.build_clients(lambda: torch.nn.Linear(sites.num_features, sites.num_outputs))
+    with pytest.warns(UserWarning, match='"not measured"') as caught:
+        built = sites.build_clients(lambda: torch.nn.Linear(sites.num_features, sites.num_outputs))
+    texts = sorted(str(warning.message) for warning in caught)
+    assert [text.partition(" at ")[0] for text in texts] == ["chol is 0", "pulse is 999"]
+    assert "if 0 means not measured, empty these cells (missing='chol=0')" in texts[0]
+    return built
 
 
 def test_messages_find_the_same_without_small_counts(seen, clients):
@@ -224,6 +229,7 @@ def look_at(rows):
     return look_between_sites(clients).sites["a"]
 
 
+@pytest.mark.filterwarnings("ignore:code is 9")
 @pytest.mark.filterwarnings("ignore:columns that had one value")
 def test_few_values_unlike_all_others_are_in_no_sum():
     dose = look_at(rare_values(missing=0, others=1)).numbers["dose"]
@@ -232,6 +238,7 @@ def test_few_values_unlike_all_others_are_in_no_sum():
     assert look_at(rare_values(missing=0, others=5)).numbers["dose"].statistics.total == 5 * 37.5
 
 
+@pytest.mark.filterwarnings("ignore:code is 9")
 @pytest.mark.filterwarnings("ignore:columns that had one value")
 def test_neither_codes_nor_histograms_tell_how_many_values_few_are():
     site = look_at(rare_values(missing=3, others=1))

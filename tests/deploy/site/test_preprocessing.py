@@ -202,6 +202,7 @@ def test_a_site_that_protects_what_it_sends_sends_no_sums(play, words):
         play(client("a"), client("b"), method=FedAvg(lr=0.05, weighted=False), **words)
 
 
+@pytest.mark.filterwarnings("ignore:age is 0 at a")
 def test_a_sum_of_few_values_is_not_told(play):
     for age in (
         [50.0 + k if k < 3 else None for k in range(40)],

@@ -7,13 +7,12 @@ from typing import Any, final
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.examples.examples import Examples
 from polyfed.data.clients import ClientData
-from polyfed.data.look import counts as passes
 from polyfed.data.look.counts import MIN_COUNT
 from polyfed.data.look.findings import SiteDifferenceFinding, find_differences
-from polyfed.data.look.site_columns import LookColumn, SiteColumns, merge_columns, read_site_columns
-from polyfed.data.look.summaries import CommonScaleAndRange, SiteDataStatistics, SiteSummaries, build_summaries
+from polyfed.data.look.site_columns import LookColumn, SiteColumns, read_columns_of_client
+from polyfed.data.look.site_statistics import summarise_sites
+from polyfed.data.look.summaries import SiteDataStatistics, SiteSummaries
 from polyfed.data.look.text_format import format_look
 from polyfed.data.table import ClientTables
 from polyfed.data.tabular.columns import sorted_unique_texts
@@ -102,11 +101,7 @@ def read_columns_by_site(
             )
         if client.id in sites:
             raise UserError(f"two clients are called {client.id!r}; give each another name")
-        sets = {"train": client.train, "val": client.val, "test": client.test}
-        sites[client.id] = read_site_columns(
-            {name: examples for name, examples in sets.items() if isinstance(examples, Examples) and len(examples)},
-            class_names,
-        )
+        sites[client.id] = read_columns_of_client(client, class_names)
     if not sites:
         raise UserError("look needs at least one client")
     return {name: sites[name] for name in sorted_unique_texts(list(sites))}
@@ -125,18 +120,5 @@ def look_at_sites(
         class_names: names of the classes; empty for those of a table, or numbers.
         hide_small_categories: whether counts of fewer than `MIN_COUNT` rows of a category or class are not shown.
     """
-    sites = read_columns_by_site(clients, class_names)
-    columns = merge_columns([site.columns for site in sites.values()])
-    common = {name: site.align_to_columns(columns) for name, site in sites.items()}
-    counts = {name: passes.count_values(site) for name, site in common.items()}
-    center, scale = passes.choose_center_and_scale(passes.add_counts(list(counts.values())))
-    for name, site in common.items():
-        counts[name] |= passes.sum_squares(site, center, scale)
-    low, high = passes.choose_histogram_limits(passes.add_counts(list(counts.values())), center, scale)
-    for name, site in common.items():
-        counts[name] = passes.suppress_statistics_of_few_rows(
-            counts[name] | passes.count_histograms(site, low, high),
-            columns,
-            hide_small_categories=hide_small_categories,
-        )
-    return Look.of(build_summaries(columns, counts, CommonScaleAndRange(center, scale, low, high), common))
+    columns = read_columns_by_site(clients, class_names)
+    return Look.of(summarise_sites(columns, hide_small_categories=hide_small_categories))

@@ -96,6 +96,15 @@ def _sort_numbers(values: tuple[str, ...] | None) -> tuple[str, ...] | None:
     return tuple(sorted(values, key=int))
 
 
+def read_columns_of_client(client: Any, class_names: Sequence[str] = ()) -> SiteColumns:
+    """Converts the training, validation and test examples of a `Client` or `ClientData` to columns."""
+    sets = {"train": client.train, "val": client.val, "test": client.test}
+    return read_site_columns(
+        {name: examples for name, examples in sets.items() if isinstance(examples, Examples) and len(examples)},
+        class_names,
+    )
+
+
 def read_site_columns(sets: Mapping[str, Examples], class_names: Sequence[str] = ()) -> SiteColumns:
     """Converts the examples of one site (`{set's name: examples}`) to columns of numbers and categories.
 

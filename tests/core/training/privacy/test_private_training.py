@@ -296,7 +296,8 @@ def test_an_epsilon_that_cannot_be_met_and_units_that_are_not_known_are_refused(
 def test_a_configuration_names_options_of_privacy(tmp_path, capsys):
     from polyfed.cli.main import main
 
-    words = ["run", "heart", "--rounds", "1", "--baselines", "[]", "--out", str(tmp_path / "r"), "--quiet"]
+    words = ["run", "heart", "--model", "mlp", "--algorithm", "fedavg", "--rounds", "1", "--baselines", "[]", "--quiet"]
+    words += ["--out", str(tmp_path / "r")]
     assert main([*words, "--algorithm.privacy.targetepsilon", "8"]) == 2
     assert "unknown option 'targetepsilon'; did you mean target_epsilon" in capsys.readouterr().err
     with warnings.catch_warnings():

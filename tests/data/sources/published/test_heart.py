@@ -42,8 +42,11 @@ def test_the_licence_is_beside_the_data():
 
 
 def test_hospitals_are_clients():
-    sites = pf.data.heart(val_fraction=0.15)
-    clients = sites.build_clients(lambda: torch.nn.Linear(sites.num_features, sites.num_outputs))
+    sites = pf.data.heart(val_fraction=0.15, drop="ca")
+    with pytest.warns(
+        UserWarning, match=r"chol is 0 at Switzerland \(123 of 123 values\), VA \(49 of 193 values\), never"
+    ):
+        clients = sites.build_clients(lambda: torch.nn.Linear(sites.num_features, sites.num_outputs))
     assert [c.id for c in clients] == ["Cleveland", "Hungary", "Switzerland", "VA"]
     assert sum(len(part) for c in clients for part in (c.train, c.val, c.test)) == 920
     assert torch.isfinite(clients[1].train.batch(torch.arange(10))[0]).all()
@@ -88,6 +91,7 @@ def test_the_column_of_sites_is_the_default(tmp_path, capsys):
 
 def test_numbers_that_stand_for_no_value_can_be_emptied_as_the_look_at_the_data_advises(monkeypatch, tmp_path):
     sites = pf.data.heart(missing="chol=0")
+    sites.build_clients(lambda: torch.nn.Linear(sites.num_features, sites.num_outputs))  # without a warning
     kinds = {(finding.kind, finding.column) for finding in pf.look(sites).findings}
     assert ("code", "chol") not in kinds
     assert ("code", "chol") in {(finding.kind, finding.column) for finding in pf.look(pf.data.heart()).findings}

@@ -127,8 +127,9 @@ def merge_configurations(base: Mapping[str, Any], overrides: Mapping[str, Any]) 
 
 
 def shipped_recipe_files() -> dict[str, Path]:
-    """Returns {recipe's name: path of its YAML file} for the recipes that polyfed ships."""
-    return {path.stem: path for path in sorted(RECIPE_FOLDER.glob("*.yaml"))}
+    """Returns {recipe's name: path of its YAML file} for the recipes that polyfed ships; `heart` is `quickstart`."""
+    files = {path.stem: path for path in RECIPE_FOLDER.glob("*.yaml")}
+    return dict(sorted((files | {"heart": files["quickstart"]}).items()))
 
 
 def load_shipped_yaml(file: Path) -> Any:
