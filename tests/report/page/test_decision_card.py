@@ -202,7 +202,12 @@ def test_warnings_advise_whoever_made_the_comparison(group, tmp_path):
     description = {"title": "mine", "same_clients": True, "reference": "local"}
     description["experiment"] = {**experiment, "references": False}
     (tmp_path / "mine/comparison.yaml").write_text(yaml.safe_dump(description))
-    assert "Not tuned (--tune none)." in html_advice_section(found, "k")
+    section = html_advice_section(found, "k")
+    assert "Not tuned (--tune none)." in section
+    assert "What begins with -- is an option of polyfed" in section
+    results = {**found.comparison_results, "warnings": ["Not tuned"]}
+    section = html_advice_section(dataclasses.replace(found, comparison_results=results), "k")
+    assert "What begins with --" not in section
 
 
 def test_the_card_says_why_it_is_of_a_method_that_does_not_lead_the_table(group):
@@ -306,7 +311,9 @@ def test_a_comparison_of_folds_speaks_of_folds(group):
     found = group(folds=2, fold_repeats=1)
     assert ">folds that reach it</th>" in html_methods_table(found)
     assert ">lowest fold</th>" in html_gains_over_local(found, "k")
-    assert "means of 2 folds" in html_learning_curves(found, "k", {})
+    curves = html_learning_curves(found, "k", {})
+    assert "means of 2 folds" in curves
+    assert "Tables score the folds of a site together, so their values differ." in curves
 
 
 def test_a_model_of_a_site_alone_has_one_name_on_the_page(group):

@@ -212,10 +212,10 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
     columns += [f"lowest to highest {run_group.repeat}"] if len(run_group.seeds) > 1 else []
     caption = f"{capitalize_first(name)} over sites, after each round that was evaluated."
     if len(run_group.seeds) > 1:
-        seed_counts = {len(method.runs) for method in methods}
-        repeat = run_group.repeat
+        repeat, seed_counts = run_group.repeat, {len(method.runs) for method in methods}
         seeds = f"{max(seed_counts)} {repeat}s" if len(seed_counts) == 1 else f"the {repeat}s that a method has"
         caption += f" Lines: means of {seeds}; bands: from the lowest to the highest of them."
+        caption += " Tables score the folds of a site together, so their values differ." if repeat == "fold" else ""
     if any(not any(method.learning_curve_columns["megabytes"]) for method in methods) and len(methods) > 1:
         caption += " Against MB, a method that sends nothing is a dotted line at its last value."
     lines = [(method.label, _line_style(run_group, method)) for method in methods]
