@@ -131,6 +131,7 @@ def test_medians_are_those_of_the_others():
         assert _values_and_medians_of_others({i: {"x": value} for i, value in values.items()}, "x") == expected
 
 
+@pytest.mark.filterwarnings("ignore:chol is 0 at Switzerland")
 @pytest.mark.parametrize("method", few([FedAvg(lr=0.05), FedAvg(lr=0.15)], [FedAvg(lr=0.15)]))
 def test_of_four_honest_hospitals_that_differ_none_is_named(method):
     """Near the end the updates of honest sites cancel out: that is not a reason to suspect one."""
