@@ -197,6 +197,34 @@ QUICK = [  # words, exit status, and what is said
     ("compare old --algorithms fedprox", 2, "old decides what is compared, so --algorithms cannot be given"),
     ("export ended --client a --out full", 2, "full exists; choose another folder, or remove it"),
     ("export ended --client a --out new --format onxx", 2, "unknown format 'onxx'; did you mean onnx?"),
+    (
+        "export ended --client nort --out new",
+        2,
+        "ended has no model of client 'nort'; did you mean north? Choices: north",
+    ),
+    ("export ended --out new", 2, "ended has models of several clients; give --client with one of north, south"),
+    (
+        "export ended --client north --out new --model mlp",
+        2,
+        "'mlp' does not name a model factory; write it as module:f",
+    ),
+    ("audit ended --client nort", 2, "ended has no model of client 'nort'; did you mean north?"),
+    ("audit ended --runs 1000000000", 2, "runs of an audit must be at most 1000, got 1000000000"),
+    ("compare heart --fold-repeats 1000000000", 2, "--fold-repeats must be at most 1000, got 1000000000"),
+    (f"compare heart --folds {10**30}", 2, f"--folds must be at most 1000, got {10**30}"),
+    ("compare heart --tune lr=0.1,1 --trials 5000", 2, "--trials must be at most 1000, got 5000"),
+    ("compare heart --seeds 1e9", 2, "--seeds must be whole numbers with commas between"),
+    (f"run heart --rounds {10**30}", 2, f"--rounds must be at most 1000000000, got {10**30}"),
+    ("run heart --rounds 1e30", 2, "--rounds must be a whole number, got '1e+30'"),
+    (f"run heart --seed {10**30}", 2, f"--seed must be below 2^63, got {10**30}"),
+    (f"run heart --algorithm.batch-size {10**30}", 2, f"FedAvgFT: batch_size must be at most 1000000000, got {10**30}"),
+    ("compare runs", 2, "runs is a folder of runs; give one of them, such as runs/b"),
+    ("run nothing", 2, "nothing is an empty folder, and no recipe"),
+    (
+        "look names.csv",
+        2,
+        "'names.csv' has no rows, only the names of its columns; give a table with one row per example",
+    ),
     ("run --device gpu", 2, "unknown device 'gpu'; use auto, cpu, cuda, cuda:N, mps"),
     ("run heart --data.test_fraction 1.5", 2, "test_fraction must be at least 0 and below 1, got 1.5"),
     ("look heart --data.val_fraction 0.8", 2, "leave nothing to train on; their sum must be below 1"),
@@ -238,6 +266,13 @@ def answers(tmp_path_factory):
     for folder, file in {"full": "notes.txt", "old": "comparison.yaml", "ended": "config.yaml"}.items():
         (here / folder).mkdir()
         (here / folder / file).write_text("kept")
+    for folder in ("runs/a", "runs/b", "nothing", "ended/models"):
+        (here / folder).mkdir(parents=True)
+    for client in ("north", "south"):
+        (here / "ended/models" / f"{client}.signature.json").write_text(json.dumps({"client": client}))
+    for file in ("runs/a/config.yaml", "runs/b/comparison.yaml"):
+        (here / file).touch()
+    (here / "names.csv").write_text("site,ill\n")
     rows = "".join(f"p{k},2026-01-{k % 28 + 1:02},{'ab'[k % 2]},{k % 3 % 2}\n" for k in range(60))
     for name in ("ward.csv", "ward.txt"):
         (here / name).write_text(f"id,day,ward,ill\n{rows}")

@@ -194,7 +194,7 @@ def test_missing_yaml(refused, here):
     assert refused("run", "missing.yaml") == "cannot read missing.yaml: No such file or directory"
     assert "there is no recipe or file ''" in refused("run", "")
     (here / "empty").mkdir()
-    assert "empty is a folder without config.yaml" in refused("run", "empty")
+    (here / "empty/notes.txt").touch()
     assert "such as --data imagefolder --data.path empty" in refused("run", "empty")
 
 

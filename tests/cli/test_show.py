@@ -1,10 +1,12 @@
 """`polyfed show`, and `--json` of `show`, `list` and `data`."""
 
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +68,78 @@ def test_a_comparison_shows_answers_a_table_its_files_and_what_to_do(folders, ca
         " accuracy in % ",
     ):
         assert part in text
+
+
+def test_show_ends_with_what_run_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["--data.clients", "3", "--data.unseen", "1", "--data.examples-per-client", "20", "--baselines", "[local]"]
+    assert (
+        main(["run", "--data", "digits", *words, "--rounds", "2", "--out", "r", "--quiet", "--algorithm", "fedprox"])
+        == 0
+    )
+    end = capsys.readouterr().out
+    assert main(["show", "r"]) == 0
+    assert capsys.readouterr().out.endswith(end)
+    for part in (
+        "gain: of fedprox over local",
+        "classes",
+        "took no part",
+        "Decide: polyfed comp",
+    ):
+        assert part in end
+    assert main(["show", "r", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["next"] == ["polyfed report r", "polyfed compare r"]
+
+
+def test_compare_as_json_has_the_documented_schema(tmp_path, monkeypatch, capsys):
+    from polyfed.cli.commands.compare.compare_command import ShownPlan
+
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "--data.clients",
+        "2",
+        "--data.examples-per-client",
+        "30",
+        "--resplit",
+        "2",
+        "--rounds",
+        "1",
+        "--tune",
+        "none",
+    ]
+    words = [
+        "compare",
+        "--data",
+        "digits",
+        *words,
+        "--parallel",
+        "1",
+        "--no-references",
+        "--out",
+        "c",
+        "--json",
+        "--quiet",
+    ]
+    assert main([*words, "--plan"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert validation_error(plan, ShownPlan) is None
+    assert plan.keys() == ShownPlan.__required_keys__
+    assert not Path("c").exists()
+    for command in (words, ["compare", "c", "--json", "--quiet"]):
+        assert main(command) == 0
+        content = json.loads(capsys.readouterr().out)
+        assert validation_error(content, ShownDirectory) is None
+        assert content == json.loads(json.dumps(describe_directory(Path("c"))))
+
+
+def test_the_words_of_an_answer_in_python_are_in_the_table_of_json():
+    page = Path(__file__, "../../../docs/json.md").resolve().read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `answer`.*?^$", page, re.MULTILINE | re.DOTALL)[0]
+    shared = re.findall(r"^\| (`client`, .*) \| the same \|$", page, re.MULTILINE)[0]
+    words = re.findall(r"`(\w+)`", shared) + re.findall(
+        r"`(\w+)`", " ".join(r.split("|")[2] for r in rows.splitlines())
+    )
+    assert sorted(words) == sorted(field.name for field in dataclasses.fields(pf.Answer))
 
 
 def test_an_unfinished_run_says_how_to_go_on(folders, capsys):

@@ -4,6 +4,7 @@ import ast
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ from polyfed.cli.commands.run import run_tables
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.cli.main import main
 from polyfed.core.io.text.terminal_text import sanitise_for_terminal
-from polyfed.simulation.experiment import Participants
 from polyfed.simulation.monitoring.progress import LineProgress, ProgressBar
 
 SOURCE = Path(pf.__file__).parent
@@ -55,10 +55,13 @@ def test_letters_that_a_terminal_obeys_are_replaced():
     assert sanitise_for_terminal("Zürich 北京 ≥ – [/b]") == "Zürich 北京 ≥ – [/b]"
 
 
-def test_the_table_of_a_run(run):
-    found = Participants(tuple(run.federation.clients.values()), (), None, None, {}, "0")  # it needs no data
+def test_the_table_of_a_run(run, tmp_path):
+    folder = tmp_path / "out[/b]\x1b[31m"
+    shutil.copytree(run.out, folder)
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("name: local", 'name: "local[/b]\\x1b[1m"'))
     where = console()
-    run_tables.print_scores_by_client_and_traffic({"local[/b]\x1b[1m": run}, found, Path("out[/b]\x1b[31m"), where)
+    run_tables.print_end_of_run(folder, where)
     text = text_of(where)
     assert "a[/b]" in text
     assert "d[red]x[/red]" in text

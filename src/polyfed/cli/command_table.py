@@ -34,7 +34,8 @@ _SAVED = ("--out", *_SCALED, "--quiet", "--cross-site", "--logger")
 _RUN = ("--json", *_SAVED)
 _COMPARE = (
     "--algorithms", "--seeds", "--same-data", "--resplit", "--folds", "--fold-repeats", "--stop-when-decided", "--plan",
-    "--budget", "--target", "--method-config", "--tune", "--trials", "--no-references", "--parallel", "--tables", *_SAVED,
+    "--budget", "--target", "--method-config", "--tune", "--trials", "--no-references", "--parallel", "--tables", "--json",
+    *_SAVED,
 )  # fmt: skip
 CONFIGURED = ("run", "compare", "data", "look", "reproduce")
 """Commands that take the options of data, networks, methods and settings, too."""

@@ -43,7 +43,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full, expand_user_path
 from polyfed.core.io.text.advice import keep_advice_for_this_process
 from polyfed.core.io.values.keyword_names import suggest_keywords_and_fields
-from polyfed.core.io.values.number_checks import is_whole_number
+from polyfed.core.io.values.number_checks import MAX_RUNS, is_whole_number
 from polyfed.core.io.values.plain_values import numpy_to_python
 from polyfed.core.messages.compressors import Compressor
 from polyfed.data.partitioning.folds import build_folds, redraw_clients
@@ -178,11 +178,13 @@ def compare(
     seeds, resplit, target = numpy_to_python(seeds), numpy_to_python(resplit), numpy_to_python(target)
     tune, trials, parallel = numpy_to_python(tune), numpy_to_python(trials), numpy_to_python(parallel)
     fold_design = build_folds(numpy_to_python(folds), numpy_to_python(fold_repeats))
+    if is_whole_number(resplit, MAX_RUNS + 1):
+        raise UserError(f"resplit must be at most {MAX_RUNS}, got {resplit}")
     if seeds is None:
         num_runs = DEFAULT_NUM_SEEDS if resplit is None else resplit
         num_runs = num_runs if fold_design is None else fold_design.num_runs
         seeds = range(num_runs) if isinstance(num_runs, int) else ()
-    if is_whole_number(seeds, 1) and seeds <= 1000:  # a larger one is meant as a seed, and is refused below
+    if is_whole_number(seeds, 1) and seeds <= MAX_RUNS:  # a larger one is meant as a seed, and is refused below
         seeds = range(seeds)
     if isinstance(seeds, Iterator):
         seeds = tuple(seeds)

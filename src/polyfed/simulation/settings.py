@@ -7,7 +7,7 @@ from typing import Any, Literal, final, get_args
 
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.values.frozen_mapping import FrozenMapping
-from polyfed.core.io.values.number_checks import is_number, is_whole_number
+from polyfed.core.io.values.number_checks import MAX_COUNT, check_whole_number, is_number, is_whole_number
 from polyfed.core.io.values.plain_values import convert_numpy_fields_in_place
 
 EngineName = Literal["auto", "inprocess", "pool", "cohort", "ray"]
@@ -117,11 +117,11 @@ class Settings:
             raise UserError(f"metrics must be names such as ('auc', 'accuracy'), got {self.metrics!r}")
         object.__setattr__(self, "metrics", tuple(self.metrics))
         for name in ("rounds", "evaluate_every", "checkpoint_every", "min_replies"):
-            value = getattr(self, name)
-            if not is_whole_number(value, 1):
-                raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
+            check_whole_number(name, getattr(self, name), 1)
         if not is_whole_number(self.seed):
             raise UserError(f"seed must be a whole number, got {self.seed!r}")
+        if abs(self.seed) >= 2**63:
+            raise UserError(f"seed must be below 2^63, got {self.seed}")
         if not _is_share_or_count(self.clients_per_round):
             raise UserError(
                 f"clients_per_round must be a fraction above 0 and at most 1.0, or a number of clients from 1, "
@@ -147,7 +147,7 @@ class Settings:
             raise UserError(
                 f"keep must be 'last', 'best', 'loss' or a round from 1 to {self.rounds}, got {self.keep!r}"
             )
-        if self.workers != "auto" and not is_whole_number(self.workers, 0):
+        if self.workers != "auto" and not (is_whole_number(self.workers, 0) and self.workers <= MAX_COUNT):
             raise UserError(f"workers must be 'auto' or a number of processes from 0, got {self.workers!r}")
         if self.engine in ("pool", "ray") and self.workers == 0:
             raise UserError(f"engine={self.engine!r} needs at least one worker, got workers=0; use engine='inprocess'")

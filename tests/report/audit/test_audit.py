@@ -210,7 +210,7 @@ def test_what_cannot_be_audited_is_refused_with_a_sentence(tmp_path):
     run = tmp_path / "run"
     clients = saved_run(run, pf.algorithms.Local())
     for few in (3, 0, True, 4.0):
-        with pytest.raises(pf.UserError, match="at least 4 runs, got runs="):
+        with pytest.raises(pf.UserError, match="runs of an audit must be a whole number of at least 4, got "):
             pf.audit(run, clients=clients, runs=few)
     with pytest.raises(pf.UserError, match="were made in Python; give them: polyfed"):
         pf.audit(run)
@@ -294,7 +294,7 @@ def test_the_command_prints_a_table_or_json(tmp_path, monkeypatch, capsys):
     assert "5 iterations, 1 restart," in " ".join(content["sentences"])
     assert "audit: 4 of 4 runs" in err
     assert main(["audit", "run", "--runs", "3"]) == 2
-    assert "at least 4 runs, got runs=3" in capsys.readouterr().err
+    assert "runs of an audit must be a whole number of at least 4, got 3" in capsys.readouterr().err
     only = ["--client", content["clients"][0]["client"], "--iterations", "0"]
     assert main(["audit", "run", "--runs", "4", *only]) == 0
     out = capsys.readouterr().out

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, final
 
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path, read_file
+from polyfed.core.io.values.number_checks import MAX_RUNS
 from polyfed.core.io.values.validation import parse_yaml
 
 _CODE_OPTIONS = {
@@ -140,9 +141,6 @@ def split_names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",")) if text else ()
 
 
-_MOST_SEEDS = 1000  # of a number that says how many; a larger one is meant as a seed
-
-
 def parse_seeds(text: str) -> tuple[int, ...]:
     """Returns the seeds that an option's value stands for: those it lists, or as many as it says.
 
@@ -156,7 +154,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     numbers = tuple(_convert_text(part, int, expected) for part in text.removesuffix(",").split(","))
     if "," in text or numbers[0] <= 0:
         return numbers
-    if numbers[0] > _MOST_SEEDS:
+    if numbers[0] > MAX_RUNS:
         raise argparse.ArgumentTypeError(f"{text} would be {text} seeds; for the one seed {text}, give {text},")
     return tuple(range(numbers[0]))
 

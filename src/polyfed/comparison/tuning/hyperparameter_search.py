@@ -39,7 +39,7 @@ from polyfed.comparison.tuning.optuna_search import OptunaSearch, import_optuna
 from polyfed.comparison.tuning.ranking import Fields, SearchRun
 from polyfed.comparison.tuning.search_result import MAX_EXTENSIONS, SearchResult, join_as_name_equals_value
 from polyfed.core.errors import UserError
-from polyfed.core.io.values.number_checks import is_whole_number
+from polyfed.core.io.values.number_checks import MAX_RUNS, check_whole_number
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
 from polyfed.simulation.storage.paths import safe_file_name
@@ -66,8 +66,8 @@ def validate_search(plan: ComparisonPlan) -> None:
         return
     if not isinstance(space, Mapping) or not space:
         raise UserError(f"tune must be fields with the values to try, as in {{'lr': [0.01, 0.1]}}, got {space!r}")
-    if trials is not None and not is_whole_number(trials, 1):
-        raise UserError(f"trials must be a whole number of runs a method from 1, got {trials!r}")
+    if trials is not None:
+        check_whole_number("trials", trials, 1, MAX_RUNS)
     check_search_space(space, trials, {f.name for method in plan.methods.values() for f in _fields_of_method(method)})
     for name, values in space.items():
         for method in plan.methods.values():

@@ -264,6 +264,11 @@ def describe_undecodable_file(file: Path, encoding: str, error: Exception) -> st
     return f"{str(file)!r} cannot be read as text in {encoding} ({reason}); {advice}"
 
 
+def describe_missing_rows(name: str) -> str:
+    """Returns a sentence about a table that has names of columns alone, with what to do."""
+    return f"{name} has no rows, only the names of its columns; give a table with one row per example"
+
+
 def advise_encoding(file: Path, encoding: str) -> str:
     """Returns advice on the encoding of a file that could not be read in this one."""
     try:

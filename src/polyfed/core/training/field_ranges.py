@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from polyfed.core.errors import UserError
+from polyfed.core.io.values.number_checks import MAX_COUNT, is_whole_number
 
 _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "local_epochs": (lambda number: number >= 1, "at least 1"),
@@ -34,6 +35,9 @@ def check_field_ranges(method: str, values: Mapping[str, Any]) -> None:
     Traceback (most recent call last):
     polyfed.core.errors.UserError: FedAvg: lr must be positive, got -1.0
     """
+    for field, value in values.items():
+        if is_whole_number(value, MAX_COUNT + 1):
+            raise UserError(f"{method}: {field} must be at most {MAX_COUNT}, got {value}")
     for field, (is_in_range, requirement) in _RANGES.items():
         if field in values and not is_in_range(values[field]):
             raise UserError(f"{method}: {field} must be {requirement}, got {values[field]!r}")

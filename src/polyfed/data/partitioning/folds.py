@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.groups import ALONE, group_id_of_each_row, is_alone
 from polyfed.core.io.text.number_format import count_with_noun
-from polyfed.core.io.values.number_checks import is_whole_number
+from polyfed.core.io.values.number_checks import MAX_RUNS, check_whole_number
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.concat import rows_in_stored_tensors
 from polyfed.data.partitioning.allocation import draw_stratified_rows
@@ -51,8 +51,7 @@ class Folds:
 
     def __post_init__(self) -> None:
         for name, value, least in (("folds", self.number, 2), ("fold_repeats", self.repeats, 1)):
-            if not is_whole_number(value, least):
-                raise UserError(f"{name} must be a whole number of at least {least}, got {value!r}")
+            check_whole_number(name, value, least, MAX_RUNS)
 
     @property
     def num_runs(self) -> int:

@@ -15,7 +15,7 @@ from polyfed.core.examples.split_sizes import check_split_sizes, check_unseen_am
 from polyfed.core.io.values.plain_values import convert_numpy_fields_in_place
 from polyfed.core.io.values.validation import check_field_types
 from polyfed.core.seeds import derive_seed, numpy_generator
-from polyfed.data.partitioning.allocation import Labels, Rows, draw_stratified_rows
+from polyfed.data.partitioning.allocation import Labels, Rows, check_enough_examples, draw_stratified_rows
 from polyfed.data.partitioning.group_split import split_by_group_and_record_sets
 from polyfed.data.partitioning.partitions import Partition
 from polyfed.data.partitioning.time_split import split_by_time, split_groups_by_time, split_within_groups_by_time
@@ -158,6 +158,8 @@ def split_rows_by_client(
     public = draw_stratified_rows(labels, _share_or_one(config.public_fraction, num), derive_seed(seed, "public"))
     private = np.setdiff1d(np.arange(num), public, assume_unique=True)
     private_columns = {name: column[private] for name, column in (columns or {}).items()}
+    if config.clients is not None:
+        check_enough_examples(len(private), config.clients)
     ids = partition.client_ids(config.clients, seed, private_columns)
     check_unseen_among_clients(config.unseen, len(ids))
     parts = [private[rows] for rows in partition(labels[private], len(ids), seed, private_columns)]

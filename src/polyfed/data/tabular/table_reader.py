@@ -17,6 +17,7 @@ from polyfed.core.examples.text_columns import (
     MAX_MISSING_WORDS,
     check_names_of_columns,
     check_no_empty_cells,
+    describe_missing_rows,
     error_in_one_line,
     is_numeric_text,
 )
@@ -91,7 +92,7 @@ def read_table(
     if twice := [column_name for column_name in names if names.count(column_name) > 1]:
         raise UserError(f"{name} has two columns {twice[0]!r}; rename one")
     if not table.num_rows:
-        raise UserError(f"{name} has no rows; {PATH_ADVICE}")
+        raise UserError(describe_missing_rows(name))
     for place, field in enumerate(table.schema):
         if pyarrow.types.is_string_view(field.type):  # of which Arrow cannot form groups
             table = table.set_column(place, field.name, table.column(place).cast(pyarrow.large_string()))

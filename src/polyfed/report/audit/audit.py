@@ -19,12 +19,12 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.groups import number_units
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.values.keyword_names import suggest_keywords
-from polyfed.core.io.values.number_checks import is_whole_number
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.report.audit.attack_rates import attack_auc, true_positive_rate
 from polyfed.report.audit.attributes import MOST_COLUMNS, MOST_VALUES, Guesses, guess_attributes, measure_attributes
 from polyfed.report.audit.audit_file import write_audit
 from polyfed.report.audit.audit_report import AuditReport, ClientAudit
+from polyfed.report.audit.effort import check_audit_effort
 from polyfed.report.audit.likelihood_ratio import logit_scaled_confidence, score_members
 from polyfed.report.audit.messages.attack_messages import attack_messages, choose_most_exposed
 from polyfed.report.audit.messages.effort import describe_effort
@@ -41,7 +41,6 @@ from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.configuration import restore_settings_and_method
 from polyfed.simulation.storage.directory import read_config, read_manifest
 
-FEWEST_RUNS = 4
 _FEWEST_UNITS = 4
 _FEW_NON_MEMBERS = 100
 
@@ -87,7 +86,7 @@ def audit(
 
     >>> audit("no/such/folder", runs=2)
     Traceback (most recent call last):
-    polyfed.core.errors.UserError: an audit needs at least 4 runs, got runs=2
+    polyfed.core.errors.UserError: runs of an audit must be a whole number of at least 4, got 2
     """
     _check_options(runs, iterations, restarts, algorithm, on_run)
     if isinstance(folder, Run) and clients is None:
@@ -188,11 +187,7 @@ def _rebuild_clients(config: Mapping[str, Any], path: Path) -> tuple[Sequence[Cl
 
 
 def _check_options(runs: Any, iterations: Any, restarts: Any, algorithm: Any, on_run: Any) -> None:
-    if not is_whole_number(runs, FEWEST_RUNS):
-        raise UserError(f"an audit needs at least {FEWEST_RUNS} runs, got runs={runs!r}")
-    for name, value, least in (("iterations", iterations, 0), ("restarts", restarts, 1)):
-        if not is_whole_number(value, least):
-            raise UserError(f"{name} of an audit must be a whole number of at least {least}, got {value!r}")
+    check_audit_effort(runs, iterations, restarts)
     if not (algorithm is None or isinstance(algorithm, Algorithm)):
         raise UserError(
             f"algorithm must be the method of the run, such as polyfed.algorithms.FedAvg(), or None, got {algorithm!r}"

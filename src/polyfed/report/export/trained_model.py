@@ -13,7 +13,7 @@ from torch import nn
 from polyfed.algorithms import registry_name
 from polyfed.comparison.statistics.score_intervals import mean_score_with_interval
 from polyfed.core.algorithm import Algorithm, Architecture
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.io.array_files import read_safetensors
@@ -39,7 +39,7 @@ from polyfed.simulation.storage.model_signature import (
     read_signature,
     spec_from_signature,
 )
-from polyfed.simulation.storage.paths import safe_file_name
+from polyfed.simulation.storage.paths import choose_stored_model
 from polyfed.simulation.storage.predictions import prediction_store as kept_predictions
 from polyfed.simulation.storage.predictions.prediction_store import Predictions
 
@@ -228,14 +228,7 @@ def _find_model(folder: Path, client: str | None) -> tuple[Path, Signature]:
             )
         raise UserError(f"{folder} has no models; give the directory of a run that has ended")
     ids = {name: read_signature(models / f"{name}{SIGNATURE_SUFFIX}") for name in model_names}
-    if client is None and len(model_names) > 1:
-        client_ids = ", ".join(signature["client"] for signature in ids.values())
-        raise UserError(f"{folder} has models of several clients; give client=... (--client) with one of {client_ids}")
-    name = model_names[0] if client is None else safe_file_name(client)
-    if name not in ids:
-        raise UserError(
-            f"{folder} has no model of client {client!r}; {did_you_mean(str(client), [s['client'] for s in ids.values()])}"
-        )
+    name = choose_stored_model(folder, {name: signature["client"] for name, signature in ids.items()}, client)
     return models / f"{name}.safetensors", ids[name]
 
 

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import expand_user_path, read_file
 from polyfed.core.io.text.number_format import format_row_numbers
@@ -28,7 +28,7 @@ from polyfed.simulation.storage.directory import read_config, read_manifest
 from polyfed.simulation.storage.integrity import check_model_unchanged
 from polyfed.simulation.storage.model_signature import PREPROCESSING_SUFFIX, find_factory_of_signature, read_signature
 from polyfed.simulation.storage.model_signature import SIGNATURE_SUFFIX as SIGNATURE
-from polyfed.simulation.storage.paths import safe_file_name
+from polyfed.simulation.storage.paths import choose_stored_model
 
 _BATCH = 4096
 
@@ -108,14 +108,7 @@ def load_saved_model(folder: str | Path, client: str | None = None) -> SavedMode
             f"{folder} has no model with preprocessing: polyfed predict is for runs on a table (a CSV or Parquet file, or "
             "heart) that have ended; in Python, run.predict takes other inputs"
         )
-    clients = [_client_of_model(models, name) for name in model_names]
-    name = (model_names[0] if len(model_names) == 1 else "") if client is None else safe_file_name(client)
-    if not name:
-        raise UserError(
-            f"{folder} has models of several clients; give client=... (--client) with one of {', '.join(clients)}"
-        )
-    if name not in model_names:
-        raise UserError(f"{folder} has no model of client {client!r}; {did_you_mean(str(client), clients)}")
+    name = choose_stored_model(folder, {name: _client_of_model(models, name) for name in model_names}, client)
     check_model_unchanged(folder, read_manifest(folder), name)
     try:
         prepared = preprocessor_from_json(parse_json(read_file(models / f"{name}{PREPROCESSING_SUFFIX}")))

@@ -18,6 +18,7 @@ from polyfed.core.messages import lora
 from polyfed.core.messages.compressors import Compressor, parse_compressor
 from polyfed.core.messages.contiguous import contiguous_message, message_error
 from polyfed.core.messages.message_compression import BroadcastCompressor, decompress_message
+from polyfed.core.methods.capabilities import describe_evaluated_network
 from polyfed.core.robust.counted_median import CountedMedian
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.core.serialization import check_scalars_finite
@@ -369,8 +370,9 @@ def build_message_compressor(settings: Settings, round_number: int) -> Broadcast
 
 
 def deciding_metric_manifest_entry(federation: Federation) -> dict[str, Any]:
-    """Returns the deciding metric as `{"name", "label", "unit", "higher_is_better"}` for `manifest.json`."""
-    score = federation.metrics[0]
+    """Returns the deciding metric for `manifest.json`, with the network that the method evaluates if it says so."""
+    score, network = federation.metrics[0], describe_evaluated_network(federation.algorithm)
     return {
         "name": score.name, "label": score.label, "unit": score.unit, "higher_is_better": score.higher_is_better,
+        **({"network": network} if network else {}),
     }  # fmt: skip

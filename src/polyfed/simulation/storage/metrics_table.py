@@ -58,9 +58,13 @@ def find_metric_names(records: Sequence[Mapping[str, Any]], first: str | None = 
 
     >>> find_metric_names([{"summary": {"f1": {}, "balanced_f1": {}, "loss": {}, "val_f1": {}, "val_loss": {}}}])
     ['f1', 'balanced_f1']
+    >>> find_metric_names([{"summary": {"log_loss": {}, "loss": {}}}])
+    ['log_loss']
     """
     columns = list(dict.fromkeys(name for record in records for name in record["summary"]))
-    prefixes = [name.removesuffix("loss") for name in columns if name.endswith("_loss")]
+    prefixes = [
+        name.removesuffix("loss") for name in columns if name.endswith("_loss") and not name.endswith("log_loss")
+    ]
     names = [name for name in columns if name != "loss" and not name.startswith(tuple(prefixes))]
     return sorted(names, key=lambda name: name != first)
 

@@ -8,7 +8,7 @@ import yaml
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import write_file_atomically
-from polyfed.core.io.values.number_checks import is_whole_number
+from polyfed.core.io.values.number_checks import check_whole_number, is_whole_number
 from polyfed.simulation.storage.directory import RunDirectory
 from polyfed.simulation.storage.paths import find_comparison_of_run
 
@@ -21,8 +21,7 @@ def check_more_rounds(folder: Path, config: Mapping[str, Any], rounds: int) -> N
         config: the content of its `config.yaml`.
         rounds: the number of all rounds, with those that are done.
     """
-    if not is_whole_number(rounds, 1):
-        raise UserError(f"rounds={rounds!r} (--rounds {rounds}) must be a whole number of at least 1")
+    check_whole_number(f"rounds={rounds!r} (--rounds {rounds})", rounds, 1)
     if is_whole_number(config.get("rounds")) and rounds < config["rounds"]:
         raise UserError(
             f"the run in {folder} has {config['rounds']} rounds, and rounds={rounds} (--rounds {rounds}) would be fewer: a "

@@ -3,8 +3,11 @@
 import hashlib
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
+
+from polyfed.core.errors import UserError, did_you_mean
 
 COMPARISON_DESCRIPTION = "comparison.yaml"
 _DEVICE = r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\.|$)"  # which no file can be called on Windows
@@ -25,6 +28,32 @@ def safe_file_name(client: str) -> str:
         return client
     text = quote(client, safe="").replace(".", "%2E") if client.startswith(".") else quote(client, safe="")
     return f"{text[:_LONGEST]}-{hashlib.sha256(client.encode()).hexdigest()[:8]}"
+
+
+def choose_stored_model(folder: Path, clients: Mapping[str, str], client: str | None) -> str:
+    """Returns the name of the files with a client's network, or of the only network's.
+
+    Args:
+        folder: the run directory, for errors.
+        clients: name of the files -> client's id, of all networks in the directory; at least one.
+        client: its id; None for the only one.
+
+    Raises:
+        UserError: there are several networks and no client is named, or the one that is named has none.
+
+    >>> choose_stored_model(Path("runs/a"), {"north": "north", "south": "south"}, "nort")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: runs/a has no model of client 'nort'; did you mean north? Choices: north, south
+    """
+    ids = list(map(str, clients.values()))
+    if client is None and len(ids) > 1:
+        raise UserError(
+            f"{folder} has models of several clients; give client=... (--client) with one of {', '.join(ids)}"
+        )
+    name = next(iter(clients)) if client is None else safe_file_name(client)
+    if name not in clients:
+        raise UserError(f"{folder} has no model of client {client!r}; {did_you_mean(str(client), ids)}")
+    return name
 
 
 def find_comparison_of_run(folder: Path) -> Path | None:

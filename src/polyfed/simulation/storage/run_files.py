@@ -21,13 +21,14 @@ class RunFiles:
         config: the content of `config.yaml`.
         manifest: the content of `manifest.json`; empty if that is missing.
         history: the records of `metrics.jsonl`.
-        num_examples: numbers of training examples, of the clients whose networks are stored.
+        num_examples, num_test_examples: numbers of training and test examples, of the clients whose networks are stored.
     """
 
     config: Mapping[str, Any]
     manifest: Mapping[str, Any]
     history: Sequence[Mapping[str, Any]]
     num_examples: Mapping[str, int]
+    num_test_examples: Mapping[str, int]
 
     @classmethod
     def read(cls, folder: Path) -> "RunFiles":
@@ -42,7 +43,7 @@ class RunFiles:
         if not isinstance(config.get("algorithm"), Mapping):
             raise UserError(f"{folder / 'config.yaml'} names no algorithm, so that it is not of a run")
         history = [record for record in read_metrics(folder / "metrics.jsonl") if _is_record(record)]
-        return cls(config, read_manifest(folder), history, _read_num_examples(folder))
+        return cls(config, read_manifest(folder), history, *_read_num_examples(folder))
 
     @property
     def method(self) -> str:
@@ -122,13 +123,14 @@ def _is_record(record: Any) -> bool:
     )
 
 
-def _read_num_examples(folder: Path) -> dict[str, int]:
-    """Returns the number of training examples by client, from the signatures of the stored networks."""
-    counts = {}
+def _read_num_examples(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns the numbers of training and of test examples by client, from the signatures of the stored networks."""
+    counts: tuple[dict[str, int], dict[str, int]] = ({}, {})
     for path in sorted((folder / "models").glob("*.signature.json")):
         try:
             signature = parse_json(read_file(path))
-            counts[str(signature["client"])] = int(signature["examples"]["train"])
+            for by_client, part in zip(counts, ("train", "test"), strict=True):
+                by_client[str(signature["client"])] = int(signature["examples"][part])
         except (OSError, ValueError, KeyError, TypeError):
             continue  # a damaged one is refused where its network is used
     return counts

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from rich.console import Console
 
@@ -15,7 +15,8 @@ from polyfed.algorithms import registry_name
 from polyfed.cli.commands.argv import option_name
 from polyfed.cli.commands.compare.compare_options import CompareOptions
 from polyfed.cli.commands.compare.comparison_tables import show_comparison
-from polyfed.cli.commands.terminal import print_line
+from polyfed.cli.commands.results.show_command import JSON_FORMAT, describe_directory
+from polyfed.cli.commands.terminal import print_json, print_line
 from polyfed.comparison.compare import DEFAULT_NUM_SEEDS, run_comparison
 from polyfed.comparison.plan import ComparisonPlan, Method
 from polyfed.comparison.planning.client_set import ClientSet
@@ -25,6 +26,7 @@ from polyfed.comparison.planning.method_selection import (
     labels_added_by_default,
     select_methods,
 )
+from polyfed.comparison.storage.comparison import Comparison
 from polyfed.comparison.storage.comparison_directory import (
     DESCRIPTION,
     command_to_continue,
@@ -56,6 +58,26 @@ from polyfed.simulation.monitoring.trackers import validate_logger_names
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import build_method, describe_method_and_settings, find_method_class
 from polyfed.simulation.storage.directory import read_config
+
+
+class ShownPlan(TypedDict):
+    """Describes what `polyfed compare --plan --json` prints."""
+
+    format: int
+    runs: int
+    """Counts the runs that are compared."""
+    search_runs: int
+    """Counts the runs of the search for hyper-parameters before."""
+    minutes: float
+    score: str
+    """The name of the metric that decides."""
+    pilot: list[str]
+    """The two methods that the pilot trained."""
+    designs: list[dict[str, Any]]
+    """Holds `options`, `runs`, and the smallest gains that are decided in four of five cases: `decides_mean`,
+    `decides_client` (null where it cannot be told)."""
+    sentences: list[str]
+    left_out: dict[str, str]
 
 
 class _RedrawError(UserError):
@@ -93,7 +115,7 @@ def run_compare_command(config: Mapping[str, Any], options: CompareOptions, titl
         plan = _plan_seeds_or_folds(options, description, methods, folds, title, out)
     plan = replace(plan, criteria=options.result_criteria(), search_space=search, num_trials=options.trials)
     plan = replace(plan, parallel_runs=options.parallel, quiet=options.quiet, forecast_only=options.plan)
-    _run_plan(plan, options.logger, with_tables=options.tables)
+    _run_plan(plan, options)
 
 
 def resume_comparison(folder: Path, options: CompareOptions) -> None:
@@ -110,9 +132,9 @@ def resume_comparison(folder: Path, options: CompareOptions) -> None:
     if is_as_stored and (comparison := load_unchanged_comparison(folder)):
         if not options.quiet:
             print("This comparison was finished, and nothing was left to run.", file=sys.stderr)
-        show_comparison(comparison, Console(), with_tables=options.tables)
+        _print_comparison(comparison, options)
         return
-    _run_plan(read_comparison_plan(folder, options), options.logger, with_tables=options.tables)
+    _run_plan(read_comparison_plan(folder, options), options)
 
 
 def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPlan:
@@ -155,14 +177,39 @@ def _name_designs_by_options(sentence: str) -> str:
     return re.sub(r"\b(folds|resplit)=(\d+)", r"--\1 \2", with_repeats)
 
 
-def _run_plan(plan: ComparisonPlan, logger: Sequence[str], *, with_tables: bool) -> None:
-    comparison, console = run_comparison(plan), Console()
+def _describe_plan(comparison: Comparison) -> ShownPlan:
+    """Returns what a pilot says of a comparison, with designs as options."""
+    forecast = comparison.results["plan"]
+    return {
+        "format": JSON_FORMAT, "runs": forecast["runs"], "search_runs": forecast["search_runs"],
+        "minutes": forecast["minutes"], "score": forecast["score"], "pilot": list(forecast["pilot"]),
+        "designs": [
+            {"options": _name_designs_by_options(name), "runs": design["runs"], "decides_mean": design["mean"],
+             "decides_client": design["client"]}
+            for name, design in forecast["designs"].items()
+        ],
+        "sentences": list(map(_name_designs_by_options, comparison.verdicts)), "left_out": dict(comparison.skipped),
+    }  # fmt: skip
+
+
+def _print_comparison(comparison: Comparison, options: CompareOptions) -> None:
+    if options.json and comparison.out is not None:
+        print_json(describe_directory(comparison.out))
+    else:
+        show_comparison(comparison, Console(), with_tables=options.tables)
+
+
+def _run_plan(plan: ComparisonPlan, options: CompareOptions) -> None:
+    comparison, console, logger = run_comparison(plan), Console(stderr=options.json), options.logger
+    if plan.forecast_only and options.json:
+        print_json(_describe_plan(comparison))
+        return
     if plan.forecast_only:
         for sentence in comparison.verdicts:
             print_line(console, _name_designs_by_options(sentence))
         print_line(console, "To train them: the same command without --plan", style="cyan")
         return
-    show_comparison(comparison, console, with_tables=with_tables)
+    _print_comparison(comparison, options)
     if logger and comparison.out is not None:
         # imported late: most comparisons do without
         from polyfed.report.export.mlflow_models import log_comparison_to_trackers

@@ -22,9 +22,18 @@ from polyfed.comparison.tuning.optuna_search import parse_number_or_text
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.trusted_code import trust_code
+from polyfed.core.io.values.number_checks import MAX_RUNS, check_whole_number
 from polyfed.core.training.field_ranges import check_field_ranges
 
-_DIRECTORY_OPTIONS = ("budget", "target", "parallel", "quiet", "logger", "tables")  # what may be asked of a directory
+_DIRECTORY_OPTIONS = (
+    "budget",
+    "target",
+    "parallel",
+    "quiet",
+    "logger",
+    "tables",
+    "json",
+)  # of a directory
 _WORDS = {"true": True, "false": False, "null": None}
 _DEFAULT_METHODS = StaticRegistry("polyfed.comparison.planning.method_selection", "DEFAULT_METHODS")
 UNSEEN_CLIENT_KEYS = frozenset({"data.test_fraction", "data.augment"})  # fields of a split that suit one client alone
@@ -53,6 +62,7 @@ class CompareOptions:
         quiet: no progress.
         logger: places where the runs are tracked when all are finished.
         tables: whether scores, gains and costs of the methods are printed, too.
+        json: whether JSON is printed instead.
 
     Raises:
         UserError: a value out of range, or two options that exclude each other.
@@ -76,22 +86,24 @@ class CompareOptions:
     quiet: bool = False
     logger: tuple[str, ...] = ()
     tables: bool = False
+    json: bool = False
 
     def __post_init__(self) -> None:
         self.result_criteria()
         if self.parallel != "auto" and self.parallel < 1:
             raise UserError(f"--parallel must be auto or a number of runs from 1, got {self.parallel}")
-        for name, least in (("folds", 2), ("fold_repeats", 1), ("resplit", 1)):
+        for name, least in (("folds", 2), ("fold_repeats", 1), ("resplit", 1), ("trials", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                option = name.replace("_", "-")
-                raise UserError(f"--{option} must be a whole number of at least {least}, got {value}")
+            if value is not None:
+                check_whole_number(f"--{name.replace('_', '-')}", value, least, MAX_RUNS)
         if self.resplit is not None and self.folds is not None:
             raise UserError("--folds and --resplit both deal training and test examples; give one of them (--folds tests "
                             "every example once)")  # fmt: skip
         if self.trials is not None and self.tune in (None, "none"):
             raise UserError(f"--trials {self.trials} searches nothing without fields and their values or ranges; give them, "
                             "too: --tune lr=0.001..0.3")  # fmt: skip
+        if self.json and self.tables:
+            raise UserError("--json has the table, too; give it or --tables, not both")
         self.search_space()
         if duplicates := [label for label in self.algorithms if self.algorithms.count(label) > 1]:
             raise UserError(f"--algorithms has {duplicates[0]!r} twice; two kinds of one method need labels of their own in "
@@ -142,7 +154,7 @@ def check_folder_allows_options(folder: Path, options: CompareOptions, extra_arg
         ),
     ]:
         raise UserError(f"{folder} decides what is compared, so {misplaced[0]} cannot be given; with a directory, "
-                        "polyfed compare takes --budget, --target, --parallel, --logger, --tables and --quiet")  # fmt: skip
+                        "polyfed compare takes --budget, --target, --parallel, --logger, --tables, --json, -q")  # fmt: skip
 
 
 def check_searched_fields(options: CompareOptions, methods: Sequence[str | Mapping[str, Any]]) -> None:
@@ -251,6 +263,7 @@ def build_compare_parser() -> CommandParser:
     parser.add_flag(
         "--tables", "print the tables of scores, gains and costs before the answers (polyfed show does so, too)"
     )
+    parser.add_flag("--json", "print JSON (docs/json.md), of the plan with --plan")
     parser.add_flag("--quiet", "print no progress")
     return parser
 

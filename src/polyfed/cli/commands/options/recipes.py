@@ -156,6 +156,11 @@ def read_recipe(name_or_path: str) -> Recipe:
         )
     place = expand_user_path(name_or_path, "the recipe or file")
     if place.is_dir() and not (place / "config.yaml").exists():
+        if runs := sorted(file.parent for file in (*place.glob("*/config.yaml"), *place.glob("*/comparison.yaml"))):
+            raise UserError(f"{name_or_path} is a folder of runs; give one of them, such as {runs[-1]}")
+        if not any(place.iterdir()):
+            hint = did_you_mean(name_or_path, recipe_paths, _LISTING)
+            raise UserError(f"{name_or_path} is an empty folder, and no recipe; {hint}")
         has_sites = any(inner.is_dir() for inner in place.glob("*/*"))
         data_hint = (
             "or if it holds data, say of which kind (polyfed list data), such as --data imagefolder --data.path "

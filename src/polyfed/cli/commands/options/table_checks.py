@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError
 from polyfed.core.examples.split_sizes import check_split_sizes
 from polyfed.core.examples.text_columns import (
     DECIMAL_COMMA,
@@ -19,6 +19,7 @@ from polyfed.core.examples.text_columns import (
     check_texts_are_classes,
     check_texts_are_no_dates,
     check_whole_numbers_are_classes,
+    describe_missing_rows,
     describe_undecodable_file,
     find_text_refusal,
     is_numeric_text,
@@ -27,6 +28,7 @@ from polyfed.core.examples.text_columns import (
 )
 from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, UNLIMITED_BYTES, expand_user_path, open_file, read_file
 from polyfed.core.io.values.validation import parse_json
+from polyfed.simulation.storage.paths import choose_stored_model
 
 _ROLES = ("site", "group", "time", "columns", "drop", "categorical")
 _MOST_BYTES_READ_EARLY = 8 * 2**20
@@ -87,20 +89,22 @@ def describe_columns_of_table(data: Mapping[str, Any]) -> str:
 
 def check_prediction(folder: Path, client: str | None, file: str) -> None:
     """Raises a `UserError` if the file, a column that the network needs, or the network is missing."""
-    models = folder / "models"
-    prepared = sorted(models.glob("*.preprocessing.json")) or [folder / "preprocessing.json"]
-    signatures = [_read_json(models / path.name.replace("preprocessing", "signature")) for path in prepared]
-    clients = [str(signature.get("client") or "") for signature in signatures]
-    if all(clients) and client is None and len(clients) > 1:
-        raise UserError(f"{folder} has models of several clients; give --client with one of {', '.join(clients)}")
-    if all(clients) and client is not None and client not in clients:
-        raise UserError(f"{folder} has no model of client {client!r}; {did_you_mean(client, clients)}")
+    check_client_of_models(folder, client)
+    prepared = sorted((folder / "models").glob("*.preprocessing.json")) or [folder / "preprocessing.json"]
     preprocessing = _read_json(prepared[0])
     reading, columns = preprocessing.get("reading"), preprocessing.get("columns")
     header = _read_header(file, f"give {_ROW_PER_EXAMPLE}", reading if isinstance(reading, dict) else {})
     if header is not None and isinstance(columns, list):
         names = [str(column.get("name")) for column in columns if isinstance(column, dict)]
         check_names_of_columns(header, names, "features")
+
+
+def check_client_of_models(folder: Path, client: str | None) -> None:
+    """Raises a `UserError` if a run directory has no network of a client, or several and none is named."""
+    files = sorted((folder / "models").glob("*.signature.json"))
+    clients = {file.name.removesuffix(".signature.json"): str(_read_json(file).get("client") or "") for file in files}
+    if clients and all(clients.values()):
+        choose_stored_model(folder, clients, client)
 
 
 def check_table_exists(path: str, advice: str = f"give {_ROW_PER_EXAMPLE}") -> Path:
@@ -120,12 +124,17 @@ def _read_header(path: str, advice: str, options: Mapping[str, Any]) -> list[str
         encoding = options.get("encoding") or "utf-8"
         with io.TextIOWrapper(open_file(file, UNLIMITED_BYTES), encoding) as stream:
             first = stream.readline(MAX_TEXT_BYTES).removeprefix("\ufeff")
+            has_rows = any(map(str.strip, stream))
         names = next(csv.reader([first], delimiter=_find_delimiter(first, options)), [])
     except (UnicodeDecodeError, LookupError) as error:
         raise UserError(describe_undecodable_file(file, encoding, error)) from error
     except (OSError, TypeError, csv.Error):
         return None
-    return [name.strip() for name in names] if first.count('"') % 2 == 0 and "\0" not in first else None
+    if first.count('"') % 2 or "\0" in first:
+        return None
+    if not has_rows and first.strip() and all(map(str.isprintable, first.split())):
+        raise UserError(describe_missing_rows(repr(path)))
+    return [name.strip() for name in names]
 
 
 def _find_delimiter(first_line: str, options: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ import sys
 from polyfed.cli.commands.argv import CommandParser, parse_whole_number
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.text.terminal_text import sanitise_for_terminal
+from polyfed.report.audit.effort import check_audit_effort
 
 
 def audit_command(argv: list[str]) -> None:
@@ -28,19 +29,25 @@ def audit_command(argv: list[str]) -> None:
     parser.add_flag("--json", "print JSON (docs/json.md)")
     options, (directory,) = parser.parse_options_and_words(argv, "one run directory")
     from polyfed.cli.commands.options.early_checks import check_run_directory
+    from polyfed.cli.commands.options.table_checks import check_client_of_models
 
     folder = expand_user_path(directory, "the run directory")
     check_run_directory(folder)
+    num_runs = 8 if options.runs is None else options.runs
+    iterations = 300 if options.iterations is None else options.iterations
+    restarts = 2 if options.restarts is None else options.restarts
+    check_audit_effort(num_runs, iterations, restarts)
+    if options.client is not None:
+        check_client_of_models(folder, options.client)
     from polyfed.cli.commands.terminal import print_json
     from polyfed.report.audit.audit import audit
 
-    num_runs = 8 if options.runs is None else options.runs
     report = audit(
         folder,
         runs=num_runs,
         client=options.client,
-        iterations=300 if options.iterations is None else options.iterations,
-        restarts=2 if options.restarts is None else options.restarts,
+        iterations=iterations,
+        restarts=restarts,
         on_run=lambda number: print(f"audit: {number} of {num_runs} runs", file=sys.stderr),
     )
     if options.json:

@@ -34,6 +34,7 @@ def export_command(argv: list[str]) -> None:
         "builds the network where DIR does not name it: for clients made in Python, or a site",
     )
     from polyfed.cli.commands.options.early_checks import check_has_models
+    from polyfed.cli.commands.options.table_checks import check_client_of_models
 
     options, (run,) = parser.parse_options_and_words(argv, "one run directory")
     if (options.out is None) == (options.to is None):
@@ -45,10 +46,11 @@ def export_command(argv: list[str]) -> None:
     words = f"{client} --out {quote(target)}{f' --format {file_format}' if options.format else ''}"
     check_is_run_of_client(folder, options.client, f"polyfed export {{run}}{words}")
     check_has_models(folder)
-    from polyfed.report.export.folder import export_model
-
+    check_client_of_models(folder, options.client)
     if options.model is not None:
         trust_code(options.model)  # the user's own word
     factory = None if options.model is None else import_trusted_callable(options.model)
+    from polyfed.report.export.folder import export_model
+
     exported = export_model(run, options.client, target, format=file_format, model=factory)
     print(f"{exported} has {', '.join(sorted(path.name for path in exported.iterdir()))}; README.md says how to use it")

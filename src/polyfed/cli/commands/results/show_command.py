@@ -8,6 +8,7 @@ from typing import Any, Literal, Required, TypedDict
 from rich.console import Console
 
 from polyfed.cli.commands.compare.answer_lines import print_answers
+from polyfed.cli.commands.run.run_tables import print_end_of_run
 from polyfed.cli.commands.terminal import PlainTable, print_json, print_line
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_comparison, read_description
 from polyfed.core.errors import UserError
@@ -82,7 +83,8 @@ def show_directory(folder: Path, *, as_json: bool = False, console: Console | No
         return
     console = console or Console()
     print_line(console, _state_sentence(content), style="bold")
-    if content["table"]:
+    is_run = content["kind"] == "run"
+    if content["table"] and (not is_run or _has_other_scores(content)):
         console.print(_build_table(content))
     for kind in ("left_out", "failed"):
         for label, reason in content.get(kind, {}).items():  # type: ignore[attr-defined]
@@ -94,8 +96,18 @@ def show_directory(folder: Path, *, as_json: bool = False, console: Console | No
     else:
         for sentence in content["warnings"]:
             print_line(console, sentence, style="yellow")
+    if is_run and content["table"]:
+        print_end_of_run(folder, console)
+        if content["finished"]:
+            return
     for command in content["next"]:
         print_line(console, f"go on: {command}", style="cyan")
+
+
+def _has_other_scores(content: ShownDirectory) -> bool:
+    """Returns whether a run has scores beside the one that decides, its loss, and those of validation examples."""
+    names = [name for name in content["table"][0] if name not in ("client", "num_examples", "simulated_seconds")]
+    return sum(not name.endswith("loss") and not name.startswith("val_") for name in names) > 1
 
 
 def _describe_run(folder: Path) -> ShownDirectory:
@@ -105,6 +117,8 @@ def _describe_run(folder: Path) -> ShownDirectory:
     baselines = sorted(path.parent.name for path in (folder / BASELINES).glob("*/config.yaml"))
     texts = [*(run.manifest.get("data_warnings") or ()), *(t for r in run.history for t in r.get("warnings", ()))]
     commands = [f"polyfed {'resume' if run.manifest and not run.is_finished else 'report'} {name}"]
+    if run.is_finished and "data" in run.config:
+        commands.append(f"polyfed compare {name}")
     if not run.manifest:
         texts.insert(0, f"{folder / 'manifest.json'} is missing or damaged: it says whether the run has ended, and the "
                         "score that decides with its unit; put back a copy of it, which polyfed resume needs")  # fmt: skip

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from polyfed.algorithms import registry_name
 from polyfed.cli.commands.results.show_command import describe_directory
-from polyfed.cli.commands.run.run_tables import print_scores_by_client_and_traffic
+from polyfed.cli.commands.run.run_tables import print_end_of_run
 from polyfed.cli.commands.terminal import print_json, print_line
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import ClientError, RoundError, UserError, collect_data_warnings
@@ -55,25 +55,19 @@ def run_experiment(
     for folder in run_folders_by_method(experiment, out).values():  # a baseline's too, before the first run
         check_can_become_run_directory(folder)
     experiment_data = load_checked_participants(experiment)
-    runs = {
-        registry_name(experiment.algorithm): _run_method(
-            experiment, experiment.algorithm, experiment_data, out, _build_progress(out, quiet, logger)
-        )
-    }
+    _run_method(experiment, experiment.algorithm, experiment_data, out, _build_progress(out, quiet, logger))
     failed: dict[str, str] = {}
     for name, baseline in experiment.baselines.items():
         folder = create_private_folder_if_missing(out / BASELINES) / name
         try:
-            runs[name] = _run_method(
-                experiment, baseline, experiment_data, folder, _build_progress(folder, quiet, logger)
-            )
+            _run_method(experiment, baseline, experiment_data, folder, _build_progress(folder, quiet, logger))
         except (ClientError, RoundError) as error:  # the others are worth having
             failed[name] = str(error)
     _log_networks_to_mlflow(out, logger)
     if as_json:
         print_json(describe_directory(out))
     else:
-        print_scores_by_client_and_traffic(runs, experiment_data, out, Console())
+        print_end_of_run(out, Console())
     _raise_if_failed(failed)
 
 
@@ -144,17 +138,16 @@ def resume_experiment(out: Path, *, rounds: int | None = None, quiet: bool = Fal
     experiment_data = load_checked_participants(experiment)
     logger = validate_logger_names(list_loggers_of_run(out))
     was_finished = rounds is None and all(map(_is_finished, folders.values()))
-    main = _resume_method(experiment_data, out, _build_progress(out, quiet, logger), rounds=rounds)
-    runs = {registry_name(experiment.algorithm): main}
+    _resume_method(experiment_data, out, _build_progress(out, quiet, logger), rounds=rounds)
     failed: dict[str, str] = {}
     for name, baseline in experiment.baselines.items():
         folder = create_private_folder_if_missing(out / BASELINES) / name
         progress = _build_progress(folder, quiet, logger)
         try:
             if (folder / "config.yaml").exists():
-                runs[name] = _resume_method(experiment_data, folder, progress, rounds=rounds)
+                _resume_method(experiment_data, folder, progress, rounds=rounds)
             else:
-                runs[name] = _run_method(experiment, baseline, experiment_data, folder, progress)
+                _run_method(experiment, baseline, experiment_data, folder, progress)
         except (ClientError, RoundError) as error:
             failed[name] = str(error)
     if was_finished and not quiet:
@@ -164,7 +157,7 @@ def resume_experiment(out: Path, *, rounds: int | None = None, quiet: bool = Fal
     if as_json:
         print_json(describe_directory(out))
     else:
-        print_scores_by_client_and_traffic(runs, experiment_data, out, Console())
+        print_end_of_run(out, Console())
     _raise_if_failed(failed)
 
 
@@ -251,7 +244,25 @@ def _run_method(
         public=experiment_data.public,
         out=out,
         config={k: v for k, v in experiment.config.items() if is_main_method or k != "baselines"},
-        facts={**describe_participants(experiment_data), **preparation},
+        facts={**describe_participants(experiment_data), **preparation, **_describe_for_tables(experiment_data)},
         progress=progress,
         clients_are_checked=True,
     )
+
+
+def _describe_for_tables(experiment_data: Participants) -> dict[str, Any]:
+    """Returns facts for `manifest.json` that the tables show: unseen clients, and numbers of classes."""
+    facts: dict[str, Any] = {}
+    if experiment_data.unseen:
+        facts["unseen"] = [client.id for client in experiment_data.unseen]
+    if experiment_data.classes:
+        task = experiment_data.clients[0].task
+        one_class = task.one_class_per_example
+        counts = {client.id: experiment_data.classes[client.id] for client in experiment_data.clients}
+        facts["counted"] = {
+            "name": "classes" if one_class else task.count_names(experiment_data.pool.class_names)[-1],
+            "clients": {
+                i: sum(n > 0 for n in numbers) if one_class else int(numbers[-1]) for i, numbers in counts.items()
+            },
+        }
+    return facts

@@ -5,6 +5,26 @@ import math
 from numbers import Real
 from typing import Any, TypeGuard
 
+from polyfed.core.errors import UserError
+
+MAX_COUNT = 10**9
+"""Bounds numbers of rounds, examples and steps; a larger one is a mistake."""
+MAX_RUNS = 1000
+"""Bounds the number of runs of a method in a comparison."""
+
+
+def check_whole_number(name: str, value: Any, least: int, most: int = MAX_COUNT) -> None:
+    """Raises a `UserError` unless a value is an int (no boolean) from `least` to `most`.
+
+    >>> check_whole_number("rounds", 10**30, 1)
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: rounds must be at most 1000000000, got 1000000000000000000000000000000
+    """
+    if not is_whole_number(value, least):
+        raise UserError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    if value > most:
+        raise UserError(f"{name} must be at most {most}, got {value}")
+
 
 def is_whole_number(value: Any, least: int | None = None) -> TypeGuard[int]:
     """Returns True if a value is an int (no boolean), and at least `least`.

@@ -23,15 +23,8 @@ _LARGEST = 2**63
 # Exceptions that NumPy, Arrow, torch and yaml raise for damaged bytes. Catch them around one call of such a library only:
 # around polyfed's own code they would report a programming error as a damaged file.
 DAMAGED_FILE_ERRORS = (
-    TypeError,
-    ValueError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    ArithmeticError,
-    RuntimeError,
-    RecursionError,
-)
+    TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError, RecursionError
+)  # fmt: skip
 _YAML_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _SURPRISING_NUMBER = re.compile(r"[-+]?(0[0-7_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
@@ -302,6 +295,7 @@ def _path_of(place: str, key: Any) -> str:
 
 
 def _describe_wrong_type(place: str, expected: str, value: Any) -> str:
+    expected += " below 2^63" if isinstance(value, int) and abs(value) >= _LARGEST else ""
     text = repr(value) if not isinstance(value, list | dict) or len(value) < 9 else type(value).__name__
     return f"{place or 'it'} must be {expected}, got {text if len(text) <= 60 else text[:60] + '…'}"
 
