@@ -1,6 +1,7 @@
 """Counts of fewer than five rows of a class at a site do not stand on the page: not in texts, tables or tooltips."""
 
 import random
+import re
 
 import polyfed as pf
 from polyfed.data.look.look import look_at_sites
@@ -21,7 +22,8 @@ def test_the_look_at_the_data_hides_them():
     assert "no &lt;5" not in page
     assert "yes &lt;5" in page
     assert "<td>≥10</td><td>&lt;5</td>" in page  # eleven ages, of two none
-    assert "Counts of fewer than 5 rows are shown as &lt;5." in page
+    assert "Counts of fewer than 5 rows are shown as &lt;5, and drawn as 5." in page
+    assert len(re.findall(r'<rect class="\w+" ', page.rpartition("<figure>")[2])) == 4  # no bar is absent
 
 
 def test_the_label_distribution_hides_them():

@@ -85,7 +85,9 @@ def html_look(look: Look, key: str, *, remarks: Sequence[str] = (), show_splits:
         f"{_sentence_of_finding(finding)} {capitalize_first(finding.meaning)}." for finding in look.findings
     ] or ["No column differs between the sites in a way that is known to mislead."]
     where = "" if look.summaries.is_local else "stay at their site and "
-    sentences.append(f"Counts of fewer than {MIN_COUNT} rows {where}are shown as <{MIN_COUNT}.")
+    sentences.append(
+        f"Counts of fewer than {MIN_COUNT} rows {where}are shown as <{MIN_COUNT}, and drawn as {MIN_COUNT}."
+    )
     sentences += [end_with_period(capitalize_first(remark)) for remark in remarks]
     splits = {"train": "training", "val": "validation", "test": "test"} if show_splits else {}
     sizes = [
@@ -242,7 +244,8 @@ def _labeled_values(low: float, high: float, cells: int) -> list[float]:
 
 def _bar_heights(site: SiteDataStatistics, column: LookColumn) -> Sequence[float]:
     if column.values is not None:
-        return [site.categories[column.name][value] for value in column.values[: 2 * BINS]]
+        counts = [site.categories[column.name][value] for value in column.values[: 2 * BINS]]
+        return [MIN_COUNT if count < 0 else count for count in counts]
     return site.numbers[column.name].histogram
 
 
