@@ -138,7 +138,7 @@ def test_commands_and_example_of_comparisons(tmp_path, monkeypatch, capsys):
     text = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
     lines = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^polyfed .*", text, flags=re.MULTILINE)]
     assert [line[1] for line in lines] == [
-        "heart",
+        "-o",
         "fedavg_digits",
         "fedavg_digits",
         "config.yaml",
@@ -146,7 +146,7 @@ def test_commands_and_example_of_comparisons(tmp_path, monkeypatch, capsys):
         "runs/choice",
     ]
     for line in lines:
-        options = {"runs/choice": [], "heart": small[4:]}.get(line[1], small)
+        options = {"runs/choice": [], "-o": small[4:]}.get(line[1], small)
         assert main([*line, *options, "--quiet"]) == 0, (line, capsys.readouterr().err)
     (block,) = python_blocks("docs/compare.md")
     clients = "from polyfed.testing import small_clients\nclients = small_clients(3)\n"
