@@ -217,7 +217,7 @@ QUICK = [  # words, exit status, and what is said
     (f"run heart --rounds {10**30}", 2, f"--rounds must be at most 1000000000, got {10**30}"),
     ("run heart --rounds 1e30", 2, "--rounds must be a whole number, got '1e+30'"),
     (f"run heart --seed {10**30}", 2, f"--seed must be below 2^63, got {10**30}"),
-    (f"run heart --algorithm.batch-size {10**30}", 2, f"FedAvgFT: batch_size must be at most 1000000000, got {10**30}"),
+    (f"run heart --algorithm.batch-size {10**30}", 2, f": batch_size must be at most 1000000000, got {10**30}"),
     ("compare runs", 2, "runs is a folder of runs; give one of them, such as runs/b"),
     ("run nothing", 2, "nothing is an empty folder, and no recipe"),
     (

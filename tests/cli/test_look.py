@@ -4,6 +4,8 @@ import csv
 import json
 import random
 
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 import yaml
 
@@ -189,3 +191,22 @@ def test_options_that_training_refuses_are_not_recommended(tmp_path, monkeypatch
     assert "with fewer than 5 examples it only trains, and gets no answer" in printed
     assert main([*words, "--data.missing-target", "drop"]) == 0
     assert capsys.readouterr().out.endswith("Next: polyfed compare data.yaml\n")
+
+
+def test_quiet_prints_the_path_of_the_page_alone(table, capsys):
+    words = ["look", "patients.csv", *WORDS, "--quiet"]
+    assert main(words) == 2
+    assert "--quiet leaves nothing to print without --out" in capsys.readouterr().err
+    assert main([*words, "--out", "quiet.html"]) == 0
+    assert capsys.readouterr().out == "The page: quiet.html\n"
+
+
+def test_a_text_na_is_missing_in_a_csv_file_and_a_category_in_a_parquet_file_unless_it_is_named(tmp_path, capsys):
+    rows = {"site": ["a", "b"] * 20, "ill": [0, 0, 1, 1] * 10, "group": ["NA", "red"] * 10 + ["red", "NA"] * 10}
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "rows.parquet")
+    pyarrow.csv.write_csv(pyarrow.table(rows), tmp_path / "rows.csv")
+    missing = []
+    for file, *more in (["rows.csv"], ["rows.parquet"], ["rows.parquet", "--data.missing", "NA"]):
+        assert main(["look", str(tmp_path / file), "--data.site", "site", "--data.target", "ill", *more]) == 0
+        missing.append(" NA 50 %" not in capsys.readouterr().out)
+    assert missing == [True, False, True]

@@ -43,7 +43,7 @@ CONFIGURED = ("run", "compare", "data", "look", "reproduce")
 COMMANDS = (
     Subcommand("look", "look [RECIPE|config.yaml|DATA]",
         "show the sites' data side by side, and what differs",
-        ("--out", "--json", "--between-sites", *_SCALED), "recipes"),
+        ("--out", "--json", "--between-sites", "--quiet", *_SCALED), "recipes"),
     Subcommand("data", "data [RECIPE|config.yaml|DATA]", "show how many examples of each class every client has",
         ("--plot", "--json", "--quiet", *_SCALED), "recipes"),
     Subcommand("run", "run [RECIPE|config.yaml|DATA]", "train with one method; without arguments four hospitals", _RUN,
@@ -63,7 +63,7 @@ COMMANDS = (
         ("--client", "--out", "--to", "--format", "--model")),
     Subcommand("audit", "audit DIR [--runs K] [--client ID]",
         "try to find training examples in networks and messages",
-        ("--runs", "--client", "--iterations", "--restarts", "--json")),
+        ("--runs", "--client", "--iterations", "--restarts", "--json", "--quiet")),
     Subcommand("flower", "flower init|up|run|status|doctor|health DIR",
         "deploy to real sites, or try that on this machine"),
     Subcommand("flower init", "", "", ("--sites",)),

@@ -11,7 +11,7 @@ from polyfed.report.audit.effort import check_audit_effort
 def audit_command(argv: list[str]) -> None:
     """Parses `polyfed audit`, and prints how well attacks find examples, columns and messages' inputs."""
     parser = CommandParser(
-        "polyfed audit DIR [--runs K] [--client ID] [--iterations N] [--restarts R] [--json]",
+        "polyfed audit DIR [--runs K] [--client ID] [--iterations N] [--restarts R] [--json] [--quiet]",
         "Tries to find the training examples of the run in DIR from its clients' networks (membership inference): trains K "
         "runs like it, each on a random half of every client's training examples, and attacks each with the others. Prints "
         "the AUC of the attack and its true positive rates at 1 % and 10 % false positives, with 95 % intervals; and for "
@@ -27,6 +27,7 @@ def audit_command(argv: list[str]) -> None:
     )
     parser.add_option("--restarts", "R", "of the search for images (default: 2)", parse_whole_number)
     parser.add_flag("--json", "print JSON (docs/json.md)")
+    parser.add_flag("--quiet", "print no progress")
     options, (directory,) = parser.parse_options_and_words(argv, "one run directory")
     from polyfed.cli.commands.options.early_checks import check_run_directory
     from polyfed.cli.commands.options.table_checks import check_client_of_models
@@ -48,7 +49,7 @@ def audit_command(argv: list[str]) -> None:
         client=options.client,
         iterations=iterations,
         restarts=restarts,
-        on_run=lambda number: print(f"audit: {number} of {num_runs} runs", file=sys.stderr),
+        on_run=None if options.quiet else lambda number: print(f"audit: {number} of {num_runs} runs", file=sys.stderr),
     )
     if options.json:
         print_json(report.to_json_dict())

@@ -7,6 +7,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from polyfed.cli.commands.argv import CommandParser, expand_optional_path, expand_page_path
+from polyfed.core.errors import UserError
 from polyfed.core.io.text.advice import keep_advice_for_terminal
 from polyfed.core.io.text.number_format import capitalize_first, end_with_period
 from polyfed.core.io.text.terminal_text import sanitise_for_terminal
@@ -36,6 +37,7 @@ def look_command(argv: list[str]) -> None:
         "--between-sites", "show what real sites would: by messages, without counts of fewer than five rows"
     )
     recipes.add_scale_and_variant_options(parser)
+    parser.add_flag("--quiet", "with --out: print the path of the file alone")
     parser.print_help_and_exit_if_asked(argv)
     options, words = parser.parse_declared_options(argv)
     recipe = recipes.pop_recipe(words, options.scale, options.variant)
@@ -43,6 +45,10 @@ def look_command(argv: list[str]) -> None:
         words, recipe.configuration, "polyfed look", command_options=parser.option_names
     )
     table_checks.check_data_section(config.get("data"), is_for_training=False)
+    if options.quiet and (options.out is None or options.json):
+        raise UserError(
+            "--quiet leaves nothing to print without --out, or with --json; give --out FILE, or leave it out"
+        )
     is_configuration = str(options.out).lower().endswith((".yaml", ".yml"))
     out = expand_optional_path(options.out, "--out") if is_configuration else expand_page_path(options.out)
     if is_configuration and out is not None:
@@ -69,7 +75,7 @@ def look_command(argv: list[str]) -> None:
         write_look_page(summary, out, remarks)
     if options.json:
         print(json.dumps(summary.to_json_dict() | {"warnings": remarks}, ensure_ascii=False, indent=1))
-    else:
+    elif not options.quiet:
         print("\n".join(map(keep_advice_for_terminal, str(summary).splitlines())))
         if remarks:
             lines = [f"- {end_with_period(capitalize_first(remark))}" for remark in remarks]
