@@ -69,6 +69,8 @@ SEARCHED = {  # what people type -> the page that must be first
     "my own model": "networks", "different architectures": "networks", "save a model": "export", "load a model": "export",
     "add a method": "add_a_method", "my own data": "tabular", "what leaves my site": "security", "what is sent?": "security",
     "deploy two hospitals": "deploy", "firewall": "deploy/network", "sample size": "intervals", "reproducible": "faq",
+    "my csv": "tabular", "serve model": "export", "add method": "add_a_method", "transformers": "pretrained",
+    "deploy with flower": "deploy",
     "how do I install it?": "index", "quickstart": "tutorial", "getting started": "tutorial", "plot": "notebook",
     "how many patients do I need?": "intervals", "why not decided": "faq", "not converged": "faq", "more rounds": "faq",
     "string labels": "data", "who sees my data": "deploy/who_learns_what",

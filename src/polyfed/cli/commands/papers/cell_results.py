@@ -4,18 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from rich.console import Console
 
 from polyfed.cli.commands.options.recipes import Recipe
 from polyfed.cli.commands.papers import job_runner
+from polyfed.cli.commands.papers.job_runner import first_variant_with_same_configuration, job_folder
 from polyfed.cli.commands.papers.paper_tables import PaperCell, PaperTable, find_paper
 from polyfed.cli.commands.terminal import PlainTable, print_line
-
-if TYPE_CHECKING:
-    pass
-from polyfed.cli.commands.papers.job_runner import first_variant_with_same_configuration, job_folder
 
 _DECIMALS = {"%": 1, "fraction": 3, "count": 0, "MB": 2, "s": 1, "ratio": 2}
 
@@ -106,7 +103,7 @@ def show_cells(
     run_arguments: Sequence[str],
     console: Console,
 ) -> None:
-    """Prints polyfed's values next to the paper's, and what was reduced."""
+    """Prints polyfed's values next to the paper's, and what was reduced; at the scale "smoke" no differences."""
     several = max((len(f.value_by_seed) for f in results), default=0)
     over = f", means over {several} seeds" if several > 1 else ""
     units = dict.fromkeys(f.cell.unit for f in results)
@@ -115,7 +112,8 @@ def show_cells(
     output = PlainTable(title=title, title_justify="left")
     for column in ("row", "column"):
         output.add_column(column)
-    for column in ("polyfed", "paper", "difference"):
+    columns = ["polyfed", "paper"] if scale == "smoke" and reduced else ["polyfed", "paper", "difference"]
+    for column in columns:
         output.add_column(column, justify="right", no_wrap=True)
     previous_row = None
     for f in results:
@@ -130,11 +128,12 @@ def show_cells(
             else "not run"
         )
         difference = "–" if f.difference_to_paper is None else f"{f.difference_to_paper:+.{decimals}f}"
-        output.add_row(
-            "" if f.cell.row == previous_row else f.cell.row, f.cell.column, ours, f.cell.printed, difference
-        )
+        values = [ours, f.cell.printed, difference][: len(columns)]
+        output.add_row("" if f.cell.row == previous_row else f.cell.row, f.cell.column, *values)
         previous_row = f.cell.row
     console.print(output)
+    if "difference" not in columns:
+        print_line(console, "scale smoke only checks that everything runs; no figure of polyfed's means anything")
     for sentence, recipes in _recipes_by_sentence(reduced).items():
         reduction_text = (
             f"reduced against the paper: {sentence}" if sentence else "nothing is reduced against the paper"
