@@ -25,15 +25,10 @@ from polyfed.core.io.atomic_files import (
     read_file,
     write_file_atomically,
 )
+from polyfed.core.io.values.plain_values import to_plain_values
 from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.core.machine.package_versions import package_versions
-from polyfed.simulation.storage.directory import (
-    describe_changed_files_of_run,
-    read_config,
-    read_manifest,
-    read_metrics,
-    to_plain_values,
-)
+from polyfed.simulation.storage.directory import describe_changed_files_of_run, read_config, read_manifest, read_metrics
 from polyfed.simulation.storage.paths import safe_file_name
 
 RESULTS_FORMAT = 2  # of the results

@@ -9,7 +9,8 @@ import yaml
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import create_private_folder_if_missing, expand_user_path, write_file_atomically
-from polyfed.simulation.storage.directory import is_left_by_a_start, to_plain_values
+from polyfed.core.io.values.plain_values import to_plain_values
+from polyfed.simulation.storage.directory import is_left_by_a_start
 from polyfed.simulation.storage.directory_lock import lock_directory
 from polyfed.simulation.storage.paths import COMPARISON_DESCRIPTION
 

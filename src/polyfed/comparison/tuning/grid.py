@@ -7,7 +7,7 @@ from typing import Any
 from polyfed.comparison.tuning.optuna_search import SearchRange
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.values.number_checks import is_number
-from polyfed.simulation.storage.directory import to_plain_values
+from polyfed.core.io.values.plain_values import to_plain_values
 
 GRID = "grid"  # stands for the method's own value times each of the factors
 FACTORS = (0.1, 0.3, 1, 3, 10)

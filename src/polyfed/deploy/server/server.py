@@ -17,6 +17,7 @@ from polyfed.core.algorithm import Algorithm, Architecture
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.values.number_checks import is_positive_number, is_whole_number
+from polyfed.core.io.values.plain_values import to_plain_values
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.methods.capabilities import manifest_entry_of_resolved_fields
 from polyfed.core.tasks.task import Task
@@ -48,7 +49,7 @@ from polyfed.simulation.rounds.round_loop import run_remaining_rounds
 from polyfed.simulation.rounds.start.resume import rewind_to_newest_checkpoint
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
-from polyfed.simulation.storage.directory import RunDirectory, to_plain_values
+from polyfed.simulation.storage.directory import RunDirectory
 
 _LOG = logging.getLogger("polyfed.server")
 MAX_EXAMPLES = 10**12  # the largest number of examples that a site may report

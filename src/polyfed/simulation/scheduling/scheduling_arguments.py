@@ -6,11 +6,11 @@ from typing import Any
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.trusted_code import check_code_trusted, trust_code
+from polyfed.core.io.values.plain_values import to_plain_values
 from polyfed.simulation.scheduling.asynchronous.rules import FedAsync, FedBuff, describe_asynchronous
 from polyfed.simulation.scheduling.sampling.registry import SAMPLERS, describe_sampler
 from polyfed.simulation.scheduling.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.storage.directory import to_plain_values
 
 
 def describe_scheduling(

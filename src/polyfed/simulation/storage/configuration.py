@@ -10,12 +10,12 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import is_built_in_metric, metric_path_or_name, resolve_metrics
 from polyfed.core.io.trusted_code import find_trusted_import_path, import_trusted_dataclass
+from polyfed.core.io.values.plain_values import to_plain_values
 from polyfed.core.io.values.validation import build_dataclass, validation_error
 from polyfed.core.tasks.task import Task, TaskSpec
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.privacy.options import Privacy
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.storage.directory import to_plain_values
 
 _ABSENT = "(absent)"  # stands for a field without a value
 

@@ -25,6 +25,7 @@ from polyfed.core.io.atomic_files import (
     read_text_file,
 )
 from polyfed.core.io.atomic_files import write_file_atomically as write_file_atomically  # deployments take it from here
+from polyfed.core.io.values.plain_values import plainness_error
 from polyfed.core.io.values.validation import parse_json, parse_yaml, validation_error
 from polyfed.core.machine.package_versions import package_versions
 from polyfed.simulation.storage.directory_lock import check_lock_in_place, lock_directory
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 BASELINES = "baselines"  # subfolder with a run directory for each baseline
 RUN_FORMAT = 1  # of run directories: grows when an older polyfed could misread one
-_PLAIN = (str, int, float, bool, type(None))
 
 
 class Manifest(TypedDict, total=False):
@@ -218,32 +218,6 @@ def encode_json(content: Any) -> bytes:
     return json.dumps(content, indent=1).encode()
 
 
-def to_plain_values(value: Any, name: str) -> Any:
-    """Converts a nested value for YAML and JSON (NumPy scalars become Python numbers, tuples become lists).
-
-    Raises:
-        UserError: a value cannot be written; the message has its place.
-
-    >>> import numpy as np
-    >>> to_plain_values({"lr": np.float64(0.1), "milestones": (3, np.int64(6))}, "algorithm")
-    {'lr': 0.1, 'milestones': [3, 6]}
-    """
-    import numpy as np
-
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, Mapping):
-        return {k if type(k) in _PLAIN else str(k): to_plain_values(item, f"{name}.{k}") for k, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_plain_values(item, f"{name}[{position}]") for position, item in enumerate(value)]
-    if type(value) not in _PLAIN:
-        raise UserError(
-            f"{name} is a {type(value).__name__}, which config.yaml cannot hold: {value!r}; give numbers, strings, lists or "
-            "mappings, or run without out="
-        )
-    return value
-
-
 def read_config(path: str | Path) -> dict[str, Any]:
     """Returns the content of the `config.yaml` at this path or in this folder.
 
@@ -262,22 +236,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{file} is not valid YAML{', ' if str(error).startswith('line ') else ': '}{error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file} must hold a mapping of settings, found {type(content).__name__}")
-    if error_text := _plainness_error(content):
+    if error_text := plainness_error(content):
         raise UserError(f"{file} is not a configuration: {error_text}")
     return content
-
-
-def _plainness_error(value: Any, place: str = "") -> str:
-    """Returns an error message for the first value that plain YAML cannot hold; "" if there is none."""
-    if isinstance(value, dict):
-        if wrong_keys := [key for key in value if type(key) not in _PLAIN]:
-            return f"a key of {place or 'it'} is a {type(wrong_keys[0]).__name__}"
-        return next(
-            filter(None, (_plainness_error(item, f"{place}.{key}".lstrip(".")) for key, item in value.items())), ""
-        )
-    if isinstance(value, list):
-        return next(filter(None, (_plainness_error(item, f"{place}[{k}]") for k, item in enumerate(value))), "")
-    return "" if type(value) in _PLAIN else f"{place} is a {type(value).__name__}"
 
 
 def read_start_time(folder: Path) -> float:

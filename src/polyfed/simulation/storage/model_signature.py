@@ -22,13 +22,14 @@ from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransfor
 from polyfed.core.io.atomic_files import read_file, write_file_atomically
 from polyfed.core.io.trusted_code import import_trusted_callable, is_code_trusted
 from polyfed.core.io.values.number_checks import is_whole_number
+from polyfed.core.io.values.plain_values import to_plain_values
 from polyfed.core.io.values.validation import parse_json, validation_error
 from polyfed.core.state_dict import StateDict
 from polyfed.core.tasks.task import TaskSpec
 from polyfed.data.formats.lazy_images import LazyImageDecoder
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.models import ModelSpec
-from polyfed.simulation.storage.directory import encode_json, to_plain_values
+from polyfed.simulation.storage.directory import encode_json
 from polyfed.simulation.storage.paths import safe_file_name
 
 SIGNATURE_SUFFIX = ".signature.json"

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from polyfed.core.errors import UserError
+from polyfed.core.io.values.plain_values import to_plain_values
 from polyfed.core.serialization import serialize_state
 from polyfed.simulation.storage.checkpoints import checkpoint as checkpoints
 from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.simulation.storage.checkpoints.state_store import STORE_FILE
-from polyfed.simulation.storage.directory import RunDirectory, read_metrics, to_plain_values
+from polyfed.simulation.storage.directory import RunDirectory, read_metrics
 from polyfed.simulation.storage.paths import safe_file_name
 from tests.stored_states import change_rows, damage_states
 

@@ -23,8 +23,9 @@ from polyfed.cli.commands.papers.paper_tables import PaperTable, find_paper, fin
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import RoundError, RunInterrupt, UserError, did_you_mean
 from polyfed.core.io.atomic_files import create_private_folder_if_missing, expand_user_path, write_file_atomically
+from polyfed.core.io.values.plain_values import to_plain_values
 from polyfed.simulation.settings import EXECUTION_FIELDS
-from polyfed.simulation.storage.directory import read_config, to_plain_values
+from polyfed.simulation.storage.directory import read_config
 
 if TYPE_CHECKING:
     from polyfed.simulation.experiment import Experiment

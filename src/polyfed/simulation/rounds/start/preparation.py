@@ -11,6 +11,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full
+from polyfed.core.io.values.plain_values import to_plain_values
 from polyfed.core.machine.package_versions import package_versions
 from polyfed.core.methods.capabilities import (
     BringsNetwork,
@@ -40,7 +41,7 @@ from polyfed.simulation.sources.source_clients import SourceClients
 from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
 from polyfed.simulation.storage.configuration import describe_method_and_settings, resolve_or_restore_metrics
-from polyfed.simulation.storage.directory import RunDirectory, call_to_resume, find_main_run, to_plain_values
+from polyfed.simulation.storage.directory import RunDirectory, call_to_resume, find_main_run
 
 
 def check_and_build_federation(
