@@ -21,6 +21,7 @@ WEIGHTS = {  # by the beginning of a page's address, the first that fits; 1 else
     "methods.md": 2.0,
     "configuration": 1.5,
     "glossary.md": 1.5,
+    "choose.md": 4.2,
     "index.md": 2.0,
     "scaling.md": 4.0,
 }
@@ -94,7 +95,7 @@ WORDS = {
 
 def weigh_page(address: str, section: str) -> float:
     """Returns the weight of a page in the search: above 1 for guides, below 1 for results and what is made from code."""
-    if section in ("Tutorial", "How-to"):
+    if section in ("Tutorial", "How-to") and address not in WEIGHTS:
         return GUIDE_WEIGHT
     return next((weight for start, weight in WEIGHTS.items() if address.startswith(start)), 1.0)
 

@@ -50,7 +50,7 @@ SEARCHED = {  # what people type -> the page that must be first
     "choose method": "choose", "which method": "choose",
     "compare": "compare", "learning rate": "compare/fair", "hyperparameters": "compare/fair",
     "custom loss": "tasks/own_loss", "own loss": "tasks/own_loss", "class weights": "tasks/own_loss",
-    "custom method": "add_a_method", "my own method": "add_a_method", "own hook": "callbacks",
+    "custom method": "add_a_method", "own hook": "callbacks",
     "custom model": "networks", "own network": "networks",
     "csv": "tabular", "excel": "tabular", "tabular": "tabular", "patients": "tabular", "missing values": "tabular",
     "dataset": "data", "images": "data", "non-iid": "data/partitions",
