@@ -46,7 +46,7 @@ def shown(thing):
 
 
 @pytest.mark.filterwarnings("ignore")  # of equal rows in training and test
-def test_public_objects_show_one_line_and_no_data():
+def test_public_objects_show_no_data_and_one_line_but_for_the_scores_of_a_run():
     run = pf.federate(
         [client("north"), client("south")], pf.algorithms.FedAvg(lr=1e-9), rounds=1, workers=0, progress=False
     )
@@ -55,8 +55,8 @@ def test_public_objects_show_one_line_and_no_data():
     things = [run, run.federation, run.last, run.predictions("north"), client(), marked(), pool, message]
     for thing in things:
         for text in shown(thing):
-            assert "\n" not in text
-            assert len(text) < 200
+            assert "\n" not in text or text == str(run)
+            assert len(text) < 200 or text == str(run)
             assert not any(form in text for form in FORMS), type(thing).__name__
     assert repr(run).startswith("Run(FedAvg, 2 clients, 1 round, ")
     assert repr(run).endswith("out=None)")

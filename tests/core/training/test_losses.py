@@ -132,7 +132,7 @@ def test_losses_of_one_kind_are_tried_once_before_training():
 
 
 def test_losses_and_weights_that_do_not_fit_are_refused():
-    one = small_clients(1)
+    one = small_clients(2)
     with pytest.raises(UserError, match="loss must be a function"):
         own(one, "hinge")
     with pytest.raises(UserError, match=r"a class, not a function; make one of it: loss=CrossEntropyLoss\(\)$"):

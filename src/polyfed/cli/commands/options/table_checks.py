@@ -124,7 +124,7 @@ def _read_header(path: str, advice: str, options: Mapping[str, Any]) -> list[str
         encoding = options.get("encoding") or "utf-8"
         with io.TextIOWrapper(open_file(file, UNLIMITED_BYTES), encoding) as stream:
             first = stream.readline(MAX_TEXT_BYTES).removeprefix("\ufeff")
-            has_rows = any(map(str.strip, stream))
+            has_rows = "\0" in first or any(map(str.strip, iter(lambda: stream.readline(MAX_TEXT_BYTES), "")))
         names = next(csv.reader([first], delimiter=_find_delimiter(first, options)), [])
     except (UnicodeDecodeError, LookupError) as error:
         raise UserError(describe_undecodable_file(file, encoding, error)) from error

@@ -105,7 +105,7 @@ def heart(
     Raises:
         UserError: an unknown option, or one of a wrong type.
 
-    >>> sites = heart(val_fraction=0.15)
+    >>> sites = heart(val_fraction=0.15, drop="ca")
     >>> [(part.id, len(part.train)) for part in sites.client_data]
     [('Cleveland', 167), ('Hungary', 162), ('Switzerland', 68), ('VA', 110)]
     """
