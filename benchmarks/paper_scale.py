@@ -32,10 +32,11 @@ from polyfed.cli.commands.options import configuration_parser, recipes
 from polyfed.cli.commands.papers.paper_tables import find_table
 from polyfed.cli.commands.run import run_command
 from polyfed.core.errors import RunInterrupt
+from polyfed.core.io.values.plain_values import to_plain_values
 from polyfed.simulation.experiment import build_experiment
 from polyfed.simulation.monitoring.progress import LineProgress, Progress
 from polyfed.simulation.storage.configuration import describe_method_and_settings
-from polyfed.simulation.storage.directory import read_config, read_metrics, to_plain_values
+from polyfed.simulation.storage.directory import read_config, read_metrics
 
 RESULTS = Path(__file__).parent / "results" / "paper_scale"
 SCALE, SEED = "paper", 0
