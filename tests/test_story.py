@@ -73,7 +73,7 @@ def test_readme_says_it_in_few_lines(story):
     blocks = re.findall(r"^```(?:text)?\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     assert max(len(line) for block in blocks for line in block.splitlines()) <= 115  # without a bar to scroll
     first = " ".join(text.splitlines()[2:5])
-    assert "each one (join, stay alone, or not enough data to tell)" in first
+    assert "each one (join, stay alone, or not decided)" in first
     assert "It is for" in first
 
 
