@@ -46,7 +46,7 @@ COMMANDS = (
         ("--out", "--json", "--between-sites", "--quiet", *_SCALED), "recipes"),
     Subcommand("data", "data [RECIPE|config.yaml|DATA]", "show how many examples of each class every client has",
         ("--plot", "--json", "--quiet", *_SCALED), "recipes"),
-    Subcommand("run", "run [RECIPE|config.yaml|DATA]", "train with one method; without arguments four hospitals", _RUN,
+    Subcommand("run", "run [RECIPE|config.yaml|DATA]", "train with one method (without arguments: on four hospitals)", _RUN,
         "recipes"),
     Subcommand("compare", "compare [RECIPE|DATA|DIR]", "say which site should join, with intervals",
         _COMPARE, "recipes"),
