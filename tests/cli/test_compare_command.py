@@ -150,6 +150,8 @@ def test_one_dealing_for_all_seeds(polyfed):
         "--algorithms",
         "fedavg",
         "--same_data",
+        "--budget",
+        "steps",
         "--out",
         "a",
     )
