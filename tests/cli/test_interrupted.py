@@ -182,8 +182,14 @@ def test_a_run_stopped_in_a_baseline_goes_on_with_all_of_it(tables, capsys, monk
     assert sorted(path.parent.name for path in Path("a b").rglob("models")) == ["a b", "fedprox", "local"]
 
 
-@pytest.mark.parametrize("when", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=repr)
-@pytest.mark.parametrize("place", ["build_results", "write_comparison_results"])
+@pytest.mark.parametrize(
+    ("place", "when"),
+    [
+        ("build_results", KeyboardInterrupt()),
+        ("write_comparison_results", OSError(errno.ENOSPC, "No space left on device")),
+    ],
+    ids=repr,
+)
 def test_a_comparison_stopped_after_its_last_run_is_not_lost(tables, capsys, monkeypatch, place, when):
     def stop(*_):
         raise when
