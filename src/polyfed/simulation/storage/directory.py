@@ -44,6 +44,13 @@ BASELINES = "baselines"  # subfolder with a run directory for each baseline
 RUN_FORMAT = 1  # of run directories: grows when an older polyfed could misread one
 
 
+class CountsOfClasses(TypedDict):
+    """Describes how many classes each client has, and by which word a table calls them."""
+
+    name: str
+    clients: dict[str, int]
+
+
 class Manifest(TypedDict, total=False):
     """Describes the content of `manifest.json`: facts about a run, such as package versions and hashes of its files."""
 
@@ -66,6 +73,11 @@ class Manifest(TypedDict, total=False):
     files: dict[str, str]
     stopped: dict[str, str | int]
     versions: dict[str, str]
+    host: dict[str, Any]
+    data_warnings: list[str]
+    preparation: dict[str, Any]
+    counted: CountsOfClasses
+    unseen: list[str]
 
 
 @final
