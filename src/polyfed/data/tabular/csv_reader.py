@@ -159,11 +159,8 @@ def _without_unnamed_empty_columns(table: Table, file: Path) -> Table:
         if names[position]:
             continue
         column = table.column(position)
-        counts_rows = (
-            position == 0
-            and len(column) > 0
-            and any(column.to_pylist() == list(range(start, start + len(column))) for start in (0, 1))
-        )
+        count = len(column)
+        counts_rows = position == 0 and column.to_pylist() in (list(range(count)), list(range(1, count + 1)))
         if column.null_count < table.num_rows and not counts_rows:
             titles = [name for name in names if name]
             raise UserError(
