@@ -3,7 +3,8 @@ const SMALL_WORDS = new Set(("a an and any are as at be by can do does for from 
   "there this to use we what when where who why will with you your").split(" "));
 
 function leaveOutSmallWords(question) {
-  const words = question.split(/\s+/).filter(word => word && !SMALL_WORDS.has(word.toLowerCase().replace(/[?.!]+$/, "")));
+  const words = question.split(/\s+/).filter(word => word && !SMALL_WORDS.has(word.toLowerCase().replace(/[?.!]+$/, "")))
+    .map(word => word.toLowerCase() === "own" ? "custom" : word);  // the theme's search leaves "own" out
   return words.length ? words.join(" ").replace(/[?.!]+$/, "") : question;
 }
 

@@ -2,7 +2,7 @@
 
 Material's search counts a word in a title a thousand times one in the text, and a page's `tags` a thousand times a title.
 No page shows its tags (site.css hides them in the list of results). Each word of a question is read as the beginning of a
-word, without small words such as "a" and "my" (search_words.js).
+word, without small words such as "a" and "my"; "own" is read as "custom" (search_words.js).
 
 A browser loads the whole index. So it leaves out long tables of results, the names of tests, and the signatures and types of
 the reference; guides stay in it whole.
@@ -36,8 +36,8 @@ _BLOCK = re.compile(r"</?(?:p|ul|li)>")
 _CODE = re.compile(r"(<pre.*?</pre>)", flags=re.DOTALL)
 
 WORDS = {
-    "add_a_method.md": "custom own method algorithm implement",
-    "callbacks.md": "hook hooks own callback callbacks",
+    "add_a_method.md": "custom method algorithm implement",
+    "callbacks.md": "hook hooks custom callback callbacks",
     "asynchronous.md": "straggler stragglers fedbuff fedasync",
     "choose.md": "method best recommend recommended",
     "compare.md": "who join",
@@ -66,7 +66,7 @@ WORDS = {
     "json.md": "json output script",
     "look.md": "cross matrix",
     "metrics.md": "metric metrics auc auroc accuracy f1 sensitivity specificity calibration",
-    "networks.md": "lstm rnn cnn custom own model models network networks different architecture architectures "
+    "networks.md": "lstm rnn cnn custom model models network networks different architecture architectures "
     "heterogeneous torchvision timm pytorch",
     "methods.md": "batch epochs momentum scheduler",
     "notebook.md": "plot plots chart figure results",
@@ -77,14 +77,14 @@ WORDS = {
     "security.md": "leave leaves sent safe gdpr legal governance hipaa",
     "security/bad_site.md": "bad byzantine poison poisoning malicious robust krum attack",
     "security/how_much_leaks.md": "leak leaks reconstruct reconstruction membership inference",
-    "tabular.md": "patients csv excel xlsx spreadsheet parquet pandas dataframe missing own",
+    "tabular.md": "patients csv excel xlsx spreadsheet parquet pandas dataframe missing custom",
     "tabular/columns.md": "column columns categorical identifier",
     "tabular/groups.md": "repeated measurements visits longitudinal group groups recordings",
     "tabular/several_files.md": "schema scale standardise",
     "tasks.md": "regression multilabel task tasks",
     "tasks/forecasting.md": "forecast forecasting time series",
-    "tasks/own_loss.md": "custom own loss losses focal class weights weighted imbalance unbalanced imbalanced classes",
-    "tasks/own_task.md": "custom own task",
+    "tasks/own_loss.md": "custom loss losses focal class weights weighted imbalance unbalanced imbalanced classes",
+    "tasks/own_task.md": "custom task",
     "tasks/segmentation.md": "segmentation segment dice unet",
     "tasks/survival.md": "survival cox hazard censored c-index",
     "tasks/tokens.md": "token tokens tagging ner language perplexity",
