@@ -11,7 +11,6 @@ from polyfed.core.io.values.keyword_names import suggest_keywords
 from polyfed.core.seeds import derive_seed
 from polyfed.core.tasks.task import Loss
 from polyfed.data.clients import ClientData, make_clients
-from polyfed.data.look.site_columns import read_columns_of_client
 from polyfed.data.look.site_statistics import warn_of_coded_values
 from polyfed.data.partitioning.partitions import IID, Natural
 from polyfed.data.partitioning.split import Split, SplitOrder
@@ -99,7 +98,7 @@ class ClientTables:
         if untested := [part.id for part in self.client_data if not len(part.test)]:
             raise UserError(f"site {untested[0]!r} has too few rows to test on; give it more, or leave it out")
         if self.dataset.preprocessor is not None:
-            warn_of_coded_values({part.id: read_columns_of_client(part) for part in self.client_data})
+            warn_of_coded_values(self.client_data)
         return [
             Client(
                 part.id, model[part.id] if isinstance(model, Mapping) else model, part.train, part.test, part.val,

@@ -27,6 +27,7 @@ from polyfed.data import (
     make_clients,
     partition_fingerprint,
 )
+from polyfed.data.look.site_statistics import warn_of_coded_values
 from polyfed.data.partitioning.partitions import Natural
 from polyfed.data.pooled_dataset import PooledDataset
 from polyfed.data.table import check_model_per_client
@@ -239,6 +240,8 @@ def load_participants(experiment: Experiment) -> Participants:
                if isinstance(experiment.partition, Natural) else
                "use fewer clients, or a partition that gives each client at least 2")
         )  # fmt: skip
+    if pool.preprocessor is not None:
+        warn_of_coded_values(data)
     specs = [model_spec_for_data(m, pool) for m in experiment.models]
     client_specs = [specs[i % len(specs)] for i in range(len(data))]
     if experiment.sites:

@@ -4,7 +4,7 @@ One finding is about one column, and names all of its sites, so that a hundred s
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
 from typing import Any, Literal, final, get_args
@@ -102,7 +102,7 @@ class _NumberColumn:
         self._statistics = {
             name: summary.statistics for name, summary in self._sites.items() if summary.statistics.count >= MIN_COUNT
         }
-        self._codes = self._hidden_codes()
+        self._codes = _find_hidden_codes(self._statistics)
         self._clean = {name: s.without(self._codes.get(name, ())) for name, s in self._statistics.items()}
         self._clean = {name: s for name, s in self._clean.items() if s.count >= MIN_COUNT}
 
@@ -113,49 +113,10 @@ class _NumberColumn:
 
     def find_all(self) -> list[SiteDifferenceFinding]:
         """Returns all findings about this column."""
-        rules: tuple[Callable[[], Iterator[SiteDifferenceFinding]], ...] = (
-            self._find_codes, self._find_empty, self._find_constant, self._find_units_and_shifts,
-        )  # fmt: skip
-        return [finding for rule in rules for finding in rule()]
-
-    def _hidden_codes(self) -> dict[str, list[float]]:
-        """Returns by site numbers that seem to mean "not measured": far from others, or frequent here alone."""
-        codes: dict[str, list[float]] = {}
-        total = _add_statistics(list(self._statistics.values()))
-        for name, site in self._statistics.items():
-            others = _add_statistics([s for other, s in self._statistics.items() if other != name])
-            for code, count in site.codes.items():
-                if count < MIN_COUNT or site.code_share(code) < _CODE_SHARE:
-                    continue
-                is_far = total.without([code]).is_far_from_mean(code)
-                is_only_here = (
-                    site.code_share(code) >= _ONLY_HERE
-                    and others.count >= 20
-                    and others.codes.get(code, 0.0) == 0
-                    and others.sd > 0
-                    and abs(code - others.mean) > (max(others.sd, GRADES) if others.is_whole else others.sd)
-                )
-                if is_far or is_only_here:
-                    codes.setdefault(name, []).append(code)
-        return codes
-
-    def _find_codes(self) -> Iterator[SiteDifferenceFinding]:
-        for code in sorted({code for codes in self._codes.values() for code in codes}):
-            sites = {
-                name: f"{self._statistics[name].codes[code]:.0f} of {self._statistics[name].count:.0f} values"
-                for name, codes in self._codes.items()
-                if code in codes
-            }
-            free = [name for name, s in self._statistics.items() if s.codes.get(code, 0.0) == 0]
-            elsewhere = f", never at {name_sites(free, _NAMED)}" if free else ""
-            yield SiteDifferenceFinding(
-                "code", self._name, tuple(sites),
-                f"{self._name} is {code:g} at {name_sites(sites, _NAMED)}{elsewhere}: "
-                f"does {code:g} stand for \"not measured\"?",
-                f"networks would learn it as a value, and a mean and scale over all sites would be spoilt; if {code:g} "
-                f"means not measured, empty these cells (missing='{self._name}={code:g}', --data.missing "
-                f"{self._name}={code:g})",
-            )  # fmt: skip
+        return [
+            *find_coded_values(self._name, self._statistics), *self._find_empty(), *self._find_constant(),
+            *self._find_units_and_shifts(),
+        ]  # fmt: skip
 
     def _find_empty(self) -> Iterator[SiteDifferenceFinding]:
         shares = {name: 1 - self._largest_count(name) / rows for name, rows in self._rows.items() if rows >= MIN_COUNT}
@@ -237,6 +198,47 @@ class _NumberColumn:
                 f"{self._name} lies elsewhere at {name_sites(shifts, _NAMED)}; the middle site has {reference.mean:.3g} ± "
                 f"{reference.sd:.2g}", meaning,
             )  # fmt: skip
+
+
+def _find_hidden_codes(statistics: Mapping[str, NumberStatistics]) -> dict[str, list[float]]:
+    """Returns by site numbers that seem to mean "not measured": far from others, or frequent here alone."""
+    codes: dict[str, list[float]] = {}
+    total = _add_statistics(list(statistics.values()))
+    for name, site in statistics.items():
+        for code, count in site.codes.items():
+            if count < MIN_COUNT or site.code_share(code) < _CODE_SHARE:
+                continue
+            others = _add_statistics([s for other, s in statistics.items() if other != name])
+            is_far = total.without([code]).is_far_from_mean(code)
+            is_only_here = (
+                site.code_share(code) >= _ONLY_HERE
+                and others.count >= 20
+                and others.codes.get(code, 0.0) == 0
+                and others.sd > 0
+                and abs(code - others.mean) > (max(others.sd, GRADES) if others.is_whole else others.sd)
+            )
+            if is_far or is_only_here:
+                codes.setdefault(name, []).append(code)
+    return codes
+
+
+def find_coded_values(column: str, statistics: Mapping[str, NumberStatistics]) -> Iterator[SiteDifferenceFinding]:
+    """Finds numbers of a column that seem to mean "not measured", at sites with at least `MIN_COUNT` values."""
+    codes_by_site = _find_hidden_codes(statistics)
+    for code in sorted({code for codes in codes_by_site.values() for code in codes}):
+        sites = {
+            name: f"{statistics[name].codes[code]:.0f} of {statistics[name].count:.0f} values"
+            for name, codes in codes_by_site.items()
+            if code in codes
+        }
+        free, cells = [name for name, s in statistics.items() if s.codes.get(code, 0.0) == 0], f"{column}={code:g}"
+        elsewhere = f", never at {name_sites(free, _NAMED)}" if free else ""
+        yield SiteDifferenceFinding(
+            "code", column, tuple(sites),
+            f"{column} is {code:g} at {name_sites(sites, _NAMED)}{elsewhere}: does {code:g} stand for \"not measured\"?",
+            f"networks would learn it as a value, and a mean and scale over all sites would be spoilt; if {code:g} means "
+            f"not measured, empty these cells (missing={cells!r}, --data.missing {quote(cells)})",
+        )  # fmt: skip
 
 
 def _add_statistics(parts: Sequence[NumberStatistics]) -> NumberStatistics:

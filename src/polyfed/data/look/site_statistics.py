@@ -1,12 +1,16 @@
 """Computes statistics of several sites' columns in one process, and warns of numbers for "not measured"."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+import numpy as np
 
 from polyfed.core.errors import warn_of_data
 from polyfed.core.io.text.number_format import capitalize_first
+from polyfed.data.clients import ClientData
 from polyfed.data.look import counts as passes
-from polyfed.data.look.findings import find_differences
-from polyfed.data.look.site_columns import SiteColumns, merge_columns
+from polyfed.data.look.findings import find_coded_values
+from polyfed.data.look.number_statistics import NumberStatistics
+from polyfed.data.look.site_columns import SiteColumns, merge_columns, read_columns_of_client
 from polyfed.data.look.summaries import CommonScaleAndRange, SiteSummaries, build_summaries
 
 
@@ -31,8 +35,28 @@ def summarise_sites(sites: Mapping[str, SiteColumns], *, hide_small_categories: 
     return build_summaries(columns, counts, CommonScaleAndRange(center, scale, low, high), common)
 
 
-def warn_of_coded_values(sites: Mapping[str, SiteColumns]) -> None:
+def warn_of_coded_values(clients: Iterable[ClientData]) -> None:
     """Warns of numbers that seem to stand for "not measured", such as a cholesterol of 0."""
-    for finding in find_differences(summarise_sites(sites)):
-        if finding.kind == "code":
-            warn_of_data(f"{finding.text} {capitalize_first(finding.meaning)}")
+    sites = {client.id: read_columns_of_client(client) for client in clients}
+    for column in merge_columns([site.columns for site in sites.values()]):
+        if column.values is None:
+            for finding in find_coded_values(column.name, _count_codes(column.name, sites)):
+                warn_of_data(f"{finding.text} {capitalize_first(finding.meaning)}")
+
+
+def _count_codes(name: str, sites: Mapping[str, SiteColumns]) -> dict[str, NumberStatistics]:
+    """Returns the statistics of a column of numbers at the sites with at least `MIN_COUNT` values."""
+    numbers = {}
+    for site, columns in sites.items():
+        positions = [position for position, column in enumerate(columns.columns) if column.name == name]
+        x = columns.cells[:, positions].flatten().numpy()
+        if len(x := x[~np.isnan(x)]) >= passes.MIN_COUNT:
+            numbers[site] = x
+    center = next((float(x.mean()) for x in numbers.values()), 0.0)
+    return {
+        site: NumberStatistics(
+            len(x), float(x.sum()), center, float(((x - center) ** 2).sum()),
+            {code: float(np.count_nonzero(x == code)) for code in passes.CODES}, bool((x == x.round()).all()),
+        )
+        for site, x in numbers.items()
+    }  # fmt: skip

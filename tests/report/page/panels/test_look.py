@@ -81,7 +81,7 @@ def test_the_top_of_the_page_repeats_the_two_differences_that_can_change_an_answ
     assert kinds[:2] == ["code", "empty"]
     assert {"few", "shift"} <= set(kinds)
     first, second = data_warnings(seen)
-    assert first.startswith("chol is 0 at south (60 of 60 values)")
+    assert first.startswith("slope is empty")
     assert first.endswith("See “The sites' data side by side” below.")
-    assert second.startswith("slope is empty")
+    assert second.startswith("class has few examples of '0' at south (6 of 60)")
     assert data_warnings(dataclasses.replace(seen, findings=seen.findings[-1:])) == []

@@ -1,5 +1,6 @@
 """Builds the panels that some methods add to the page of `polyfed report`."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +110,9 @@ def load_participants_offline(run: RunRecord) -> ParticipantsOrReasonMissing:
             "--data.path FOLDER show who has which classes.",
         )
     try:
-        participants = load_participants(build_experiment(run.config))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the page has those that the run has recorded
+            participants = load_participants(build_experiment(run.config))
     except UserError as error:
         return ParticipantsOrReasonMissing(None, f"The data of the run could not be read again: {error}.")
     before = read_manifest(run.folder or "").get("partition_fingerprint")
