@@ -222,11 +222,12 @@ def test_folds_from_the_command_line(polyfed):
     before = stored.stat().st_mtime_ns
     assert polyfed("compare", "a")[:2] == (0, out)
     assert stored.stat().st_mtime_ns == before  # read, and not made again
-    metrics = next((polyfed.here / "a").glob("*/seed-0/metrics.jsonl"))
-    os.utime(metrics, ns=(before + 1, before + 1))
+    description = polyfed.here / "a" / "comparison.yaml"
+    description.write_text(description.read_text() + "# changed\n")
+    os.utime(description, (0, 0))  # by a machine whose clock is wrong
     assert polyfed("compare", "a", "--quiet")[:2] == (0, out)
     assert stored.stat().st_mtime_ns > before
-    manifest, before = metrics.with_name("manifest.json"), stored.stat().st_mtime_ns
+    manifest, before = next((polyfed.here / "a").glob("*/seed-0/manifest.json")), stored.stat().st_mtime_ns
     manifest.write_text(manifest.read_text().replace('"polyfed": "', '"polyfed": "0.0.9 of '))
     assert polyfed("compare", "a", "--quiet")[:2] == (0, out)
     assert stored.stat().st_mtime_ns > before  # another version may compute answers otherwise

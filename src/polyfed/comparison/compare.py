@@ -31,7 +31,7 @@ from polyfed.comparison.planning.plan_description import (
 from polyfed.comparison.references.fit_references import FittedReferences, fit_references
 from polyfed.comparison.storage import comparison_directory
 from polyfed.comparison.storage.comparison import Comparison
-from polyfed.comparison.storage.comparison_files import lock_comparison, write_comparison_results
+from polyfed.comparison.storage.comparison_files import hash_compared_files, lock_comparison, write_comparison_results
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.tuning.client_rounds import freeze_history_after, select_compared_rounds_of_local_runs
 from polyfed.core.algorithm import Client
@@ -356,6 +356,7 @@ def _run_comparison(plan: ComparisonPlan, open_files: ExitStack) -> Comparison:
     for sentence in content["warnings"]:
         logging.getLogger("polyfed.comparison").warning("%s", keep_advice_for_this_process(sentence))
     if plan.out is not None:
+        content["computed_from"] = hash_compared_files(plan.out, content)
         write_comparison_results(plan.out, content)
     return Comparison(content, plan.out)
 

@@ -17,6 +17,7 @@ from polyfed.comparison.planning.budget import Budget, ResultCriteria
 from polyfed.comparison.storage.comparison import Comparison
 from polyfed.comparison.storage.comparison_files import DESCRIPTION as DESCRIPTION  # which many take from here
 from polyfed.comparison.storage.comparison_files import RESULTS as RESULTS
+from polyfed.comparison.storage.comparison_files import hash_compared_files
 from polyfed.comparison.storage.continuation import find_first_difference, find_invalidating_change
 from polyfed.comparison.storage.results_schema import ComparisonDescription, results_error
 from polyfed.core.errors import UserError
@@ -63,7 +64,7 @@ def load_comparison(folder: str | Path) -> Comparison:
 
 
 def load_unchanged_comparison(folder: Path) -> Comparison | None:
-    """Loads a finished comparison of which no method failed and no run is newer; None if there is something to do.
+    """Loads a finished comparison of which no method failed and no file changed; None if there is something to do.
 
     Answers on runs of another version of polyfed are computed again, since that may compute them otherwise.
     """
@@ -74,11 +75,10 @@ def load_unchanged_comparison(folder: Path) -> Comparison | None:
         version_by_run = {run: read_manifest(run).get("versions", {}).get("polyfed") for run in runs}
         if {*version_by_run.values()} != {package_versions()["polyfed"]}:
             return None
-        files = [folder / DESCRIPTION, *(run / "metrics.jsonl" for run in runs)]
-        is_newest = max(file.stat().st_mtime_ns for file in files) <= (folder / RESULTS).stat().st_mtime_ns
+        is_unchanged = comparison.results.get("computed_from") == hash_compared_files(folder, comparison.results)
     except (UserError, OSError):
         return None
-    return comparison if is_newest and not comparison.failed else None
+    return comparison if is_unchanged and not comparison.failed else None
 
 
 def read_description(folder: str | Path) -> dict[str, Any]:

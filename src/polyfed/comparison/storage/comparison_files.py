@@ -1,5 +1,6 @@
 """Creates and locks the directory of a comparison, and writes its results."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from polyfed.core.io.atomic_files import create_private_folder_if_missing, expan
 from polyfed.core.io.values.plain_values import to_plain_values
 from polyfed.simulation.storage.directory import is_left_by_a_start
 from polyfed.simulation.storage.directory_lock import lock_directory
+from polyfed.simulation.storage.integrity import hash_file
 from polyfed.simulation.storage.paths import COMPARISON_DESCRIPTION
 
 DESCRIPTION, RESULTS = COMPARISON_DESCRIPTION, "comparison.json"
@@ -39,6 +41,17 @@ def lock_comparison(folder: Path) -> IO[str]:
         return lock_directory(folder)
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another out=... (--out)") from error
+
+
+def hash_compared_files(folder: Path, results: Mapping[str, Any]) -> str:
+    """Hashes the files that results were computed from: the description of the comparison, and the metrics of its runs.
+
+    Raises:
+        OSError: one of them cannot be read.
+    """
+    runs = [folder / str(run["path"]) for method in results["methods"].values() for run in method["runs"].values()]
+    paths = (folder / DESCRIPTION, *(run / "metrics.jsonl" for run in runs))
+    return hashlib.sha256("".join(map(hash_file, paths)).encode()).hexdigest()
 
 
 def write_comparison_results(folder: Path, content: Mapping[str, Any]) -> None:

@@ -306,6 +306,8 @@ class ComparisonResults(TypedDict, total=False):
     notes: Required[list[str]]
     """Sentences on what else to bear in mind."""
     tuning: Required[TuningEntry | None]
+    computed_from: str
+    """SHA-256 hash of the description and all runs' metrics; missing if the runs were kept in memory."""
 
 
 class ExperimentEntry(TypedDict):
