@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from tabulate_defaults import SHARED, own_fields, source
+from tabulate_defaults import SHARED, fields_in_common, own_fields, source
 
 from polyfed.algorithms import REGISTRY
 from polyfed.core.methods.declared_words import REQUIREMENTS
@@ -28,6 +28,7 @@ BENCHMARKS = (
 )
 NOTES = sorted((ROOT / "benchmarks" / "notes").glob("*.md"))
 COMPARED = ("local", "fedavg")  # rows to compare a method with
+LONG = 120  # characters of a meaning that several methods have, from which on their pages link to it
 MACHINE = ("What grows with", "A million", "A deployment over", "README's")  # not about what a method reaches
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _MARK = re.compile(r"^<!-- (facts|defaults|results) (\w+) -->\n(?:(?!<!-- ).*\n)*<!-- end -->$", flags=re.MULTILINE)
@@ -64,28 +65,49 @@ def block(kind: str, name: str) -> str:
 
 
 def facts(name: str) -> str:
-    """What a method needs and discloses, as its class says for its default hyper-parameters."""
+    """How a method is called, what it needs and discloses by default, and what it was measured to send."""
     method = REGISTRY[name]()
     needs = "; ".join(REQUIREMENTS[word] for word in sorted(method.requires)) or "nothing"
     discloses = ", ".join(sorted(method.discloses)) or "nothing"
     kind = type(method).__name__
+    call = f"pf.federate(clients, pf.algorithms.{kind}(), rounds=10"
     rows = [
         ("name", f"`{name}`"),
-        ("class", f"[`polyfed.algorithms.{kind}`](../api/algorithms.md#polyfed.algorithms.{kind})"),
+        ("Python", f"[`{call}{', public=public' * ('public_data' in method.requires)})`]"
+                   f"(../api/algorithms.md#polyfed.algorithms.{kind})"),
         ("needs", needs),
         ("discloses to the server", discloses),
-    ]
+        *([("traffic", traffic)] if (traffic := measured_traffic(name)) else []),
+    ]  # fmt: skip
     return "\n".join(["| property | value |", "|---|---|", *(f"| {left} | {right} |" for left, right in rows)])
+
+
+def measured_traffic(name: str) -> str:
+    """Returns the megabytes of a client in a round beside FedAvg's, in the first of these federations of the leaderboard in
+    which the method was measured; "" if there is none."""
+    for federation, data in (("fashion-1", "Fashion-MNIST"), ("digits-1", "digits"), ("cifar10", "CIFAR-10")):
+        measured = _read_json(ROOT / "benchmarks" / "results" / "leaderboard" / f"{federation}.json")
+        methods = measured.get("joined", {}).get("methods", {}) | measured["methods"]
+        if name in methods:
+            own, average = (
+                methods[label]["bytes"] / 1e6 / measured["clients"] / measured["rounds"] for label in (name, "fedavg")
+            )
+            shown = f"{own:#.2g} MB a client and round, both ways, where FedAvg has {average:#.2g}"
+            return f"{shown} ([measured](../leaderboard/federations.md), {data})"
+    return ""
 
 
 def defaults(name: str) -> str:
     """A table of the fields in which a method differs from plain local training; the others are named below."""
-    own = own_fields(name)
+    shared = [field for field in own_fields(name) if len(field[2]) > LONG and field in fields_in_common()]
+    own = [field for field in own_fields(name) if field not in shared]
     lines = ["| field | default | source | meaning |", "|---|---|---|---|"]
     lines += [f"| `{field}` | `{value}` | {source(value, text)} | {text} |" for field, value, text in own]
-    rest = [f"`{field}`" for field in SHARED if field not in {field for field, _, _ in own}]
+    listed = ", ".join(f"`{field}: {value}`" for field, value, _ in shared)
+    several = f"As in [other methods](../defaults.md#fields-that-several-methods-share): {listed}."
+    rest = [f"`{field}`" for field in SHARED if field not in {field for field, _, _ in own_fields(name)}]
     others = f"As in every method ([local training](../methods.md#local-training)): {', '.join(rest)}."
-    return "\n".join([*([*lines, ""] if own else []), others])
+    return "\n".join([*([*lines, ""] if own else []), *([several, ""] if shared else []), others])
 
 
 def picture(name: str) -> str:

@@ -8,6 +8,7 @@ of a method is without provenance.
 
 import dataclasses
 import re
+from functools import cache
 from pathlib import Path
 
 from polyfed.algorithms import REGISTRY
@@ -77,14 +78,25 @@ def source(default: object, text: str) -> str:
     return provenance(default, text).replace("polyfed's choice", "polyfed")
 
 
-def own_fields(name: str) -> list[tuple[str, object, str]]:
+@cache
+def own_fields(name: str) -> list[tuple[str, str, str]]:
     """Name, default and description of the fields in which a method differs from plain local training."""
     found = []
     for option in options_of(REGISTRY[name], "algorithm"):
         field = option.key.removeprefix("algorithm.")
         if field not in SHARED or option.default != SHARED[field]:
-            found.append((field, option.default, _cell(option.help)))
+            found.append((field, str(option.default), _cell(option.help)))
     return found
+
+
+@cache
+def fields_in_common() -> dict[tuple[str, str, str], list[str]]:
+    """Returns the fields, as `own_fields` has them, that several methods have with one default and one meaning."""
+    owners: dict[tuple[str, str, str], list[str]] = {}
+    for name in REGISTRY:
+        for field in own_fields(name):
+            owners.setdefault(field, []).append(name)
+    return {field: names for field, names in owners.items() if len(names) >= COMMON}
 
 
 def page_of(name: str) -> str:
@@ -96,21 +108,16 @@ def table() -> str:
     """The whole document."""
     shared = [o for o in options_of(REGISTRY["fedavg"], "algorithm") if o.key.removeprefix("algorithm.") in SHARED]
     lines = [f"| `{o.key.removeprefix('algorithm.')}` | `{_cell(o.default)}` | {_cell(o.help)} |" for o in shared]
-    fields = {name: own_fields(name) for name in REGISTRY}
-    owners: dict[tuple[str, str, str], list[str]] = {}
-    for name, own in fields.items():
-        for field, value, text in own:
-            owners.setdefault((field, str(value), text), []).append(name)
-    common = {key: names for key, names in owners.items() if len(names) >= COMMON}
+    common = fields_in_common()
     rows = [
         f"| `{field}` | `{value}` | {source(value, text)} | {text} | {', '.join(f'`{name}`' for name in names)} |"
         for (field, value, text), names in sorted(common.items(), key=lambda item: -len(item[1]))
     ]
     overview = []
-    for name, own in fields.items():
+    for name in REGISTRY:
         by_source: dict[str, list[str]] = {}
-        for field, value, text in own:
-            if (field, str(value), text) not in common:
+        for field, value, text in own_fields(name):
+            if (field, value, text) not in common:
                 by_source.setdefault(source(value, text), []).append(f"`{field}: {value}`")
         if by_source:
             cells = (", ".join(by_source.get(kind.replace("'s choice", ""), ())) for kind in SOURCES)

@@ -95,7 +95,19 @@ def test_a_methods_page_has_every_mark_and_section(name):
         assert f"\n<!-- {kind} {name} -->\n" in text
     headings = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
     differs = ["Where this differs from the paper"] if page_of(name) in OF_THE_PAPERS else []
-    assert headings == ["Equation", "When to use it", "Defaults", "Details", *differs, "What proves it", "Results"]
+    assert headings == ["When to use it", "Equation", "Defaults", "Details", *differs, "What proves it", "Results"]
+
+
+@pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
+def test_a_methods_page_begins_with_what_a_reader_asks(path):
+    """What it does, when to take it and when not, what it costs, and a line that runs it, before any detail."""
+    opening, _, when = path.read_text(encoding="utf-8").partition("\n## Equation\n")[0].partition("## When to use it\n")
+    assert len(opening.split("\n\n")[1].split()) < 50
+    answers = re.findall(r"^- \*\*(Use it if|Not if|Cost)\*\*", when, flags=re.MULTILINE)
+    assert answers == ["Use it if", "Not if", "Cost"]
+    first = when.partition("<!-- facts ")[0]
+    assert len(first.split()) < 160
+    assert re.search(r"^(polyfed run|algorithm:) ", first, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", OF_THE_PAPERS, ids=lambda path: path.stem)
@@ -131,6 +143,7 @@ def test_defaults_on_a_methods_page_are_those_of_its_class(name, blocks):
     if f"### `{name}`" in section:
         section = section.split(f"### `{name}`")[1].split("### ")[0]
     shown = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", section, flags=re.MULTILINE))
+    shown |= dict(re.findall(r"[:,] `(\w+): ([^`]*)`", section))  # with the meaning in docs/defaults.md
     shared = {field.name: field.default for field in dataclasses.fields(LocalTraining)}
     for field in dataclasses.fields(REGISTRY[name]):
         value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

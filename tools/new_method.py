@@ -132,9 +132,19 @@ class {title}({base}):
 
 PAGE = """# {title}
 
-WHAT IT DOES, IN ONE OR TWO SENTENCES.
+WHAT IT DOES, IN ONE SENTENCE THAT IS TRUE OF NO OTHER METHOD.
 
 *{paper}.*
+
+## When to use it
+
+- **Use it if** WHICH CLIENTS IT IS FOR.
+- **Not if** WHERE ANOTHER METHOD IS BETTER, AND WHICH.
+- **Cost**: WHAT IS SENT AND COMPUTED BESIDE WHAT FEDAVG NEEDS.
+
+```
+polyfed run --algorithm {name} --data digits --model mlp --rounds 10
+```
 
 <!-- facts {name} -->
 <!-- end -->
@@ -147,14 +157,6 @@ WHAT IT DOES, IN ONE OR TWO SENTENCES.
 \\end{{aligned}}
 ```
 
-## When to use it
-
-WHICH CLIENTS IT IS FOR, AND WHAT IT COSTS.
-
-```
-polyfed run --algorithm {name} --data digits --model mlp --rounds 10
-```
-
 ## Defaults
 
 Where each default comes from is explained in [defaults.md](../defaults.md).
@@ -164,7 +166,7 @@ Where each default comes from is explained in [defaults.md](../defaults.md).
 
 ## Details
 
-Notation, local training and the policies for buffers are in [methods.md](../methods.md).
+Notation, local training and buffers: [methods.md](../methods.md).
 
 - WHAT IT DOES OTHERWISE THAN THE PAPER, AND WHY. Evaluated model: {evaluated}.
 
@@ -175,8 +177,7 @@ Notation, local training and the policies for buffers are in [methods.md](../met
 - without a rate it keeps the first networks
   (`tests/algorithms/test_{name}.py::test_without_a_rate_it_keeps_the_first_networks`)
 
-Every method also passes the contract suite, `polyfed.testing.AlgorithmContract`: the same result for any number of workers
-and any order of clients, resumed bit for bit, private state never sent.
+Every method also passes [the contract suite](../add_a_method.md#its-tests).
 
 ## Results
 
