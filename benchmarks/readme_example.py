@@ -26,8 +26,8 @@ def shuffled_code(seed):
     code = readme_code()
     for line, replaced in (
         (
-            "x = x.astype",
-            f"order = np.random.default_rng({seed}).permutation(len(x))\nx, y = x[order], y[order]\nx = x.astype",
+            "rows = lambda",
+            f"order = np.random.default_rng({seed}).permutation(len(x))\nx, y = x[order], y[order]\nrows = lambda",
         ),
         ("rounds=10, ", f"rounds=10, seeds=range({5 * seed}, {5 * seed + 5}), quiet=True, "),
     ):

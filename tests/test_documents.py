@@ -9,10 +9,12 @@ import tomllib
 import unicodedata
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 import yaml
 
+import polyfed
 from polyfed.algorithms import REGISTRY
 from polyfed.cli.commands.papers.paper_tables import find_table
 from polyfed.cli.main import main
@@ -27,6 +29,17 @@ def python_blocks(name):
 
 def run(*arguments, cwd):
     return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_readme_code_for_a_frame(tmp_path, monkeypatch):
+    """It runs after its example's imports, on a pandas frame with texts."""
+    (code,) = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    sites, sexes, outcomes = ["north", "south", "west"] * 20, ["f", "m"] * 30, ["no", "no", "no", "yes", "yes"] * 12
+    ages = [row * row % 61 for row in range(60)]
+    frame = pandas.DataFrame({"age": ages, "sex": sexes, "hospital": sites, "outcome": outcomes})
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("rounds=20", "rounds=2"), {"pf": polyfed, "nn": torch.nn, "frame": frame})  # noqa: S102
+    assert (tmp_path / "handover" / "network.ts").is_file()
 
 
 @pytest.mark.slow  # .ci/run has it
