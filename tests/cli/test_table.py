@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+import polyfed as pf
 from polyfed.cli.commands.results.predict_command import PredictedRows
 from polyfed.cli.main import main
 from polyfed.comparison.storage.load import load
@@ -75,18 +76,34 @@ def test_a_column_that_did_not_vary_in_training_is_told_of_when_it_varies_later(
     assert (table / "later.csv").read_text() == (table / "answers.csv").read_text()
 
 
-def test_a_client_is_named_in_a_refusal_as_it_must_be_given(table, capsys):
+def test_each_row_is_predicted_by_the_network_of_its_site(table, capsys):
     assert main([*BY_SITE, "--algorithm", "local", "--rounds", "1", "--out", "r"]) == 0
-    assert main(["predict", "r", "patients.csv"]) == 2
-    named = capsys.readouterr().err.strip().partition("one of ")[2].split(", ")
-    assert named == ["St. Mary", "north", "south"]
-    assert main(["predict", "r", "patients.csv", "--client", named[0]]) == 0
+    assert main(["predict", "r", "patients.csv", "--out", "each.csv"]) == 0
+    each, rows = ((table / name).read_text().splitlines() for name in ("each.csv", "patients.csv"))
+    for site in ("St. Mary", "north", "south"):
+        assert main(["predict", "r", "patients.csv", "--client", site, "--out", f"{site}.csv"]) == 0
+        by_site = (table / f"{site}.csv").read_text().splitlines()
+        assert [row == of_site for row, of_site in zip(each, by_site, strict=True)] == [
+            line.endswith(f",{site}") or not place for place, line in enumerate(rows)
+        ]
+    written = pf.load("r").predict_table("patients.csv")
+    assert [line.split(",")[1] for line in each[1:]] == [f'"{name}"' for name in written["predicted"]]
+    capsys.readouterr()
+    for name, old, new, refusal in (
+        ("no site", "hospital", "ward", "of St. Mary, north, south, or a table with the column 'hospital', for the"),
+        ("empty", ",south", ",", "site: column 'hospital' has no value in rows 3, 6, 9, 12, 15 and 35 more"),
+        ("other", ",north", ",norht", "and 35 more: no client of this run is called 'norht'; did you mean north?"),
+    ):
+        (table / f"{name}.csv").write_text("\n".join(rows).replace(old, new))
+        assert main(["predict", "r", f"{name}.csv"]) == 2
+        assert refusal in capsys.readouterr().err
+    assert main(["predict", "r", "no site.csv", "--client", "St. Mary"]) == 0
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["predict", "r", "patients.csv"], "has models of several clients; give --client with one of north, south"),
+        (["predict", "r", "small.csv"], "has models of several clients; give --client with one of north, south, or a"),
         (["predict", "r", "patients.csv", "--client", "nort"], "no model of client 'nort'; did you mean north?"),
         (["predict", "c", "patients.csv"], "neither a run directory (config.yaml) nor a folder of polyfed export"),
         (["predict", "r"], "takes a run directory and a CSV or Parquet file, got r"),

@@ -58,7 +58,7 @@ def test_a_saved_run_and_tables_of_predictions_do_the_same(run):
         (FRAME.assign(town=[None] + ["1"] * 89), r"^site: column 'town' has no value in row 1"),
         (
             FRAME.drop(columns="town"),
-            r"the rows have no column 'town' .*; add it, or name the client .*predict\('01', x\)$",
+            r"the rows have no column 'town' .*; add it, or name the client .* \(client='01'\)$",
         ),
         (FRAME[["age"]].to_numpy(), r"^ndarray has no column 'town' with the site of each row; name the client"),
         ("1", r"the inputs are missing; give them after the client: predict\('1', x\)"),
@@ -74,6 +74,6 @@ def test_clients_that_are_no_sites_of_a_table_must_be_named():
     run = pf.federate(small_clients(), "local", rounds=1, workers=0, progress=False)
     with pytest.raises(
         pf.UserError,
-        match=r"the clients are not the sites of a table's column, .*; name the client .*: predict\('client-0', x\)",
+        match=r"the clients are not the sites of a table's column, .*; name the client .* \(client='client-0'\)",
     ):
         run.predict(torch.zeros(2, 6))

@@ -23,6 +23,7 @@ from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.core.state_dict import StateDict
 from polyfed.core.tasks.task import Task
 from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table, preprocessor_from_json
+from polyfed.simulation.results.site_rows import predict_rows_by_site
 from polyfed.simulation.storage.configuration import build_method, read_section
 from polyfed.simulation.storage.directory import read_config, read_manifest
 from polyfed.simulation.storage.integrity import check_model_unchanged
@@ -58,13 +59,15 @@ class SavedModel:
         Raises:
             UserError: a column is missing, or has another type than in the run.
         """
+        return convert_outputs_to_columns(self.outputs(table), self.prepared.task, self.prepared.classes)
+
+    def outputs(self, table: Any) -> Tensor:
+        """Returns the network's outputs for each row of a `pyarrow.Table`, shape (n, ...); targets in their unit."""
         stored = encode_table(table, self.prepared.columns)
         self.prepared.warn_of_unlike_rows(stored, f"the rows for client {self.client!r}")
         with exclusive_single_torch_thread_with_grad(), torch.inference_mode():
             outputs = torch.cat([self.network(self.prepared(part)).float() for part in torch.split(stored, _BATCH)])
-        return convert_outputs_to_columns(
-            self.prepared.unscale_outputs(outputs), self.prepared.task, self.prepared.classes
-        )
+        return self.prepared.unscale_outputs(outputs)
 
 
 def convert_outputs_to_columns(outputs: Tensor, task: Task, names: Sequence[str] = ()) -> dict[str, list[Any]]:
@@ -87,6 +90,27 @@ def convert_outputs_to_columns(outputs: Tensor, task: Task, names: Sequence[str]
     return task.prediction_columns(outputs, names or list(map(str, range(num_outputs))))
 
 
+def predict_saved_rows(folder: Path, rows: Any, client: str | None = None) -> dict[str, list[Any]]:
+    """Predicts rows of a table by the run directory of a run on table data, as `SavedModel.predict` does.
+
+    Args:
+        folder: the run directory.
+        rows: as `TablePreprocessor.encode` takes them.
+        client: whose network predicts; None for the network of each row's site, or for the only one.
+
+    Raises:
+        UserError: as `load_saved_model`; or without a client, a row has no site or that of no client.
+    """
+    clients = list(_list_clients_by_file(folder).values())
+    model = load_saved_model(folder, client or clients[0])
+    if client is not None or len(clients) == 1:
+        return model.predict(model.prepared.read(rows))
+    outputs = predict_rows_by_site(
+        rows, clients, model.prepared, lambda site, part: load_saved_model(folder, site).outputs(part)
+    )
+    return convert_outputs_to_columns(outputs, model.prepared.task, model.prepared.classes)
+
+
 def load_saved_model(folder: str | Path, client: str | None = None) -> SavedModel:
     """Loads a client's model and preprocessing from the directory of a run on table data.
 
@@ -100,15 +124,7 @@ def load_saved_model(folder: str | Path, client: str | None = None) -> SavedMode
     """
     folder = expand_user_path(folder, "the run directory")
     config, models = read_config(folder), folder / "models"
-    model_names = sorted(
-        path.name.removesuffix(PREPROCESSING_SUFFIX) for path in models.glob(f"*{PREPROCESSING_SUFFIX}")
-    )
-    if not model_names:
-        raise UserError(
-            f"{folder} has no model with preprocessing: polyfed predict is for runs on a table (a CSV or Parquet file, or "
-            "heart) that have ended; in Python, run.predict takes other inputs"
-        )
-    name = choose_stored_model(folder, {name: _client_of_model(models, name) for name in model_names}, client)
+    name = choose_stored_model(folder, _list_clients_by_file(folder), client)
     check_model_unchanged(folder, read_manifest(folder), name)
     try:
         prepared = preprocessor_from_json(parse_json(read_file(models / f"{name}{PREPROCESSING_SUFFIX}")))
@@ -140,10 +156,18 @@ def load_saved_model(folder: str | Path, client: str | None = None) -> SavedMode
     return SavedModel(_fill_for_evaluation(network, weights, folder), prepared, owner)
 
 
-def _client_of_model(models: Path, name: str) -> str:
-    """Returns the id of the client whose files have this name; ids with capital letters or spaces have other names."""
-    signature = models / f"{name}{SIGNATURE}"
-    return str(read_signature(signature)["client"]) if signature.is_file() else name
+def _list_clients_by_file(folder: Path) -> dict[str, str]:
+    """Returns the client of each stored model by the name of its files, which differs for ids with capitals or spaces."""
+    names = sorted(
+        path.name.removesuffix(PREPROCESSING_SUFFIX) for path in folder.glob(f"models/*{PREPROCESSING_SUFFIX}")
+    )
+    if not names:
+        raise UserError(
+            f"{folder} has no model with preprocessing: polyfed predict is for runs on a table (a CSV or Parquet file, or "
+            "heart) that have ended; in Python, run.predict takes other inputs"
+        )
+    signatures = {name: folder / "models" / f"{name}{SIGNATURE}" for name in names}
+    return {name: str(read_signature(path)["client"]) if path.is_file() else name for name, path in signatures.items()}
 
 
 def _fill_for_evaluation(network: nn.Module, weights: StateDict, folder: str | Path) -> nn.Module:

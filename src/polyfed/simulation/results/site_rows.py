@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ def predict_rows_by_site(
     Raises:
         UserError: the run has no column of sites, the rows lack it, or a row has no site or that of no client.
     """
-    advice = f"name the client whose network predicts: predict({ids[0]!r}, x)"
+    advice = f"name the client whose network predicts (client={ids[0]!r}, --client {quote(ids[0])})"
     if isinstance(rows, str) and rows in ids:
         raise UserError(f"the inputs are missing; give them after the client: predict({rows!r}, x)")
     if not isinstance(transform, TablePreprocessor) or transform.site is None:

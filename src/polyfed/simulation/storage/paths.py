@@ -30,13 +30,14 @@ def safe_file_name(client: str) -> str:
     return f"{text[:_LONGEST]}-{hashlib.sha256(client.encode()).hexdigest()[:8]}"
 
 
-def choose_stored_model(folder: Path, clients: Mapping[str, str], client: str | None) -> str:
+def choose_stored_model(folder: Path, clients: Mapping[str, str], client: str | None, remedy: str = "") -> str:
     """Returns the name of the files with a client's network, or of the only network's.
 
     Args:
         folder: the run directory, for errors.
         clients: name of the files -> client's id, of all networks in the directory; at least one.
         client: its id; None for the only one.
+        remedy: end of the error where none is named: what to give in place of a client.
 
     Raises:
         UserError: there are several networks and no client is named, or the one that is named has none.
@@ -48,7 +49,7 @@ def choose_stored_model(folder: Path, clients: Mapping[str, str], client: str | 
     ids = list(map(str, clients.values()))
     if client is None and len(ids) > 1:
         raise UserError(
-            f"{folder} has models of several clients; give client=... (--client) with one of {', '.join(ids)}"
+            f"{folder} has models of several clients; give client=... (--client) with one of {', '.join(ids)}{remedy}"
         )
     name = next(iter(clients)) if client is None else safe_file_name(client)
     if name not in clients:

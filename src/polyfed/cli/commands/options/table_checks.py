@@ -89,22 +89,27 @@ def describe_columns_of_table(data: Mapping[str, Any]) -> str:
 
 def check_prediction(folder: Path, client: str | None, file: str) -> None:
     """Raises a `UserError` if the file, a column that the network needs, or the network is missing."""
-    check_client_of_models(folder, client)
     prepared = sorted((folder / "models").glob("*.preprocessing.json")) or [folder / "preprocessing.json"]
     preprocessing = _read_json(prepared[0])
-    reading, columns = preprocessing.get("reading"), preprocessing.get("columns")
+    reading, columns, site = (preprocessing.get(key) for key in ("reading", "columns", "site"))
     header = _read_header(file, f"give {_ROW_PER_EXAMPLE}", reading if isinstance(reading, dict) else {})
+    if client is not None or site is None or (header is not None and site not in header):
+        more = "" if site is None else f", or a table with the column {site!r}, for the network of each row's site"
+        check_client_of_models(folder, client, more)
     if header is not None and isinstance(columns, list):
         names = [str(column.get("name")) for column in columns if isinstance(column, dict)]
         check_names_of_columns(header, names, "features")
 
 
-def check_client_of_models(folder: Path, client: str | None) -> None:
-    """Raises a `UserError` if a run directory has no network of a client, or several and none is named."""
+def check_client_of_models(folder: Path, client: str | None, remedy: str = "") -> None:
+    """Raises a `UserError` if a run directory has no network of a client, or several and none is named.
+
+    The message ends with `remedy`, what to give in place of a client.
+    """
     files = sorted((folder / "models").glob("*.signature.json"))
     clients = {file.name.removesuffix(".signature.json"): str(_read_json(file).get("client") or "") for file in files}
     if clients and all(clients.values()):
-        choose_stored_model(folder, clients, client)
+        choose_stored_model(folder, clients, client, remedy)
 
 
 def check_table_exists(path: str, advice: str = f"give {_ROW_PER_EXAMPLE}") -> Path:

@@ -1,4 +1,4 @@
-"""Implements `polyfed predict`, which predicts the rows of a table file with a client's trained network."""
+"""Implements `polyfed predict`, which predicts the rows of a table file with trained networks."""
 
 from pathlib import Path
 from shlex import quote
@@ -15,15 +15,17 @@ _SHOWN = 10
 
 
 def predict_command(argv: list[str]) -> None:
-    """Parses `polyfed predict`, and predicts a table's rows with a client's trained network."""
+    """Parses `polyfed predict`, and predicts a table's rows with trained networks."""
     parser = CommandParser(
         "polyfed predict DIR FILE [--client ID] [--out FILE.csv]",
-        "Predicts new rows with the network of a client. DIR is the directory of a run on a table (a CSV or Parquet file, "
-        "or heart), or a folder of polyfed export. FILE is a CSV or Parquet file with the columns of the run, as raw as "
-        "they were there; the network's preprocessing is applied. The data of the run are not needed. For images, texts and "
-        "other inputs: run.predict(client, inputs) in Python.",
+        "Predicts new rows, each with the network of its site. DIR is the directory of a run on a table (a CSV or Parquet "
+        "file, or heart), or a folder of polyfed export. FILE is a CSV or Parquet file with the columns of the run, as raw "
+        "as they were there; the network's preprocessing is applied. The data of the run are not needed. For images, texts "
+        "and other inputs: run.predict(client, inputs) in Python.",
     )
-    parser.add_option("--client", "ID", "client whose network it is (needed where the run has several)")
+    parser.add_option(
+        "--client", "ID", "client whose network predicts all rows; needed where FILE has no column of sites"
+    )
     parser.add_option("--out", "FILE.csv", "write all rows, in their order; without it the first are printed")
     parser.add_flag("--json", "print all rows as JSON (docs/json.md)")
     options, (folder, file) = parser.parse_options_and_words(argv, "a run directory and a CSV or Parquet file", 2)
@@ -39,7 +41,7 @@ class PredictedRows(TypedDict):
     format: int
     directory: str
     client: str | None
-    """As it was given; null where the directory has one network."""
+    """As it was given; null where each row has the network of its site, or the directory has one network."""
     file: str
     predictions: list[dict[str, Any]]
     """Holds `row`, from 1, `predicted`, and what else the task has, such as `probability of yes`, of each row."""
@@ -72,17 +74,17 @@ def predict_file(folder: Path, client: str | None, file: str, out: Path | None, 
     from polyfed.core.io.atomic_files import open_atomic_file
     from polyfed.core.io.text.terminal_text import escape_spreadsheet_formula
     from polyfed.report.export.folder import ExportedModel, is_exported_folder
-    from polyfed.simulation.results.saved_model import SavedModel, load_saved_model
+    from polyfed.simulation.results.saved_model import predict_saved_rows
 
-    model: ExportedModel | SavedModel
     if is_exported_folder(folder):
         if client is not None:
             raise UserError(f"{folder} is the exported network of one client; leave --client {client} out")
-        model = ExportedModel(folder)
+        exported = ExportedModel(folder)
+        predictions = exported.predict(exported.prepared.read(file))
     else:
-        model = load_saved_model(folder, client)
-    table = model.prepared.read(file)
-    columns = {"row": list(range(1, table.num_rows + 1)), **model.predict(table)}
+        predictions = predict_saved_rows(folder, file, client)
+    num_rows = len(next(iter(predictions.values())))
+    columns = {"row": list(range(1, num_rows + 1)), **predictions}
     console = Console()
     if as_json:
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -99,15 +101,15 @@ def predict_file(folder: Path, client: str | None, file: str, out: Path | None, 
             pyarrow.csv.write_csv(
                 pyarrow.table(cells, names=[escape_spreadsheet_formula(name) for name in columns]), stream
             )
-        print_line(console, f"{table.num_rows} rows in {out}")
+        print_line(console, f"{num_rows} rows in {out}")
         return
-    is_shortened = table.num_rows > _SHOWN
+    is_shortened = num_rows > _SHOWN
     output = PlainTable()
     if is_shortened:
-        print_line(console, f"the first of {table.num_rows} rows")
+        print_line(console, f"the first of {num_rows} rows")
     for name in columns:
         output.add_column(name, justify="left" if name == "predicted" else "right")
-    for row in range(min(_SHOWN, table.num_rows)):
+    for row in range(min(_SHOWN, num_rows)):
         values = [column[row] for column in columns.values()]
         output.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in values))
     console.print(output)
