@@ -179,15 +179,17 @@ def test_many_sites_have_a_mean_with_sites_as_units():
 
 
 @pytest.mark.thorough
-def test_folds_are_dealt_again_until_the_mean_is_decided(tmp_path):
+def test_folds_are_dealt_again_until_the_mean_is_decided(tmp_path, capsys):
     """Decided by the first look at which the answer is not "undecided"; a stopped comparison goes on with its last look."""
     words = {**QUICK, "folds": 2, "fold_repeats": 3, "stop_when_decided": True, "out": tmp_path / "out"}
+    words |= {"budget": "best", "quiet": False}
     found = pf.compare(sites(), ["fedavg"], **words).results
+    assert capsys.readouterr().err.count("too few evaluated rounds for an answer") == 1, "once, not at each look"
     assert (found["fold_repeats"], found["most_repeats"]) == (3, 3), "nothing to decide after one round"
     assert any("at most 3 times" in sentence for sentence in found["covers"])
     again = pf.compare(sites(), ["fedavg"], **words).results
     assert without_times(again) == without_times(found)
-    words |= {"rounds": 4, "folds": 3, "fold_repeats": 4, "out": tmp_path / "early"}
+    words |= {**QUICK, "rounds": 4, "folds": 3, "fold_repeats": 4, "out": tmp_path / "early"}
     early = pf.compare(sites_that_learn_together(), [FedAvg(lr=1.0)], **words).results
     assert early["mean_answer"]["answer"] == "join"
     assert early["fold_repeats"] < 4

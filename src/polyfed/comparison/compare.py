@@ -299,7 +299,7 @@ def _run_comparison(plan: ComparisonPlan, open_files: ExitStack) -> Comparison:
     if plan.forecast_only:
         return forecast_cost_and_detectable_gain(plan, methods, description)
     plan.display.set_expected_runs(*count_final_and_search_runs(plan, methods))
-    for sentence in describe_too_few_planned_rounds(plan):
+    for sentence in () if plan.is_later_look else describe_too_few_planned_rounds(plan):
         plan.display.say(keep_advice_for_this_process(sentence))
     if plan.out is not None:
         open_files.enter_context(lock_comparison(plan.out))

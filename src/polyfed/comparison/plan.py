@@ -57,6 +57,7 @@ class ComparisonPlan:
         folds: the cross-validation of which each run is a fold; None for none.
         stop_when_decided: whether the folds are dealt again only until the mean's answer is decided.
         most_repeats: how often at most, which module `sequential_looks` sets; None without such looks.
+        is_later_look: whether a look came before, which has said what holds for all.
         alpha: the error rate of intervals.
         forecast_only: whether only a pilot is run.
         with_references: whether simple models and a network on all data pooled are compared with the methods.
@@ -86,6 +87,7 @@ class ComparisonPlan:
     folds: Folds | None = None
     stop_when_decided: bool = False
     most_repeats: int | None = None
+    is_later_look: bool = False
     alpha: float = ALPHA
     forecast_only: bool = False
     with_references: bool = False

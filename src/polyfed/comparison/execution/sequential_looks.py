@@ -42,12 +42,9 @@ def run_until_decided(plan: ComparisonPlan, run: Callable[[ComparisonPlan], Comp
     if not plan.stop_when_decided or plan.folds is None or plan.forecast_only:
         return run(plan)
     number, most = plan.folds.number, plan.folds.repeats
-    done = _count_stored_repeats(
-        plan, number
-    )  # a stopped comparison goes on with its last look: those before decided nothing
-    for repeats, alpha in enumerate(error_rates_of_looks(most), start=1):
-        if repeats < min(done, most):
-            continue
+    # A stopped comparison goes on with its last look: those before decided nothing.
+    first = max(1, min(_count_stored_repeats(plan, number), most))
+    for repeats, alpha in list(enumerate(error_rates_of_looks(most), start=1))[first - 1 :]:
         part = dataclasses.replace(
             plan,
             folds=Folds(number, repeats),
@@ -55,6 +52,7 @@ def run_until_decided(plan: ComparisonPlan, run: Callable[[ComparisonPlan], Comp
             stop_when_decided=False,
             alpha=alpha,
             most_repeats=most,
+            is_later_look=repeats > first,
         )
         comparison = run(part)
         answer = comparison.results["mean_answer"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 from polyfed.comparison.storage.comparison_files import write_results_from_memory
 from polyfed.comparison.verdicts.answer import Answer, find_answer, list_answers
 from polyfed.comparison.verdicts.answer_lines import build_answer_lines
-from polyfed.comparison.verdicts.summary import comparison_html
+from polyfed.comparison.verdicts.summary import comparison_html, plot_comparison
 from polyfed.comparison.verdicts.warning_sentences import describe_omissions
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.text.advice import keep_advice_for_python
@@ -22,7 +22,7 @@ from polyfed.simulation.results.across_sites.cross_site_scores import (
     read_cross_site,
 )
 from polyfed.simulation.results.display.frames import build_frame
-from polyfed.simulation.results.display.plots import plot_intervals
+from polyfed.simulation.storage.directory import check_is_in_memory
 from polyfed.simulation.storage.page_file import write_page_of
 
 if TYPE_CHECKING:
@@ -101,21 +101,7 @@ class Comparison:
         Raises:
             UserError: no method has a score.
         """
-        unit, label = self.results.get("score_unit", ""), self.results.get("score_label", "score")
-        rows = [row for row in self.answer_table() if row["gain"] is not None]
-        named_rows = [(f"{row['client']}: {row['method']}", row["gain"], row) for row in rows] or [
-            (row["method"], row["mean"], row) for row in self.table() if row["mean"] is not None
-        ]
-        if not named_rows:
-            raise UserError("no method of this comparison has a score that could be drawn")
-        entries = [
-            (name, value, None if row["low"] is None else (row["low"], row["high"])) for name, value, row in named_rows
-        ]
-        level = f"{100 * self.results.get('level', 0.95):.0f} % interval"
-        title = f"gain over the best alone, with its {level}" if rows else f"mean over clients, with its {level}"
-        words = ("gain in points of " if unit == "%" else "gain in ") if rows else ""
-        axis = f"{words}{label}{' (%)' if unit == '%' and not rows else ''}"
-        return plot_intervals(entries, unit, axis, title, draws_zero_line=bool(rows), ax=ax)
+        return plot_comparison(self.results, self.answer_table(), self.table(), ax)
 
     def report(self, out: str | Path | None = None, *, images_of: "Sequence[Client] | None" = None) -> Path:
         """Writes the comparison's HTML page, as the command `polyfed report` does, and returns its path.
@@ -142,11 +128,7 @@ class Comparison:
         Raises:
             UserError: the comparison has a directory already, or the folder is taken or cannot be written.
         """
-        if self.out is not None:
-            raise UserError(
-                f"the comparison is in {self.out} already; load it, polyfed.load('{self.out}'), or copy it, "
-                f"shutil.copytree('{self.out}', '{out}')"
-            )
+        check_is_in_memory("comparison", self.out, out)
         return write_results_from_memory(out, self.results)
 
     @property

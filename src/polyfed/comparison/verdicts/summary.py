@@ -1,10 +1,12 @@
-"""Shows a comparison in a notebook: its sentences and a table of methods as HTML."""
+"""Shows a comparison in a notebook: its sentences and a table of methods as HTML, and its answers as a plot."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polyfed.core.errors import UserError
 from polyfed.core.io.text.number_format import format_number, mean_label_of
 from polyfed.simulation.results.display.notebook_html import notebook_html
+from polyfed.simulation.results.display.plots import plot_intervals
 
 
 def comparison_html(
@@ -38,3 +40,31 @@ def comparison_html(
 
 def _format_ends(low: float | None, high: float | None, unit: Any, signed: bool = False) -> str:
     return "–" if low is None else f"{format_number(low, unit, signed)} to {format_number(high, unit, signed)}"
+
+
+def plot_comparison(
+    results: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], table: Sequence[Mapping[str, Any]], ax: Any
+) -> Any:
+    """Draws the answers' gains with their intervals, or without any gain the methods' mean scores; returns the axes.
+
+    Args:
+        results: the content of `comparison.json`.
+        answers: as `Comparison.answer_table` returns them.
+        table: a row per method, as `Comparison.table` returns it.
+        ax: axes to draw into; None makes new ones.
+
+    Raises:
+        UserError: no method has a score.
+    """
+    unit, label = results.get("score_unit", ""), results.get("score_label", "score")
+    level = f"{100 * results.get('level', 0.95):.0f} % interval"
+    rows = [(f"{row['client']}: {row['method']}", row["gain"], row) for row in answers if row["gain"] is not None]
+    has_gains = bool(rows)
+    title, axis = f"gain over the best alone, with its {level}", f"gain in {'points of ' * (unit == '%')}{label}"
+    if not has_gains:
+        rows = [(row["method"], row["mean"], row) for row in table if row["mean"] is not None]
+        title, axis = f"mean over clients, with its {level}", f"{label}{' (%)' * (unit == '%')}"
+    if not rows:
+        raise UserError("no method of this comparison has a score that could be drawn")
+    entries = [(name, value, None if row["low"] is None else (row["low"], row["high"])) for name, value, row in rows]
+    return plot_intervals(entries, unit, axis, title, draws_zero_line=has_gains, ax=ax)

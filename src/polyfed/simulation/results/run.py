@@ -35,6 +35,7 @@ from polyfed.simulation.results.site_rows import predict_rows_by_site
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.evaluation_sample import has_other_clients_each_round
 from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
+from polyfed.simulation.storage.directory import check_is_in_memory
 from polyfed.simulation.storage.metrics_table import build_metrics_table
 from polyfed.simulation.storage.page_file import write_page_of
 from polyfed.simulation.storage.predictions.prediction_store import Predictions, PredictionStore
@@ -135,11 +136,7 @@ class Run:
         Raises:
             UserError: the run has a directory already, or the folder is taken or cannot be written.
         """
-        if self.out is not None:
-            raise UserError(
-                f"the run is in {self.out} already; load it, polyfed.load('{self.out}'), or copy it, "
-                f"shutil.copytree('{self.out}', '{out}')"
-            )
+        check_is_in_memory("run", self.out, out)
         path = write_run_from_memory(
             out, self.federation, self.history, self.last, self.best, self.prediction_store, self.stopped_by
         )

@@ -355,6 +355,15 @@ def find_main_run(folder: Path) -> Path:
     return main if folder.parent.name == BASELINES and (main / "config.yaml").exists() else folder
 
 
+def check_is_in_memory(kind: str, folder: Path | None, out: str | Path) -> None:
+    """Raises a `UserError` if the run or comparison (`kind`) that is to be saved in `out` is in a folder already."""
+    if folder is not None:
+        raise UserError(
+            f"the {kind} is in {folder} already; load it, polyfed.load('{folder}'), or copy it, "
+            f"shutil.copytree('{folder}', '{out}')"
+        )
+
+
 def check_can_become_run_directory(folder: Path) -> None:
     """Raises a `UserError` unless a folder can be read and is empty, or does not exist; creates nothing."""
     try:
