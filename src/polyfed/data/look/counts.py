@@ -188,14 +188,30 @@ def _round_down(counts: Tensor) -> Tensor:
 
 
 def hide_small_cells(cells: Tensor) -> Tensor:
-    """Replaces counts of fewer than `MIN_COUNT` rows by marks, and the smallest others that would tell them."""
-    is_hidden = (cells > 0) & (cells < MIN_COUNT)
-    for cell in cells.argsort(stable=True).tolist() if bool(is_hidden.any()) else ():
-        if int(is_hidden.sum()) > 1 and float(cells[is_hidden].sum()) >= MIN_COUNT:
+    """Replaces counts of fewer than `MIN_COUNT` rows by marks, and the smallest others that would tell them.
+
+    Whoever knows the sum of all cells knows the sum of the hidden ones: it must leave more than one solution.
+
+    >>> hide_small_cells(torch.tensor([4.0, 4.0, 17.0, 98.0])).tolist()  # a sum of 8 would be 4 + 4
+    [-1.0, -1.0, -2.0, 98.0]
+    """
+    is_small = (cells > 0) & (cells < MIN_COUNT)
+    is_hidden = is_small.clone()
+    for cell in cells.argsort(stable=True).tolist() if bool(is_small.any()) else ():
+        if int(is_hidden.sum()) > 1 and float(cells[is_hidden].sum()) >= MIN_COUNT and not _sum_tells(cells, is_hidden):
             break
         is_hidden[cell] |= bool(cells[cell] > 0)
     marks = torch.where(cells < MIN_COUNT, SUPPRESSED, NOT_SHOWN).to(cells)
     return torch.where(is_hidden, marks, cells)
+
+
+def _sum_tells(cells: Tensor, is_hidden: Tensor) -> bool:
+    """Returns whether the sum of the hidden cells fits one choice of counts alone, given which are small."""
+    hidden = cells[is_hidden]
+    num_small = int((hidden < MIN_COUNT).sum())
+    fewest = num_small + MIN_COUNT * (len(hidden) - num_small)
+    most = (MIN_COUNT - 1) * num_small if num_small == len(hidden) else math.inf
+    return float(hidden.sum()) in (fewest, most)
 
 
 def describe_count(count: float) -> str:

@@ -15,6 +15,9 @@ from polyfed.data.look.site_columns import LookColumn, SiteColumns
 ALL_SITES = "all sites"
 
 
+_SHARES_BELOW = (0.05, 0.5, 0.95)  # of the percentiles
+
+
 @final
 @dataclass(frozen=True)
 class NumberSummary:
@@ -25,7 +28,7 @@ class NumberSummary:
         missing: rows without a value; None where too few to be shown.
         histogram: counts of values below the lowest edge, in cells of equal width, and from the highest edge on; -1 for a
             count that is not shown.
-        percentiles: about the 1st, 50th and 99th percentile; None without values.
+        percentiles: about the 5th, 50th and 95th percentile; None without values.
     """
 
     statistics: NumberStatistics
@@ -116,7 +119,7 @@ def _number_fields(summary: NumberSummary) -> dict[str, Any]:
         "histogram": [_count_or_few(count) for count in summary.histogram],
     }
     if summary.percentiles is not None:
-        fields |= dict(zip(("p1", "median", "p99"), summary.percentiles, strict=True))
+        fields |= dict(zip(("p5", "median", "p95"), summary.percentiles, strict=True))
     return fields
 
 
@@ -184,7 +187,7 @@ def _summarize_number(counts: Counts, position: int, frame: CommonScaleAndRange,
     missing = None if statistics.count < 0 else float(counts["rows"][0]) - statistics.count
     percentiles = None
     if values is not None and statistics.count > 0:
-        low, middle, high = np.nanpercentile(values, (1, 50, 99)).tolist()
+        low, middle, high = np.nanpercentile(values, [100 * share for share in _SHARES_BELOW]).tolist()
         percentiles = (low, middle, high)
     elif statistics.count > 0:
         percentiles = _percentiles_of_histogram(histogram, float(frame.low[position]), float(frame.high[position]))
@@ -195,7 +198,7 @@ def _summarize_number(counts: Counts, position: int, frame: CommonScaleAndRange,
 
 
 def _percentiles_of_histogram(histogram: Sequence[float], low: float, high: float) -> tuple[float, float, float] | None:
-    """Returns about the 1st, 50th and 99th percentile; values outside the edges count as at them."""
+    """Returns about the 5th, 50th and 95th percentile; values outside the edges count as at them."""
     cells = np.clip(np.asarray(histogram), 0, None)
     if not cells.sum():
         return None
@@ -203,7 +206,7 @@ def _percentiles_of_histogram(histogram: Sequence[float], low: float, high: floa
     edges = np.concatenate([[low], np.linspace(low, high, len(cells) - 1), [high]])
     cumulative = np.concatenate([[0.0], np.cumsum(cells) / cells.sum()])
     result = []
-    for share in (0.01, 0.5, 0.99):
+    for share in _SHARES_BELOW:
         cell = int(np.searchsorted(cumulative, share, side="left")) - 1
         cell = min(max(cell, 0), len(cells) - 1)
         inside = (share - cumulative[cell]) / max(cumulative[cell + 1] - cumulative[cell], 1e-12)

@@ -53,7 +53,7 @@ def format_look(look: SiteSummaries, findings: Sequence[SiteDifferenceFinding]) 
     columns = sorted(look.columns, key=lambda c: not any(place[0] == c.name for place in marks))[:_COLUMNS]
     listed_columns = [column for column in look.columns if column in columns]
     lines.append("")
-    lines.append(f"{'':{name_width}}{'missing':>8}{'mean ± sd':>20}{'zeros':>7}{'1 % to 99 %':>22}")
+    lines.append(f"{'':{name_width}}{'missing':>8}{'mean ± sd':>20}{'zeros':>7}{'5 % to 95 %':>22}")
     for column in listed_columns:
         lines.append(f"{column.name}{' (target)' if column.is_target else ''}")
         for name in shown_sites:

@@ -25,7 +25,7 @@ from polyfed.data.look.look import Look
 from polyfed.data.look.site_columns import LookColumn
 from polyfed.data.look.summaries import NumberSummary, SiteDataStatistics
 from polyfed.data.look.text_format import format_short
-from polyfed.report.data.small_counts import format_count_of_rows
+from polyfed.report.data.small_counts import format_count_of_rows, hide_small_counts
 from polyfed.report.page.charts.svg_charts import (
     CHART_WIDTH,
     estimate_text_width,
@@ -67,7 +67,8 @@ def data_warnings(look: Look, most: int = 2) -> list[str]:
 
 
 def _sentence_of_finding(finding: SiteDifferenceFinding) -> str:
-    return end_with_period(finding.text if finding.column else capitalize_first(finding.text))
+    text = hide_small_counts(finding.text)
+    return end_with_period(text if finding.column else capitalize_first(text))
 
 
 def html_look(look: Look, key: str, *, remarks: Sequence[str] = (), show_splits: bool = True) -> Markup:
@@ -126,7 +127,7 @@ def _caption_of_column(column: LookColumn, marks: Mapping[tuple[str, str], str])
 
 def _numbers_table(look: Look, column: LookColumn, marks: Mapping[tuple[str, str], str]) -> Markup:
     if column.values is None:
-        percentiles = ["1st percentile", "median", "99th percentile"]
+        percentiles = ["5th percentile", "median", "95th percentile"]
         columns = ["site", "values", "missing", "mean", "SD", "zeros", *percentiles, "mark"]
         rows = [
             [name, *_number_cells(site.numbers[column.name]), marks.get((column.name, name), "")]
@@ -146,7 +147,9 @@ def _number_cells(summary: NumberSummary) -> list[str]:
     statistics = summary.statistics
     if summary.is_hidden or statistics.count == 0:
         return [describe_count(statistics.count), *["–"] * 7]
-    percentiles = ["–"] * 3 if summary.percentiles is None else [f"{value:.4g}" for value in summary.percentiles]
+    low, middle, high = ["–"] * 3 if summary.percentiles is None else [f"{value:.4g}" for value in summary.percentiles]
+    if 0.05 * statistics.count < MIN_COUNT:  # so few values lie outside that the ends would nearly be theirs
+        low = high = "–"
     missing = f"<{MIN_COUNT}" if summary.missing is None else format_count_of_rows(summary.missing)
     zeros = statistics.codes.get(0.0, 0.0)
     misses_few = missing.startswith("<")  # the number of values would tell it
@@ -156,7 +159,9 @@ def _number_cells(summary: NumberSummary) -> list[str]:
         f"{statistics.mean:.4g}",
         format_short(statistics.sd),
         describe_count(zeros) if zeros < 0 else format_count_of_rows(zeros),
-        *percentiles,
+        low,
+        middle,
+        high,
     ]
 
 
