@@ -18,3 +18,11 @@ def test_values_of_one_column_are_one_finding():
         "ward is never 'a' (at east), 'b' (at south), 'c' (at north), and often elsewhere"
     ]
     assert set(findings[0].sites) == set(wards)
+
+
+def test_one_value_at_most_sites_tells_no_site_where_it_is_the_same():
+    rows = [{"site": f"s{k % 3}", "brush": "yes" if k == 0 else "no", "age": k % 7, "ill": k % 2} for k in range(180)]
+    (brush,) = (f for f in pf.look(pf.data.split_table(rows, "ill", "site")).findings if f.column == "brush")
+    assert (brush.kind, brush.sites) == ("constant", ("s1", "s2"))
+    assert "which site a row is from" not in brush.meaning
+    assert "cannot learn what another value means" in brush.meaning

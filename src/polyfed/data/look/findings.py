@@ -4,7 +4,7 @@ One finding is about one column, and names all of its sites, so that a hundred s
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
 from typing import Any, Literal, final, get_args
@@ -58,12 +58,12 @@ class SiteDifferenceFinding:
                 "meaning": self.meaning}  # fmt: skip
 
 
-def find_differences(look: SiteSummaries) -> list[SiteDifferenceFinding]:
-    """Returns the sites' differences, the most serious first: codes for "not measured", units, gaps, rare classes."""
+def find_differences(look: SiteSummaries, identifiers: Collection[str] = ()) -> list[SiteDifferenceFinding]:
+    """Returns the sites' differences, the most serious first: numbers of `identifiers` have no unit and no mean."""
     findings = list(_find_few_examples(look))
     for column in look.columns:
         if column.values is None:
-            findings += _NumberColumn(look, column).find_all()
+            findings += _NumberColumn(look, column).find_all(is_identifier=column.name in identifiers)
         else:
             findings += _find_in_categories(look, column)
     return sorted(findings, key=lambda finding: _ORDER.index(finding.kind))
@@ -99,9 +99,8 @@ class _NumberColumn:
         self._is_of_images = any(other.name == IMAGE_SIZE for other in look.columns) and not column.is_target
         self._sites = {name: site.numbers[column.name] for name, site in look.sites.items()}
         self._rows = {name: site.rows for name, site in look.sites.items()}
-        self._statistics = {
-            name: summary.statistics for name, summary in self._sites.items() if summary.statistics.count >= MIN_COUNT
-        }
+        statistics = {name: summary.statistics for name, summary in self._sites.items()}
+        self._statistics = {name: s for name, s in statistics.items() if s.count >= MIN_COUNT}
         self._codes = _find_hidden_codes(self._statistics)
         self._clean = {name: s.without(self._codes.get(name, ())) for name, s in self._statistics.items()}
         self._clean = {name: s for name, s in self._clean.items() if s.count >= MIN_COUNT}
@@ -111,17 +110,15 @@ class _NumberColumn:
         count = max(self._sites[site].statistics.count, 0.0)
         return count if self._is_local or not count else min(count + MIN_COUNT - 1, self._rows[site])
 
-    def find_all(self) -> list[SiteDifferenceFinding]:
+    def find_all(self, *, is_identifier: bool) -> list[SiteDifferenceFinding]:
         """Returns all findings about this column."""
         return [
             *find_coded_values(self._name, self._statistics), *self._find_empty(), *self._find_constant(),
-            *self._find_units_and_shifts(),
+            *(() if is_identifier else self._find_units_and_shifts()),
         ]  # fmt: skip
 
     def _find_empty(self) -> Iterator[SiteDifferenceFinding]:
         shares = {name: 1 - self._largest_count(name) / rows for name, rows in self._rows.items() if rows >= MIN_COUNT}
-        if not shares or min(shares.values()) > 0.5:
-            return
         empty, often = dict[str, str](), dict[str, str]()
         too_few = False
         for name, share in shares.items():
@@ -133,14 +130,8 @@ class _NumberColumn:
             elif share >= _OFTEN_MISSING and min(shares.values()) <= 0.1:
                 often[name] = f"{100 * share:.0f} %"
         if empty:
-            refusal = (
-                f"; with fewer than {MIN_COUNT} values at a site preprocess='federated' is refused" if too_few else ""
-            )
-            yield SiteDifferenceFinding(
-                "empty", self._name, tuple(empty), f"{self._name} is empty or nearly so at {name_sites(empty, _NAMED)}",
-                f"there it is a constant, and a common network learns it from the other sites alone; leave it out "
-                f"(drop={self._name!r}, --data.drop {quote(self._name)}), or let sites have networks of their own{refusal}",
-            )  # fmt: skip
+            refusal = f"; with fewer than {MIN_COUNT} values at a site preprocess='federated' is refused" * too_few
+            yield _build_empty_finding(self._name, empty, len(empty) == len(shares), refusal)
         if often:
             yield SiteDifferenceFinding(
                 "missing", self._name, tuple(often), f"{self._name} has often no value at {name_sites(often, _NAMED)}",
@@ -329,6 +320,18 @@ def _count_text(count: float) -> str:
     return f"{limit} {MIN_COUNT}" if count < 0 else f"{count:.0f}"
 
 
+def _build_empty_finding(
+    name: str, sites: Mapping[str, str], is_everywhere: bool, refusal: str = ""
+) -> SiteDifferenceFinding:
+    cure = f"leave it out (drop={name!r}, --data.drop {quote(name)})"
+    return SiteDifferenceFinding(
+        "empty", name, tuple(sites), f"{name} is empty or nearly so at {name_sites(sites, _NAMED)}",
+        f"there it is a constant, and a common network learns it from the other sites alone; {cure}, or let sites have "
+        f"networks of their own{refusal}" if not is_everywhere
+        else f"networks learn it from these few rows, or learn which rows have a value; {cure}{refusal}",
+    )  # fmt: skip
+
+
 def _find_in_features(
     name: str, values: Sequence[str], counts: Mapping[str, Mapping[str, float]], rows: Mapping[str, float]
 ) -> Iterator[SiteDifferenceFinding]:
@@ -339,23 +342,19 @@ def _find_in_features(
         for site in counts
         if rows[site] and present[site] < (1 - _EMPTY) * rows[site]
     }
-    if empty and len(empty) < len(counts):
-        yield SiteDifferenceFinding(
-            "empty", name, tuple(empty), f"{name} is empty or nearly so at {name_sites(empty, _NAMED)}",
-            "there it is a constant, and a common network learns it from the other sites alone; leave it out "
-            f"(drop={name!r}, --data.drop {quote(name)}), or let sites have networks of their own",
-        )  # fmt: skip
+    if empty:
+        yield _build_empty_finding(name, empty, len(empty) == sum(count > 0 for count in rows.values()))
     values_by_site = {site: [value for value in values if counts[site][value] != 0] for site in filled}
-    only_value = {
-        site: present_values[0] for site, present_values in values_by_site.items() if len(present_values) == 1
-    }
+    only_value = {site: some[0] for site, some in values_by_site.items() if len(some) == 1}
     if 2 * len(only_value) > len(filled) and len({value for some in values_by_site.values() for value in some}) > 1:
         yield SiteDifferenceFinding(
             "constant", name, tuple(only_value),
             f"{name} has one value only at {len(only_value)} of {len(filled)} sites: "
             f"{name_sites({site: repr(value) for site, value in only_value.items()}, _NAMED)}",
-            "it says which site a row is from rather than something about the row: such a site cannot learn what it means; "
-            f"leave it out (drop={name!r}, --data.drop {quote(name)}), or compare with and without it",
+            f"it says which site a row is from rather than something about the row: such a site cannot learn what it means; "
+            f"leave it out (drop={name!r}, --data.drop {quote(name)}), or compare with and without it"
+            if len(set(only_value.values())) > 1
+            else "such a site cannot learn what another value means; a common network learns it from the other sites alone",
         )  # fmt: skip
         return
     lacking_sites: dict[str, list[str]] = {}

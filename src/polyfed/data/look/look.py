@@ -1,7 +1,7 @@
 """Defines `Look`, a description of the data of several sites side by side, and builds it from data in this process."""
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,7 +11,7 @@ from polyfed.data.clients import ClientData
 from polyfed.data.look.counts import MIN_COUNT
 from polyfed.data.look.findings import SiteDifferenceFinding, find_differences
 from polyfed.data.look.site_columns import LookColumn, SiteColumns, read_columns_of_client
-from polyfed.data.look.site_statistics import summarise_sites
+from polyfed.data.look.site_statistics import find_identifiers, summarise_sites
 from polyfed.data.look.summaries import SiteDataStatistics, SiteSummaries
 from polyfed.data.look.text_format import format_look
 from polyfed.data.table import ClientTables
@@ -37,9 +37,9 @@ class Look:
     findings: tuple[SiteDifferenceFinding, ...]
 
     @classmethod
-    def of(cls, summaries: SiteSummaries) -> "Look":
+    def of(cls, summaries: SiteSummaries, identifiers: Collection[str] = ()) -> "Look":
         """Returns the `Look` for these statistics of the sites, with the differences between the sites."""
-        return cls(summaries, tuple(find_differences(summaries)))
+        return cls(summaries, tuple(find_differences(summaries, identifiers)))
 
     def __repr__(self) -> str:
         return f"Look({len(self.columns)} columns at {', '.join(list(self.sites)[:5])})"  # shows no data
@@ -121,4 +121,5 @@ def look_at_sites(
         hide_small_categories: whether counts of fewer than `MIN_COUNT` rows of a category or class are not shown.
     """
     columns = read_columns_by_site(clients, class_names)
-    return Look.of(summarise_sites(columns, hide_small_categories=hide_small_categories))
+    summaries = summarise_sites(columns, hide_small_categories=hide_small_categories)
+    return Look.of(summaries, find_identifiers(columns))

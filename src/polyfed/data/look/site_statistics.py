@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+import torch
 
 from polyfed.core.errors import warn_of_data
 from polyfed.core.io.text.number_format import capitalize_first
@@ -12,6 +13,7 @@ from polyfed.data.look.findings import find_coded_values
 from polyfed.data.look.number_statistics import NumberStatistics
 from polyfed.data.look.site_columns import SiteColumns, merge_columns, read_columns_of_client
 from polyfed.data.look.summaries import CommonScaleAndRange, SiteSummaries, build_summaries
+from polyfed.data.tabular.suspicious_columns import describe_identifier
 
 
 def summarise_sites(sites: Mapping[str, SiteColumns], *, hide_small_categories: bool = False) -> SiteSummaries:
@@ -33,6 +35,18 @@ def summarise_sites(sites: Mapping[str, SiteColumns], *, hide_small_categories: 
             hide_small_categories=hide_small_categories,
         )
     return build_summaries(columns, counts, CommonScaleAndRange(center, scale, low, high), common)
+
+
+def find_identifiers(sites: Mapping[str, SiteColumns]) -> set[str]:
+    """Returns the names of features that look like identifiers of rows."""
+    columns = merge_columns([site.columns for site in sites.values()])
+    cells = torch.cat([site.align_to_columns(columns).cells for site in sites.values()]).numpy()
+    codes = np.repeat(np.arange(len(sites)), [len(site.cells) for site in sites.values()])
+    return {
+        column.name
+        for column, numbers in zip(columns, cells.T, strict=True)
+        if column.values is None and not column.is_target and describe_identifier(column.name, numbers, codes)
+    }
 
 
 def warn_of_coded_values(clients: Iterable[ClientData]) -> None:

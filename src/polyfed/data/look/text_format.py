@@ -50,8 +50,8 @@ def format_look(look: SiteSummaries, findings: Sequence[SiteDifferenceFinding]) 
         lines.append(f"{name}: {count_with_noun(total, 'example')}{parts}{tokens}{'; ' if events else ''}{events}")
     if hidden := len(look.sites) - len(shown_sites):
         lines.append(f"and {count_with_noun(hidden, 'more site')}")
-    columns = sorted(look.columns, key=lambda c: not any(place[0] == c.name for place in marks))[:_COLUMNS]
-    listed_columns = [column for column in look.columns if column in columns]
+    marked_columns = {column for column, _ in marks}
+    listed_columns = sorted(look.columns, key=lambda column: column.name not in marked_columns)[:_COLUMNS]
     lines.append("")
     lines.append(f"{'':{name_width}}{'missing':>8}{'mean ± sd':>20}{'zeros':>7}{'5 % to 95 %':>22}")
     for column in listed_columns:

@@ -79,7 +79,8 @@ def warn_of_suspicious_columns(
     sites = None if site is None else np.unique(column_as_texts(table, site).astype(str), return_inverse=True)[1]
     identifiers = set()
     for name in features:
-        if looks := _describe_identifier(table, name, sites):
+        row_numbers = column_as_numbers(table, name) if is_numeric_column(table, name) else np.zeros(0)
+        if looks := describe_identifier(name, row_numbers, sites):
             identifiers.add(name)
             role = "time" if "in order" in looks else "group"
             otherwise = (
@@ -147,16 +148,18 @@ def _split_name(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]?[a-zß-ÿ]+|[A-Z]+", name)]
 
 
-def _describe_identifier(table: Table, name: str, sites: Codes | None) -> str:
+def describe_identifier(name: str, numbers: NDArray[np.float64], sites: Codes | None) -> str:
     """Returns in what a column of whole numbers looks like an identifier of rows, in a few words, or "" if it does not.
 
     Numbers that were measured repeat at least as often as numbers drawn evenly from the same range. Those of cases hardly
     do, in all rows or at each site. Longer ones, drawn from too wide a range for that, are spread evenly and have as many
     digits each. Where rows are few or values repeat, the name decides.
+
+    Args:
+        name: of the column.
+        numbers: a number per row, NaN where there is none.
+        sites: a number per row for its site; None without sites.
     """
-    if not is_numeric_column(table, name):
-        return ""
-    numbers = column_as_numbers(table, name)
     present = ~np.isnan(numbers)
     values = numbers[present]
     if len(values) < 2 or bool((values != np.floor(values)).any()) or float(np.abs(values).max()) > LARGEST_EXACT:

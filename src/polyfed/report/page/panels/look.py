@@ -97,8 +97,8 @@ def html_look(look: Look, key: str, *, remarks: Sequence[str] = (), show_splits:
         for name, site in look.sites.items()
     ]  # fmt: skip
     sizes_table = html_table("Examples of each site", ["site", "rows", *splits.values(), "targets"], sizes)
-    marked_first = sorted(look.columns, key=lambda column: not any(place[0] == column.name for place in marks))
-    listed_columns = [column for column in look.columns if column in marked_first[:_COLUMNS]]
+    marked_columns = {column for column, _ in marks}
+    listed_columns = sorted(look.columns, key=lambda column: column.name not in marked_columns)[:_COLUMNS]
     sites = sorted(look.sites, key=lambda name: not any(place[1] == name for place in marks))[:_SITES]
     sites = [name for name in look.sites if name in sites]
     figures = [
