@@ -39,7 +39,7 @@ pictures: $(DEV)  ## printed output and pictures of README, landing page and tut
 # All cores compile, and no tests of other packages: half a minute less than if pip does it. Some packages hold files that
 # this Python cannot read.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
-COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests?/' .venv/lib || true
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests?/' .venv/lib src || true
 
 $(CORE): pyproject.toml constraints.txt  # what everyone needs; the extras are for the tests
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

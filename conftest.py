@@ -17,8 +17,9 @@ def _only_distributes(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    """Modules that are imported and tests that are collected stay to the end."""
+    """Modules that are imported and tests that are collected stay to the end, and are passed over by later collections."""
     if not _only_distributes(session.config):
+        import hypothesis  # noqa: F401  # it asks the collector who refers to its state, which gc.freeze() would hide
         import torch
 
         torch.set_num_threads(1)
@@ -26,17 +27,39 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
     try:
         return (yield)
     finally:
+        if not _only_distributes(session.config):
+            gc.freeze()
         gc.set_threshold(50_000, 20, 20)
         gc.enable()
 
 
+def _marks_left_out(config: pytest.Config) -> list[str]:
+    return re.findall(r"not (slow|thorough)\b", config.getoption("markexpr"))
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files whose tests are all slow, or thorough, are not even imported where such tests are left out."""
-    left_out = re.findall(r"not (slow|thorough)\b", config.getoption("markexpr"))
+    left_out = _marks_left_out(config)
     if not left_out or not collection_path.name.startswith("test_"):
         return None
     marked = rf"^pytestmark = pytest\.mark\.({'|'.join(left_out)})\b"
     return bool(re.search(marked, collection_path.read_text("utf-8"), re.M)) or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Iterator[list[pytest.Collector]]:
+    """Doctests are looked for only where there are some: to look takes a second, in each process."""
+    collectors = yield
+    if file_path.suffix != ".py" or b">>> " in file_path.read_bytes():
+        return collectors
+    return [collector for collector in collectors if type(collector) is pytest.Module]
+
+
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> list[pytest.Item] | None:
+    """Tests that are left out by their marks are not made first, one for each of their cases."""
+    if not name.startswith(("test", "Test")) or not (left_out := _marks_left_out(collector.config)):
+        return None
+    return [] if any(mark.name in left_out for mark in getattr(obj, "pytestmark", ())) else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

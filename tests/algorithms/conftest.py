@@ -1,6 +1,7 @@
 """Identities and closed forms hold of the examples that were trained on, so that clients are often tested on these here.
 Modules beside the tests can be imported by them."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,8 +15,9 @@ _IGNORE = "ignore:test examples that are also training examples:UserWarning"
 
 
 def pytest_collection_modifyitems(items):
+    here = f"{Path(__file__).parent}{os.sep}"
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if str(item.path).startswith(here):
             item.add_marker(pytest.mark.filterwarnings(_IGNORE))
 
 

@@ -114,8 +114,9 @@ class _PartSnapshot:
         for name in self.empty:
             attributes[name].clear()
         for name, hook_ids in self.hooks.items():
-            for added in attributes[name].keys() - hook_ids:
-                del attributes[name][added]
+            if attributes[name]:  # most have none, and this runs for each layer and client
+                for added in attributes[name].keys() - hook_ids:
+                    del attributes[name][added]
 
 
 @final

@@ -12,10 +12,11 @@ from argparse import SUPPRESS
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, final, get_args, get_origin, get_type_hints
 
 import yaml
-from docstring_parser import parse as parse_docstring
+from docstring_parser import parse
 
 from polyfed.cli.commands.argv import (
     has_help_flag,
@@ -76,6 +77,9 @@ class Option:
     help: str
 
 
+_parse_docstring = cache(parse)  # tries each style, and base classes of methods come again and again
+
+
 def options_of(choice: Callable[..., Any], section: str) -> list[Option]:
     """Returns an `Option` per field or constructor argument, with help texts from docstrings.
 
@@ -85,7 +89,7 @@ def options_of(choice: Callable[..., Any], section: str) -> list[Option]:
     hints = get_type_hints(choice.__init__ if inspect.isclass(choice) else choice)
     docs: dict[str, str] = {}
     for owner in reversed(inspect.getmro(choice)) if inspect.isclass(choice) else (choice,):
-        for entry in parse_docstring(owner.__doc__ or "").params:
+        for entry in _parse_docstring(owner.__doc__ or "").params:
             docs |= {name.strip(): " ".join((entry.description or "").split()) for name in entry.arg_name.split(",")}
     prefix = f"{section}." if section else ""
     return [
