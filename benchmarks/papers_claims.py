@@ -149,7 +149,11 @@ def conclusions(results):
             told.append(in_words([gain for _, gain in rows]))
         name, _, text = sentence.format(*told).removeprefix("**").partition("**")
         first, *others = re.split(r"(?<=[a-z0-9)]\.) (?=[A-Z])", f"{name}{text}")
-        lines += [f"## {name}\n", f"- {first}", *(f"- {other}" for other in others), ""]
+        lines += [f"## {name}\n"]
+        for item in (first, *others):
+            clauses = [f"{clause[0].upper()}{clause[1:].removesuffix('.')}." for clause in item.split("; ")]
+            lines.append("\n    - ".join([f"- {clauses[0]}", *clauses[1:]]))
+        lines.append("")
     return "\n".join([*lines, ""])
 
 
@@ -161,24 +165,33 @@ def in_words(gains):
 
 def in_short(results):
     """What the papers claim first, and what of it was found, a line for whom it is against."""
-    lines = [
-        "Differences in points of accuracy, with 95 % intervals. Where more than two places come out alike, only their "
-        "least and largest difference stand here, each with its own interval.\n",
-        "| the paper's claim | measured in | against | ahead | not decided | behind |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines, kinds = [], []
     for claim, stem, own, over in CLAIMS:
         file = results / f"{stem}.json"
         if not file.exists():
             continue
         found, place = json.loads(file.read_text(encoding="utf-8")), named(stem)
         if "points" in found:
-            lines += claimed(f"{claim} | {place}", {name: at_sizes(found, *own, name) for name in over})
             last = {name: at_sizes(found, *own, name, after_all=True) for name in over}
-            lines += claimed(f"The same, after all rounds | {place}", last)
+            claims = {
+                claim: {name: at_sizes(found, *own, name) for name in over},
+                "The same, after all rounds": last,
+            }
         else:
-            lines += claimed(f"{claim} | {place}", {name: at_places(found, own, name) for name in over})
-    return "\n".join([*lines, ""])
+            claims = {claim: {name: at_places(found, own, name) for name in over}}
+        for told, rows in claims.items():
+            lines += claimed(f"{told} | {place}", rows)
+            kinds += [kind_of(gain) for places in rows.values() for _, gain in places]
+    head = [
+        f"Of {len(kinds)} differences in what the papers claim {kinds.count('ahead of')} are ahead as claimed, "
+        f"{kinds.count('not decided against')} are not decided, and {kinds.count('behind')} are behind. Some rivals are "
+        "not in the papers, such as FedAvg with fine-tuning.\n",
+        "Differences in points of accuracy, with 95 % intervals. Where more than two places come out alike, only their "
+        "least and largest difference stand here, each with its own interval.\n",
+        "| the paper's claim | measured in | against | ahead | not decided | behind |",
+        "|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*head, *lines, ""])
 
 
 def claimed(told, found):

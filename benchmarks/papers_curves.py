@@ -55,12 +55,16 @@ def of_curve(paper, name, found, docs, remark):
             str(size)
         )
     rates = "; ".join(f"{r} (with {', '.join(at)} examples)" if len(tuned) > 1 else r for r, at in tuned.items())
-    lines.append(
-        f"Recipe `{found['recipe']}`, variant `{found['variant']}`, scale cpu, {seeds} seeds on the same clients, 100 test "
-        f"examples a client, {rounds} rounds. Every method has the rate, and is compared at the round, that was best on "
-        f"held-out training examples, one run a rate. Rates tried: {rates}. {besides(found, sizes)}Intervals cover new "
-        "seeds and new test examples.\n"
-    )
+    lines += [
+        "How it was measured:\n",
+        f"- Recipe `{found['recipe']}`, variant `{found['variant']}`, scale cpu, {seeds} seeds on the same clients, 100 "
+        f"test examples a client, {rounds} rounds. Intervals cover new seeds and new test examples.",
+        "- Every method has the rate, and is compared at the round, that was best on held-out training examples, one run a "
+        "rate.",
+        f"- Rates tried: {rates}.",
+        *(f"- {one}" for one in besides(found, sizes)),
+        "",
+    ]
     for form, fields in forms_of(found).items():
         values = ", ".join(f"{name}: {word(value)}" for name, value in fields.items())
         lines.append(f"`{form}` is `{own}` with `{values}`.\n")
@@ -149,7 +153,7 @@ def fields_of(point):
 
 
 def besides(found, sizes):
-    """What was searched besides the rate, and what was chosen."""
+    """Returns what was searched besides the rate, and what was chosen, a sentence for each method."""
     told = []
     for name in dict.fromkeys(name for size in sizes for name in fields_of(found["points"][str(size)]) if name != "lr"):
         chosen = {}
@@ -160,10 +164,8 @@ def besides(found, sizes):
         given = next(of[name] for size in sizes if name in (of := fields_of(found["points"][str(size)])))
         values = given.replace(",", ", ")
         for method, of in chosen.items():
-            told.append(
-                f"Of {values} for `{name}` of `{method}`, in all combinations with the rates: {', '.join(of)}. "
-            )
-    return "".join(told)
+            told.append(f"Of {values} for `{name}` of `{method}`, in all combinations with the rates: {', '.join(of)}.")
+    return told
 
 
 def edges(found, sizes):
@@ -176,7 +178,7 @@ def edges(found, sizes):
         for edge, kind in ((min, "smallest"), (max, "largest")):
             if names := [f"`{name}`" for name, lr in chosen.items() if lr == edge(tried[name])]:
                 told.append(f"with {size} examples {', '.join(names)} took the {kind} rate")
-    return f"At the edge of what was tried: {'; '.join(told) or 'none'}."
+    return listed("At the edge of what was tried", told)
 
 
 def unfinished(found, sizes):
@@ -188,7 +190,18 @@ def unfinished(found, sizes):
         last = point["rounds"] - EVERY
         if names := [f"`{name}`" for name, one in point["methods"].items() if max(one["rounds"]) >= last]:
             told.append(f"{', '.join(names)} with {size} examples ({last} of {point['rounds']})")
-    return f"At the latest round that the search can choose, so that more rounds may change it: {'; '.join(told) or 'none'}."
+    return listed("At the latest round that the search can choose, so that more rounds may change it", told)
+
+
+def listed(head, items):
+    """Returns a list below what introduces it.
+
+    >>> listed("Rates", ["0.1", "0.2"])
+    'Rates:\\n\\n- 0.1\\n- 0.2'
+    >>> listed("Rates", [])
+    'Rates: none.'
+    """
+    return "\n".join([f"{head}:\n", *(f"- {item}" for item in items)]) if items else f"{head}: none."
 
 
 def shown(method, own):

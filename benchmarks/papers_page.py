@@ -11,7 +11,7 @@ from statistics import fmean
 from papers_cells import interval
 from papers_claims import PAPERS, conclusions, in_short, split
 from papers_curves import DIGITS, OTHER, kind_of, of_curve, spanned
-from papers_summary import summary
+from papers_summary import answer, summary
 
 from polyfed.cli.commands.papers.paper_tables import find_table
 
@@ -25,38 +25,48 @@ How do four published systems do beside their rivals, with fewer clients, images
 
 READING = """# How to read the results
 
+Compare the order of methods, and whether a difference is decided, not the levels: polyfed's runs are smaller than the
+papers'.
+
+| word | meaning |
+|---|---|
+| polyfed | the mean over seeds ± the standard deviation over seeds |
+| paper | the paper's figure; what is reduced against it stands under each table |
+| ahead, behind | the 95 % interval of the paired difference is above 0, or below 0 |
+| not decided | any other interval, also one without width, where all seeds happen to differ alike |
+| 100 clients, 500 clients | rows and columns have the papers' names: in FedHeNN's tables they are 20 and 40 here |
+| η_0 | the weight of FedHeNN's alignment term |
+| RAD | the public examples on which FedHeNN compares representations |
+| CKA | how alike two representations are, from 0 to 1 |
+| normalise, Arch 0 to 3 | FLHA-GHN: it scales the weights that are generated; its four networks |
+| adapted | FedPNAS: after the epoch of local training with which it ends |
+
+[Other words](../glossary.md). A table or figure of the papers that is not on these pages has not been measured.
+
+## What an interval covers
+
+- **In a table** each seed deals the data anew and trains anew: intervals cover new clients of the same data.
+- **In a curve** all seeds have the same clients: intervals cover new seeds and new test examples, not new clients.
+- Each interval is for one difference. Where ten methods are compared, one in twenty such statements may be wrong.
+- Most are of three seeds, and may be narrow by chance. What three showed was measured with further seeds in two tables,
+  and once it did not hold ([FedHeNN, Table 2](fedhenn.md); [FLHA-GHN, Table 1](flha_ghn.md)).
+- One setting that stands in two tables may differ, as a rule by some tenths of a point, and by many where seeds are far
+  apart, as FedAvg's on the digits of FedPNAS's Fig. 3, or a single client's. They were measured on processors with other
+  vector instructions, which round otherwise. So three seeds that decide something may not do so on your processor.
+
+## How learning rates were chosen
+
+- **In a curve** every method's rate was chosen on validation examples. One run a rate chooses, and may choose badly.
+  FedHeNN's η_0 was tried in all combinations with the rate, and so with twice as many runs.
+- A curve is read twice: at the round that was best on validation examples for each method, and after all rounds. What
+  is decided both times is firmer than what is decided once.
+- **In a table** methods share the rates of its recipe, which stand under it as "reduced". They were not chosen for each
+  method, but for pFedHN in FLHA-GHN's Table 1, both kinds of network in its Table 2, η_0 in FedHeNN's tables and the
+  samplers of FedPNAS ([the searches](../../benchmarks/notes/fedpnas.md#architecture-search)).
+- So where a table and a curve differ, the curve is the fairer comparison.
+
 `python benchmarks/papers.py page` makes the [results](../results.md) from measured runs. [Reproduce a
 paper](../reproduce.md) says how to make a table yourself.
-
-- "polyfed" is the mean over seeds ± the standard deviation over seeds. In a table each seed deals the data anew and trains
-  anew, so that intervals cover new clients of the same data. In a curve all seeds have the same clients: its intervals
-  cover new seeds and new test examples, not new clients.
-- "paper" is the paper's figure. polyfed's runs are smaller than the paper's: what is reduced stands under each table. So
-  compare the order of methods and their distances, not the levels.
-- A method is *ahead* of another where the 95 % interval of their paired difference is above 0, *behind* where it is below 0.
-  Otherwise nothing is decided, nor where all seeds happen to differ alike, so that the interval has no width. Each interval
-  is for one difference: where ten methods are compared, one in twenty such statements may be wrong. Most are of three
-  seeds, and may be narrow by chance: what three showed was measured with further seeds in two tables, and once it did not
-  hold ([FedHeNN, Table 2](fedhenn.md); [FLHA-GHN, Table 1](flha_ghn.md)).
-- In the curves over the number of examples every method's learning rate was chosen on validation examples. A curve is read
-  twice: at the round that was best on validation examples for each method, and after all rounds. What is decided both
-  times is firmer than what is decided once. Each curve states its search. One run a rate chooses, and may choose badly. A
-  method with a second field to choose, FedHeNN's η_0, was tried in all combinations, and so with twice as many runs.
-- The methods of a table share the rates of its recipe, which stand under it as "reduced". They were not chosen for
-  each method, but for pFedHN in FLHA-GHN's Table 1, both kinds of network in its Table 2, η_0 in FedHeNN's tables and
-  the samplers of FedPNAS ([the searches](../../benchmarks/notes/fedpnas.md#architecture-search)). So where a table and a
-  curve differ, the curve is the fairer comparison.
-- One setting that stands in two tables may differ, as a rule by some tenths of a point, and by many where seeds are
-  far apart, as FedAvg's on the digits of FedPNAS's Fig. 3 or a single client's: they were measured on processors with
-  other vector instructions, which round otherwise. So three seeds that decide something may not do so on your
-  processor.
-- Rows and columns have the papers' names. "100 clients" in FedHeNN's tables is the paper's setting: here they are 20,
-  and 40 for "500 clients".
-- The words: *η_0* weighs FedHeNN's alignment term, *RAD* are the public examples on which it compares
-  representations, *CKA* says from 0 to 1 how alike these are, *normalise* scales the weights that FLHA-GHN generates,
-  *Arch 0* to *3* are its four networks, *adapted* is after the epoch of local training that FedPNAS ends with ([other
-  words](../glossary.md)).
-- A table or figure of the papers that is not on these pages has not been measured.
 """
 
 
@@ -64,42 +74,65 @@ REMARKS = {  # what one should know to read a table or a curve
     "fedhenn-table1": "What decides is which mean is the global model, over all clients' latest networks or over the last "
     "round's few. Where the two are different, as in the paper, FedHeNN's is ahead in seven of eight comparisons on "
     "CIFAR-10. Where they are the same it is ahead in none.",
-    "flha-table1": "Three more seeds were run to see whether what the first three showed holds. By themselves: at 25 % over "
-    "training alone +1.6 (−0.6 to 3.8), distillation −1.9 (−4.5 to 0.6); at 12.5 % over training alone +7.9 (4.2 to 11.5), "
-    "pFedHN +11.9 (7.7 to 16.2), distillation +2.2 (−1.4 to 5.9); at 6.25 % over training alone +15.5 (11.7 to 19.3),"
-    " pFedHN +17.9 (12.6 to 23.1), distillation +10.1 (5.9 to 14.2). At 25 % the paper has distillation ahead on "
-    "CIFAR-10, too (89.7 against 88.8), but not on CIFAR-100, where training alone is far behind. pFedHN has a head "
-    "for each client, as in the paper. With heads by architecture, which two and four clients share, it has 7.0 "
-    "points more at 12.5 % (4.2 to 9.8) and 14.0 more at 6.25 % (10.6 to 17.4), and FLHA-GHN is still ahead of it, by"
-    " 6.8 (5.8 to 7.8) and 4.9 (2.9 to 6.9). At 25 % both are the same.",
+    "flha-table1": """\
+Three more seeds were run to see whether what the first three showed holds. By themselves, FLHA-GHN over:
+
+| | 25 % | 12.5 % | 6.25 % |
+|---|---|---|---|
+| training alone | +1.6 (−0.6 to 3.8) | +7.9 (4.2 to 11.5) | +15.5 (11.7 to 19.3) |
+| pFedHN | | +11.9 (7.7 to 16.2) | +17.9 (12.6 to 23.1) |
+| distillation | −1.9 (−4.5 to 0.6) | +2.2 (−1.4 to 5.9) | +10.1 (5.9 to 14.2) |
+
+At 25 % the paper has distillation ahead on CIFAR-10, too (89.7 against 88.8), but not on CIFAR-100, where training
+alone is far behind. pFedHN has a head for each client, as in the paper. With heads by architecture, which two and four
+clients share:
+
+| | 12.5 % | 6.25 % |
+|---|---|---|
+| pFedHN gains | +7.0 (4.2 to 9.8) | +14.0 (10.6 to 17.4) |
+| FLHA-GHN over it | +6.8 (5.8 to 7.8) | +4.9 (2.9 to 6.9) |
+
+At 25 % both forms of pFedHN are the same.""",
     "flha-table1_forms": "As published is with polyfed's earlier reading of section 4.2's start, of which Fig. 6 says "
     "more, and with norm layers as nodes of the graph. Without normalise FLHA-GHN has the largest rate at which no seed "
     "ended at chance, 0.1. With 0.3, which was better in two other seeds, one of these three did "
     "([rates](../benchmarks/notes/flha_ghn.md#flha-ghns-forms)).",
-    "fedhenn-table2": "FedHeNN Hetero and training alone with its networks have nine seeds on CIFAR-10 with two classes: "
-    "six more were run to see whether what the first three showed holds. In the row of 500 clients (40 here) it does not: "
-    "+1.2 (0.7 to 1.6) by three, +0.1 (−0.8 to 0.9) by the six others. In that of 100 (20 here) it does: "
-    "−1.1 (−1.7 to −0.5) and −1.5 (−2.6 to −0.4). So read a narrow interval of three seeds with care: it "
-    "may be narrow by chance.",
-    "fedhenn-effects": "The term makes networks see alike, as it should, and that alone does not raise accuracy: from η_0 0 "
-    "to 1 CKA goes from 0.4 to 0.95, and accuracy with several networks falls by 4.3 points (1.6 to 6.9). With one network "
-    "three seeds do not tell training with the term from training without it (η_0 0), so that the lead over training alone "
-    "in Table 2 may be that of averaging. The paper says that FedAvg suffers from more local epochs and FedHeNN does not: "
-    "here twice the epochs raise FedAvg's model by 5.7 points (0.1 to 11.4), and FedHeNN's global one by 0.4 (0.1 to 0.8). "
-    "The RBF kernel's width of 0.1, 0.5 or 2 median distances changes accuracy by no more than its spread over three seeds. "
-    "'As in Table 2' is also the setting of 'its epochs' and of η_0 1 with one network, 0.1 with several.",
+    "fedhenn-table2": """\
+FedHeNN Hetero and training alone with its networks have nine seeds on CIFAR-10 with two classes. Six more were run to
+see whether what the first three showed holds:
+
+| | three seeds | the six others |
+|---|---|---|
+| 500 clients (40 here): it does not | +1.2 (0.7 to 1.6) | +0.1 (−0.8 to 0.9) |
+| 100 clients (20 here): it does | −1.1 (−1.7 to −0.5) | −1.5 (−2.6 to −0.4) |
+
+So read a narrow interval of three seeds with care: it may be narrow by chance.""",
+    "fedhenn-effects": """\
+- **The term** makes networks see alike, as it should, and that alone does not raise accuracy. From η_0 0 to 1 CKA goes
+  from 0.4 to 0.95, and accuracy with several networks falls by 4.3 points (1.6 to 6.9).
+- **With one network** three seeds do not tell training with the term from training without it (η_0 0). So the lead over
+  training alone in Table 2 may be that of averaging.
+- **Epochs**: the paper says that FedAvg suffers from more local epochs and FedHeNN does not. Here twice the epochs
+  raise FedAvg's model by 5.7 points (0.1 to 11.4), and FedHeNN's global one by 0.4 (0.1 to 0.8).
+- **The RBF kernel's width** of 0.1, 0.5 or 2 median distances changes accuracy by no more than its spread over three
+  seeds.
+- "As in Table 2" is also the setting of "its epochs" and of η_0 1 with one network, 0.1 with several.""",
     "fedhenn-fig1": "FedAvg and FedProx have one model for ten classes here, and a client's own test images are of two. So "
     "FedHeNN's lead over them is not that of its alignment: training alone with FedHeNN's networks has it, too.",
     "fedhenn-fig3": "From nobody to all clients FedHeNN Homo loses 1.6 points and training alone 2.5. That difference, 0.9 "
     "(−1.6 to 3.5), is not decided.",
-    "pfedla-examples": "Its weights over clients learn by one step a round. With 80 and 160 images nothing was decided "
-    "over training alone after 40 and 25 rounds, and with 320 it was behind by 4.0 (2.0 to 6.0) after 15; here are 60, 60 "
-    "and 40. One run a rate chooses, and may choose badly: with 160 images 0.1 for training alone, just before 0.2. With "
-    "0.2 it has 90.3 after all rounds, and pFedLA's lead is 1.1 (−0.8 to 3.0), not decided. With 80 images the next rate "
-    "for training alone, 0.1, is worse, 85.8 instead of 87.2. With 40 images it chose 0.8 for FedRep, which had 82.5 with "
-    "0.2. FedFomo weighs models by held-out examples, 8 of the 40: where a client's own training makes their loss worse, "
-    "it keeps its former model; with all its images in one batch every epoch is the same step, so that it never leaves it. "
-    "Hence 41 % here and 47 % in Table 1, and being ahead of it says little.",
+    "pfedla-examples": """\
+- **Rounds**: its weights over clients learn by one step a round. With 80 and 160 images nothing was decided over
+  training alone after 40 and 25 rounds, and with 320 it was behind by 4.0 (2.0 to 6.0) after 15. Here are 60, 60 and
+  40.
+- **Rates**: one run a rate chooses, and may choose badly.
+    - With 160 images it chose 0.1 for training alone, just before 0.2. With 0.2 that has 90.3 after all rounds, and
+      pFedLA's lead is 1.1 (−0.8 to 3.0), not decided.
+    - With 80 images the next rate for training alone, 0.1, is worse, 85.8 instead of 87.2.
+    - With 40 images it chose 0.8 for FedRep, which had 82.5 with 0.2.
+- **FedFomo** weighs models by held-out examples, 8 of the 40. Where a client's own training makes their loss worse, it
+  keeps its former model. With all its images in one batch every epoch is the same step, so that it never leaves it.
+  Hence 41 % here and 47 % in Table 1, and being ahead of it says little.""",
     "flha-examples": "`flha_ghn_published` is with polyfed's earlier reading of section 4.2's start, and with norm layers "
     "as nodes of the graph. Distillation trains its teacher in the first half of the rounds. With 160 and 320 examples "
     "the search can choose no round after 15 of 20 and 10 of 15, five and two rounds after that half: so there the lead "
@@ -112,17 +145,28 @@ REMARKS = {  # what one should know to read a table or a curve
     "flha-fig4": "Three seeds. Up to five epochs between communications cost nothing, as in the paper. With ten, which "
     "leave four rounds, one seed of three is 15 points lower; with twenty, which leave two, the hypernetwork has learned "
     "little.",
-    "fedpnas-proposition1": "Three seeds. The proposition bounds the gap by the distance of θ_b from its optimum, so that "
-    "it should shrink in training. It does not: on the digits it is 0.37 after a tenth of the rounds and 0.54 after all, "
-    "on Fashion-MNIST 0.48 and 0.67. α_i is above 0.989 everywhere, and above 0.999 after all rounds, since the first step "
-    "changes θ_p little, whereas the client's own gradient has a cosine of 0.18 to 0.65 with the federated one. So α_i "
-    "does not tell here which client contradicts the others. Whether assumption 1, on which the proposition rests, holds "
-    "was not measured.",
-    "flha-appendix_d": "One seed a choice, so that only large differences count. The paper's rate, 0.009, is right for "
-    "its optimiser: with 0.001 and 0.0001 SGD learns little or nothing in 40 rounds, and 0.1 diverges. Adam does as well "
-    "with 0.001. A latent dimension of 128 trains badly at the paper's rate, and eight steps of the GNN are worse than its "
-    "three. Bottleneck, weight decay, schedule and kind of GNN make differences of a few points, which one seed does not "
-    "decide.",
+    "fedpnas-proposition1": """\
+- Three seeds. The proposition bounds the gap by the distance of θ_b from its optimum, so that it should shrink in
+  training. It does not:
+
+    | | after a tenth of the rounds | after all |
+    |---|---|---|
+    | digits | 0.37 | 0.54 |
+    | Fashion-MNIST | 0.48 | 0.67 |
+
+- α_i is above 0.989 everywhere, and above 0.999 after all rounds, since the first step changes θ_p little. The client's
+  own gradient has a cosine of 0.18 to 0.65 with the federated one. So α_i does not tell here which client contradicts
+  the others.
+- Whether assumption 1, on which the proposition rests, holds was not measured.""",
+    "flha-appendix_d": """\
+One seed a choice, so that only large differences count:
+
+- The paper's rate, 0.009, is right for its optimiser. With 0.001 and 0.0001 SGD learns little or nothing in 40 rounds,
+  and 0.1 diverges.
+- Adam does as well with 0.001.
+- A latent dimension of 128 trains badly at the paper's rate, and eight steps of the GNN are worse than its three.
+- Bottleneck, weight decay, schedule and kind of GNN make differences of a few points, which one seed does not
+  decide.""",
     "flha-fig6": "Section 4.2's sentence, on all layers of a head, gives Kaiming's spread with fan_out, as the figure "
     "shows: to some per cent where nodes differ in size, exactly with normalise. It leaves open of what size the "
     "heads' input is; polyfed measures it ([FLHA-GHN](methods/flha_ghn.md#details)). Before, polyfed had the formula on "
@@ -181,7 +225,7 @@ def write(results, docs):
         page = page_of(name)
         parts.append(f"### {name}\n\n{what}: [every table and curve of {name}](results/{page}).\n")
         details = [
-            f"# Results of {name}\n\n{what}. [How to read these tables](reading.md); "
+            f"# Results of {name}\n\n{answer(results, name)}{what}. [How to read these tables](reading.md); "
             f"[the method](../methods/{page}).\n",
             *(
                 of_curve(key, name, json.loads(file.read_text(encoding="utf-8")), docs, REMARKS.get(f"{key}-examples"))
@@ -270,7 +314,9 @@ def of_table(found, took):
     of = {found["reduced"][cell["recipe"]]: cell["recipe"] for cell in found["cells"] if cell["recipe"]}
     for reduced, recipe in of.items():
         which = f" (recipe `{recipe}`)" if len(of) > 1 else ""
-        lines.append(f"Reduced against the paper{which}: {' '.join(reduced.split())}.\n" if reduced else "")
+        if reduced:
+            parts = " ".join(reduced.split()).split("; ")
+            lines += [f"Reduced against the paper{which}:\n", *(f"- {part}" for part in parts), ""]
     if found["seconds"]:
         seeds = "1 seed" if numbers == [1] else f"{' or '.join(map(str, numbers))} seeds"
         shared = f"; the runs of {find_table(*found['runs'].split('/')).printed_name}" if found.get("runs") else ""
@@ -380,8 +426,10 @@ def spelled(value):
 def how_long(results):
     """A row a table: minutes for three seeds, of each data set and of all."""
     (tables, found), (before, slower) = timings(results), timings(results, ONE_BY_ONE)
+    whole = minutes(results).values()
     lines = [
         "# How long a table takes\n",
+        f"Three seeds of a table take {min(whole):.0f} to {max(whole):.0f} minutes on {found['cores']} cores.\n",
         f"Minutes for three seeds at scale `cpu` on {found['cores']} idle cores ({found['cpu']}, "
         f"{found['instructions']}): one call of `polyfed reproduce` for each data set, start of the command and evaluation "
         "included. A call that was stopped goes on where it was. A table of forms was timed in the folder of that whose "
@@ -394,8 +442,8 @@ def how_long(results):
     for key in {**tables, **before}:
         paper, name = key.split("/")
         each = ", ".join(f"{SOURCES[data]} {value:.0f}" for data, value in tables.get(key, {}).items())
-        whole = f"{sum(tables[key].values()):.0f}" if key in tables else ""
+        both = f"{sum(tables[key].values()):.0f}" if key in tables else ""
         parts = [f"{SOURCES[data]} {value:.0f}" for data, value in before.get(key, {}).items()]
         earlier = f"{sum(before[key].values()):.0f}: {', '.join(parts)}" if parts else ""
-        lines.append(f"| {PAPERS[paper][0]}, {find_table(paper, name).printed_name} | {each} | {whole} | {earlier} |")
+        lines.append(f"| {PAPERS[paper][0]}, {find_table(paper, name).printed_name} | {each} | {both} | {earlier} |")
     return "\n".join([*lines, ""])

@@ -44,13 +44,36 @@ ROWS = (  # method, rival, and where both were measured: results, the method's n
 
 def summary(results, docs):
     """Writes the picture, and returns what it shows in short, and the table below it."""
-    found = {(own, rival): gains for own, rival, places in ROWS if (gains := measured(results, places))}
+    found = gains_by_rival(results)
     if not found:
         return ""
     draw(docs / "images" / PICTURE, found)
+    picture = f"![Differences in accuracy between the papers' methods and their rivals](images/{PICTURE})\n"
+    return "\n".join([say_shortly(found), picture, tabulate(found)])
+
+
+def answer(results, paper):
+    """Returns in how many settings the methods of a paper are ahead of each rival, and the rows of the table on them."""
+    found = {pair: gains for pair, gains in gains_by_rival(results).items() if paper in pair[0]}
+    by_method = {}
+    for (own, rival), gains in found.items():
+        kinds = [kind_of(gain) for gain in gains]
+        behind = f" and behind in {kinds.count('behind')}" * ("behind" in kinds)
+        by_method.setdefault(own, []).append(f"{rival} in {kinds.count('ahead of')} of {len(kinds)} settings{behind}")
+    said = [f"{own.replace(',', ' with')} is ahead of {'; of '.join(rivals)}." for own, rivals in by_method.items()]
+    if len(said) > 1:
+        said = ["\n".join(f"- {sentence}" for sentence in said)]
+    return f"{said[0]}\n\n{tabulate(found)}\n" if found else ""
+
+
+def gains_by_rival(results):
+    """Returns the differences at all places, by method and rival, of the pairs that were measured."""
+    return {(own, rival): gains for own, rival, places in ROWS if (gains := measured(results, places))}
+
+
+def tabulate(found):
+    """Returns the table of differences in points of accuracy, a row a rival."""
     lines = [
-        say_shortly(found),
-        f"![Differences in accuracy between the papers' methods and their rivals](images/{PICTURE})\n",
         "| method | compared with | settings | ahead | not decided | behind | median difference | least | largest |",
         "|---|---|---|---|---|---|---|---|---|",
     ]

@@ -60,6 +60,16 @@ def test_a_page_of_results_begins_with_one_picture_and_one_table(name):
     assert len(text.split()) < 2000
 
 
+@pytest.mark.lists
+@pytest.mark.parametrize("name", ["pfedla", "fedhenn", "flha_ghn", "fedpnas"])
+def test_the_page_of_a_paper_begins_with_an_answer_and_one_table(name):
+    _, answer, table, *_ = (ROOT / "docs" / "results" / f"{name}.md").read_text(encoding="utf-8").split("\n\n")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    counted = [f"{rival} in {ahead} of {settings} settings" for _, rival, settings, ahead, *_ in rows]
+    assert counted
+    assert [words for words in counted if words not in answer] == []
+
+
 def test_a_table_takes_only_variants_of_the_data_that_it_was_given(page):
     """A pattern that takes another data set's variant ends a measurement of hours by an error at its end."""
     import papers
@@ -289,19 +299,20 @@ def test_rates_at_the_edge_of_what_was_tried_are_told(page):
     rates = {"local": {"lr": 0.2}, "fedavg": {"lr": 0.02}, "pfedla": {"lr": 0.05}, "fedmd": {}}
     wider = {"tuned": "lr=0.02,0.05,0.2,0.4", "chosen": {"pfedla": {"lr": 0.05}, "local": {"lr": 0.2}}}
     found = {"points": {"20": wider, "40": {"tuned": "lr=0.02,0.05,0.2", "chosen": rates}}}
-    told = "with 40 examples `fedavg` took the smallest rate; with 40 examples `local` took the largest rate"
-    assert edges(found, [20, 40]) == f"At the edge of what was tried: {told}."
+    smallest, largest = "took the smallest rate", "took the largest rate"
+    told = f"- with 40 examples `fedavg` {smallest}\n- with 40 examples `local` {largest}"
+    assert edges(found, [20, 40]) == f"At the edge of what was tried:\n\n{told}"
     assert edges(found, [20]) == "At the edge of what was tried: none."
     found = {
         "points": {"20": {"rounds": 60, "methods": {"pfedla": {"rounds": [55, 55]}, "local": {"rounds": [50, 50]}}}}
     }
-    assert unfinished(found, [20]).endswith(": `pfedla` with 20 examples (55 of 60).")
+    assert unfinished(found, [20]).endswith(":\n\n- `pfedla` with 20 examples (55 of 60)")
     chosen = {"fedhenn": {"lr": 0.1, "eta0": 0.1}, "local": {"lr": 0.4}}
     tried = {"fedhenn": [0.1, 0.1, 0.2, 0.2], "local": [0.1, 0.2, 0.4]}
     found = {"points": {"20": {"tuned": "lr=0.1,0.2,...;eta0=0.1,1", "chosen": chosen, "tried": tried}}}
-    told = "with 20 examples `fedhenn` took the smallest rate; with 20 examples `local` took the largest rate"
-    assert edges(found, [20]) == f"At the edge of what was tried: {told}."
-    assert besides(found, [20]).startswith(
+    told = f"- with 20 examples `fedhenn` {smallest}\n- with 20 examples `local` {largest}"
+    assert edges(found, [20]) == f"At the edge of what was tried:\n\n{told}"
+    assert besides(found, [20])[0].startswith(
         "Of 0.1, 1 for `eta0` of `fedhenn`, in all combinations with the rates: 0.1 with 20"
     )
 
