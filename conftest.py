@@ -68,8 +68,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--method", metavar="NAME", help="only tests of this method, and of the lists of all methods")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m decides
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of a method: those with its name, page or class among their parameters, and those of its own file."""
+    """Of a test of `one_case` all others are thorough. Tests of a method are those with its name, page or class among their
+    parameters, and those of its own file."""
+    tests_with_case = set()
+    for item in items:
+        if item.get_closest_marker("one_case") and not (set(item.keywords) & {"slow", "thorough"}):
+            test = item.nodeid.partition("[")[0]
+            if test in tests_with_case:
+                item.add_marker(pytest.mark.thorough)
+            tests_with_case.add(test)
     if not (name := config.getoption("method")):
         return
     chosen = [item for item in items if _concerns_method(item, name)]

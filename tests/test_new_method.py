@@ -58,6 +58,7 @@ def test_a_new_method_passes_the_contract(base, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("base", tool.BASES)
+@pytest.mark.one_case
 def test_what_is_written_is_formatted_and_short(base, tmp_path):
     for place, text in files(base).items():
         assert max(map(len, text.splitlines())) <= 150 if place.endswith(".md") else 125, place

@@ -52,6 +52,7 @@ def equal(found, fedavg):
 
 
 @pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.one_case
 def test_with_one_depth_and_one_classifier_it_is_fedavg_bit_for_bit(weighted):
     """With BatchNorm and dropout; and for a network whose only classifier is an exit."""
     for clients in (small_clients(), family((1, 1, 1))):
@@ -72,6 +73,7 @@ def kl(teacher, student):
 
 
 @pytest.mark.parametrize(("weighted", "distill"), [(False, 1.0), (True, 0.5), (True, 0.0)])
+@pytest.mark.one_case
 def test_rounds_of_three_depths_in_plain_torch_are_the_same(weighted, distill, monkeypatch):
     """Two of three clients a round; layers that none of them has stay. With momentum and weight decay."""
     factories = [partial(Deep, depth, torch.float64) for depth in (2, 3, 1)]

@@ -46,6 +46,7 @@ def evaluated(method, clients, rounds=2):
 
 @pytest.mark.parametrize("policy", few(["average", "local", "recompute"], ["recompute"]))
 @pytest.mark.parametrize("nothing", [{"head_layers": 0}, {"head": ()}])
+@pytest.mark.one_case
 def test_without_a_head_it_is_fedavg_with_fine_tuning_bit_for_bit(policy, nothing):
     options = {**OPTIONS, "buffers": policy, "finetune_epochs": 2, "finetune_lr": 0.02}
     theirs = run(FedAvgFT(**options), small_clients())
@@ -58,6 +59,7 @@ def test_without_a_head_it_is_fedavg_with_fine_tuning_bit_for_bit(policy, nothin
 
 
 @pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.one_case
 def test_rounds_and_fine_tuning_in_plain_torch_are_the_same(weighted, monkeypatch):
     """Two of three clients a round. All are evaluated after fine-tuning, of which the next round sees nothing."""
     clients = unequal_clients(normed, normed, normed)

@@ -26,6 +26,7 @@ def assert_same_tensors(one, other):
 
 
 @pytest.mark.parametrize("head_layers", [1, 2])
+@pytest.mark.one_case
 def test_without_generated_representations_it_is_lg_fedavg_bit_for_bit(head_layers):
     clients = plain(mixed()) if head_layers == 2 else mixed()
     fedgen, other = (

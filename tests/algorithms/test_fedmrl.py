@@ -80,6 +80,7 @@ def test_clients_of_one_architecture_begin_with_one_projector():
 
 
 @pytest.mark.parametrize("which", ["m_local", "m_global"])
+@pytest.mark.one_case
 def test_a_head_whose_loss_has_no_weight_stays_as_it_is(which):
     clients = plain(mixed())
     method = FedMRL(**OPTIONS, shared=SHARED, **{which: 0.0})
@@ -92,6 +93,7 @@ def test_a_head_whose_loss_has_no_weight_stays_as_it_is(which):
 
 
 @pytest.mark.parametrize("policy", ["average", "local", "recompute"])
+@pytest.mark.one_case
 def test_the_shared_network_is_evaluated_with_the_statistics_of_the_policy(policy):
     """Which are the server's, the client's own, or the means over its training data."""
     method, clients = FedMRL(**OPTIONS, shared="polyfed.testing:SmallNet", buffers=policy), plain(mixed())
@@ -142,6 +144,7 @@ def test_negative_weights_are_refused(field):
 
 
 @pytest.mark.parametrize("hidden", [(9,), (64,)])
+@pytest.mark.one_case
 def test_a_shared_representation_wider_than_the_clients_is_refused(hidden):
     with pytest.raises(
         UserError,

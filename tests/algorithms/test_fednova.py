@@ -28,6 +28,7 @@ def test_if_everyone_takes_one_step_it_is_fedavg_bit_for_bit(weighted):
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.one_case
 def test_with_equal_numbers_of_steps_it_is_fedavg(momentum):
     options = {"lr": 0.05, "batch_size": 8, "local_steps": 7, "momentum": momentum}
     ours, theirs = (model_of(method(**options), small_clients()) for method in (FedNova, FedAvg))

@@ -16,6 +16,7 @@ from tests.few_cases import few
 
 @pytest.mark.parametrize("policy", few(["local", "average", "recompute"], ["recompute"]))
 @pytest.mark.parametrize("nothing", [{"head_layers": 0}, {"head": ()}])
+@pytest.mark.one_case
 def test_without_a_head_it_is_fedavg_bit_for_bit(policy, nothing):
     fedavg = run(FedAvg(**OPTIONS, local_epochs=2, buffers=policy), small_clients(), rounds=3)
     with pytest.warns(RuntimeWarning, match="^FedPer: the head is empty, .* this is FedAvg$") as told:

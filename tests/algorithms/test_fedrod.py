@@ -31,6 +31,7 @@ def lacking():
 
 
 @pytest.mark.parametrize("more", [{}, {"clip_norm": 0.1}])
+@pytest.mark.one_case
 def test_with_gamma_0_the_generic_model_is_fedavgs_bit_for_bit(more):
     """With BatchNorm and dropout; whatever the personal head does, and also where the gradient is clipped."""
     options = {**OPTIONS, **more, "buffers": "local"}
@@ -42,6 +43,7 @@ def test_with_gamma_0_the_generic_model_is_fedavgs_bit_for_bit(more):
 
 
 @pytest.mark.parametrize(("gamma", "weighted"), [(1.0, True), (0.5, False)])
+@pytest.mark.one_case
 def test_rounds_in_plain_torch_are_the_same(gamma, weighted, monkeypatch):
     """Two of three clients a round, two of which lack a class. The generic model has momentum and weight decay."""
     clients = unequal_clients(normed, normed, normed, lacks=(0, 1, None))

@@ -112,6 +112,7 @@ def test_one_full_batch_step_of_all_clients_is_centralised_sgd_on_the_pooled_dat
 
 
 @pytest.mark.parametrize("method", [FedAvg, FedProx])
+@pytest.mark.one_case
 def test_identical_clients_average_to_any_of_them(method):
     def twins(number):
         source = small_clients(1)[0]
@@ -150,6 +151,7 @@ def test_fine_tuning_is_fedavg_followed_by_local_epochs():
 
 
 @pytest.mark.parametrize(("own_lr", "lr"), [(None, 0.05 * 0.5), (0.2, 0.2)])
+@pytest.mark.one_case
 def test_fine_tuning_is_fit_from_the_global_model(own_lr, lr):
     """By hand: from θ, with the round's seed of the client, its data, the epochs and the learning rate."""
     options = {"lr": 0.05, "schedule": "exponential", "decay": 0.5, "batch_size": 8, "local_epochs": 3}

@@ -157,6 +157,7 @@ def test_pfedme_reaches_the_minimum_of_the_moreau_envelopes(steps, weighted):
 
 
 @pytest.mark.parametrize("beta", [0.25, 1.0, 2.0])
+@pytest.mark.one_case
 def test_beta_mixes_the_old_and_the_new_global_model(beta):
     def after(beta):
         run = pf.federate(small_clients(), PFedMe(beta=beta, buffers="average", **OPTIONS), rounds=1, workers=0)

@@ -100,6 +100,7 @@ def assert_as_before(before, factory):
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.one_case
 def test_a_layer_with_two_names(name):
     before = held(Alias)
     model = run(name, Alias).model("c0")
@@ -110,6 +111,7 @@ def test_a_layer_with_two_names(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.one_case
 def test_a_run_that_fails_leaves_nothing_for_the_next(name):
     before = held(Breaking)
     before[0].calls[0] = 2  # whatever tests before this one left
@@ -121,6 +123,7 @@ def test_a_run_that_fails_leaves_nothing_for_the_next(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.one_case
 def test_a_wrapped_network_gives_what_the_network_in_it_gives(name):
     plain, other = (run(name, factory).model("c0").state_dict() for factory in (Plain, wrapped))
     assert plain.keys() == other.keys()
@@ -143,6 +146,7 @@ class OneNumber(nn.Module):
 
 @pytest.mark.parametrize("engine", ["inprocess", "cohort"])
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.one_case
 def test_a_parameter_of_one_number_and_an_empty_one_are_trained(name, engine):
     model = run(name, OneNumber, engine=engine).model("c0")
     assert all(bool(torch.isfinite(tensor).all()) for tensor in model.state_dict().values())
@@ -170,6 +174,7 @@ class Scales(nn.Module):
         ["apfl", "fedavg", "fedkd", "fedproto"],
     ),
 )
+@pytest.mark.one_case
 def test_a_network_that_scales_its_inputs_in_place_gives_the_same(name, engine, monkeypatch):
     states = []
     for in_place in (False, True):
@@ -192,6 +197,7 @@ class OfTwoTypes(nn.Module):
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.one_case
 def test_parameters_of_two_types_and_a_layer_without_units(name):
     try:
         state = run(name, OfTwoTypes, rounds=1).model("c0").state_dict()
@@ -220,6 +226,7 @@ class NoNumbers(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["fedrep", "fedbabu", "fedpac", "lg_fedavg", "fedper"])
+@pytest.mark.one_case
 def test_a_body_that_forward_leaves_out(name):
     assert torch.isfinite(torch.tensor(run(name, lambda: HeadAlone(NoNumbers)).history[-1]["summary"]["loss"]["mean"]))
     if name in ("fedrep", "fedbabu", "fedpac"):  # which train the body alone for a while

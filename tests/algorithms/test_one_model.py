@@ -64,6 +64,7 @@ def by_hand(method: Any, rounds: int, per_round: int) -> tuple[Any, dict[str, di
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.one_case
 def test_the_result_is_the_mean_over_all_latest_models(name: str) -> None:
     """By the definition, with a client that was never drawn, and others last drawn in different rounds."""
     method = made(name, "all")
@@ -101,6 +102,7 @@ def test_training_is_the_same_and_the_other_mean_is_evaluated_beside_it(name: st
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.one_case
 def test_where_everyone_took_part_in_the_last_round_both_are_one(name: str) -> None:
     run = federate(made(name, "all"), clients_per_round=1.0, rounds=2)
     for row in run.history[-1]["clients"].values():

@@ -129,6 +129,7 @@ def test_fedrep_trains_the_head_on_the_received_body_and_then_the_body_on_that_h
 
 
 @pytest.mark.parametrize("policy", ["local", "average", "recompute"])
+@pytest.mark.one_case
 def test_the_head_is_never_sent_and_clients_keep_different_ones(policy):
     method = FedRep(**OPTIONS, local_epochs=2, buffers=policy)
     first, second = messages(method, small_clients())
@@ -176,6 +177,7 @@ def test_evaluated_is_the_global_body_with_the_clients_own_head_or_the_initial_o
 
 
 @pytest.mark.parametrize("policy", ["local", "average", "recompute"])
+@pytest.mark.one_case
 def test_norms_inside_the_head_stay_local_under_every_policy(policy):
     clients = with_model(small_clients(), deep_net)
     method = FedRep(**OPTIONS, local_epochs=2, head_layers=2, buffers=policy)

@@ -14,6 +14,7 @@ from polyfed.testing import example_of
 
 
 @pytest.mark.parametrize("name", OF_NETWORKS)
+@pytest.mark.one_case
 def test_a_client_trains_at_the_rate_that_the_message_says(name):
     """One message makes the same reply and private state of methods with other rates, and another rate in it does not."""
     example = example_of(name)

@@ -111,6 +111,7 @@ def assert_same_models(one, other):
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in OF_NETWORKS])
+@pytest.mark.one_case
 def test_inputs_apart_train_as_inputs_in_one(name):
     whole = played(name, FORMS["tensor"])
     for form in ("tuple", "dict"):

@@ -107,6 +107,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("network", [Tied, Twice])
+@pytest.mark.one_case
 def test_a_second_name_changes_nothing(name, network):
     method, rounds = method_of(name), 3 if name == "fedala" else 2
     same(run_of(method, Once, rounds), run_of(method, network, rounds))
@@ -119,6 +120,7 @@ def test_a_second_name_changes_nothing(name, network):
         [{"compress": "int8"}, {"engine": "cohort"}],
     ),
 )
+@pytest.mark.one_case
 def test_nor_in_fewer_bytes_in_secure_sums_or_side_by_side(words):
     method = method_of("fedavg")
     others = [Twice] if "compress" in words else [Tied, Twice]  # the noise of int8 follows the order of tensors

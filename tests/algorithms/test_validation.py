@@ -26,6 +26,7 @@ def check(method):
     "name",
     [n if n in ("knn_per", "fedfomo") else pytest.param(n, marks=pytest.mark.thorough) for n in OF_NETWORKS],
 )
+@pytest.mark.one_case
 def test_no_method_fits_validation_examples_unsaid(name):
     check(example_of(name).build())
 
@@ -60,6 +61,7 @@ class ShiftsByValidation(FedAvg):
 
 
 @pytest.mark.parametrize(("replies", "what"), [(True, "the server's state"), (False, "a network")])
+@pytest.mark.one_case
 def test_one_that_fits_them_is_caught(replies, what):
     with pytest.raises(AssertionError, match=f"with other validation examples, {what}"):
         check(ShiftsByValidation(lr=0.05, batch_size=8, replies=replies))

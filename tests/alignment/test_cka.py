@@ -171,6 +171,7 @@ def test_equation_4_of_fedhenn_is_linear_cka_of_centred_features() -> None:
         {(kind, *shape) for kind, shape in zip(CKA, [(11, 3, 4), (4, 9, 11)] * len(CKA), strict=False)},
     ),
 )
+@pytest.mark.one_case
 def test_gradients_are_those_of_finite_differences(kind: str, number: int, a: int, b: int) -> None:
     """Of features, eleven rows; of kernels, four rows by 9 and 11 columns."""
     one, other = (random(seed, number, width).requires_grad_() for seed, width in ((6, a), (7, b)))

@@ -172,6 +172,7 @@ def stop_in(patch, folder, when):
 
 
 @pytest.mark.parametrize("when", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=repr)
+@pytest.mark.one_case
 def test_a_run_stopped_in_a_baseline_goes_on_with_all_of_it(tables, capsys, monkeypatch, when):
     with monkeypatch.context() as patch:
         stop_in(patch, Path("a b/baselines/local"), when)
@@ -190,6 +191,7 @@ def test_a_run_stopped_in_a_baseline_goes_on_with_all_of_it(tables, capsys, monk
     ],
     ids=repr,
 )
+@pytest.mark.one_case
 def test_a_comparison_stopped_after_its_last_run_is_not_lost(tables, capsys, monkeypatch, place, when):
     def stop(*_):
         raise when

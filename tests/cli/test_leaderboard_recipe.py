@@ -19,6 +19,7 @@ def experiment(variant, recipe=RECIPE):
 
 @pytest.mark.lists
 @pytest.mark.parametrize("variant", ["digits-0.1", "architectures", "tweets", "cifar10"])
+@pytest.mark.one_case
 def test_every_method_that_suits_is_compared(variant):
     suiting = {
         name for name, method in REGISTRY.items() if method.card.fields_of_leaderboard_variant(variant) is not None

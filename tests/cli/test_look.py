@@ -167,6 +167,7 @@ def test_what_training_refuses_is_listed_with_its_option_and_hides_nothing_else(
         ["--data", "digits", "--data.clients", "3", "--data.partition", "iid"],
     ],
 )
+@pytest.mark.one_case
 def test_a_look_writes_its_options_for_other_commands(table, words, capsys):
     assert main(["look", *words, "--out", "data.yaml"]) == 0
     assert capsys.readouterr().out.endswith("\nThe options are in data.yaml. Next: polyfed compare data.yaml\n")

@@ -43,6 +43,7 @@ def favouring(name, best):
         (99, "grid,...", [0.001, 0.003, 0.01, 0.03, 0.1, 0.33, 1.1]),
     ],
 )
+@pytest.mark.one_case
 def test_a_search_goes_on_beyond_the_edge_if_it_may(monkeypatch, best, values, tried):
     monkeypatch.setattr(hyperparameter_search, "execute_or_load_runs", favouring("mu", best))
     found = pf.compare(small_clients(2), [FedProx(mu=0.01)], **SHORT, tune={"mu": values})

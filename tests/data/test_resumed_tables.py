@@ -22,6 +22,7 @@ def clients_of(rows):
         lambda rows: rows.assign(ward=rows["ward"].map({"in": "home", "out": "out"})),
     ],
 )
+@pytest.mark.one_case
 def test_renamed_columns_and_categories_are_refused(tmp_path, change):
     draw = np.random.default_rng(0)
     rows = pd.DataFrame({name: draw.normal(size=60) for name in ("age", "crp")}).assign(

@@ -66,6 +66,7 @@ def test_metrics_of_another_run_are_not_taken(tmp_path, run):
 
 
 @pytest.mark.parametrize("line", few([0, 1, 2, 3], [0, 3]))
+@pytest.mark.one_case
 def test_one_changed_number_of_the_metrics_is_found(run, line):
     """A change in the last round costs that round; one before all checkpoints that are left ends with a sentence."""
     whole = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
@@ -101,6 +102,7 @@ def test_a_changed_configuration_is_named_and_where_it_runs_is_free(run):
 
 
 @pytest.mark.parametrize("content", few([None, "", "{", "[]", "{}", "\x00" * 9], {None, "{", "[]"}))
+@pytest.mark.one_case
 def test_a_damaged_manifest_says_so(run, content):
     """It said that the clients were not those of the run."""
     (run / "manifest.json").unlink()

@@ -86,6 +86,7 @@ def test_networks_with_buffers_are_named():
 
 
 @pytest.mark.parametrize(("name", "network", "way"), CASES)
+@pytest.mark.one_case
 def test_a_run_of_a_small_network_goes_on(name, network, way, tmp_path):
     if (method := varied(name, way)) is None:
         return

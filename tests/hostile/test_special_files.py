@@ -106,6 +106,7 @@ def test_run_and_compare_of_a_file(tmp_path, said, make):
 
 @special
 @pytest.mark.parametrize("ending", [".safetensors", ".preprocessing.json", ".signature.json"])
+@pytest.mark.one_case
 def test_predict_and_export(run, original, said, tmp_path, make, ending):
     put(make, run / "models" / f"north{ending}")
     if ending != ".signature.json":
@@ -124,6 +125,7 @@ def test_predict_of_a_table_that_is_none(run, said, tmp_path, make):
 @pytest.mark.parametrize(
     "name", few(["weights.safetensors", "signature.json", "preprocessing.json"], ["signature.json"])
 )
+@pytest.mark.one_case
 def test_predict_from_an_exported_folder(run, original, said, tmp_path, make, name):
     assert main(["export", str(run), "--client", "north", "--to", str(tmp_path / "to")]) == 0
     put(make, tmp_path / "to" / name)
@@ -131,6 +133,7 @@ def test_predict_from_an_exported_folder(run, original, said, tmp_path, make, na
 
 
 @special
+@pytest.mark.one_case
 def test_predictions_and_checkpoints(run, said, make):
     put(make, run / "predictions" / "north.parquet")
     with pytest.raises(UserError, match=r"north\.parquet"):

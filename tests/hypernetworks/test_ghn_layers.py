@@ -92,6 +92,7 @@ def by_loops(ghn, h):
 
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize(("gnn", "passing"), FORMS)
+@pytest.mark.one_case
 def test_latents_are_those_of_loops(gnn, passing, normalise):
     ghn, form = ghn_of(gnn=gnn, passing=passing, normalise=normalise)
     tensors = graph_to_tensors(graph(), form.catalogue, CPU, form.passing)
@@ -133,6 +134,7 @@ def test_messages_go_back_in_asynchronous_passing_only():
 
 @pytest.mark.parametrize("init", ["kaiming", "paper", "last_layer"])
 @pytest.mark.parametrize(("gnn", "passing"), FORMS)
+@pytest.mark.one_case
 def test_generated_weights_start_with_kaimings_variance_in_each_form(gnn, passing, init):
     kinds = [LayerType("linear", 64, 64, activation="relu"), LayerType("linear", 64, 64)]
     form = GHNConfig(LayerCatalogue(tuple(kinds)), depth=2, gnn=gnn, passing=passing)

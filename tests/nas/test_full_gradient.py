@@ -86,6 +86,7 @@ CASES = few([("free", "example"), ("aware", "example"), ("aware", "batch")], {("
 
 
 @pytest.mark.parametrize(("context", "per"), CASES)
+@pytest.mark.one_case
 def test_gradients_are_those_of_equation_2_with_every_operation(context, per):
     """To the samplers, context-free or not, and to all weights; operations that were not drawn have zero there."""
     network = supernet(context, per)
@@ -105,6 +106,7 @@ def test_gradients_are_those_of_equation_2_with_every_operation(context, per):
 
 
 @pytest.mark.parametrize(("context", "per"), CASES)
+@pytest.mark.one_case
 def test_the_forward_pass_the_weights_and_the_statistics_are_those_of_the_chosen_ones(context, per):
     """Only the samplers' gradients differ: outputs, running statistics and the gradients of weights that lie behind no
     sampler do not, bit for bit. A weight that was not drawn has no gradient, so that neither Adam nor momentum moves it."""

@@ -77,6 +77,7 @@ def test_every_method_gives_the_same_bits_on_a_pool_and_after_a_stop(tmp_path, n
 @pytest.mark.parametrize(
     "method", [FedAvg(lr=0.05), FedHeNN(rad_size=20, rad_batch=8), PFedLA(lr=0.05), FLHAGHN(hidden=8)]
 )
+@pytest.mark.one_case
 def test_neither_order_nor_compression_changes_anything_it_was_given(method, how):
     public = pf.core.examples.as_examples.as_examples(PUBLIC) if "public_data" in method.requires else None
     federation = Federation({c.id: c for c in small_clients()}, method, Settings(rounds=2, seed=3, **how), public)
@@ -108,6 +109,7 @@ def test_ray_gives_the_same_bits(how):
 
 
 @pytest.mark.parametrize("name", ["fedavg", "pfedla"])
+@pytest.mark.one_case
 def test_top_k_of_all_entries_is_the_run_itself(name):
     """Only the names of the tensors are longer, by a colon."""
     plain, whole = (federate(method_of(name), compress=how) for how in (None, TopK(1)))
@@ -228,6 +230,7 @@ def of_the_others(how):
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.one_case
 def test_a_hostile_reply_costs_its_client_the_round_and_nobody_else(monkeypatch, kind):
     how, change, sentence = HOSTILE[kind]
     honest = InProcessEngine.run

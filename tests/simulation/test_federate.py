@@ -84,6 +84,7 @@ def test_a_bad_reply_is_refused_with_client_tensor_and_reason(fault, workers):
 
 
 @pytest.mark.parametrize("fault", few(FAULTS, [*FAULTS][::3]))
+@pytest.mark.one_case
 def test_skipping_goes_on_as_if_the_client_had_not_been_there(fault):
     run = pf.federate(small_clients(), Faulty(fault=fault, lr=0.05), rounds=2, workers=0, on_error="skip")
     for record in run.history:

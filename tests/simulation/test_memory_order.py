@@ -56,6 +56,7 @@ def strides(nested):
 
 @pytest.mark.parametrize("workers", few([0, 2], [2]))
 @pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.one_case
 def test_a_method_gets_row_major_numbers_whatever_it_gave(workers, stopped, tmp_path):
     """In this process, from a worker, and from a checkpoint."""
     method, out = Turns(local_epochs=1), tmp_path / "run"

@@ -168,6 +168,7 @@ TERMS = ("minibatch", "epoch")
         {("minibatch", "linear", "weights"), ("epoch", "rbf", "representations")},
     ),
 )
+@pytest.mark.one_case
 def test_algorithm_2_is_that_of_the_paper(term, kind, share):
     people = clients(narrow, wide)
     _, private = played(FedHeNN(kernel=kind, share=share, term=term, **FIELDS), people)
@@ -181,6 +182,7 @@ def test_algorithm_2_is_that_of_the_paper(term, kind, share):
 @pytest.mark.parametrize(
     ("term", "kind"), few(list(product(TERMS, ["linear", "rbf"])), {("minibatch", "rbf"), ("epoch", "linear")})
 )
+@pytest.mark.one_case
 def test_algorithm_1_is_that_of_the_paper_to_its_last_line(term, kind):
     people = clients(narrow)
     method = FedHeNNHomo(kernel=kind, term=term, **FIELDS)
@@ -238,6 +240,7 @@ ONE_STEP = {
         {(FedHeNNHomo, "whole"), (FedHeNN, "steps")},
     ),
 )
+@pytest.mark.one_case
 def test_with_one_step_an_epoch_both_forms_of_the_term_are_one(method, case):
     factory, fields = ONE_STEP[case]
     people = [pf.Client(c.id, c.model, (c.train.x[:20], c.train.y[:20]), c.test) for c in clients(factory)]

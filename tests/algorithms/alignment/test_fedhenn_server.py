@@ -44,6 +44,7 @@ def claiming(monkeypatch: pytest.MonkeyPatch, capacity: float) -> None:
 
 
 @pytest.mark.parametrize("capacity", [1e30, 1e12 + 1, 99.5, 0, -3])
+@pytest.mark.one_case
 def test_a_capacity_that_is_none_is_refused_and_the_client_named(
     monkeypatch: pytest.MonkeyPatch, capacity: float
 ) -> None:

@@ -44,6 +44,7 @@ FAST = {("fedavg", "krum:1"), ("scaffold", "clip"), ("flha_ghn", "median"), ("fe
 @pytest.mark.parametrize(
     ("name", "rule"), [c if c in FAST else pytest.param(*c, marks=pytest.mark.thorough) for c in CASES]
 )
+@pytest.mark.one_case
 def test_every_mean_runs_with_every_kind_of_rule_that_it_takes(name, rule):
     """And FedAvg with every rule."""
     example = example_of(name)
@@ -111,6 +112,7 @@ def lies(factor):
 
 
 @pytest.mark.parametrize("rule", few(RULES, RULES[::3]))
+@pytest.mark.one_case
 def test_a_liar_moves_the_model_by_few_norms(rule, monkeypatch):
     """Of five, one sends −1,000 times its change: the plain mean moves by almost a hundred norms, every rule by few."""
     monkeypatch.setattr(InProcessEngine, "run", lies(-1000.0))

@@ -26,6 +26,7 @@ def distance_of(scores, target, outputs):
 
 
 @pytest.mark.parametrize("outputs", ["probabilities", "logits"])
+@pytest.mark.one_case
 def test_four_rounds_with_two_clients_each_are_those_of_plain_torch(outputs):
     clients = {c.id: c for c in unlike_clients()}
     result, rounds = run_in_polyfed(FD(**OPTIONS, gamma=1.7, outputs=outputs), list(clients.values()))

@@ -27,6 +27,7 @@ def public_rows(number):
 
 
 @pytest.mark.parametrize(("distance", "weighted"), [("l1", False), ("l2", True)])
+@pytest.mark.one_case
 def test_four_rounds_with_two_clients_each_are_those_of_plain_torch(distance, weighted):
     clients, pool = {c.id: c for c in unlike_clients()}, public_inputs()
     digest = {"digest_epochs": 2, "digest_batch_size": 6, "public_size": 20, "distance": distance}

@@ -29,6 +29,7 @@ def divergence(teacher, student):
 
 
 @pytest.mark.parametrize(("alpha", "beta", "weighted"), [(0.6, 0.3, True), (0.2, 0.5, False)])
+@pytest.mark.one_case
 def test_rounds_in_plain_torch_are_the_same(alpha, beta, weighted, monkeypatch):
     """Two of three clients a round, of two architectures. Each network has its own optimiser and loss."""
     trust_code("plain_torch:meme")

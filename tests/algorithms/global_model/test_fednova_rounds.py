@@ -21,6 +21,7 @@ NEAR = 1e-6  # polyfed sends ‖a_i‖₁ in single precision; in double it agre
 
 
 @pytest.mark.parametrize(("weighted", "momentum"), [(True, 0.6), (True, 0.0), (False, 0.6)])
+@pytest.mark.one_case
 def test_rounds_in_plain_torch_are_the_same(weighted, momentum, monkeypatch):
     """Of 2, 4 and 4 minibatches an epoch, two clients a round, with weight decay; statistics are averaged as they are."""
     clients = unequal_clients(normed, normed, normed)

@@ -63,6 +63,7 @@ def test_rounds_in_plain_torch(lipschitz, q, weighted, monkeypatch):
 
 
 @pytest.mark.parametrize("q", [0, 1, 4])
+@pytest.mark.one_case
 def test_two_quadratics_reach_the_minimum_of_the_objective(q):
     """L_i = ½a_i(θ − c_i)²: where Σ_i F_i^q·a_i·(θ − c_i) is zero."""
     _, state, *_ = play(QFedAvg(q=q, lr=0.3, batch_size=0), quadratics(), 40)

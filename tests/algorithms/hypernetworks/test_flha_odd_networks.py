@@ -118,6 +118,7 @@ PRIVATE = {  # of each network, where not all is generated
 
 
 @pytest.mark.parametrize("name", few(NETWORKS, ["one weight, straight and transposed", "layers in half precision"]))
+@pytest.mark.one_case
 def test_a_round_runs_and_what_is_evaluated_is_what_was_written(name):
     build, x = NETWORKS[name]
     clients = [pf.Client(f"site-{k}", build, (x, Y), (x, Y)) for k in range(2)]

@@ -95,6 +95,7 @@ def config_of(client, **options):
 
 @pytest.mark.parametrize("head", few(["mlp", "factored"], ["factored"]))
 @pytest.mark.parametrize("network", [Recurrent, lambda: Recurrent(nn.GRU), lambda: Recurrent(nn.RNN), Transformer])
+@pytest.mark.one_case
 def test_gradients_through_generated_layers_are_those_of_plain_torch(network, head):
     """The hypernetwork's gradient is its weights' Jacobian times the gradient of a network that has these weights."""
     client = client_of(network)

@@ -23,6 +23,7 @@ def embeddings_of(method, state):
 
 
 @pytest.mark.parametrize(("momentum", "decay"), [(0.9, 1e-2), (0.5, 0.0), (0.0, 0.1), (0.0, 0.0)])
+@pytest.mark.one_case
 def test_rows_have_the_bits_of_steps_on_a_table_of_all(momentum, decay):
     """A client that is not drawn moves on by momentum and decay; the first client is drawn after seven rounds again."""
     method = PFedHN(**OPTIONS, local_steps=2, embedding_dim=5, hn_lr=0.1, hn_momentum=momentum, hn_weight_decay=decay)

@@ -55,6 +55,7 @@ def test_uniform_weights_are_unweighted_fedavg(monkeypatch):
 
 
 @pytest.mark.parametrize("method", [PFedLA, HeurPFedLA])
+@pytest.mark.one_case
 def test_weights_on_oneself_alone_are_local_bit_for_bit(monkeypatch, method):
     started_with(monkeypatch, 0.0, own_only)
     same_models(federate(method(hn_lr=0.0, **OPTIONS)), federate(Local(**OPTIONS)), rtol=0, atol=0)
@@ -149,6 +150,7 @@ def test_the_default_rate_grows_with_the_number_of_clients():
 
 
 @pytest.mark.parametrize("normalise", ["relu", "softmax"])
+@pytest.mark.one_case
 def test_the_update_is_that_of_autograd_on_the_explicit_graph(normalise):
     method = PFedLA(hn_lr=0.3, normalise=normalise, **OPTIONS)
     state = trained_state(method)

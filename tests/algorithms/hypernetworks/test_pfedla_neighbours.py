@@ -56,6 +56,7 @@ def tied_states(papers, client):
 
 @pytest.mark.parametrize("normalise", few(["relu", "softmax"], ["relu"]))
 @pytest.mark.parametrize("method", [PFedLA, HeurPFedLA])
+@pytest.mark.one_case
 def test_with_all_clients_as_neighbours_a_client_has_the_papers_bits(method, normalise):
     """k = N and parameters tied: one client's rounds give the weights, models and hypernetwork of the paper's form."""
     client, fields = "client-1", {"hn_lr": 0.3, "normalise": normalise, **OPTIONS}
@@ -105,6 +106,7 @@ def explicit_model(state, leaves, client, normalise):
 
 
 @pytest.mark.parametrize("normalise", ["relu", "softmax"])
+@pytest.mark.one_case
 def test_the_update_is_the_mean_step_of_autograd_on_the_explicit_graph(normalise):
     method = PFedLA(neighbours=2, hn_lr=0.3, normalise=normalise, **OPTIONS)
     state = doubled(federate(method).last.state)

@@ -115,6 +115,7 @@ def polyfeds(method, members, rounds):
     ("method", "k", "normalise"),
     [(PFedLA, 0, "relu"), (PFedLA, 0, "softmax"), (HeurPFedLA, 1, "relu"), (HeurPFedLA, 2, "relu")],
 )
+@pytest.mark.one_case
 def test_rounds_written_out_in_plain_torch_are_the_same(method, k, normalise):
     """Two of four clients a round, momentum 0.9, BatchNorm: weights, hypernetworks, and what is evaluated."""
     members = clients()

@@ -102,6 +102,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("layer", ["module", "block", "tensor", "model"])
+@pytest.mark.one_case
 def test_a_shared_tensor_counts_once_in_the_layer_of_its_first_name(layer):
     clients = [pf.Client(c.id, Tied, c.train, c.test) for c in small_clients()]
     run = federate(PFedLA(layer=layer, hn_lr=5.0, **OPTIONS), clients)

@@ -135,6 +135,7 @@ def test_clients_own_networks_are_not_used(name):
 
 
 @pytest.mark.parametrize("buffers", ["average", "local", "recompute"])
+@pytest.mark.one_case
 def test_fine_tuning_changes_the_personal_stack_only(buffers):
     """θ, as evaluated beside, is the server's; the personal network has its base weights and other personal ones."""
     method = FedPNAS(**SMALL, finetune_epochs=3, buffers=buffers)

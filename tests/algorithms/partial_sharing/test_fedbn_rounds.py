@@ -18,6 +18,7 @@ NORM = ("1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["paper", "by-examples"])
+@pytest.mark.one_case
 def test_four_rounds_with_two_clients_each_are_those_of_plain_torch(weighted):
     clients = {c.id: c for c in unlike_clients((narrow,) * 3)}
     run, rounds = run_in_polyfed(FedBN(**OPTIONS, weighted=weighted), list(clients.values()))

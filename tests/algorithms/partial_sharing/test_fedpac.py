@@ -60,6 +60,7 @@ def by_hand(form):
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+@pytest.mark.one_case
 def test_the_programme_is_solved(scale):
     generator, inner = torch_generator(1), 0
     for _ in range(20):

@@ -56,6 +56,7 @@ def train_all(net, shared, client, seed, lam, mu):
 
 
 @pytest.mark.parametrize(("lam", "mu"), [(0.02, 0.1), (0.5, 0.0)])
+@pytest.mark.one_case
 def test_four_rounds_with_two_clients_each_are_those_of_plain_torch(lam, mu):
     clients = {c.id: c for c in unlike_clients((narrow,) * 3)}
     run, rounds = run_in_polyfed(GPFL(**OPTIONS, lam=lam, mu=mu), list(clients.values()))

@@ -20,6 +20,7 @@ from polyfed.algorithms import LGFedAvg
 
 
 @pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.one_case
 def test_rounds_in_plain_torch_are_the_same(weighted, monkeypatch):
     """Two of three clients a round; the others get the new head, too, and are evaluated with it."""
     clients = unequal_clients(normed, deep, normed)

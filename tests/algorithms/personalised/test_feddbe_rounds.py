@@ -37,6 +37,7 @@ def train_with_vector(net, vector, client, seed, target, mu, kappa, memory):
 
 
 @pytest.mark.parametrize(("mu", "kappa", "memory"), [(1.0, 5.0, True), (0.3, 9.0, True), (0.3, 9.0, False)])
+@pytest.mark.one_case
 def test_four_rounds_with_two_clients_each_are_those_of_plain_torch(mu, kappa, memory):
     clients = {c.id: c for c in unlike_clients((narrow,) * 3)}
     method = FedDBE(**OPTIONS, mean_momentum=mu, kappa=kappa, memory=memory)

@@ -36,6 +36,7 @@ def mix(network, start, models, x, y):
 
 
 @pytest.mark.parametrize(("num_models", "per_round"), [(5, 1.0), (1, 1.0), (5, 2)])
+@pytest.mark.one_case
 def test_rounds_in_plain_torch_are_the_same(num_models, per_round, monkeypatch):
     """With all models or the one of highest preference, of clients of whom one gives other labels. Models are compared with
     the client's own statistics."""

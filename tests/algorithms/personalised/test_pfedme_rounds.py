@@ -20,6 +20,7 @@ from polyfed.algorithms import PFedMe
 
 
 @pytest.mark.parametrize(("weighted", "beta"), [(False, 1.0), (True, 0.7)])
+@pytest.mark.one_case
 def test_rounds_in_plain_torch_are_the_same(weighted, beta, monkeypatch):
     """Two of three clients are averaged, and all train. The step of w has momentum and weight decay."""
     clients = unequal_clients(normed, normed, normed)

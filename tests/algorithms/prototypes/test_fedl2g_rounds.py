@@ -45,6 +45,7 @@ def guiding_gradient(network, study, quiz, vectors, guide):
 
 
 @pytest.mark.parametrize(("guide", "rate", "weighted"), [("logits", 0.7, False), ("features", 5.0, True)])
+@pytest.mark.one_case
 def test_rounds_in_plain_torch_are_the_same(guide, rate, weighted, monkeypatch):
     """Two of three clients a round, of two architectures; the first two clients lack a class."""
     clients = unequal_clients(normed, deep, normed, lacks=(0, 1, None))

@@ -18,6 +18,7 @@ from polyfed.algorithms import FedProto
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain-mean", "by-examples"])
+@pytest.mark.one_case
 def test_four_rounds_with_two_clients_each_are_those_of_plain_torch(weighted):
     clients = {c.id: c for c in unlike_clients()}
     run, rounds = run_in_polyfed(FedProto(**OPTIONS, lam=2.5, weighted=weighted), list(clients.values()))

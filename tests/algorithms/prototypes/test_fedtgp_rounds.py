@@ -33,6 +33,7 @@ def initial_prototypes(hidden):
 
 
 @pytest.mark.parametrize("tau", [100.0, 0.3])
+@pytest.mark.one_case
 def test_four_rounds_with_two_clients_each_are_those_of_plain_torch(tau):
     clients = {c.id: c for c in unlike_clients()}
     server = {"server_epochs": 6, "server_lr": 0.2, "server_batch_size": 2, "hidden": 5, "margin": tau}

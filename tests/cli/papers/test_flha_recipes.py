@@ -70,6 +70,7 @@ def test_they_are_listed_with_their_variants(polyfed):
 
 
 @pytest.mark.parametrize("name", FLHA)
+@pytest.mark.one_case
 def test_scales_say_what_they_reduce(name, experiment):
     recipe = read(name)
     assert tuple(recipe.scales) == SCALES
@@ -359,6 +360,7 @@ def test_client_k_has_architecture_k_mod_4(name, experiment):
 
 
 @pytest.mark.parametrize("name", [*GHN, SWEEP])
+@pytest.mark.one_case
 def test_without_cifar_fashion_mnist_takes_its_place(name):
     """As the comments say; the split stays."""
     config = read(name).configuration("cpu")

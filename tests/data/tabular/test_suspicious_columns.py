@@ -131,6 +131,7 @@ def test_a_measurement_is_no_identifier(case):
 
 
 @pytest.mark.parametrize("visits", [2, 3, 8])
+@pytest.mark.one_case
 def test_ages_of_patients_who_are_the_sites_are_no_identifier(visits):
     ages = np.random.default_rng(0).integers(30, 85, 140)
     rows = {

@@ -110,6 +110,7 @@ def changed(how):
 
 
 @pytest.mark.parametrize("how", ["nothing", "network", "a test example", "order", "fewer rows", "no val"])
+@pytest.mark.one_case
 def test_a_budget_that_is_spent_stays_spent(tmp_path, nodes, how):
     """Four messages of z = 4 cost less than 4.6, five more, whatever changes between them."""
     assert compute_epsilon({4.0: 4}, 1e-5) < 4.6 < compute_epsilon({4.0: 5}, 1e-5)

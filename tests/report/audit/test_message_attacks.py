@@ -130,6 +130,7 @@ def test_noise_of_private_training_hides_the_image():
 
 
 @pytest.mark.parametrize("method", ["fedrep", "fedbabu", "scaffold", "fedfomo", "qfedavg", "ifca", "fml"])
+@pytest.mark.one_case
 def test_weights_that_other_methods_send_are_attacked_too(method):
     """A body with the head at home, differences, weights that are first sent up, and a network that clients share."""
     fields = {"lr": 0.1, "batch_size": 0, "local_epochs": 1, "local_steps": 1}

@@ -373,6 +373,7 @@ def test_without_onnx_it_is_said(images, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("buffers", ["local", "average"])
+@pytest.mark.one_case
 def test_the_card_of_a_client_that_never_took_part_says_so(tmp_path, buffers):
     method = pf.algorithms.FedAvg(buffers=buffers)
     run = pf.federate(small_clients(4), method, rounds=1, clients_per_round=1, workers=0, out=tmp_path / "run")

@@ -110,6 +110,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", few(CASES, [*CASES][::2]))
+@pytest.mark.one_case
 def test_a_network_gives_the_same_in_onnxruntime(tmp_path, name, monkeypatch, capfd):
     model, x, transform, names = CASES[name]
     run = trained(model, x, transform)

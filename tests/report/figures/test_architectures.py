@@ -215,6 +215,7 @@ def test_many_clients_and_cells_on_the_page(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
+@pytest.mark.one_case
 def test_graphs(folder, tmp_path, ending):
     figure = draw_client_cells(read_search_result(folder), "south", tmp_path / f"cell.{ending}")
     base, personal = figure.axes

@@ -81,6 +81,7 @@ def test_code_that_changed_is_named(started, change):
 @pytest.mark.parametrize(
     "words", [{}, {"comment": "'another docstring'"}, {"comment": "# no docstring"}, {"stop": 10**6}]
 )
+@pytest.mark.one_case
 def test_the_same_code_raises_no_alarm(started, words):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -88,6 +88,7 @@ def test_a_method_ends_where_it_ends_one_by_one(method, computed):
 
 
 @pytest.mark.parametrize("more", [0, 3])
+@pytest.mark.one_case
 def test_batch_norm_is_computed_together(computed, more):
     """Of clients with equally many examples, and with different numbers: what fills a batch does not meet the others."""
     runs = [play(FedAvg(**BASE), clients(normed, more=more), engine, rounds=2) for engine in ("inprocess", "cohort")]

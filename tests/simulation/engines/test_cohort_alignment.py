@@ -39,6 +39,7 @@ FORMS = {
         for model in (plain, normed)
     ],
 )
+@pytest.mark.one_case
 def test_clients_that_are_aligned_together_end_where_each_ends_alone(method, form, model, computed):
     """With clients of different sizes, so that some stop earlier and batches of BatchNorm are filled up."""
     runs = [

@@ -46,6 +46,7 @@ def replace_parts(client, **parts):
 
 @pytest.mark.parametrize("words", [{"workers": 0}, {"workers": 2}, {"engine": "cohort"}], ids=str)
 @pytest.mark.parametrize("method", few(["fedavg", "ditto"], ["ditto"]))
+@pytest.mark.one_case
 def test_bits_of_a_list(words, method):
     options = {**OPTIONS, **words}
     listed = pf.federate(small_clients(5), method, **options)

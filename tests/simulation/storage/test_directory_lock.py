@@ -28,6 +28,7 @@ def test_partial_files_of_killed_processes_do_not_accumulate(tmp_path):
 
 
 @pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.one_case
 def test_run_whose_directory_is_moved_stops_and_can_be_resumed(tmp_path, replaced):
     out, moved = tmp_path / "run", tmp_path / "moved"
 

@@ -37,6 +37,7 @@ def files(folder):
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto"])
+@pytest.mark.one_case
 def test_more_rounds_are_those_of_a_longer_run(name, tmp_path):
     pf.federate(small_clients(), name, rounds=2, out=tmp_path / "a", quiet=True)
     pf.federate(small_clients(), name, rounds=4, out=tmp_path / "b", quiet=True)

@@ -24,6 +24,7 @@ from polyfed.testing import small_clients
     [FedProto(**OPTIONS, lam=0, evaluate="head"), FedTGP(**OPTIONS, lam=0, evaluate="head"), FD(**OPTIONS, gamma=0)],
     ids=lambda m: type(m).__name__,
 )
+@pytest.mark.one_case
 def test_without_the_shared_term_it_is_local_bit_for_bit(method):
     assert_as_local(run(method, mixed()))
 
@@ -59,6 +60,7 @@ def test_the_shared_term_matters_from_the_second_round_on(method):
 
 
 @pytest.mark.parametrize("method", [FedProto, FedGH, FedTGP, FD])
+@pytest.mark.one_case
 def test_means_are_those_of_the_network_that_training_ended_with(method):
     """Not gathered over the epoch while weights move, and in evaluation mode."""
     clients = mixed(classes=[(0, 1), (1, 2), (0, 1, 2)])

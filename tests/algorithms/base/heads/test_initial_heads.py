@@ -68,6 +68,7 @@ def doubled(factory):
 
 @pytest.mark.parametrize("method", [LGFedAvg, FedGH])
 @pytest.mark.parametrize("double", [False, True])
+@pytest.mark.one_case
 def test_heads_of_different_architectures_are_equal_at_the_start(method, double):
     """And bodies are as without it, each the draw of its architecture."""
     nets = [flat, normed, Named]

@@ -31,6 +31,7 @@ def assert_same_tensors(one, other):
     [FML(**OPTIONS, shared=SHARED, alpha=1.0, beta=0.3), FedKD(**OPTIONS, shared=SHARED, distil=0.0)],
     ids=["fml", "fedkd"],
 )
+@pytest.mark.one_case
 def test_without_the_common_networks_share_it_is_local_bit_for_bit(method):
     found, local = run(method, mixed()), run(Local(**OPTIONS), mixed())
     for i in local.federation.clients:

@@ -30,6 +30,7 @@ def scores(result):
         lambda: np.array(CLIENTS, dtype=object),
     ],
 )
+@pytest.mark.one_case
 def test_clients_come_in_any_iterable(given):
     expected = scores(pf.federate(CLIENTS, "fedavg", rounds=1, workers=0))
     assert scores(pf.federate(given(), "fedavg", rounds=1, workers=0)) == expected

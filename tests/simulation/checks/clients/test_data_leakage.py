@@ -143,6 +143,7 @@ def test_beyond_so_many_examples_clients_are_only_compared_with_themselves(monke
     ],
     ids=["federate", "compare"],
 )
+@pytest.mark.one_case
 def test_it_is_told_once(call):
     x = rows(40)
     with warnings.catch_warnings(record=True) as found:

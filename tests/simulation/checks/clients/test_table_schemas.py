@@ -40,6 +40,7 @@ def swapped(rows):
 
 
 @pytest.mark.parametrize("name", ONE_MEANING)
+@pytest.mark.one_case
 def test_swapped_columns_are_refused_where_networks_read_inputs_of_one_meaning(name):
     clients = [*clients_of(ROWS, "a"), *clients_of(swapped(ROWS), "b")]
     public = clients[0].train if "public_data" in REGISTRY[name].requires else None
@@ -48,6 +49,7 @@ def test_swapped_columns_are_refused_where_networks_read_inputs_of_one_meaning(n
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fml", *ANY_MEANING])
+@pytest.mark.one_case
 def test_other_classes_are_refused_by_every_method(name):
     other = {**ROWS, "ill": ["maybe", "yes"] * 15}
     with pytest.raises(UserError, match="client 'b' has another table than 'a': its classes are others") as told:
@@ -56,6 +58,7 @@ def test_other_classes_are_refused_by_every_method(name):
 
 
 @pytest.mark.parametrize("name", ["fedproto", "pfedhn", "local"])
+@pytest.mark.one_case
 def test_other_columns_are_taken_where_inputs_need_no_common_meaning(name):
     run = pf.federate([*clients_of(ROWS, "a"), *clients_of(swapped(ROWS), "b")], name, rounds=1, workers=0)
     assert len(run.table()) == 3

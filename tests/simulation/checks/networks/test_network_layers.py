@@ -166,6 +166,7 @@ AS_A_WHOLE = {"fedavg_kd", "fml"}
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.one_case
 def test_a_network_that_torch_jit_compiled(name):
     assert_compiled_is_refused(name, scripted)
 
@@ -268,6 +269,7 @@ def test_one_layer_with_a_bridge_to_its_inputs():
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.one_case
 def test_old_norms_of_weights_and_kept_activations(name):
     class Keeping(nn.Module):
         def __init__(self):

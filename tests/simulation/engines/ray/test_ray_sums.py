@@ -192,6 +192,7 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore:round 1, client")
 @pytest.mark.parametrize("case", few(CASES, ["a worker dies with a sum", "all train and some count"]))
+@pytest.mark.one_case
 def test_sums_of_nodes_have_the_bits_of_one_process(ray_in_this_process, collected, case):
     method, words, deaths = CASES[case]
     ray_in_this_process += deaths

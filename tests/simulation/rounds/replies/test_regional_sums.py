@@ -39,6 +39,7 @@ def same_bits(one, other):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.thorough) for n in METHODS])
+@pytest.mark.one_case
 def test_any_regions_give_the_same_bits_and_those_of_a_secure_sum(name):
     method = METHODS[name]
     each = {f"client-{j}": f"region-{j}" for j in range(NUMBER)}

@@ -116,6 +116,7 @@ QUICK = ("fedavg", "scaffold")
         for name, m in averaging_buffers(weighted).items()
     ],
 )
+@pytest.mark.one_case
 def test_whole_numbers_are_those_of_the_plain_run(method):
     """To the bit, for clients of which one has ten times the examples of another; and what depends on them follows."""
     small, large, other = small_clients()

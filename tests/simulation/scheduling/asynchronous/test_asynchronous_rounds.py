@@ -62,6 +62,7 @@ class Stop(pf.Callback):
 
 
 @pytest.mark.parametrize("method", [FedAvg(weighted=False), FedRep(), FedOpt(), Scaffold()])
+@pytest.mark.one_case
 def test_a_buffer_of_all_clients_is_the_synchronous_mean(method):
     """K = M = all: every reply is to the newest version, so that the bits are those of synchronous rounds, at any speeds."""
     clients = small_clients(4)
@@ -165,6 +166,7 @@ ASYNCHRONOUS = {
 
 
 @pytest.mark.parametrize("name", few(ASYNCHRONOUS, [*ASYNCHRONOUS][::3]))
+@pytest.mark.one_case
 def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path, name):
     clients, given = small_clients(5), {"rounds": 7, "speeds": "uniform:1-20", **ASYNCHRONOUS[name], **GIVEN}
     whole = pf.federate(clients, "fedavg", **given)

@@ -70,6 +70,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize(
     "method", [FOMO, PFEDLA, *(pytest.param(method, marks=pytest.mark.thorough) for method in MORE)]
 )
+@pytest.mark.one_case
 def test_a_run_whose_states_are_read_back_has_the_bits_of_one_in_memory(tmp_path, reads, method):
     whole = pf.federate(small_clients(), method, **OPTIONS)
     assert reads == []
