@@ -39,20 +39,22 @@ APPENDICES = {
 }
 HEAD = """# Tables and figures of the papers
 
-Which results of the four papers can you reproduce, and has anybody? Here is every table and every figure of each paper, and
-the claims in the text that have no table. `python benchmarks/papers.py page` makes this page from the recipes and the
-measured runs.
+Which results of the four papers can you reproduce, and has anybody? Each table and figure with numbers has a command.
+Nearly all were measured, with fewer clients, images and rounds than in the papers, and no whole table at the papers' own
+length. The tables below have every table and figure, and claims in the text that have no table.
 
 - **Command**: add `--scale cpu` (the default), `--scale paper` or `--scale smoke`. With a data set that does not come with
   polyfed add `--data.path FOLDER`, and `--variant` to choose that data set ([how](reproduce.md)).
 - **State**: what has been measured with this command. *Scale cpu* is a small version: fewer clients, images and rounds, and
   often other data. It says which method is ahead of which there, and by how much ([results](results.md)). It does not
-  confirm the paper's numbers. *Scale paper* has the paper's own numbers of clients and rounds. Nobody has run a whole table
-  at it; [how far runs went](#at-the-papers-own-length) is below.
+  confirm the paper's numbers.
+- *Scale paper* has the paper's own numbers of clients and rounds. Nobody has run a whole table at it;
+  [how far runs went](#at-the-papers-own-length) is below.
 - A figure that is only drawn in the paper has no numbers to compare with. Its command measures what it draws.
 - How each method differs from its paper is on the method's page: [FLHA-GHN](methods/flha_ghn.md),
   [FedHeNN](methods/fedhenn.md), [FedHeNN for one architecture](methods/fedhenn_homo.md), [pFedLA](methods/pfedla.md),
   [HeurpFedLA](methods/heur_pfedla.md), [FedPNAS](methods/fedpnas.md).
+- `python benchmarks/papers.py page` makes this page from the recipes and the measured runs.
 """
 
 
@@ -258,11 +260,17 @@ def scaled():
 
 def lengths(table):
     """How far an entry was run at the paper's own length, a sentence for each variant."""
-    return [
-        f"[Scale paper](#at-the-papers-own-length), {found['variant']}: "
-        + ", ".join(f"`{name}` {of['round']} of {found['rounds']} rounds" for name, of in found["methods"].items())
-        for found in scaled() if (found["paper"], found["table"]) == (table.paper, table.name) and found["methods"]
-    ]  # fmt: skip
+    told = []
+    for found in scaled():
+        by_round = {}
+        for name, of in found["methods"].items():
+            by_round.setdefault(of["round"], []).append(f"`{name}`")
+        if (found["paper"], found["table"]) == (table.paper, table.name) and by_round:
+            done = "; ".join(
+                f"{at} of {found['rounds']} rounds by {', '.join(names)}" for at, names in by_round.items()
+            )
+            told.append(f"[Scale paper](#at-the-papers-own-length), {found['variant']}: {done}")
+    return told
 
 
 def at_length():
@@ -270,12 +278,14 @@ def at_length():
     lines = [
         """## At the papers' own length
 
-One table or figure of each paper at scale `paper`: one variant, one seed, one processor core. Runs that do not have all
-their rounds were stopped: they say how far a method came, and not what the end would be. The last but one column has the
-paper's numbers for the end. `python benchmarks/paper_scale.py run NAME` makes such runs, goes on with those that were
-stopped, and writes what they reached. Hours are of a machine that did other work, too. What whole runs would take is
-computed from a few steps of local training, in hours of the processor (`python benchmarks/paper_scale_cost.py NAME`);
-evaluations come on top.
+One table or figure of each paper at scale `paper`: one variant, one seed, one processor core.
+
+- Runs that do not have all their rounds were stopped: they say how far a method came, and not what the end would be. The
+  last but one column has the paper's numbers for the end.
+- `python benchmarks/paper_scale.py run NAME` makes such runs, goes on with those that were stopped, and writes what they
+  reached. Hours are of a machine that did other work, too.
+- What whole runs would take is computed from a few steps of local training, in hours of the processor
+  (`python benchmarks/paper_scale_cost.py NAME`); evaluations come on top.
 """,
     ]
     reached = {(found["paper"], found["table"]): found for found in scaled()}
