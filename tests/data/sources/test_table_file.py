@@ -213,8 +213,17 @@ def test_an_identifier_and_copies_are_told(tmp_path):
     copied = pd.concat(
         [data.assign(lab=np.arange(80) / 2), data.assign(lab=np.arange(80) / 2, hospital="south").head(3)]
     )
-    with pytest.warns(UserWarning, match=r"3 of 83 rows are copies of other rows \(row 81 is one of row 1\)"):
+    equal = "3 of 83 rows are equal to other rows in all columns but hospital"
+    with pytest.warns(UserWarning, match=rf"{equal} \(rows 1 and 81\): copies\?"):
         TableFile(write(tmp_path, copied), "ill", "hospital").load()
+    with pytest.warns(UserWarning, match=rf"{equal} \(df.iloc\[0\] and df.iloc\[80\]\): copies\?"):
+        pf.data.split_table(copied, "ill", "hospital")
+    numbered = copied.assign(nr=np.random.default_rng(0).permutation(83) / 2)
+    with pytest.warns(UserWarning, match=rf"{equal}, nr \(rows 1 and 81\): copies\?"):
+        TableFile(write(tmp_path, numbered), "ill", "hospital", drop="nr").load()
+    unlabeled = pd.concat([copied.head(1).assign(ill=None, lab=77.0), copied])
+    with pytest.warns(UserWarning, match="1 of 84 rows"), pytest.warns(UserWarning, match=f"{equal}: copies"):
+        TableFile(write(tmp_path, unlabeled), "ill", "hospital", missing_target="drop").load()
 
 
 def test_the_task_follows_the_target():

@@ -203,7 +203,7 @@ class TableFile(Source):
             raise UserError(f"event={self.event!r} is for survival, and the task is {task}; leave one of the two out")
         if self.schema is None and complete is not table:
             self._feature_columns(table, target_names)  # which names rows by their place in the whole table
-        table = complete
+        has_all_rows, table = complete is table, complete
         if self.schema is None:
             features = self._feature_columns(table, target_names)
         else:
@@ -225,7 +225,7 @@ class TableFile(Source):
         if self.preprocess == "site":  # otherwise the type would depend on the rows at this site
             x = to_float32_unless_precision_lost(x, features)
         if warn:
-            self._warn_of_columns(table, features, target_names, y, classes)
+            self._warn_of_columns(table, features, target_names, y, classes, has_all_rows=has_all_rows)
         if unusable := {*names_by_role["subgroups"]} & {*target_names, *roles.values()}:
             raise UserError(
                 f"subgroups names {min(unusable)!r} (--data.subgroups), which is the target, the site, the group or the "
@@ -239,8 +239,9 @@ class TableFile(Source):
         )
 
     def _warn_of_columns(
-        self, table: Table, features: Sequence[Column], target_names: Sequence[str], y: Tensor, classes: tuple[str, ...]
-    ) -> None:
+        self, table: Table, features: Sequence[Column], target_names: Sequence[str], y: Tensor, classes: tuple[str, ...],
+        *, has_all_rows: bool,
+    ) -> None:  # fmt: skip
         spellings = {column.name: column.categories for column in features if column.categories is not None}
         if len(target_names) == 1:
             spellings[target_names[0]] = classes
@@ -256,7 +257,8 @@ class TableFile(Source):
                 f"event {self.event!r} is 0 in every row: without an event no risk can be learnt; if 0 means that it "
                 "happened, give positive='0' (--data.positive 0)"
             )
-        warn_of_duplicate_rows(table, self.site)
+        left_out = [n for n in (self.site, *parse_column_names(self.drop, table)) if n is not None]
+        warn_of_duplicate_rows(table, left_out, has_all_rows=has_all_rows)
         feature_names, own_roles = [c.name for c in features], [n for n in (self.group, self.time) if n is not None]
         warn_of_suspicious_columns(table, y, target_names, feature_names, self.site, own_roles)
 

@@ -1,7 +1,7 @@
 """Infers the types of a table's columns (features, categories, targets), and warns of suspicious columns."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from shlex import quote
 from typing import Any
 
@@ -21,12 +21,14 @@ from polyfed.core.examples.text_columns import (
     refuse_dates,
 )
 from polyfed.core.io.text.advice import keep_advice_for_this_process
+from polyfed.core.io.text.number_format import format_row_numbers, join_first_and_count_rest
 from polyfed.core.tasks.task import DEFAULT_TASK, Task, TaskSpec
 from polyfed.core.tasks.task_lookup import get_task
 from polyfed.data.formats.files import Table
 from polyfed.data.tabular.positive_class import is_condition_or_value_list, split_by_positive
 from polyfed.data.tabular.preprocessing import Column
 from polyfed.data.tabular.table_reader import (
+    FRAME_MARK,
     column_as_arrow_array,
     column_as_numbers,
     column_as_texts,
@@ -122,12 +124,13 @@ def has_few_values(table: Table, name: str) -> bool:
     return bool(max_values) and pyarrow.compute.count_distinct(column_as_arrow_array(table, name)).as_py() <= max_values
 
 
-def warn_of_duplicate_rows(table: Table, ignored_column: str | None) -> None:
-    """Warns of rows equal in all columns but `ignored_column`, which may be in two sets.
+def warn_of_duplicate_rows(table: Table, ignored: Collection[str], *, has_all_rows: bool = True) -> None:
+    """Warns of rows equal in all columns but those of `ignored`, which may be in two sets.
 
-    If more than half of the rows are copies, rows repeat by nature, and there is no warning.
+    If more than half of the rows are equal to others, rows repeat by nature, and there is no warning. It names two of them
+    if the table `has_all_rows` that the user gave: those of a frame as `df.iloc[0]`.
     """
-    names = [name for name in table.column_names if name != ignored_column]
+    names = [name for name in table.column_names if name not in ignored]
     table_with_row_numbers = table.select(names).append_column("\0row", [np.arange(table.num_rows)])
     unique_rows = table_with_row_numbers.group_by(names, use_threads=False).aggregate(
         [("\0row", "min"), ("\0row", "max")]
@@ -137,10 +140,15 @@ def warn_of_duplicate_rows(table: Table, ignored_column: str | None) -> None:
         return
     first, last = (unique_rows.column(f"\0row_{which}").to_numpy() for which in ("min", "max"))
     duplicated = int(np.flatnonzero(first != last)[0])
+    pair = [first[duplicated], last[duplicated]]
+    is_frame = FRAME_MARK in (table.schema.metadata or {})
+    places = " and ".join(f"df.iloc[{row}]" for row in pair) if is_frame else format_row_numbers(pair)
+    example = f" ({places})" if has_all_rows else ""
+    besides = f" but {join_first_and_count_rest(list(ignored), 5)}" if ignored else ""
     warn_of_data(
-        f"{copies} of {table.num_rows} rows are copies of other rows (row {last[duplicated] + 1} is one of row "
-        f"{first[duplicated] + 1}): a copy may come into the training set and its original into the test set; remove "
-        "them, or give a column that keeps them together (group=..., --data.group)"
+        f"{copies} of {table.num_rows} rows are equal to other rows in all columns{besides}{example}: copies? One may come "
+        "into the training set and its original into the test set; remove copies, or give a column that keeps them together "
+        "(group=..., --data.group); keep rows that only look alike"
     )
 
 

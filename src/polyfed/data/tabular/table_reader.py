@@ -27,6 +27,8 @@ from polyfed.data.formats.files import Table, read_parquet_splits, resolve_exist
 from polyfed.data.tabular.csv_reader import CSVFormat, parse_csv_file
 
 PATH_ADVICE = "give path=... (--data.path) with a CSV or Parquet file that has one row per example"
+FRAME_MARK = b"frame"
+"""Marks the schema of a table that was a frame, whose rows have no lines in a file."""
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -72,6 +74,7 @@ def read_table(
                 table = source
             elif hasattr(source, "iloc"):  # a pandas frame, without an import of pandas
                 table = pyarrow.Table.from_pandas(_mixed_columns_as_texts(source, missing), preserve_index=False)
+                table = table.replace_schema_metadata({FRAME_MARK: b""})
             elif isinstance(source, Mapping):
                 table = pyarrow.table({key: _arrow_array(values, missing) for key, values in source.items()})
             elif isinstance(source, Sequence) and source and all(isinstance(row, Mapping) for row in source):

@@ -35,8 +35,9 @@ def told(*clients):
 
 
 OWN = "test examples that are also training examples of the same client: "
-OTHERS = "test examples that are training examples of other clients: "
+OTHERS = "test examples equal to training examples of another client: "
 ADVICE = "; scores of examples that were trained on say nothing about new data: give others"
+IF_SAME = ADVICE.replace("; ", "; if they are the same examples, ")
 
 
 def test_the_same_object():
@@ -72,7 +73,7 @@ def test_views_of_one_store():
 def test_another_clients_training_examples():
     x, y = rows(40), rows(40, seed=1)
     found = told(client("north", x, rows(10, seed=2)), client("south", y, torch.cat([x[:6], rows(4, seed=3)])))
-    assert found == f"{OTHERS}6 of 10 of 'south'{ADVICE}"
+    assert found == f"{OTHERS}6 of 10 of 'south'{IF_SAME}"
 
 
 def test_a_test_set_that_all_share_is_no_leak():
@@ -157,5 +158,5 @@ def test_clients_that_were_looked_at_are_looked_at_again_in_other_company():
     x = rows(40)
     north, south = client("north", x, rows(10, seed=1)), client("south", rows(40, seed=2), x[:10])
     assert (told(north), told(south)) == ("", "")
-    assert told(north, south) == f"{OTHERS}10 of 10 of 'south'{ADVICE}"
+    assert told(north, south) == f"{OTHERS}10 of 10 of 'south'{IF_SAME}"
     assert told(south, north) == ""

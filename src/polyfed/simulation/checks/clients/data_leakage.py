@@ -52,7 +52,7 @@ _GROUP_ADVICE = {
 _KINDS = {
     "test": "test examples that are also training examples of the same client",
     "val": "validation examples that are also training examples of the same client",
-    "other": "test examples that are training examples of other clients",
+    "other": "test examples equal to training examples of another client",
 }
 
 
@@ -105,15 +105,16 @@ def warn_of_test_leakage(clients: Sequence[Client]) -> None:
     _SEEN.update({(group_key, id(client)): client for client in clients})
     groups = list(_split_into_groups(clients))
     all_leaks = [leak for group in groups for leak in _find_leaks(group, between_clients=len(groups) == 1)]
-    sentences = []
-    for kind, description in _KINDS.items():
-        if leaks := [leak for leak in all_leaks if leak.kind == kind]:
-            sentences.append(f"{description}: {_format_leaks(leaks)}")
+    sentences = {
+        kind: f"{description}: {_format_leaks(leaks)}"
+        for kind, description in _KINDS.items()
+        if (leaks := [leak for leak in all_leaks if leak.kind == kind])
+    }
     texts = []
     if sentences:
-        texts.append(
-            f"{'; '.join(sentences)}; scores of examples that were trained on say nothing about new data: give others"
-        )
+        advice = "scores of examples that were trained on say nothing about new data: give others"
+        may_look_alike = "if they are the same examples, " * (sentences.keys() == {"other"})
+        texts.append(f"{'; '.join(sentences.values())}; {may_look_alike}{advice}")
     group_leaks = list(_find_shared_groups(clients))
     for kind, description in _GROUPS.items():
         if leaks := [leak for leak in group_leaks if leak.kind == kind]:
