@@ -104,6 +104,7 @@ def test_the_head_keeps_its_draw_and_is_never_sent():
 
 
 @pytest.mark.parametrize(("part", "moved"), [("all", BODY + HEAD), ("head", HEAD), ("body", BODY)])
+@pytest.mark.one_case
 def test_fine_tuning_moves_the_chosen_part_and_no_other(part, moved):
     _, networks = evaluated(FedBABU(**OPTIONS, finetune_part=part), plain(mixed()))
     for before, after in networks.values():

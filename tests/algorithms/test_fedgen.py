@@ -80,6 +80,7 @@ def generator_of(method, weights):
 
 
 @pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.one_case
 def test_a_round_written_out_in_plain_torch_is_the_same(weighted):
     """The second round of clients of which two have two classes of three, with the full batch; a step of the generator."""
     clients = plain(mixed(classes=[(0, 1), (1, 2), (0, 1, 2)]))

@@ -46,6 +46,7 @@ def test_a_projector_that_passes_the_clients_part_leaves_its_network_as_it_is():
 
 
 @pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.one_case
 def test_a_round_written_out_in_plain_torch_is_the_same(weighted):
     clients = plain(mixed())
     method = FedMRL(**FULL, shared=SHARED, m_local=0.7, m_global=0.4, weighted=weighted)

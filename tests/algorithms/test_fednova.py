@@ -19,6 +19,7 @@ def model_of(method, clients, rounds=2):
 
 
 @pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.one_case
 def test_if_everyone_takes_one_step_it_is_fedavg_bit_for_bit(weighted):
     """With BatchNorm's statistics, which are averaged."""
     options = {"lr": 0.05, "batch_size": 0, "weighted": weighted}

@@ -140,6 +140,7 @@ def test_the_generic_model_is_better_than_fedavgs_where_classes_are_rare():
     assert balanced > unbalanced + 0.08
 
 
+@pytest.mark.thorough
 def test_personal_heads_learn_clients_who_give_the_same_inputs_other_labels():
     row = run(FedRoD(lr=0.2, batch_size=8), swapped(), rounds=15).table()[-1]
     assert row["accuracy"] > row["server_accuracy"] + 0.3

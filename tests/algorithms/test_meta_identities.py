@@ -357,6 +357,7 @@ def test_the_unadapted_model_is_evaluated_beside_it():
 
 
 @pytest.mark.parametrize("variant", ["fo", "hf"])
+@pytest.mark.one_case
 def test_statistics_move_once_a_step(variant):
     method = PerFedAvg(variant=variant, local_steps=3, batch_size=4, alpha=0.1)
     run = pf.federate(small_clients(), method, rounds=2, workers=0)

@@ -237,6 +237,7 @@ def test_a_body_that_forward_leaves_out(name):
 
 
 @pytest.mark.parametrize("name", ["fedgen", "fedrod", "gpfl"])
+@pytest.mark.one_case
 def test_a_network_in_double_precision_is_trained_beside_tensors_of_the_methods_own(name):
     def double():
         return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()

@@ -17,7 +17,6 @@ from polyfed.alignment import (
     reduce_to_principal_components,
 )
 from polyfed.core.seeds import torch_generator
-from tests.few_cases import few
 
 WEIGHTS = [0.5, 0.3, 0.2]
 
@@ -81,7 +80,8 @@ class Counting(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("number", few([255, 257, 1500], [257]))
+@pytest.mark.parametrize("number", [255, 257, 1500])
+@pytest.mark.thorough
 def test_the_mean_rbf_kernel_is_the_only_matrix_of_its_size(number: int) -> None:
     many = [random(seed, number, width) + 1 for seed, width in ((1, 4), (2, 9), (3, 30))]
     expected = sum(w * rbf_kernel(a) for w, a in zip(WEIGHTS, many, strict=True))
@@ -128,6 +128,7 @@ SPECTRA = {
 @pytest.mark.parametrize("rank", [1, 5, 12])
 @pytest.mark.parametrize("width", [60, 1100])
 @pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.one_case
 def test_reduced_has_the_best_kernel_of_that_rank(spectrum: str, width: int, rank: int) -> None:
     """The error of HKH is that of the truncated singular value decomposition, the least that there is."""
     values = SPECTRA[spectrum]

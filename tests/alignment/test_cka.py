@@ -84,6 +84,7 @@ def test_linear_cka_is_the_definition_in_features_and_in_kernels(case: str, othe
 
 @pytest.mark.parametrize("sigma", [0.5, 2.0])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_case
 def test_rbf_cka_is_the_definition(case: str, sigma: float) -> None:
     a, b = CASES[case], OTHERS["narrow"]
     torch.testing.assert_close(rbf_kernel(a, sigma), torch.from_numpy(rbf(a, sigma)), rtol=1e-6, atol=1e-9)
@@ -96,6 +97,7 @@ def test_rbf_cka_is_the_definition(case: str, sigma: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [2, 5, 8, 33, 64, 120])
+@pytest.mark.one_case
 def test_where_most_examples_are_equal_the_width_is_of_those_that_differ(width: int, dtype: torch.dtype) -> None:
     """As of networks whose units are dead on most of them: rounding must not pass for a distance."""
     for number, equal, offset in ((30, 27, 0.0), (30, 27, 3.0), (200, 150, 0.0)):
@@ -137,6 +139,7 @@ CKA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("width", [4, 70])
 @pytest.mark.parametrize("kind", CKA)
+@pytest.mark.one_case
 def test_cka_sees_neither_rotation_nor_scale_nor_translation(kind: str, width: int) -> None:
     a, b, value = random(3, ROWS, width), OTHERS["wide"], CKA[kind]
     start = value(a, b).item()

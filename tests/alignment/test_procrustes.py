@@ -36,6 +36,7 @@ def by_definition(a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.one_case
 def test_value_and_gradients_are_those_of_the_definition(shape: str) -> None:
     number, of_a, of_b = SHAPES[shape]
     a, b = (random(seed, number, width).requires_grad_() for seed, width in ((1, of_a), (2, of_b)))

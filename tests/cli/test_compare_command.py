@@ -206,6 +206,7 @@ def test_data_that_nothing_can_be_done_with_are_refused_in_one_sentence(polyfed,
     assert (status, err.count("single has 1 example, too few to test on")) == (2, 1)
 
 
+@pytest.mark.thorough
 def test_folds_from_the_command_line(polyfed):
     """A plan writes nothing; a comparison of folds goes on in its directory, with the repeats that it began with."""
     words = ["fedavg_digits", *SMALL, *PLAIN, "--rounds", "1", "--folds", "2", "--fold-repeats", "2", "--out", "a"]

@@ -198,7 +198,10 @@ def test_a_comparison_stopped_after_its_last_run_is_not_lost(tables, capsys, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(f"polyfed.comparison.compare.{place}", stop)
-        assert main(["compare", *tables, "--tune", "none", "--folds", "2", "--out", "a b"]) in (1, 130)
+        assert main(["compare", *tables, "--tune", "none", "--folds", "2", "--parallel", "1", "--out", "a b"]) in (
+            1,
+            130,
+        )
     command = re.search(r"with `(polyfed compare .*)`", capsys.readouterr().err)[1]
     assert main([*shlex.split(command)[1:], "--quiet"]) == 0
     assert "not decided" in capsys.readouterr().out

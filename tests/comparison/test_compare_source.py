@@ -40,8 +40,9 @@ def scores_of(comparison):
 
 @pytest.mark.parametrize(
     ("tune", "seeds"),
-    [({"lr": [0.05, 0.2]}, [0]), pytest.param("none", [0, 1], marks=pytest.mark.thorough)],
+    [({"lr": [0.05, 0.2]}, [0]), ("none", [0, 1])],
 )
+@pytest.mark.thorough
 def test_scores_are_those_of_a_list(tune, seeds):
     clients, words = small_clients(5), {**WORDS, "seeds": seeds, "tune": tune, "references": False}
     listed = pf.compare(clients, ["fedrep"], **words)

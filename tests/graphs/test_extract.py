@@ -181,6 +181,7 @@ def test_squeeze_and_excitation_is_passed_through(extracted, told):
         (lambda a, b: torch.where(a > 0, a, b), None),
     ],
 )
+@pytest.mark.one_case
 def test_joins(extracted, join, kind):
     graph = extracted(Net(lambda net, x: net.c(join(net.a(x), net.b(x)).sum() * x), a=line(), b=line(), c=line()), X)
     if kind is None:
@@ -205,6 +206,7 @@ def test_joins(extracted, join, kind):
         lambda x: x + torch.zeros_like(x),
     ],
 )
+@pytest.mark.one_case
 def test_sums_with_constants_and_with_oneself_are_no_joins(extracted, no_join):
     graph = extracted(Net(lambda net, x: net.b(no_join(net.a(x))), a=line(), b=line()), X)
     assert (len(graph.nodes), graph.edges) == (2, ((0, 1),))

@@ -375,6 +375,7 @@ def test_the_formula_on_the_last_layer_alone_makes_small_weights():
 
 
 @pytest.mark.parametrize("init", ["kaiming", "paper"])
+@pytest.mark.one_case
 def test_a_type_whose_nodes_are_zero_has_an_initialisation(init):
     """With one latent entry the ReLUs of most seeds leave h = 0 everywhere."""
     for seed in range(10):

@@ -103,6 +103,7 @@ def test_latents_are_those_of_loops(gnn, passing, normalise):
 
 
 @pytest.mark.parametrize(("gnn", "passing"), FORMS)
+@pytest.mark.one_case
 def test_the_order_of_the_nodes_does_not_matter_and_all_is_trained(gnn, passing):
     ghn, form = ghn_of(gnn=gnn, passing=passing)
     made = []

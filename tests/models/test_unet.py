@@ -18,6 +18,7 @@ from tests.few_cases import few
 
 @pytest.mark.parametrize("sides", [(8, 8), (9, 31), (13, 10), (8, 9, 11)])
 @pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.one_case
 def test_outputs_have_the_size_of_the_image_also_an_odd_one(sides, depth):
     network = build("unet" if len(sides) == 2 else "unet3d", (2, *sides), 3, width=2, depth=depth)
     assert network(torch.randn(2, 2, *sides)).shape == (2, 3, *sides)

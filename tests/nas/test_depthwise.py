@@ -29,6 +29,7 @@ def test_gradients_are_torchs_own_where_these_are_as_quick(layer, batch, torchs)
 @pytest.mark.parametrize(
     ("kernel", "stride", "dilation"), [(3, 1, 1), (5, 2, 1), (7, 1, 1), (7, 2, 1), (3, 1, 2), (5, 2, 2), (3, 2, 3)]
 )
+@pytest.mark.one_case
 def test_it_is_the_convolution_of_torch(kernel, stride, dilation, size):
     one = DepthwiseConv2d(4, kernel, stride, dilation).double()
     other = nn.Conv2d(4, 4, kernel, stride, dilation * (kernel // 2), dilation, groups=4, bias=False).double()
@@ -47,6 +48,7 @@ def test_it_is_the_convolution_of_torch(kernel, stride, dilation, size):
 
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(("kernel", "stride", "dilation"), [(5, 1, 1), (5, 2, 1), (3, 1, 2)])
+@pytest.mark.one_case
 def test_its_gradients_have_gradients(kernel, stride, dilation):
     layer = DepthwiseConv2d(1, kernel, stride, dilation).double()
     x = torch.randn(1, 1, 4, 3, dtype=torch.float64, requires_grad=True)

@@ -43,6 +43,7 @@ def test_methods_for_different_networks_train_u_nets_of_three_widths(method, opt
 
 
 @pytest.mark.parametrize("method", ["pfedla", "fedavg"])
+@pytest.mark.one_case
 def test_methods_for_one_network_train_it(method):
     clients, _ = sites()
     alike = [pf.Client(c.id, clients[0].model, c.train, c.test, task=c.task) for c in clients]
@@ -80,6 +81,7 @@ def test_a_comparison_keeps_scores_alone_and_goes_on_with_and_without_references
     assert "data:image/png" not in page
 
 
+@pytest.mark.thorough
 def test_the_page_has_images_only_if_they_are_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["--data", "blobs", "--data.images", "[6,6,6,6]", "--data.image_size", "16", "--data.partition", "natural"]

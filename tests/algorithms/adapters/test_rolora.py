@@ -32,6 +32,7 @@ def test_the_first_round_is_that_of_ffa_lora():
 
 
 @pytest.mark.parametrize("rounds", [2, 3])
+@pytest.mark.one_case
 def test_two_rounds_in_plain_torch(rounds):
     method, people = RoLoRA(**FULL, local_epochs=2), clients()
     state, found = first_state(method, people), run(method, people, rounds=rounds)

@@ -230,6 +230,7 @@ HETEROGENEOUS: list[dict[str, Any]] = [{}, {"normalise": True}, {"kernel": "rbf"
 
 
 @pytest.mark.parametrize("fields", HETEROGENEOUS)
+@pytest.mark.one_case
 def test_a_step_descends_the_papers_loss(fields: Mapping[str, Any]) -> None:
     """Eq. 6 in round 2, with a client whose network is of round 1, by autograd from the definition with H."""
     method = FedHeNN(local_epochs=1, **STEP, **fields)

@@ -376,6 +376,7 @@ def test_the_teacher_on_the_command_line_and_in_files(words, config, teacher):
     assert build_experiment(again).algorithm == method
 
 
+@pytest.mark.thorough
 def test_a_run_is_described_by_its_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     common = ["run", "fedavg_digits", "--algorithm", "fedavg_kd", "--baselines", "[]", "--quiet"]

@@ -30,6 +30,7 @@ def run(method, rounds, clients=None, **more):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.one_case
 def test_q_0_is_fedavg(weighted):
     """With BatchNorm, whose statistics are averaged, and momentum; L does not matter."""
     options = {"lr": 0.05, "batch_size": 8, "momentum": 0.5, "weighted": weighted}
@@ -38,6 +39,7 @@ def test_q_0_is_fedavg(weighted):
 
 
 @pytest.mark.parametrize(("lipschitz", "q", "weighted"), [(None, 2.0, False), (3.0, 0.5, True)])
+@pytest.mark.one_case
 def test_rounds_in_plain_torch(lipschitz, q, weighted, monkeypatch):
     """Algorithm 2 as it is written, with L in Δ and in h; two of three clients a round, with momentum and weight decay."""
     clients = unequal_clients(normed, normed, normed)

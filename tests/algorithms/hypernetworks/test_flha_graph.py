@@ -80,6 +80,7 @@ def disturbed(state):
 
 
 @pytest.mark.parametrize("joins", [True, False])
+@pytest.mark.one_case
 def test_generated_weights_are_those_of_loops_over_nodes(joins):
     everyone = clients()
     method = FLHAGHN(**OPTIONS, joins=joins)

@@ -121,6 +121,7 @@ def test_gradients_through_generated_layers_are_those_of_plain_torch(network, he
 
 
 @pytest.mark.parametrize("head", ["mlp", "factored"])
+@pytest.mark.one_case
 def test_generated_weights_start_at_the_size_of_the_networks_own(head):
     class Wide(nn.Module):
         def __init__(self):

@@ -266,6 +266,7 @@ def test_messages_made_together_are_those_made_one_by_one():
         ("tensor", ["body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias", "head.weight", "head.bias"]),
     ],
 )
+@pytest.mark.one_case
 def test_what_a_layer_is(layer, expected):
     state = federate(PFedLA(layer=layer, **OPTIONS), rounds=1).last.state
     assert list(state["layers"]) == expected

@@ -177,6 +177,7 @@ def test_what_is_differentiated_through_with_an_inner_step_of_adam():
 
 
 @pytest.mark.parametrize("eta", [0.0, 0.3])
+@pytest.mark.one_case
 def test_the_meta_gradient_where_operations_are_drawn(eta):
     """g̃ − η·g·(gᵀg̃) over weights and samplers of the personal stack, each pass with the draw that it made; and an operation
     that the second pass did not use has no gradient, so that neither Adam nor momentum moves it."""

@@ -217,6 +217,7 @@ def test_other_numbers_of_outputs_are_refused():
         ("resnet18", {"width": 4}, {"width": 8}, (1, 8, 8)),
     ],
 )
+@pytest.mark.one_case
 def test_networks_of_polyfed_are_families(name, narrow, wide, shape):
     one, other = (ModelSpec(name, arguments, shape, 10) for arguments in (narrow, wide))
     assert {n: tuple(t.shape) for n, t in other().state_dict().items()} == widest_shape_by_tensor(

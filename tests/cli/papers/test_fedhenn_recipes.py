@@ -309,6 +309,7 @@ def check_run(polyfed, name, variant, *words):
             assert all("server_accuracy" in row for row in rows)
 
 
+@pytest.mark.thorough
 def test_a_run_of_one_round(polyfed):
     check_run(polyfed, "fedhenn_table2", "cifar10-100-2-hetero", "--rounds", "1", "--workers", "0")
 

@@ -162,6 +162,7 @@ def test_times_are_short():
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
+@pytest.mark.one_case
 def test_a_comparison_counts_rounds_here_and_in_processes(parallel, capsys):
     words = {"tune": "none", "references": False, "parallel": parallel}
     pf.compare(small_clients(2), ["fedprox"], rounds=2, seeds=[0], budget="steps", **words)

@@ -35,7 +35,8 @@ def sites(number=2, size=60):
     return found
 
 
-@pytest.mark.parametrize("words", [{"seeds": [0, 1]}, pytest.param({"resplit": 2}, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("words", [{"seeds": [0, 1]}, {"resplit": 2}])
+@pytest.mark.thorough
 def test_simple_models_of_each_dealing_take_part_in_the_answers(tmp_path, words):
     clients = sites()
     content = pf.compare(clients, ["fedavg"], **QUICK, **words, metrics=["auc"], out=tmp_path / "c").results

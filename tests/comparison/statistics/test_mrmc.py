@@ -327,6 +327,7 @@ def test_nothing_is_claimed_where_nothing_differs_in_more_cases(name, clients, e
     assert max(wrong(name, clients, examples, seeds, 400)) <= most(0.05, 400)
 
 
+@pytest.mark.thorough
 def test_an_interval_over_seeds_alone_would_claim_much():
     """What went before: Student's t over the seeds, which share their test examples. The check above can fail."""
     rng, false = np.random.default_rng(8), 0

@@ -235,6 +235,7 @@ def test_seed_changes_the_draw():
     ],
     ids=repr,
 )
+@pytest.mark.one_case
 def test_sixty_thousand_labels_and_five_hundred_clients_take_under_two_seconds(partition: Partition):
     rng = np.random.default_rng(0)
     labels = rng.permutation(np.repeat(np.arange(10), 6000))

@@ -62,6 +62,7 @@ def write(tmp_path, data, name="a.csv", **options):
         ("a.parquet", {}, {}),
     ],
 )
+@pytest.mark.one_case
 def test_a_file_is_read_as_the_frame_is(tmp_path, name, options, fields):
     data = frame()
     expected = TableFile(target="ill", site="hospital", drop="cost,patient").build_dataset(_read(data))

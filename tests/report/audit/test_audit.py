@@ -91,6 +91,7 @@ def test_scores_without_signal_are_guesses_on_average():
     assert covered >= 0.9
 
 
+@pytest.mark.thorough
 def test_private_training_shows_its_epsilon(tmp_path):
     method = pf.algorithms.FedAvg(lr=0.1, privacy=pf.Privacy(target_epsilon=2.0))
     clients = saved_run(tmp_path / "run", method)

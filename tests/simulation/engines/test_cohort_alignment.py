@@ -109,6 +109,7 @@ def term(**changes):
 
 @pytest.mark.parametrize("number", [6, 10])
 @pytest.mark.parametrize("sigma", [None, 0.5])
+@pytest.mark.one_case
 def test_each_client_meets_its_own_rows_at_every_step(number, sigma):
     """Against each network by itself, on rows drawn here; the gradients, too. A wrong pairing changes all of them."""
     networks, rows, examples = [plain() for _ in range(3)], torch.arange(2, 12), pool()

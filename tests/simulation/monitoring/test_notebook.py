@@ -66,6 +66,7 @@ def test_sentences_stand_below_the_bar_and_are_escaped(cell):
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
+@pytest.mark.one_case
 def test_a_comparison_has_one_bar_for_its_runs(cell, capsys, parallel):
     pf.compare(small_clients(2), "fedavg", parallel=parallel, **COMPARED)
     (bar,) = cell.shown

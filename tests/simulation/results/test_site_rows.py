@@ -28,6 +28,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", ["frame", "mapping", "rows", "csv", "keyword"])
+@pytest.mark.one_case
 def test_each_row_is_predicted_by_its_site(run, form, tmp_path):
     FRAME.drop(columns="dose").to_csv(tmp_path / "new.csv", index=False)
     rows = {"mapping": FRAME.to_dict("list"), "rows": FRAME.to_dict("records"), "csv": tmp_path / "new.csv"}

@@ -229,6 +229,7 @@ def test_complex_parameters_are_refused_where_they_would_travel(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.one_case
 def test_batch_norm_and_a_batch_of_one(name):
     for factory in (norms, lambda: nn.SyncBatchNorm.convert_sync_batchnorm(norms())):
         assert "client 'c0' has a minibatch of one example (batch_size=1, 24 examples)" in outcome(

@@ -363,6 +363,7 @@ def test_a_changed_file_of_speeds_stops_a_resumed_run(tmp_path):
         pf.resume(tmp_path / "run", clients=small_clients(3), quiet=True)
 
 
+@pytest.mark.thorough
 def test_it_learns_in_less_simulated_time_than_rounds_that_wait():
     """Ten clients, of which one is 20 times slower: the buffer reaches the accuracy of synchronous rounds far earlier."""
     clients = equal_clients(10)

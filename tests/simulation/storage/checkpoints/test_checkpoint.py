@@ -197,6 +197,7 @@ ROW = "part = '' AND client = CAST('a/b' AS BLOB) AND round = 2"
         ("CREATE TABLE more (x)", None),
     ],
 )
+@pytest.mark.one_case
 def test_changed_rows_are_found_and_the_checkpoint_before_is_used(tmp_path, change, reason):
     for number in (1, 2):
         checkpoints.save_checkpoint_and_remove_older(tmp_path, make(number, float(number)), number - 1)
