@@ -53,14 +53,22 @@ def summary(results, docs):
 
 
 def answer(results, paper):
-    """Returns in how many settings the methods of a paper are ahead of each rival, and the rows of the table on them."""
+    """Returns in how many settings the methods of a paper are ahead of each rival, or behind it, and the table's rows."""
     found = {pair: gains for pair, gains in gains_by_rival(results).items() if paper in pair[0]}
-    by_method = {}
+    clauses = {own: {"ahead of": [], "behind": [], "": []} for own, _ in found}
     for (own, rival), gains in found.items():
         kinds = [kind_of(gain) for gain in gains]
-        behind = f" and behind in {kinds.count('behind')}" * ("behind" in kinds)
-        by_method.setdefault(own, []).append(f"{rival} in {kinds.count('ahead of')} of {len(kinds)} settings{behind}")
-    said = [f"{own.replace(',', ' with')} is ahead of {'; of '.join(rivals)}." for own, rivals in by_method.items()]
+        name = rival.replace(", fine-tuned", " with fine-tuning").replace(", one", " of one")
+        for kind in ("ahead of", "behind"):
+            if kind in kinds:
+                clauses[own][kind].append(f"{name} in {kinds.count(kind)} of {len(gains)}")
+        if not {"ahead of", "behind"} & {*kinds}:
+            clauses[own][""].append(name)
+    said = []
+    for own, shares in clauses.items():
+        told = [f"is {kind} {', '.join(names)} settings" for kind, names in shares.items() if kind and names]
+        open_against = [f"nothing is decided against {', '.join(shares[''])}"] if shares[""] else []
+        said.append(f"{own.replace(',', ' with')} {'; '.join(['; it '.join(told), *open_against])}.")
     if len(said) > 1:
         said = ["\n".join(f"- {sentence}" for sentence in said)]
     return f"{said[0]}\n\n{tabulate(found)}\n" if found else ""
