@@ -307,8 +307,7 @@ def test_public_examples_need_no_labels(kind: Any, array: Any) -> None:
     )
     with pytest.raises(pf.UserError, match="public: cannot read examples from int; give a tensor of inputs, "):
         federate(method, public=3)
-    images = federate(method, image_clients_of_bytes(), public=array(IMAGES))
-    assert images.history[-1]["failures"] == []
+    assert federate(method, image_clients_of_bytes(), public=array(IMAGES)).history[-1]["failures"] == []
 
 
 def image_clients_of_bytes() -> list[pf.Client]:

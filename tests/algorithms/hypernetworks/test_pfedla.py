@@ -23,9 +23,8 @@ def federate(method, clients=None, **options):
 
 def same_models(one, other, **tolerance):
     for client in one.federation.clients:
-        ours, theirs = one.model(client).state_dict(), other.model(client).state_dict()
-        for name in ours:
-            torch.testing.assert_close(ours[name], theirs[name], **tolerance)
+        models = dict(one.model(client).state_dict()), dict(other.model(client).state_dict())
+        torch.testing.assert_close(*models, **tolerance)
 
 
 def started_with(monkeypatch, weight, bias):
@@ -305,8 +304,7 @@ def test_weights_of_every_round_are_kept_for_plots(tmp_path):
 def test_analysis_of_rounds_that_are_played_again_is_removed(tmp_path):
     out = tmp_path / "run"
     federate(PFedLA(**OPTIONS), rounds=4, out=out, checkpoint_every=2)
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    (out / "metrics.jsonl").write_text("\n".join(lines[:3]) + "\n")
+    (out / "metrics.jsonl").write_text("\n".join((out / "metrics.jsonl").read_text().splitlines()[:3]) + "\n")
     kept = (out / "analysis" / "round-000002.npz").read_bytes()
     for n in (3, 4):
         (out / "analysis" / f"round-{n:06d}.npz").write_bytes(b"stale")
@@ -322,9 +320,8 @@ def test_analysis_of_rounds_that_are_played_again_is_removed(tmp_path):
 def test_300_clients_of_which_a_tenth_takes_part():
     source = small_clients(1)[0]
     clients = [pf.Client(f"{n:03d}", SmallNet, source.train.select(torch.arange(6)), source.test) for n in range(300)]
-    run = federate(
-        PFedLA(lr=0.1, hidden=8, embedding_dim=8), clients, rounds=2, clients_per_round=0.1, evaluate_every=2
-    )
+    method = PFedLA(lr=0.1, hidden=8, embedding_dim=8)
+    run = federate(method, clients, rounds=2, clients_per_round=0.1, evaluate_every=2)
     took_part = [{i for i, row in r["clients"].items() if "bytes_up" in row} for r in run.history]
     assert [len(ids) for ids in took_part] == [30, 30]
     initial = run.last.state["models"][next(iter(run.federation.clients.keys() - took_part[0] - took_part[1]))]

@@ -8,9 +8,8 @@ import torch
 from scipy import stats
 
 from polyfed.comparison.statistics.cross_validation.resplits import (
-    ResplitDifferences,
-    estimate_client_means_over_resplits,
-)
+    ResplitDifferences, estimate_client_means_over_resplits,
+)  # fmt: skip
 from polyfed.comparison.statistics.curves.learning_curve import (
     CurvePoint,
     first_point_reaching_target,

@@ -9,6 +9,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, FedOpt, FedRep, Scaffold
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import RunInterrupt, UserError
+from polyfed.simulation.scheduling.asynchronous.idle_clients import IdleClients
 from polyfed.simulation.scheduling.asynchronous.rebase import mix_model, rebase_update
 from polyfed.simulation.scheduling.asynchronous.staleness import build_staleness_function
 from polyfed.testing import assert_runs_equal, small_clients
@@ -27,10 +28,8 @@ def same(a, b):
 
 def arrivals(run):
     """For each round: the clients whose replies it used, with their staleness."""
-    return [
-        {client: row["staleness"] for client, row in record["clients"].items() if "staleness" in row}
-        for record in run.history
-    ]
+    rows = [record["clients"].items() for record in run.history]
+    return [{client: row["staleness"] for client, row in clients if "staleness" in row} for clients in rows]
 
 
 def clock(run):
@@ -341,7 +340,7 @@ def test_bad_options():
         (
             "pfedla",
             "fedbuff",
-            "needs a method whose server takes the mean of the clients' weights, and pfedla does not; ",
+            "needs a method whose server takes the mean of the clients' weights, and pfedla does not",
         ),
         ("fedproto", "fedbuff", "and fedproto does not; methods that do: .*fedavg, feddyn"),
         (FedAvg(averaged_over="all"), "fedbuff", "and fedavg does not"),
@@ -391,8 +390,6 @@ def test_compare_leaves_out_what_has_no_mean():
 
 
 def test_idle_clients_are_listed_without_a_list():
-    from polyfed.simulation.scheduling.asynchronous.idle_clients import IdleClients
-
     ids = tuple(f"{k:03d}" for k in range(50))
     for busy in ([], ["000"], ["049", "000", "001"], ["007", "008", "030"], list(ids)):
         idle = IdleClients(ids, busy)

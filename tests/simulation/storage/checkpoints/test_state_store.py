@@ -36,11 +36,8 @@ from tests.stored_states import change_rows, damage_states
 
 FOMO, PFEDLA = FedFomo(lr=0.1, num_models=1), PFedLA(lr=0.1, embedding_dim=4, hidden=5)
 MORE = [
-    HeurPFedLA(lr=0.1, embedding_dim=4, hidden=5),
-    FedAMP(lr=0.1),
-    FedAvg(lr=0.1, averaged_over="all"),
-    Local(lr=0.1),
-]
+    HeurPFedLA(lr=0.1, embedding_dim=4, hidden=5), FedAMP(lr=0.1), FedAvg(lr=0.1, averaged_over="all"), Local(lr=0.1),
+]  # fmt: skip
 OPTIONS = {"rounds": 3, "workers": 0, "clients_per_round": 2}
 
 
