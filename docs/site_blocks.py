@@ -135,7 +135,7 @@ def tabulate_gains(name: str) -> str:
         ("leaderboard", "leaderboard/federations.md", {**FEDERATIONS, **REGIMES}),
         ("multicentre", "multicentre.md", {key: title for key, (title, _) in SECTIONS.items()}),
     ]
-    rows = []
+    rows, gains = [], []
     for folder, page, titles in pages:
         for federation, title in titles.items():
             file = ROOT / "benchmarks" / "results" / folder / f"{federation}.json"
@@ -149,14 +149,20 @@ def tabulate_gains(name: str) -> str:
             scale, digits = (100, 1) if measured.get("score_unit", measured.get("unit")) == "%" else (1, 3)
             alone, score = (f"{scale * methods[label]['mean']:.{digits}f}" for label in ("local", name))
             gain = _gain_over_local(methods[name])
+            gains += [gain] if gain else []
             texts = [f"{scale * value:+.{digits}f}".replace("-", "−") for value in gain]
             shown = f"{texts[0]} ({texts[1]} to {texts[2]})" if gain else ""
             label = measured.get("score_label", measured["score"])
             rows.append(f"| [{title}](../{page}) | {label} | {alone} | {score} | {shown} |")
     if not rows or name == "local":
         return ""
+    better, worse = sum(low > 0 for _, low, _ in gains), sum(high < 0 for _, _, high in gains)
+    answer = (
+        f"**Against training alone** it is better in {better} of {len(gains)} federations, worse in {worse}, and not "
+        f"decided in {len(gains) - better - worse}."
+    )
     head = ["| federation | score | alone | this method | gain (95 %) |", "|---|---|---|---|---|"]
-    return "\n".join(["**Over training alone, in every federation in which it was measured**", "", *head, *rows])
+    return "\n".join([answer, "", *head, *rows])
 
 
 @cache
@@ -177,6 +183,7 @@ def results(name: str) -> str:
     """The curve of a method, its gains over training alone, and the tables of benchmarks/notes in which it stands: its
     rows and those of `COMPARED`, below what introduces the table."""
     found: list[str] = []
+    last = ""
     for (note, title, script, introduced, header, rows), owners in _tables_with_owners():
         if title.startswith(MACHINE):
             continue
@@ -189,8 +196,9 @@ def results(name: str) -> str:
         anchor = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()))
         linked = f"**[{title}](../../benchmarks/notes/{note}#{anchor})**{f' (`{script}`)' if script else ''}"
         ruled = "|" + "---|" * len(_cells(header))
-        before = [introduced, ""] if introduced else []
-        found.append("\n".join([linked, "", *before, header, ruled, *kept]))
+        before = [*([linked, ""] if linked != last else []), *([introduced, ""] if introduced else [])]
+        last = linked
+        found.append("\n".join([*before, header, ruled, *kept]))
     drawn = [drawing] if (drawing := picture(name)) else []
     gains = [text for text in (leaderboard_sentence(name), tabulate_gains(name)) if text]
     if not found and not drawn and not gains:
