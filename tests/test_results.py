@@ -169,7 +169,10 @@ def test_every_interval_of_the_guide_is_of_a_page_of_measurements():
     guide = (ROOT / "docs" / "choose.md").read_text(encoding="utf-8")
     intervals = re.findall(r"[+−][\d.]+ \([+−][\d.]+ to [+−][\d.]+\)", guide)
     assert len(intervals) > 20
-    assert [interval for interval in intervals if interval not in measured] == []
+    fractions = {
+        interval: re.sub(r"[\d.]+", lambda found: f"{float(found[0]) / 100:.3f}", interval) for interval in intervals
+    }  # of AUC, which the pages of real sites have from 0 to 1
+    assert [points for points, auc in fractions.items() if points not in measured and auc not in measured] == []
 
 
 def test_a_sentence_that_its_intervals_do_not_carry_is_not_written(board, monkeypatch):
