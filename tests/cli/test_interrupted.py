@@ -205,3 +205,12 @@ def test_a_comparison_stopped_after_its_last_run_is_not_lost(tables, capsys, mon
     command = re.search(r"with `(polyfed compare .*)`", capsys.readouterr().err)[1]
     assert main([*shlex.split(command)[1:], "--quiet"]) == 0
     assert "not decided" in capsys.readouterr().out
+
+
+def test_a_comparison_without_its_description_is_not_to_be_gone_on_with(tables, capsys, monkeypatch):
+    def fill(path, *_):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("polyfed.comparison.storage.comparison_directory.write_file_atomically", fill)
+    assert main(["compare", *tables, "--tune", "none", "--folds", "2", "--out", "a b"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "polyfed: No space left on device: a b/comparison.yaml"

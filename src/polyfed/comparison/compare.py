@@ -263,11 +263,13 @@ def run_comparison(plan: ComparisonPlan) -> Comparison:
         f"`polyfed compare {quote(str(plan.out))}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"
     )
     try:
-        with add_resume_hint_if_disk_full(again):
-            return run_until_decided(plan, _run_with_display)
-    except KeyboardInterrupt as stop:
+        return run_until_decided(plan, _run_with_display)
+    except (KeyboardInterrupt, OSError) as stop:
         if not (plan.out / comparison_directory.DESCRIPTION).exists():  # nothing has been trained
             raise
+        with add_resume_hint_if_disk_full(again):
+            if isinstance(stop, OSError):
+                raise
         raise RunInterrupt(f"interrupted; the complete rounds are saved: continue with {again}") from stop
 
 
