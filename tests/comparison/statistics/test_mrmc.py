@@ -8,8 +8,9 @@ import torch
 from scipy import stats
 
 from polyfed.comparison.statistics.cross_validation.resplits import (
-    ResplitDifferences, estimate_client_means_over_resplits,
-)  # fmt: skip
+    ResplitDifferences,
+    estimate_client_means_over_resplits,
+)
 from polyfed.comparison.statistics.curves.learning_curve import (
     CurvePoint,
     first_point_reaching_target,
@@ -362,9 +363,8 @@ def test_intervals_of_means_over_many_small_sites_hold_the_truth_where_there_is_
         gain = estimate_mean_over_clients(
             [estimate_variance_components(ACCURACY, [o], [t], targets) for o, t in zip(*right, strict=True)]
         )
-        score = estimate_mean_over_clients(
-            [estimate_variance_components(ACCURACY, [o], None, targets) for o in right[0]]
-        )
+        score_parts = [estimate_variance_components(ACCURACY, [o], None, targets) for o in right[0]]
+        score = estimate_mean_over_clients(score_parts)
         missed["gain"] += not gain.low <= (ours - theirs).mean() <= gain.high
         missed["score"] += not score.low <= ours.mean() <= score.high
     assert max(missed.values()) < 9, missed
