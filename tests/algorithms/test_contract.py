@@ -29,11 +29,12 @@ class TestRegistered(AlgorithmContract):
 
 
 POLICIES = [(name, policy) for name in ("fedavg", "fedprox", "fedavg_ft") for policy in ("local", "recompute")]
-FAST = [("fedavg", "recompute")]
+CI = ("fedavg", "recompute")
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), [c if c in FAST else pytest.param(*c, marks=pytest.mark.slow) for c in POLICIES]
+    ("name", "policy"),
+    [pytest.param(*c, marks=pytest.mark.thorough if c == CI else pytest.mark.slow) for c in POLICIES],
 )
 class TestBufferPolicies(AlgorithmContract):
     @pytest.fixture

@@ -145,6 +145,7 @@ def test_distillation_brings_classifiers_together():
     assert spread[1] < 0.5 * spread[0]
 
 
+@pytest.mark.thorough
 def test_a_deep_client_learns_a_class_that_only_shallow_ones_have():
     """Through the layers and the first classifier, which all train: the loss on a class that it has never seen."""
     test = small_clients()[2].test

@@ -133,6 +133,7 @@ def test_fine_tuning_learns_clients_who_give_the_same_inputs_other_labels():
     assert row["accuracy"] > 0.85
 
 
+@pytest.mark.thorough
 def test_the_body_learns_under_a_head_that_is_not_trained():
     found = run(FedBABU(lr=0.2, batch_size=8, finetune_epochs=0), small_clients(), rounds=15)
     assert found.table()[-1]["accuracy"] > 0.8  # 1/3 is chance

@@ -23,7 +23,7 @@ OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8}
     ("method", "policy"),
     [
         pytest.param(PFedMe(**OPTIONS), "average", marks=pytest.mark.slow),
-        (PerFedAvg(**OPTIONS), "recompute"),
+        pytest.param(PerFedAvg(**OPTIONS), "recompute", marks=pytest.mark.thorough),
         pytest.param(PFedMe(**OPTIONS), "recompute", marks=pytest.mark.slow),
         pytest.param(PerFedAvg(**OPTIONS), "average", marks=pytest.mark.slow),
     ],

@@ -191,6 +191,7 @@ def test_gradients_of_kernels_are_those_of_finite_differences() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [3, 70])
 @pytest.mark.parametrize("kind", CKA)
+@pytest.mark.one_case
 def test_a_constant_has_cka_and_gradient_0(kind: str, width: int, dtype: torch.dtype, value: float) -> None:
     """Whatever the rounding of its mean leaves."""
     one = torch.full((ROWS, width), value, dtype=dtype).requires_grad_()

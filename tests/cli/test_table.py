@@ -341,6 +341,7 @@ def test_a_table_that_cannot_be_loaded_is_refused_in_one_sentence(table, capsys)
     assert err.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_a_finished_run_and_its_baselines_go_on_to_more_rounds(table, capsys):
     words = ["run", "patients.csv", "--data.target", "outcome", "--data.site", "hospital", "--quiet"]
     assert main([*words, "--rounds", "1", "--out", "short", "--json"]) == 0

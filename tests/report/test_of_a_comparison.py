@@ -54,6 +54,7 @@ def test_a_comparison_has_a_page(tmp_path, words, metrics):
     assert 'id="p0-curves"' in text
 
 
+@pytest.mark.thorough
 def test_scores_of_clients_are_those_of_all_folds_together_and_the_worst_has_the_largest_error(tmp_path):
     x = torch.randn(42, 2, generator=torch_generator(0))
     y = x[:, :1] + torch.randn(42, 1, generator=torch_generator(1))

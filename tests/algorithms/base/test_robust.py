@@ -60,7 +60,8 @@ class Wide(AlgorithmContract):
         return super().clients(max(number, 5))
 
 
-@pytest.mark.parametrize("rule", [r if r == "krum:1" else pytest.param(r, marks=pytest.mark.thorough) for r in RULES])
+@pytest.mark.thorough
+@pytest.mark.parametrize("rule", RULES)
 class TestContract(Wide):
     @pytest.fixture
     def algorithm(self, rule):

@@ -294,6 +294,7 @@ def test_weighted_replies_count_by_examples():
         assert method.scalars_needed == ({"num_examples"} if weighted else set())
 
 
+@pytest.mark.thorough
 def test_the_fields_of_the_refinement_are_used():
     (client,) = everyone = clients(ARCHITECTURES[3])
     base = FLHAGHN(**OPTIONS)
@@ -350,6 +351,7 @@ def test_networks_in_float64_are_generated_in_float64():
     assert all(tensor.dtype == torch.float64 for tensor in run.model("c").state_dict().values())
 
 
+@pytest.mark.thorough
 def test_one_factory_may_be_used_under_two_catalogues():
     """Caches are kept apart: a run with norms generated, one without, and the first again."""
     everyone = clients(Distinct)

@@ -72,6 +72,7 @@ def size_of_layers(form):
     return 4 * sum(math.prod(shape) for kind in form.catalogue.types for shape in kind.parameter_shapes.values())
 
 
+@pytest.mark.thorough
 def test_light_heads_send_at_most_twice_the_largest_network():
     for width in (4, 8, 16):
         form = GHNConfig(catalogue(width, ["flha_arch1", "flha_arch2"]))

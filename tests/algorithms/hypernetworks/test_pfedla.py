@@ -167,6 +167,7 @@ def test_the_update_is_that_of_autograd_on_the_explicit_graph(normalise):
             torch.testing.assert_close(after[name][row], (before + 0.3 * step)[row], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_the_update_is_that_of_finite_differences():
     method = PFedLA(hn_lr=1.0, **OPTIONS)
     state = trained_state(method)

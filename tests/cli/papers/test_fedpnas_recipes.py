@@ -155,6 +155,7 @@ def test_the_form_of_the_search_space(name, variant, experiment):
                     assert f"{edges} edges instead of 32" in read(name).reduction_note(scale)
 
 
+@pytest.mark.thorough
 def test_the_sweep_of_the_inner_step(experiment):
     for scale in SCALES:
         methods = [experiment("fedpnas_eta", scale, variant).algorithm for variant in read("fedpnas_eta").variants]
@@ -196,6 +197,7 @@ def test_shifts(scale, experiment):
         assert shifts(experiment(f"fedpnas_{name}", scale, variant)) == grey
 
 
+@pytest.mark.thorough
 def test_hue_has_colours_to_change(experiment):
     """On MNIST, which the paper names, it would change nothing, and is refused."""
     for name, scale, variant in CHOICES:

@@ -350,7 +350,8 @@ def test_a_difference_that_is_there_is_found():
     assert found >= 18
 
 
-@pytest.mark.parametrize(("clients", "examples"), [(30, 20), pytest.param(100, 12, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("clients", "examples"), [(30, 20), (100, 12)])
+@pytest.mark.thorough
 def test_intervals_of_means_over_many_small_sites_hold_the_truth_where_there_is_an_effect(clients, examples):
     """Shares are moved towards the middle at each site, and a mean of many sites must not be. At most 5 % of 60 are to
     miss; 9 or more would be one chance in a thousand."""

@@ -101,6 +101,7 @@ def test_a_frame_has_a_row_for_each_client_and_round(run):
     pd.testing.assert_frame_equal(pf.load(run.out).to_frame(), frame)
 
 
+@pytest.mark.thorough
 def test_a_frame_of_a_comparison_has_a_row_for_each_method_seed_and_client(comparison):
     frame = comparison.to_frame()
     assert list(frame.columns) == ["method", "seed", "client", "round", "accuracy"]

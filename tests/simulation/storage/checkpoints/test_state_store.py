@@ -126,7 +126,8 @@ def test_a_run_that_goes_on_notices_a_damaged_state_when_it_reads_it(tmp_path, m
         run.model("client-1")
 
 
-@pytest.mark.parametrize("number", [2_000, pytest.param(200_000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("number", [2_000, 200_000])
+@pytest.mark.thorough
 def test_a_cohort_of_many_clients_is_read_and_written_without_the_others(tmp_path, monkeypatch, number):
     states = ClientStates({f"client-{k:06d}": {"head": torch.full((20,), float(k))} for k in range(number)})
     save_checkpoint_and_remove_older(tmp_path, Checkpoint(1, {}, states), 0)
