@@ -34,7 +34,7 @@ from polyfed.comparison.storage.comparison import Comparison
 from polyfed.comparison.storage.comparison_files import hash_compared_files, lock_comparison, write_comparison_results
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.tuning.client_rounds import freeze_history_after, select_compared_rounds_of_local_runs
-from polyfed.core.algorithm import Client
+from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.errors import RunInterrupt, UserError, collect_data_warnings
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
@@ -200,6 +200,7 @@ def compare(
     )  # fmt: skip
     pool = None if public is None else as_examples(public, "public", labelled=False)
     search_space = hyperparameter_search.parse_search_space(tune, trials)
+    networks: dict[str, Architecture] | None = None
     if is_client_source(clients):
         deals = resplit is not None or fold_design is not None
         client_sets = dict.fromkeys(
@@ -215,6 +216,7 @@ def compare(
         )
     else:
         client_list = list_clients(clients)
+        networks = {client.id: client.model for client in client_list if client.model is not None}
         clients_by_seed = redraw_clients(client_list, resplit, fold_design, seeds) or [tuple(client_list)] * len(seeds)
         client_sets = {
             seed: ClientSet(tuple(sets), apply_common_preprocessing_to_public(pool, sets), class_names_of(client_list))
@@ -245,7 +247,7 @@ def compare(
         with_references=references,
         callbacks=validate_callbacks(callbacks),
     )
-    return run_comparison(plan)
+    return dataclasses.replace(run_comparison(plan), networks=networks)
 
 
 @limit_leak_warnings()

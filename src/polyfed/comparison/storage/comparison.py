@@ -1,7 +1,7 @@
 """Defines `Comparison`: the results of a comparison as a user reads them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -26,7 +26,7 @@ from polyfed.simulation.storage.directory import check_is_in_memory
 from polyfed.simulation.storage.page_file import write_page_of
 
 if TYPE_CHECKING:
-    from polyfed.core.algorithm import Client
+    from polyfed.core.algorithm import Architecture, Client
     from polyfed.simulation.results.saved_run import SavedRun
 
 
@@ -39,10 +39,12 @@ class Comparison:
     Attributes:
         results: the results, as `polyfed.comparison.storage.results_schema.ComparisonResults` describes them.
         out: the directory; None if the comparison was kept in memory.
+        networks: what builds each client's network, where this process has compared the clients; for `run`.
     """
 
     results: Mapping[str, Any]
     out: Path | None = None
+    networks: "Mapping[str, Architecture] | None" = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         seeds = count_with_noun(len(self.results["seeds"]), "seed")
@@ -191,6 +193,9 @@ class Comparison:
     def run(self, method: str, seed: int | None = None) -> "SavedRun":
         """Returns one of the compared runs, with its networks and predictions, as in `comparison.run("fml").table()`.
 
+        Its `predictions` are those of the compared round, which give the scores of `to_frame`; its networks those of the
+        round that the run keeps, which may be an earlier one.
+
         Args:
             method: its label in the comparison.
             seed: None for the first one.
@@ -206,7 +211,8 @@ class Comparison:
             raise UserError("the runs of this comparison were kept in memory; compare with out=DIR")
         from polyfed.simulation.results.saved_run import load_run
 
-        return load_run(self.out / runs[key]["path"])
+        rounds = runs[key].get("rounds") or dict.fromkeys(runs[key]["scores"], runs[key]["round"])
+        return replace(load_run(self.out / runs[key]["path"]), networks=self.networks, compared_rounds=rounds)
 
     def _runs_of(self, method: str) -> Mapping[str, Any]:
         methods: Mapping[str, Any] = self.results["methods"]

@@ -1,7 +1,7 @@
 """Reads a run from its directory, without its clients: metrics, configuration, and the networks that are stored."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, final
@@ -57,10 +57,14 @@ class SavedRun:
     Attributes:
         out: the run directory.
         files: its configuration, manifest and records.
+        networks: what builds the clients' networks, where this process knows it; used where no other `model` is given.
+        compared_rounds: the round of each client by which a comparison scored it; those of its `predictions`.
     """
 
     out: Path
     files: RunFiles
+    networks: Model = field(default=None, repr=False, compare=False)
+    compared_rounds: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return f"SavedRun({self.files.describe()}{summarise_remarks(self.history)}, out={str(self.out)!r})"
@@ -146,7 +150,8 @@ class SavedRun:
                 description = parse_json(read_file(stem.with_name(f"{stem.name}.json")))
                 return fill_module(method.build_from_description(description), weights).eval()
             signature = self._signature(client)
-            own_function = model.get(client) if isinstance(model, Mapping) else model
+            networks = self.networks if model is None else model
+            own_function = networks.get(client) if isinstance(networks, Mapping) else networks
             if (factory := own_function or find_factory_of_signature(signature)) is None:
                 path = signature.get("factory")
                 trust = "" if path is None else f", or import it: polyfed.trust_code({path!r}), if you trust that code"
@@ -206,10 +211,14 @@ class SavedRun:
     def predictions(self, client: str, split: Literal["test", "val"] = "test", round: int | None = None) -> Predictions:
         """Returns a client's outputs on test or validation examples, stored at evaluation, as `Run.predictions` does.
 
+        With `round=None` those of the round that the run keeps; of a run of a comparison, of its compared round.
+
         Raises:
             UserError: there are none for this client, split or round, or the file is damaged.
         """
-        return read_predictions(self.out, client, split=split, round=round)
+        return read_predictions(
+            self.out, client, split=split, round=self.compared_rounds.get(client) if round is None else round
+        )
 
     @cached_property
     def _ids(self) -> list[str]:
