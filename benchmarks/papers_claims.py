@@ -151,8 +151,8 @@ def conclusions(results):
         first, *others = re.split(r"(?<=[a-z0-9)]\.) (?=[A-Z])", f"{name}{text}")
         lines += [f"## {name}\n"]
         for item in (first, *others):
-            clauses = [f"{clause[0].upper()}{clause[1:].removesuffix('.')}." for clause in item.split("; ")]
-            lines.append("\n    - ".join([f"- {clauses[0]}", *clauses[1:]]))
+            clause, *rest = item.removesuffix(".").split("; ")
+            lines += [f"- {clause}.", *(f"    - {one[0].upper()}{one[1:]}." for one in rest)]
         lines.append("")
     return "\n".join([*lines, ""])
 
