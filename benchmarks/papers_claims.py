@@ -83,8 +83,8 @@ CONCLUSIONS = (  # a sentence; its grounds: results, of which method, against wh
     ("**FLHA-GHN** helps different networks with few images. With 20, 40 and 160 a client it is ahead of training alone, "
      "{}, and of distillation, {}; with 80, {} and {}, and with 320 over training alone, {}, nothing is decided. In "
      "Table 1, where four clients have a quarter of the images each, it is not ahead of distillation, {}, in six seeds, nor "
-     "as published, {}; eight and sixteen clients with less are, {}. Sites that can all take one network do better with "
-     "FedAvg and fine-tuning: with 20 to 160 FLHA-GHN is behind it, {}.",
+     "as published, {}; with eight and sixteen clients, which have less, it is, {}. Sites that can all take one network do "
+     "better with FedAvg and fine-tuning: with 20 to 160 FLHA-GHN is behind it, {}.",
      (("flha-examples", "flha_ghn", "local", FEW, AHEAD), ("flha-examples", "flha_ghn", "fedavg_kd", FEW, AHEAD),
       ("flha-examples", "flha_ghn", "local", "80 ", NOT), ("flha-examples", "flha_ghn", "fedavg_kd", "80 ", NOT),
       ("flha-examples", "flha_ghn", "local", "320 ", NOT),
