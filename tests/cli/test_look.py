@@ -203,7 +203,7 @@ def test_quiet_prints_the_path_of_the_page_alone(table, capsys):
     assert main(words) == 2
     assert "--quiet leaves nothing to print without --out" in capsys.readouterr().err
     assert main([*words, "--out", "quiet.html"]) == 0
-    assert capsys.readouterr().out == "The page: quiet.html\n"
+    assert capsys.readouterr().out == "quiet.html\n"
 
 
 def test_a_text_na_is_missing_in_a_csv_file_and_a_category_in_a_parquet_file_unless_it_is_named(tmp_path, capsys):

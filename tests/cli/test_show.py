@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -146,7 +147,28 @@ def test_an_unfinished_run_says_how_to_go_on(folders, capsys):
     assert main(["show", str(folders / "begun-run")]) == 0
     assert f"go on: polyfed resume {folders / 'begun-run'}" in capsys.readouterr().out.replace("\n", "")
     assert main(["show", str(folders / "begun-comparison")]) == 0
-    assert "not finished: 0 of 4 runs are done" in capsys.readouterr().out.replace("\n", " ")
+    said = "not finished: 0 of 4 runs are done, and 0 runs of the search"
+    assert said in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_an_interrupted_search_is_counted(folders, tmp_path, capsys):
+    shutil.copytree(folders / "begun-comparison", tmp_path / "c")
+    shutil.copytree(folders / "run", tmp_path / "c" / "tuning" / "fedavg" / "lr=0.1")
+    assert main(["show", str(tmp_path / "c")]) == 0
+    assert "not finished: 0 of 4 runs are done, and 1 run of the search" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_finished_comparison_is_resumed_as_json(folders, capsys):
+    assert main(["resume", str(folders / "comparison"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["methods"]
+
+
+def test_a_subgroup_that_is_not_there_is_refused_before_anything_is_printed(folders, capsys):
+    assert main(["report", str(folders / "comparison"), "--subgroup", "sex"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "--subgroup 'sex': the test examples have no such column; the predictions have none beside" in err
+    assert "Name it before training (--data.subgroups sex)" in " ".join(err.split())
 
 
 def test_a_finished_directory_does_not_advise_to_resume_it(folders, capsys):

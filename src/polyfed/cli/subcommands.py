@@ -148,7 +148,7 @@ def resume(argv: list[str]) -> None:
         "result is the one of an uninterrupted run. With --rounds also a finished run goes on, to more rounds than it had.",
     )
     parser.add_option("--rounds", "N", "number of all rounds, more than the run had", parse_whole_number)
-    parser.add_flag("--json", "print JSON, as polyfed show DIR --json does (docs/json.md); of a run")
+    parser.add_flag("--json", "print JSON (docs/json.md): of a run as polyfed show, of a comparison as polyfed compare")
     parser.add_flag("--quiet", "print no progress")
     options, (directory,) = parser.parse_options_and_words(argv, "one run directory")
     from polyfed.cli.commands.compare.compare_options import CompareOptions, is_comparison_folder
@@ -162,7 +162,7 @@ def resume(argv: list[str]) -> None:
         from polyfed.cli.commands.compare import compare_command
 
         compare_command.resume_comparison(
-            expand_user_path(directory, "the folder"), CompareOptions(quiet=options.quiet)
+            expand_user_path(directory, "the folder"), CompareOptions(quiet=options.quiet, json=options.json)
         )
         return
     from polyfed.cli.commands.options.early_checks import check_is_no_part_of_comparison, check_run_directory
@@ -271,6 +271,10 @@ def report(argv: list[str]) -> None:
     folders = [expand_user_path(word, "the run directory") for word in directories]
     for folder in folders:
         check_run_directory(folder, allows_comparison=True)
+    if column_names:
+        from polyfed.report.data.subgroup_columns import check_columns_of_predictions
+
+        check_columns_of_predictions(folders, column_names)
     from polyfed.cli.commands.results import report_command
 
     report_command.show_report(

@@ -12,7 +12,7 @@ from polyfed.cli.commands.run.run_tables import print_end_of_run
 from polyfed.cli.commands.terminal import PlainTable, print_json, print_line
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_comparison, read_description
 from polyfed.core.errors import UserError
-from polyfed.core.io.text.number_format import format_bytes
+from polyfed.core.io.text.number_format import count_with_noun, format_bytes
 from polyfed.core.io.text.site_words import client_heading
 from polyfed.simulation.storage.directory import BASELINES, check_directory_exists
 from polyfed.simulation.storage.run_files import RunFiles
@@ -49,6 +49,8 @@ class ShownDirectory(TypedDict, total=False):
     runs: list[dict[str, Any]]
     """Holds `path`, `rounds_done` and `finished` of each run of a comparison that was begun."""
     planned_runs: int
+    search_runs_done: int
+    """Counts the finished runs of the search for learning rates, whose number is not known before."""
     answers: list[dict[str, Any]]
     """Holds the answer for each client of a finished comparison, as in `comparison.json`."""
     sentences: list[str]
@@ -147,6 +149,7 @@ def _describe_comparison(folder: Path) -> ShownDirectory:
         "score_label": "", "score_unit": "",
         "files": _find_paths(folder, (DESCRIPTION, RESULTS, "report.html")), "next": [], "warnings": [], "runs": runs,
         "planned_runs": len(description.get("methods") or {}) * len(description.get("seeds") or ()),
+        "search_runs_done": sum(RunFiles.read(path.parent).is_finished for path in folder.glob("tuning/**/config.yaml")),
     }  # fmt: skip
     if failed := description.get("failed"):
         content["failed"] = failed
@@ -180,8 +183,9 @@ def _state_sentence(content: ShownDirectory) -> str:
         rounds = f"{content['rounds_done']} of {content['rounds']} rounds"
         return f"run of {', '.join(content['methods'])}, {state}: {rounds}{sample}"
     done = sum(run["finished"] for run in content["runs"])
+    search = "" if content["finished"] else f", and {count_with_noun(content['search_runs_done'], 'run')} of the search"
     planned_runs = max(len(content["runs"]), 0 if content["finished"] else content["planned_runs"])
-    return f"comparison of {', '.join(content['methods'])}, {state}: {done} of {planned_runs} runs are done"
+    return f"comparison of {', '.join(content['methods'])}, {state}: {done} of {planned_runs} runs are done{search}"
 
 
 def _build_table(content: ShownDirectory) -> PlainTable:

@@ -86,7 +86,7 @@ def look_command(argv: list[str]) -> None:
         if is_configuration:
             refused = "Training refuses the data as said above: give this command again with the options named there"
             said = f"The options are in {place}. {refused if refusals else f'Next: polyfed compare {place}'}"
-        print(said, file=sys.stderr if options.json else sys.stdout)
+        print(out if options.quiet else said, file=sys.stderr if options.json else sys.stdout)
 
 
 def _load_clients(experiment: "Experiment") -> tuple[list[Any], tuple[str, ...], list[str]]:

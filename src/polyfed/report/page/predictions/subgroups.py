@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.comparison.statistics.score_intervals import mean_gain_with_interval, mean_score_with_interval
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.io.text.number_format import capitalize_first, format_number
@@ -24,6 +24,7 @@ from polyfed.core.io.values.number_checks import is_number
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.score_format import ScoreFormat
 from polyfed.report.data.small_counts import format_count_of_rows
+from polyfed.report.data.subgroup_columns import check_subgroup_column
 from polyfed.report.page.charts.forest_plot import ForestRow, IntervalMark, svg_forest_plot
 from polyfed.report.page.charts.svg_charts import COLOUR_COUNT
 from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_legend, html_paragraph, html_table
@@ -201,15 +202,7 @@ def html_subgroup_scores(
     Raises:
         UserError: there is no such column.
     """
-    if column not in predictions.column_names():
-        columns = predictions.column_names()
-        hint = (
-            did_you_mean(column, columns) if columns else "the predictions have no columns beside targets and outputs"
-        )
-        raise UserError(
-            f"--subgroup {column!r}: the test examples have no such column; {hint}. Numbers of a table need their groups "
-            f"before training, as polyfed compare --data.subgroups {column}=50:65 does"
-        )
+    check_subgroup_column(column, predictions.column_names())
     try:
         (metric,) = resolve_metrics([score_format.name], predictions.task)
     except UserError as error:
