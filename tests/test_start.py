@@ -237,7 +237,23 @@ QUICK = [  # words, exit status, and what is said
         2,
         "heart has no 'target', since its columns are known; for a file of your own give",
     ),
-    ("compare --parallel 0", 2, "--parallel must be auto or a number of runs from 1, got 0"),
+    ("compare --parallel 0", 2, "--parallel must be a whole number of at least 1, got 0"),
+    (f"compare --parallel {10**30}", 2, f"--parallel must be at most 1000, got {10**30}"),
+    (f"run digits --regions {10**30}", 2, f"--regions must be below 2^63, got {10**30}"),
+    (f"run --data digits --data.clients {10**30}", 2, f"--data.clients must be below 2^63, got {10**30}"),
+    ("run heart --algorithm.lr 1e300", 2, ": lr must be at most 3.4e38, as weights are, got 1e+300"),
+    ("compare heart --tune lr=1e300,1", 2, ": lr must be at most 3.4e38, as weights are, got 1e+300"),
+    ("run --data digits --data.clients 9 --clients-per-round 50", 2, "=50 asks for more clients than the 9 there are"),
+    (
+        "run wards.csv --data.target ill --data.site ward --clients-per-round 3",
+        2,
+        "--clients-per-round=3 asks for more clients than the 2 there are",
+    ),
+    (
+        "warmstart trained",
+        2,
+        "trained: fedavg cannot give weights to a network that took no part; use a run of flha_ghn",
+    ),
     ("compare --resplit 2 --folds 2", 2, "give one of them"),
     ("compare --out full", 2, "full is not empty and holds no comparison"),
     ("compare --logger wandb", 2, "cannot track with 'wandb'"),
@@ -276,6 +292,11 @@ def answers(tmp_path_factory):
     rows = "".join(f"p{k},2026-01-{k % 28 + 1:02},{'ab'[k % 2]},{k % 3 % 2}\n" for k in range(60))
     for name in ("ward.csv", "ward.txt"):
         (here / name).write_text(f"id,day,ward,ill\n{rows}")
+    rows = "".join(f"{k * 7919 % 60 + k / 9:.3f},{'fm'[k % 3 % 2]},{'ab'[k % 2]},{k % 5 % 2}\n" for k in range(60))
+    (here / "wards.csv").write_text(f"age,sex,ward,ill\n{rows}")
+    (here / "trained").mkdir()
+    content = {"algorithm": {"name": "fedavg"}, "data": {"name": "table", "path": "wards.csv"}}
+    (here / "trained/config.yaml").write_text(json.dumps(content))
     (here / "latin.csv").write_bytes("ward,ill\nKöln,1\n".encode("latin-1"))
     (here / "rows.json").write_text('{"age": [50, 60], "ill": [0, 1]}')
     (here / "rows.dat").write_text("age,ill\n50,0\n")

@@ -210,7 +210,7 @@ def test_what_is_refused():
             "weight_decay of a method is 0.0, which has no multiples to try",
         ),
         (["fedavg"], {"budget": "bytes=many"}, "the limit of a budget must be a number"),
-        (["fedavg"], {"parallel": 0}, "parallel must be 'auto' or a number of runs from 1, got 0"),
+        (["fedavg"], {"parallel": 0}, "parallel, unless it is 'auto', must be a whole number of at least 1, got 0"),
         ({"../x": "fedavg"}, {}, "label must be a word"),
         (["fedavg"], {"tune": "all"}, "tune must be 'auto', 'none', or fields with the values to try"),
         (["fedavg"], {"metrics": ["acuracy"]}, "unknown metric 'acuracy'; did you mean accuracy"),

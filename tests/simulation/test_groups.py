@@ -93,7 +93,7 @@ def test_a_comparison_and_a_run_show_what_is_said_of_the_data(tmp_path):
         "Test examples that are also training examples of the same client: "
     )
     rng = np.random.default_rng(0)
-    rows = [f"{k // 20},{rng.normal():.4f},{k % 2},{'ab'[k // 100]}" for k in range(200)]
+    rows = [f"{k // 20 + 10},{rng.normal():.4f},{k % 2},{'ab'[k // 100]}" for k in range(200)]
     table = tmp_path / "rows.csv"
     table.write_text("\n".join(["patient,x,ill,hospital", *rows]), encoding="utf-8")
     out = tmp_path / "run"

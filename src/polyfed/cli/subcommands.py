@@ -183,7 +183,7 @@ def warmstart(argv: list[str]) -> None:
     """Implements `polyfed warmstart`: generates unseen clients' weights with a run's hypernetwork."""
     from polyfed.cli.commands.compare.compare_options import is_warmstart_key
     from polyfed.cli.commands.options import configuration_parser
-    from polyfed.cli.commands.options.early_checks import check_run_directory
+    from polyfed.cli.commands.options.early_checks import check_gives_weights, check_run_directory
 
     parser = CommandParser(
         "polyfed warmstart DIR [OPTIONS]",
@@ -224,6 +224,7 @@ def warmstart(argv: list[str]) -> None:
             f"unknown option {option_name(f'--{unknown[0]}')}; {did_you_mean(f'--{unknown[0]}', known_options)}"
         )
     check_run_directory(folder)
+    check_gives_weights(folder)
     from polyfed.cli.commands.run import warmstart_command
 
     warmstart_options = warmstart_command.WarmStartOptions(

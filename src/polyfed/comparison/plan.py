@@ -16,7 +16,7 @@ from polyfed.comparison.statistics.estimate import ALPHA
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
-from polyfed.core.io.values.number_checks import is_whole_number
+from polyfed.core.io.values.number_checks import MAX_RUNS, check_whole_number
 from polyfed.data.partitioning.folds import Folds
 from polyfed.simulation.callbacks.callback import Callback
 from polyfed.simulation.monitoring.progress import Progress
@@ -120,8 +120,8 @@ class ComparisonPlan:
                 "stop_when_decided deals folds again until the mean's answer is decided; give folds=5 "
                 "(--folds 5) and at least fold_repeats=2 (--fold-repeats 2)"
             )
-        if self.parallel_runs != "auto" and not is_whole_number(self.parallel_runs, 1):
-            raise UserError(f"parallel must be 'auto' or a number of runs from 1, got {self.parallel_runs!r}")
+        if self.parallel_runs != "auto":
+            check_whole_number("parallel, unless it is 'auto',", self.parallel_runs, 1, MAX_RUNS)
 
     def describe_seed(self, seed: int) -> str:
         """Returns what a seed stands for: "seed 3", "split 4 of 5", or "fold 4 of 5" with the repeat."""

@@ -10,8 +10,6 @@ from numbers import Integral
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
-import torch
-
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.values.frozen_mapping import FrozenMapping
@@ -21,13 +19,12 @@ from polyfed.core.io.values.validation import field_types
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.optimizers import check_optimizer
 from polyfed.core.tasks.task import Loss
-from polyfed.core.training.field_ranges import check_field_ranges
+from polyfed.core.training.field_ranges import MAX_FLOAT32, check_field_ranges
 from polyfed.core.training.losses import ClassWeights, build_loss
 from polyfed.core.training.precision import Precision
 from polyfed.core.training.privacy.options import Privacy
 
 Schedule = Literal["constant", "cosine", "exponential"]
-_MAX_FLOAT32 = torch.finfo(torch.float32).max  # torch takes no larger number as a factor of weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,18 +125,18 @@ class LocalTraining(ABC):
                 object.__setattr__(self, field, FrozenMapping(value))
         numbers = [value for value in (self.optimizer_options or {}).values() if is_real_number(value)]
         self._require(
-            all(abs(number) <= _MAX_FLOAT32 for number in numbers), "optimizer_options", "of numbers up to 3.4e38"
+            all(abs(number) <= MAX_FLOAT32 for number in numbers), "optimizer_options", "of numbers up to 3.4e38"
         )
         rates = (self.lr_by_name or {}).values()
         self._require(
-            all(is_real_number(rate) and 0 < rate <= _MAX_FLOAT32 / self.lr for rate in rates),
+            all(is_real_number(rate) and 0 < rate <= MAX_FLOAT32 / self.lr for rate in rates),
             "lr_by_name",
             "of positive factors, with which lr stays below 3.4e38",
         )
         weights = self.class_weights
         if weights is not None and weights != "balanced":
             is_number_list = isinstance(weights, tuple | list) and all(
-                is_real_number(w) and 0 <= w <= _MAX_FLOAT32 for w in weights
+                is_real_number(w) and 0 <= w <= MAX_FLOAT32 for w in weights
             )
             requirement = "'balanced', a list of numbers of at least 0, some of them positive, or none"
             self._require(is_number_list and any(weights), "class_weights", requirement)
@@ -162,7 +159,6 @@ class LocalTraining(ABC):
                 continue
             if float in kinds:
                 self._require(is_real_number(value), field, "a number")
-                self._require(not _MAX_FLOAT32 < abs(value) < math.inf, field, "at most 3.4e38, as weights are")
             elif int in kinds:
                 self._require(isinstance(value, Integral) and not isinstance(value, bool), field, "a whole number")
             elif bool in kinds:

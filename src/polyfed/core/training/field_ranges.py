@@ -7,6 +7,8 @@ from typing import Any
 from polyfed.core.errors import UserError
 from polyfed.core.io.values.number_checks import MAX_COUNT, is_whole_number
 
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+"""Bounds numbers that are factors of weights, as float32 does."""
 _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "local_epochs": (lambda number: number >= 1, "at least 1"),
     "local_steps": (lambda number: number is None or number >= 1, "at least 1, or none"),
@@ -38,6 +40,8 @@ def check_field_ranges(method: str, values: Mapping[str, Any]) -> None:
     for field, value in values.items():
         if is_whole_number(value, MAX_COUNT + 1):
             raise UserError(f"{method}: {field} must be at most {MAX_COUNT}, got {value}")
+        if isinstance(value, float) and MAX_FLOAT32 < abs(value) < math.inf:
+            raise UserError(f"{method}: {field} must be at most 3.4e38, as weights are, got {value!r}")
     for field, (is_in_range, requirement) in _RANGES.items():
         if field in values and not is_in_range(values[field]):
             raise UserError(f"{method}: {field} must be {requirement}, got {values[field]!r}")

@@ -56,7 +56,7 @@ def count_values(site: SiteColumns) -> Counts:
     x = site.cells[:, numeric]
     present = ~x.isnan()
     values = torch.where(present, x, 0.0)
-    cells = torch.stack([_count_in_cells(x[:, k], UNIVERSAL_EDGES) for k in range(len(numeric))]) if numeric else x.T
+    cells = [_count_in_cells(x[:, k], UNIVERSAL_EDGES) for k in range(len(numeric))]
     categories = [
         torch.bincount(torch.where(cells_.isnan(), len(column.values), cells_).long(), minlength=len(column.values) + 1)
         for position, column in enumerate(site.columns)
@@ -69,7 +69,7 @@ def count_values(site: SiteColumns) -> Counts:
         "total": values.sum(0),
         "whole": (present & (values == values.round())).sum(0).double(),
         "codes": torch.stack([(x == code).sum(0).double() for code in CODES], dim=1),
-        "cells": cells,
+        "cells": torch.stack(cells) if cells else x.new_zeros(0, len(UNIVERSAL_EDGES) + 1),
         "categories": torch.cat(categories).double() if categories else torch.zeros(0, dtype=torch.float64),
     }
 

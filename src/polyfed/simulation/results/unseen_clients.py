@@ -44,6 +44,7 @@ from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.checkpoints import checkpoint as checkpoints
 from polyfed.simulation.storage.configuration import restore_settings_and_method
 from polyfed.simulation.storage.directory import read_config, read_manifest
+from polyfed.simulation.storage.paths import describe_missing_hypernetwork
 
 
 @final
@@ -163,10 +164,7 @@ def load_trained_server(out: str | Path) -> TrainedServer:
 def _require_flha_ghn(algorithm: Algorithm[Any, Any], where: str) -> FLHAGHN:
     """Checks that the method is FLHA-GHN, and returns it; raises a `UserError` if not."""
     if not isinstance(algorithm, FLHAGHN):
-        raise UserError(
-            f"{where}: {registry_name(algorithm)} cannot give weights to a network that took no part; use a run of flha_ghn "
-            "(polyfed run --algorithm flha_ghn, or polyfed.algorithms.FLHAGHN), which generates them from its layers"
-        )
+        raise UserError(describe_missing_hypernetwork(where, registry_name(algorithm)))
     return algorithm
 
 

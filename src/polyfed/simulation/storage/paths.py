@@ -57,6 +57,14 @@ def choose_stored_model(folder: Path, clients: Mapping[str, str], client: str | 
     return name
 
 
+def describe_missing_hypernetwork(place: object, method: str) -> str:
+    """Returns a sentence that says which method gives weights to unseen clients, as that of `place` does not."""
+    return (
+        f"{place}: {method} cannot give weights to a network that took no part; use a run of flha_ghn (polyfed run "
+        "--algorithm flha_ghn, or polyfed.algorithms.FLHAGHN), which generates them from its layers"
+    )
+
+
 def find_comparison_of_run(folder: Path) -> Path | None:
     """Returns the directory of the comparison to which a run directory belongs; None if it belongs to none."""
     parents = folder.absolute().parents[:3]

@@ -90,11 +90,9 @@ class CompareOptions:
 
     def __post_init__(self) -> None:
         self.result_criteria()
-        if self.parallel != "auto" and self.parallel < 1:
-            raise UserError(f"--parallel must be auto or a number of runs from 1, got {self.parallel}")
-        for name, least in (("folds", 2), ("fold_repeats", 1), ("resplit", 1), ("trials", 1)):
+        for name, least in (("folds", 2), ("fold_repeats", 1), ("resplit", 1), ("trials", 1), ("parallel", 1)):
             value = getattr(self, name)
-            if value is not None:
+            if value not in (None, "auto"):
                 check_whole_number(f"--{name.replace('_', '-')}", value, least, MAX_RUNS)
         if self.resplit is not None and self.folds is not None:
             raise UserError("--folds and --resplit both deal training and test examples; give one of them (--folds tests "

@@ -15,17 +15,17 @@ from typing import Any, get_args
 import yaml
 
 from polyfed.cli.commands.argv import option_name
-from polyfed.cli.commands.options.table_checks import check_data_section
+from polyfed.cli.commands.options.table_checks import check_data_section, count_clients_at_most
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, SOURCES, StaticRegistry, list_least_values
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
 from polyfed.core.evaluation.metric_names import check_metric_names
 from polyfed.core.io.atomic_files import read_file
-from polyfed.core.io.values.number_checks import is_number
+from polyfed.core.io.values.number_checks import is_number, is_whole_number
 from polyfed.core.training.field_ranges import check_field_ranges
 from polyfed.simulation.settings import Settings, unknown_device_error
-from polyfed.simulation.storage.directory import check_directory_exists
-from polyfed.simulation.storage.paths import find_comparison_of_run
+from polyfed.simulation.storage.directory import check_directory_exists, read_config
+from polyfed.simulation.storage.paths import describe_missing_hypernetwork, find_comparison_of_run
 
 _LOGGERS = StaticRegistry("polyfed.simulation.monitoring.trackers", "LOGGERS")
 _SAMPLERS = StaticRegistry("polyfed.simulation.scheduling.sampling.registry", "SAMPLERS")
@@ -59,16 +59,22 @@ def check_settings(config: Mapping[str, Any], words: Sequence[str] = ()) -> None
         if ":" not in str(name):
             check_metric_names(config.get("metrics") or ())
     check_data_section(data)
+    for name, value in {"regions": config.get("regions"), **{f"data.{key}": source[key] for key in source}}.items():
+        if is_whole_number(value, 2**63):
+            raise UserError(f"{option_name(f'--{name}')} must be below 2^63, got {value}")
     _check_names_and_ranges(config)
     names = [field.name for field in fields(Settings)]
     values = {name: config[name] for name in names if name in config and not name.startswith("compress")}
     try:
-        Settings(**{**values, "metrics": tuple(values.get("metrics") or ())})
+        settings = Settings(**{**values, "metrics": tuple(values.get("metrics") or ())})
+        is_bounded = is_whole_number(settings.clients_per_round) or settings.min_replies > 1
+        if is_bounded and (num_clients := count_clients_at_most(source)) is not None:
+            settings.count_round_clients(num_clients)
     except UserError as error:
-        name, space, rest = str(error).partition(" ")
+        name = re.split(r"\W", str(error), maxsplit=1)[0]
         option = option_name(f"--{name}")
         option_keys = name in names and option in map(option_name, words)
-        raise UserError(f"{option}{space}{rest}" if option_keys else str(error)) from error
+        raise UserError(str(error).replace(name, option, 1) if option_keys else str(error)) from error
 
 
 def _check_names_and_ranges(config: Mapping[str, Any]) -> None:
@@ -125,6 +131,14 @@ def check_run_directory(folder: Path, *, allows_comparison: bool = False) -> Non
     if not (folder / "config.yaml").exists():
         more = f" (nor {DESCRIPTION}, of a comparison)" if allows_comparison else ""
         raise UserError(f"{folder} is not a run directory: it has no config.yaml{more}")
+
+
+def check_gives_weights(folder: Path) -> None:
+    """Raises a `UserError` if the method of a run generates no weights for clients that took no part."""
+    section = read_config(folder).get("algorithm")
+    name = str(section.get("name")) if isinstance(section, Mapping) else ""
+    if name in ALGORITHMS and "FLHAGHN" not in {base.__name__ for base in ALGORITHMS[name].__mro__}:
+        raise UserError(describe_missing_hypernetwork(folder, name))
 
 
 def check_is_no_comparison(folder: Path) -> None:

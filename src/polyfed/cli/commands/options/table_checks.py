@@ -27,6 +27,7 @@ from polyfed.core.examples.text_columns import (
     split_column_and_cuts,
 )
 from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, UNLIMITED_BYTES, expand_user_path, open_file, read_file
+from polyfed.core.io.values.number_checks import is_whole_number
 from polyfed.core.io.values.validation import parse_json
 from polyfed.simulation.storage.paths import choose_stored_model
 
@@ -74,6 +75,16 @@ def check_table(data: Any, *, is_for_training: bool = True) -> None:
     cells = _read_cells(expand_user_path(str(data["path"]), "the table"), header, data) if is_for_training else {}
     if cells:
         _check_cells(cells, names_by_role, data)
+
+
+def count_clients_at_most(data: Mapping[str, Any]) -> int | None:
+    """Returns how many clients the section `data` has at most; None if it cannot be told before the data are loaded."""
+    number, site = data.get("clients"), data.get("site")
+    if number is None and data.get("name") == "table" and isinstance(site, str):
+        header = _read_header(str(data.get("path")), "", data) or []
+        cells = _read_cells(expand_user_path(str(data["path"]), "the table"), header, data)
+        number = len({*cells[site]} - {None}) if site in cells else None
+    return number if is_whole_number(number, 1) else None
 
 
 def describe_columns_of_table(data: Mapping[str, Any]) -> str:
