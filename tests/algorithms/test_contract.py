@@ -12,7 +12,7 @@ OF_NETWORKS = [name for name, method in REGISTRY.items() if method.requires & MO
 """The methods that train clients' own networks; test_fedpnas.py has the others, which need images."""
 
 
-FEW = {"fedavg", "fedrep", "fedavg_kd", "pfedla"}
+FEW = {"fedavg", "fedrep", "pfedla"}
 """One of each kind is in `make test`; CI runs all."""
 
 

@@ -221,6 +221,7 @@ def test_list_says_what_a_method_requires(polyfed):
 
 
 @pytest.mark.parametrize("plot", [None, "mine.svg", "data.png"])
+@pytest.mark.one_case
 def test_data_prints_a_table_and_draws_it(polyfed, here, plot):
     out, err = polyfed("data", "fedavg_digits", "--data.clients", "3", *(["--plot", plot] if plot else []))
     assert err == ""

@@ -167,6 +167,7 @@ def test_a_run_that_failed_does_not_show_the_records_of_an_earlier_one(
         ("rounds=3", "runs is not empty; choose another"),
     ],
 )
+@pytest.mark.one_case
 def test_a_run_that_the_server_would_refuse_is_not_sent(change, sentence, tmp_path, monkeypatch, capsys):
     project = tmp_path / "fed"
     assert main(["flower", "init", str(project)]) == 0
@@ -192,6 +193,7 @@ def test_a_run_that_the_server_would_refuse_is_not_sent(change, sentence, tmp_pa
         (["algorithm.name=fedavg", "secure=false"], "polyfed flower run DIR --allow-disclosure"),
     ],
 )
+@pytest.mark.one_case
 def test_a_wrong_configuration_is_refused_before_flower_is_asked(tmp_path, monkeypatch, capsys, changes, sentence):
     project = tmp_path / "fed"
     assert main(["flower", "init", str(project), "--sites", "north,south"]) == 0

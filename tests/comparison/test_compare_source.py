@@ -87,6 +87,7 @@ def test_unsuited_methods_are_left_out():
     assert "trains every client in every round" in comparison.results["skipped"]["pfedme"]
 
 
+@pytest.mark.thorough
 def test_forecast():
     comparison = pf.compare(CountingSource(small_clients(6)), ["fedprox"], plan_only=True, references=False, **WORDS)
     assert comparison.results["plan"]["score"]

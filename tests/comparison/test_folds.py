@@ -79,6 +79,7 @@ def test_scores_are_those_of_all_folds_together(compared):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # about few examples
+@pytest.mark.thorough
 def test_a_client_with_fewer_examples_than_folds_trains_and_is_not_tested(tmp_path):
     """Scores, counts and intervals are those of the other clients; the small one is named, and in every file."""
     *clients, donor = sites(3)

@@ -53,6 +53,7 @@ def test_damaged_catalogues_are_named(tmp_path, text):
 @pytest.mark.parametrize(
     "text", ["", "[tool", "tool = 3", "[tool.flwr]\napp = []", "[tool.flwr.app]\nconfig = 1", "x = " + "[" * 3000]
 )
+@pytest.mark.one_case
 def test_a_damaged_project_is_named(tmp_path, text):
     project = create_project(tmp_path / "project", ["north", "south"])
     (project.app_folder / "pyproject.toml").write_text(text)

@@ -91,6 +91,7 @@ def put(make, file):
 
 @special
 @pytest.mark.parametrize("name", few(["config.yaml", "manifest.json", "metrics.jsonl"], ["manifest.json"]))
+@pytest.mark.one_case
 def test_report_and_resume(run, said, make, name):
     put(make, run / name)
     assert name in said("report", run)
@@ -116,6 +117,7 @@ def test_predict_and_export(run, original, said, tmp_path, make, ending):
 
 
 @special
+@pytest.mark.one_case
 def test_predict_of_a_table_that_is_none(run, said, tmp_path, make):
     make(tmp_path / "rows.csv")
     assert "rows.csv" in said("predict", run, tmp_path / "rows.csv", "--client", "north")

@@ -350,6 +350,7 @@ def test_a_rank_bounds_what_travels_in_both_directions() -> None:
         assert features.shape == (20, down)
 
 
+@pytest.mark.thorough
 def test_alignment_makes_networks_see_alike() -> None:
     """And the record tells how much."""
     runs = {eta: federate(FedHeNN(**OPTIONS | {"eta0": eta}), rounds=6) for eta in (0.0, 10.0)}

@@ -137,6 +137,7 @@ def test_replies_whose_networks_differ_have_no_mean():
         pytest.param(FedAvg(lr=0.05), {"workers": 2, "engine": "pool"}, id="pool"),
     ],
 )
+@pytest.mark.one_case
 def test_a_run_passes_through_the_lines_of_aggregate(method, settings, monkeypatch):
     """Each reply is added in `Averaging.add_reply`, and each state made in `Averaging.aggregate`: a debugger stops there."""
     events, callers = [], {"add": Averaging.add_reply.__code__, "server_step": Averaging.aggregate.__code__}

@@ -367,6 +367,7 @@ def test_no_round_to_distil_in(tmp_path):
         (["--algorithm.teacher.name", "cnn_small"], {}, {"name": "cnn_small"}),
     ],
 )
+@pytest.mark.one_case
 def test_the_teacher_on_the_command_line_and_in_files(words, config, teacher):
     resolved = parse_configuration(words, {"algorithm": {"name": "fedavg_kd", **config}}, "polyfed run")
     method = build_experiment(resolved).algorithm

@@ -175,6 +175,7 @@ def test_norms_that_stay_with_the_client_are_no_nodes():
     assert own["private"].keys() == graph.local_reasons.keys()
 
 
+@pytest.mark.thorough
 def test_files_of_layer_types_for_the_other_graph_are_told(tmp_path):
     everyone = clients()
     for form in ("layers", "layers_and_norms"):
@@ -191,6 +192,7 @@ def test_files_of_layer_types_for_the_other_graph_are_told(tmp_path):
     assert own["ghn"].keys() == start(FLHAGHN(graph="layers"), everyone)["ghn"].keys()
 
 
+@pytest.mark.thorough
 def test_a_saved_run_generates_for_an_unseen_network_in_its_own_form(tmp_path):
     method = FLHAGHN(**OPTIONS, joins=False)
     pf.federate(clients(), method, rounds=1, workers=0, out=tmp_path / "run")

@@ -31,6 +31,7 @@ def test_every_run_evaluates_the_same_clients(tmp_path):
         pf.compare(small_clients(6), ["fedavg"], evaluate_clients=4, **words)
 
 
+@pytest.mark.thorough
 def test_search_and_named_clients():
     names = ["client-4", "client-1"]
     found = pf.compare(

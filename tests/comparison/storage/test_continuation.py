@@ -54,6 +54,7 @@ def finished(tmp_path_factory):
         ({"clients": small_clients(3)}, "fingerprints.0 was"),
     ],
 )
+@pytest.mark.one_case
 def test_what_finished_runs_depend_on_may_not_change(finished, change, sentence):
     with pytest.raises(pf.UserError, match=sentence):
         pf.compare(**finished | change)

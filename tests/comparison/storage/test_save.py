@@ -42,6 +42,7 @@ def test_what_cannot_be_saved_or_continued_is_refused(comparison, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
 
 
+@pytest.mark.thorough
 def test_a_run_of_a_comparison_gets_no_more_rounds(tmp_path):
     pf.compare(small_clients(2), ["fedprox"], out=tmp_path / "a", **WORDS)
     run = tmp_path / "a/fedprox/seed-0"

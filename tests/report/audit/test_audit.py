@@ -266,6 +266,7 @@ def test_the_report_shows_no_data(tmp_path):
     assert not any(form in text for text in shown for form in ("73591", "7.3591", "7.36e"))
 
 
+@pytest.mark.thorough
 def test_the_command_prints_a_table_or_json(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["--rounds", "1", "--workers", "0", "--quiet", "--data.clients", "2", "--baselines", "[]", "--out", "run"]

@@ -72,6 +72,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.one_case
 def test_code_that_changed_is_named(started, change):
     words, name = CHANGES[change]
     with pytest.warns(UserWarning, match=f"the code of {name} is not that with which the run began"):
@@ -169,6 +170,7 @@ def clients_with(holder, place):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.one_case
 def test_values_that_a_transform_augmentation_or_loss_holds_are_compared(holder, place):
     before, same, other = (
         code_fingerprint(clients_with(HOLDERS[holder](factor), place), pf.algorithms.FedAvg())

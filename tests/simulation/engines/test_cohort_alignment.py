@@ -64,6 +64,7 @@ def test_a_gradient_that_is_held_for_an_epoch_is_held_for_each_client(method, mo
     assert not torch.allclose(other.model("c4")[0].weight, runs[0].model("c4")[0].weight, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_local_buffers_divide_no_cohort(computed):
     """The common target hangs on BatchNorm's weights, and on none of the statistics that clients keep."""
     method = FedHeNNHomo(**ALIGNED, buffers="local")

@@ -110,6 +110,7 @@ def test_a_newcomer_that_is_a_client_gets_what_the_client_has(depth, down):
     assert (start.coverage, start.local, start.held_out) == (1.0, {}, 0)
 
 
+@pytest.mark.thorough
 def test_the_score_before_is_that_of_the_weights_of_the_hypernetwork(run):
     """Computed from the server's tensors, without the method's client half."""
     data = run.federation.clients["client-0"]

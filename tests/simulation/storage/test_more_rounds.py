@@ -79,6 +79,7 @@ def test_more_rounds_are_those_of_a_longer_run(name, tmp_path):
         ),
     ],
 )
+@pytest.mark.one_case
 def test_what_would_be_another_run_is_refused_and_nothing_changes(algorithm, settings, rounds, reason, tmp_path):
     clients = [pf.Client(c.id, linear_network, c.train, c.test, c.val) for c in small_clients()]
     pf.federate(clients, algorithm, rounds=2, out=tmp_path / "a", quiet=True, **settings)

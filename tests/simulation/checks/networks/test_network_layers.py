@@ -199,6 +199,7 @@ def test_norm_layers_that_torch_jit_hides():
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.one_case
 def test_what_a_method_looks_for_in_a_network_is_missed_before_the_first_round(name):
     outcome(name, Squares)
 

@@ -178,6 +178,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path, name):
     assert max(max(staleness.values()) for staleness in arrivals(whole)) > 0
 
 
+@pytest.mark.thorough
 def test_private_states_go_on_from_the_clients_own_last_reply(tmp_path):
     clients, method = small_clients(4), FedRep(local_epochs=2)
     given = {"rounds": 6, "speeds": "uniform:1-20", "asynchronous": pf.FedBuff(buffer=2, concurrency=3), **GIVEN}
