@@ -190,7 +190,7 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
     content["verdicts"] = verdict_sentences(content, content["answers"], content["mean_answer"])
     content |= {
         "covers": [*([panel["sentence"]] if panel else ()), *describe_result_scope(content)],
-        "warnings": warning_sentences(content, inputs.data_warnings, criteria.budget),
+        "warnings": warning_sentences(content, inputs.histories, inputs.data_warnings, criteria.budget),
     }
     content["notes"] = describe_limits_of_results(content, clients_without_score, unclear)
     return content

@@ -1,11 +1,16 @@
 """Writes the warnings of a comparison: what may mislead, what was left out or failed, and what could not be judged."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyfed.comparison.planning.budget import Budget
 from polyfed.core.io.text.number_format import capitalize_first, end_with_period, join_with_and
 from polyfed.core.methods.declared_words import NEEDS_ONE_ARCHITECTURE
+from polyfed.simulation.results.display.remarks import failures_by_client
+
+Histories = Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
+_MOST_FAILURES = 8  # sentences
 
 
 def describe_omissions(content: Mapping[str, Any]) -> list[str]:
@@ -46,15 +51,50 @@ def describe_omissions(content: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def warning_sentences(content: Mapping[str, Any], data_warnings: Sequence[str], budget: Budget) -> list[str]:
+def describe_failed_clients(histories: Histories) -> list[str]:
+    """Returns a sentence for each client that failed in runs, with its last reason; eight at most.
+
+    Methods in which it failed equally often, for the same reason, share a sentence.
+
+    Args:
+        histories: the records of each run, by method label and seed.
+
+    >>> lost = {"client": "north", "phase": "local", "reason": "out of range", "retried": False}
+    >>> describe_failed_clients({("fedavg", 0): [{"round": k, "failures": [lost]} for k in (1, 2)]})
+    ["In 2 of 2 rounds of fedavg, client 'north' failed, and they went on without it: out of range."]
+    """
+    failed_rounds, rounds = Counter[tuple[str, str]](), Counter[str]()
+    last_reasons: dict[tuple[str, str], str] = {}
+    for (label, _), history in histories.items():
+        rounds[label] += len(history)
+        for client, reasons in failures_by_client(history).items():
+            failed_rounds[client, label] += len(reasons)
+            last_reasons[client, label] = list(reasons.values())[-1]
+    labels_by_failure: dict[tuple[str, int, int, str], list[str]] = {}
+    for (client, label), number in failed_rounds.items():
+        failure = client, number, rounds[label], last_reasons[client, label]
+        labels_by_failure.setdefault(failure, []).append(label)
+    sentences = [
+        f"In {number} of {total} rounds of {join_with_and(labels)}, client {client!r} failed, and they went on "
+        f"without it: {end_with_period(reason)}"
+        for (client, number, total, reason), labels in labels_by_failure.items()
+    ]
+    hidden = len(sentences) - _MOST_FAILURES
+    return [*sentences[:_MOST_FAILURES], *([f"And {hidden} more, in the records of the runs."] if hidden > 0 else ())]
+
+
+def warning_sentences(
+    content: Mapping[str, Any], histories: Histories, data_warnings: Sequence[str], budget: Budget
+) -> list[str]:
     """Returns the warnings of a comparison, the sentences for the top of its page.
 
     Args:
         content: the results, the content of `comparison.json`.
+        histories: the records of each run, by method label and seed.
         data_warnings: texts about the data.
         budget: by which methods are compared.
     """
-    sentences = [f"{capitalize_first(text)}." for text in data_warnings]
+    sentences = [*describe_failed_clients(histories), *(f"{capitalize_first(text)}." for text in data_warnings)]
     if content["tuning"] is None:
         sentences.append(
             "The methods were not tuned (tune='none', --tune none): a gain may be that of a learning rate that suits one "

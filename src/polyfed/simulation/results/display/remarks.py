@@ -16,7 +16,7 @@ def summarise_remarks(history: Sequence[Mapping[str, Any]]) -> str:
     >>> summarise_remarks([{"round": 1, "failures": [lost], "warnings": ["round 1: 'south' is far away"]}])
     ", 'north' failed, 1 warning"
     """
-    failed, warnings = list(_failures_by_client(history)), len(_rounds_by_warning(history))
+    failed, warnings = list(failures_by_client(history)), len(_rounds_by_warning(history))
     parts = [f"{failed[0]!r} failed" if len(failed) == 1 else f"{len(failed)} clients failed"] if failed else []
     parts += [count_with_noun(warnings, "warning")] if warnings else []
     return "".join(f", {part}" for part in parts)
@@ -32,7 +32,7 @@ def list_remarks(history: Sequence[Mapping[str, Any]]) -> list[str]:
     total = count_with_noun(len(history), "round")
     sentences = [
         f"client {client!r} failed in {len(reasons)} of {total}: {list(reasons.values())[-1]}"
-        for client, reasons in _failures_by_client(history).items()
+        for client, reasons in failures_by_client(history).items()
     ]
     for text, rounds in _rounds_by_warning(history).items():
         others = f" (and {count_with_noun(len(rounds) - 1, 'other')})" if len(rounds) > 1 else ""
@@ -43,7 +43,7 @@ def list_remarks(history: Sequence[Mapping[str, Any]]) -> list[str]:
     )
 
 
-def _failures_by_client(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, str]]:
+def failures_by_client(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, str]]:
     """Returns `{client: {round: reason}}` of failures that were not repeated with success."""
     reasons_by_client: dict[str, dict[int, str]] = {}
     for record in history:
