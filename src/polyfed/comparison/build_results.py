@@ -58,11 +58,6 @@ Run = tuple[str, int]
 Histories = Mapping[Run, Sequence[Mapping[str, Any]]]
 
 
-def load_no_outputs(label: str, seed: int, client: str, round_number: int) -> Tensor | None:
-    """Returns None, as the function `outputs` of `ResultInputs` where no predictions were kept."""
-    return None
-
-
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ResultInputs:
@@ -92,7 +87,7 @@ class ResultInputs:
     class_names: Sequence[str] | None
     histories: Histories
     metric: Metric
-    outputs: Callable[[str, int, str, int], Tensor | None] = load_no_outputs
+    outputs: Callable[[str, int, str, int], Tensor | None] = lambda label, seed, client, round_number: None
     targets: Callable[[int, str], Tensor] | None = None
     references: Mapping[str, Any] | None = None
     left_out: Sequence[str] = ()
@@ -384,16 +379,10 @@ def _build_evidence(content: Mapping[str, Any], inputs: ResultInputs, scored: Se
         has_same_data=fixed,
         has_same_clients=content["same_clients"],
         sizes={
-            int(s): {c: _num_train_and_test(row) for c, row in sizes.items()}
+            int(s): {c: tuple(row.get("groups") or (row["train"], row["test"])) for c, row in sizes.items()}
             for s, sizes in inputs.client_sizes.items()
         },
         groups=lambda client: inputs.groups(seeds[0], client),
         folds=folds,
         population=(inputs.description.get("panel") or {}).get("of"),
     )
-
-
-def _num_train_and_test(sizes: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of training and test examples of a client, or of their groups where examples have groups."""
-    train, test = sizes.get("groups") or (sizes["train"], sizes["test"])
-    return train, test

@@ -17,7 +17,6 @@ from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.verdicts.answer_basis import count_client_examples
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation.metric import Metric
 from polyfed.core.methods.capabilities import describe_evaluated_network
 from polyfed.core.methods.declared_words import NEEDS_ONE_ARCHITECTURE
 from polyfed.simulation.checks import requirements
@@ -91,7 +90,7 @@ def describe_comparison(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str,
         del settings_kept["evaluate_clients"]
     description = {
         "format": RESULTS_FORMAT, "title": plan.title, "task": client_set.clients[0].task.spec,
-        "metrics": [_metric_entry(metric) for metric in plan.metrics], "seeds": list(plan.seeds),
+        "metrics": [metric.describe() for metric in plan.metrics], "seeds": list(plan.seeds),
         "methods": {label: method_fields(method) for label, method in methods.items()},
         "evaluated": {label: describe_evaluated_network(method) for label, method in methods.items()},
         "skipped": skipped, "reference": reference_label(methods),
@@ -119,10 +118,6 @@ def initial_search_budget(plan: ComparisonPlan) -> Budget:
     if plan.out is None or not (plan.out / comparison_directory.DESCRIPTION).exists():
         return plan.criteria.budget
     return Budget.from_text(comparison_directory.read_description(plan.out).get("searched_at", Budget().kind))
-
-
-def _metric_entry(metric: Metric) -> dict[str, Any]:
-    return {name: getattr(metric, name) for name in ("name", "label", "unit", "higher_is_better")}
 
 
 def reference_label(methods: Mapping[str, Method]) -> str | None:

@@ -184,20 +184,14 @@ class Evidence:
         if not clients:
             return None
         if self.has_same_data:
-            components = [
-                client_components
-                for c in clients
-                if (client_components := self._variance_components(label, rival, c)) is not None
-            ]
+            components = list(self._variance_components(label, rival, clients).values())
             if not components:
                 return None
             return estimate_mean_over_clients(components, num_tests=tests, population=self.population)
         means = [fmean(self._score_difference(label, rival, seed, c) for c in clients) for seed in self.seeds]
-        return (
-            estimate_client_means_over_resplits([self._resplit_differences(means, clients)], num_tests=tests)[0]
-            if len(means) > 1
-            else None
-        )
+        if len(means) > 1:
+            return estimate_client_means_over_resplits([self._resplit_differences(means, clients)], num_tests=tests)[0]
+        return None
 
     def _estimate_client_gains(self, label: str, rival: str | None, tests: int) -> dict[str, Estimate | None]:
         if self.folds is not None:
@@ -206,17 +200,9 @@ class Evidence:
             return {}
         clients = self.clients_scored_with_every_seed(label, rival)
         if self.has_same_data:
-            components = {
-                c: client_components
-                for c in clients
-                if (client_components := self._variance_components(label, rival, c)) is not None
-            }
-            estimates = (
-                dict(zip(components, estimate_client_means(list(components.values()), num_tests=tests), strict=True))
-                if components
-                else {}
-            )
-            return {c: estimates.get(c) for c in clients}
+            components = self._variance_components(label, rival, clients)
+            means = estimate_client_means(list(components.values()), num_tests=tests) if components else []
+            return dict.fromkeys(clients) | dict(zip(components, means, strict=True))
         if len(self.seeds) < 2 or not clients:
             return dict.fromkeys(clients)
         values = {c: [self._score_difference(label, rival, seed, c) for seed in self.seeds] for c in clients}
@@ -250,12 +236,9 @@ class Evidence:
         if self.folds is not None:
             return self.folds.site_gains(label, rival)
         if self.has_same_data:
-            components = {
-                c: component for c in clients if (component := self._variance_components(label, rival, c)) is not None
-            }
-            means = (
-                np.mean([component.centres for component in components.values()], axis=0) if components else np.zeros(1)
-            )
+            components = self._variance_components(label, rival, clients)
+            centres = [component.centres for component in components.values()]
+            means = np.mean(centres, axis=0) if centres else np.zeros(1)
             common = float(means.var(ddof=1)) / len(means) if len(means) > 1 else 0.0
             gains = {c: SiteGain(component.mean, component.variance) for c, component in components.items()}
             return gains, SharedError(common, max(len(means) - 1, 1))
@@ -285,13 +268,16 @@ class Evidence:
         sign = 1.0 if rival is None or self.metric.higher_is_better else -1.0
         return sign * (ours - theirs)
 
-    def _variance_components(self, label: str, rival: str | None, client: str) -> VarianceComponents | None:
-        ours, theirs = self._seed_scores(label, client), None if rival is None else self._seed_scores(rival, client)
-        return (
-            None
-            if ours is None or (rival is not None and theirs is None)
-            else variance_components_of_difference(ours, theirs)
-        )
+    def _variance_components(
+        self, label: str, rival: str | None, clients: Sequence[str]
+    ) -> dict[str, VarianceComponents]:
+        """Returns the components of the difference at each client that has them."""
+        components = {}
+        for client in clients:
+            ours, theirs = self._seed_scores(label, client), None if rival is None else self._seed_scores(rival, client)
+            if ours is not None and (rival is None or theirs is not None):
+                components[client] = variance_components_of_difference(ours, theirs)
+        return components
 
     def _seed_scores(self, label: str, client: str) -> SeedScores | None:
         """Returns the scores of a method at a client for all seeds; None if one of them is not defined.

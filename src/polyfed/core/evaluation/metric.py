@@ -15,9 +15,8 @@ from polyfed.core.io.values.validation import check_field_types
 
 ScoreFunction = Callable[[Tensor, Tensor], float]
 Unit = Literal["%", ""]
-_FROM_ZERO_TO_ONE = frozenset(
-    {"auc", "average_precision", "f1", "c_index", "uno_c_index", "dice", "iou", "entity_f1"}
-)  # scores that are not shown in per cent
+# Scores that are not shown in per cent.
+_FROM_ZERO_TO_ONE = frozenset({"auc", "average_precision", "f1", "c_index", "uno_c_index", "dice", "iou", "entity_f1"})
 _ROUNDING = 1e-6  # by which a share may be outside 0 to 1
 _RESERVED_PREFIXES = ("val_", "global_", "loss")  # the names of other columns begin with these
 _RESERVED_NAMES = frozenset(
@@ -63,6 +62,10 @@ class Metric:
     def is_from_zero_to_one(self) -> bool:
         """Returns True for a share, and for a built-in score that lies between 0 and 1, such as the AUC or Dice."""
         return self.unit == "%" or self.name in _FROM_ZERO_TO_ONE
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what files say of the metric: its name, label and unit, and whether higher is better."""
+        return {"name": self.name, "label": self.label, "unit": self.unit, "higher_is_better": self.higher_is_better}
 
     def __post_init__(self) -> None:
         check_field_types(self)

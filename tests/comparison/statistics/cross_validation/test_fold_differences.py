@@ -70,7 +70,7 @@ def test_many_pairs_are_counted_by_ranks(monkeypatch):
     targets, values, fold = drawn(rng)
     values = np.round(values, 1)  # ties
     found = in_folds(AUC, values, targets, fold)
-    monkeypatch.setattr("polyfed.comparison.statistics.cross_validation.fold_influence._PAIRS", 0)
+    monkeypatch.setattr("polyfed.comparison.statistics.pseudo_values.cluster_jackknife._PAIRS", 0)
     ranked = in_folds(AUC, values, targets, fold)
     np.testing.assert_allclose(ranked.influence, found.influence, atol=1e-12)
     np.testing.assert_allclose(ranked.folds, found.folds)

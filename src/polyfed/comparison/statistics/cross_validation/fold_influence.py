@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyfed.comparison.statistics.pseudo_values.cluster_jackknife import count_wins
 from polyfed.comparison.statistics.pseudo_values.jackknife import FloatArray
 from polyfed.core.evaluation.metric import Metric
 from polyfed.tasks.scores.score_functions import split_into_binary_problems
 
-_PAIRS = 40_000  # positive x negative examples up to which comparing all pairs is faster than ranking
 _MIXED = -1  # class of a unit with examples of several classes
 
 
@@ -169,7 +169,7 @@ def _auc_in_folds(score: FloatArray, positive: NDArray[np.bool_], rows: _JoinedF
     for k in range(rows.num_folds):
         above, below = np.flatnonzero((rows.fold == k) & positive), np.flatnonzero((rows.fold == k) & ~positive)
         if len(above) and len(below):
-            wins[above], wins[below] = _count_wins(score[above], score[below])
+            wins[above], wins[below] = count_wins(score[above], score[below])
             pairs[above], pairs[below] = len(below), len(above)
             wins_of_fold[k], pairs_of_fold[k] = wins[above].sum(), len(above) * len(below)
     total = pairs_of_fold.sum()
@@ -180,18 +180,6 @@ def _auc_in_folds(score: FloatArray, positive: NDArray[np.bool_], rows: _JoinedF
     contributions = area + rows.num_folds * (wins_of_fold - area * pairs_of_fold) / total
     within = (wins - fold_area[rows.fold] * pairs) / total
     return area, contributions, within * _correction_of_rows(positive, rows)
-
-
-def _count_wins(positive: FloatArray, negative: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Returns each example's number of correctly ranked pairs, with ties as half."""
-    if len(positive) * len(negative) <= _PAIRS:
-        above = positive[:, None] - negative
-        wins = (above > 0) + 0.5 * (above == 0)
-        return wins.sum(axis=1), wins.sum(axis=0)
-    from scipy.stats import rankdata  # takes half a second to import
-
-    ranks = rankdata(np.concatenate([positive, negative]))
-    return (ranks[: len(positive)] - rankdata(positive), len(positive) - (ranks[len(positive) :] - rankdata(negative)))
 
 
 def _r2_in_folds(rows: _JoinedFolds) -> _Parts | None:

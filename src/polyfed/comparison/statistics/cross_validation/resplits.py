@@ -68,11 +68,9 @@ class ResplitDifferences:
     @property
     def variance_factor_of_mean(self) -> float:
         """Returns 1/K + test/train, the factor from a difference's variance to the mean's; 0 if all are equal."""
-        return (
-            variance_of_mean_over_resplits(self.values, self.num_train, self.num_test) / self.sample_variance
-            if self.sample_variance
-            else 0.0
-        )
+        if self.sample_variance:
+            return variance_of_mean_over_resplits(self.values, self.num_train, self.num_test) / self.sample_variance
+        return 0.0
 
     @property
     def degrees_of_freedom(self) -> float:

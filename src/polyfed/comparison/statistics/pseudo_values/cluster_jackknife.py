@@ -107,13 +107,13 @@ def _auc_without_groups(outputs: Tensor, targets: Tensor, groups: Groups) -> tup
         return math.nan, np.full(count, np.nan)
     areas, withouts = [], []
     for score, positive in split_into_binary_problems(outputs, targets):
-        wins = _count_wins(score[positive], score[~positive])
+        wins = count_wins(score[positive], score[~positive])
         of_positive, of_negative = groups[positive], groups[~positive]
         wins_of_group = np.bincount(of_positive, weights=wins[0], minlength=count)
         wins_of_group += np.bincount(of_negative, weights=wins[1], minlength=count)
         for group in np.intersect1d(of_positive, of_negative):
             scores_of_group = score[positive][of_positive == group], score[~positive][of_negative == group]
-            wins_of_group[group] -= _count_wins(*scores_of_group)[0].sum()
+            wins_of_group[group] -= count_wins(*scores_of_group)[0].sum()
         pairs = (int(positive.sum()) - np.bincount(of_positive, minlength=count)) * (
             int((~positive).sum()) - np.bincount(of_negative, minlength=count)
         )
@@ -125,7 +125,7 @@ def _auc_without_groups(outputs: Tensor, targets: Tensor, groups: Groups) -> tup
     return float(np.mean(areas)), np.mean(withouts, axis=0)
 
 
-def _count_wins(positive: Values, negative: Values) -> tuple[Values, Values]:
+def count_wins(positive: Values, negative: Values) -> tuple[Values, Values]:
     """Returns each positive's negatives ranked below it, and the reverse; ties count half."""
     if len(positive) * len(negative) <= _PAIRS:
         difference = positive[:, None] - negative

@@ -75,10 +75,7 @@ def compute_cross_site(federation: Federation, checkpoint: Checkpoint) -> CrossS
         for owner in clients.values()
         for client in clients.values()
     )
-    entries = tuple(
-        {"name": m.name, "label": m.label, "unit": m.unit, "higher_is_better": m.higher_is_better} for m in metrics
-    )
-    return CrossSiteScores(tuple(clients), entries, cells, checkpoint.round)
+    return CrossSiteScores(tuple(clients), tuple(metric.describe() for metric in metrics), cells, checkpoint.round)
 
 
 def _export_tasks(federation: Federation, checkpoint: Checkpoint) -> Iterator[ClientTask]:
