@@ -70,7 +70,7 @@ def find_head_modules(
     if num_layers == 0:
         return ()
     layers = _parametric_layers(model)
-    order = [name for name in _layers_in_use(model, example, layers) if not _has_layers_inside(layers[name])]
+    order = [name for name in _layers_in_use(model, example, layers) if len(_parametric_layers(layers[name])) <= 1]
     if not order:
         raise UserError(f"{type(model).__name__} has no parametric layer that takes part in its output, so it has no head; "
                         f"name the head's modules yourself")  # fmt: skip
@@ -279,10 +279,6 @@ def _parametric_layers(model: nn.Module) -> dict[str, nn.Module]:
         if id(module) not in hidden
         and (is_parametrized(module) or any(parameter is not None for parameter in module._parameters.values()))
     }
-
-
-def _has_layers_inside(module: nn.Module) -> bool:
-    return len(_parametric_layers(module)) > 1
 
 
 def _layers_in_use(model: nn.Module, example: Inputs, layers: Mapping[str, nn.Module]) -> list[str]:

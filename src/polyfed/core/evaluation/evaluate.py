@@ -158,25 +158,6 @@ def out_of_fold_outputs(build_network: Callable[[Client], nn.Module], client: Cl
     return torch.cat(outputs)[torch.cat(places).argsort()]
 
 
-def split_metric_column(column: str, metrics: Sequence[Metric]) -> tuple[str, str] | None:
-    """Splits a column's name into (prefix, metric or "loss"); None if it holds no metric.
-
-    If two metrics match, the longer name counts.
-
-    >>> from polyfed.core.evaluation.metrics import METRICS
-    >>> split_metric_column("val_balanced_accuracy", [METRICS["accuracy"], METRICS["balanced_accuracy"]])
-    ('val_', 'balanced_accuracy')
-    >>> split_metric_column("trained_loss", [METRICS["accuracy"]]), split_metric_column("train_loss", [METRICS["accuracy"]])
-    (('trained_', 'loss'), None)
-    """
-    if column == "train_loss":  # a value of training, not of an evaluation
-        return None
-    for name in sorted((*(metric.name for metric in metrics), "loss"), key=len, reverse=True):
-        if column == name or column.endswith(f"_{name}"):
-            return column.removesuffix(name), name
-    return None
-
-
 def summarise_clients(
     clients: Mapping[str, Mapping[str, Any]], weights: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:

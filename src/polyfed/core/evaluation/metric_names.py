@@ -36,3 +36,21 @@ def check_metric_names(names: Iterable[Any]) -> None:
     for name in names:
         if isinstance(name, str) and ":" not in name and name not in METRIC_NAMES and not _WITH_OPTIONS.fullmatch(name):
             raise UserError(describe_unknown_metric(name))
+
+
+def split_metric_column(column: str, metric_names: Iterable[str]) -> tuple[str, str] | None:
+    """Splits a column's name into (prefix, metric or "loss"); None if it holds no metric.
+
+    If two metrics match, the longer name counts.
+
+    >>> split_metric_column("val_balanced_accuracy", ["accuracy", "balanced_accuracy"])
+    ('val_', 'balanced_accuracy')
+    >>> split_metric_column("trained_loss", ["accuracy"]), split_metric_column("train_loss", ["accuracy"])
+    (('trained_', 'loss'), None)
+    """
+    if column == "train_loss":  # a value of training, not of an evaluation
+        return None
+    for name in sorted((*metric_names, "loss"), key=len, reverse=True):
+        if column == name or column.endswith(f"_{name}"):
+            return column.removesuffix(name), name
+    return None

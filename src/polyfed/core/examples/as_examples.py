@@ -77,10 +77,7 @@ def _examples_with_channels(
     if error := _length_error(x, y):
         raise UserError(f"{name}: {error}")
 
-    def with_channels(part: Tensor) -> Tensor:
-        return part.unsqueeze(1) if part.dtype == torch.uint8 and part.dim() == 3 else part
-
-    x = tree_map(with_channels, x)
+    x = tree_map(lambda part: part.unsqueeze(1) if part.dtype == torch.uint8 and part.dim() == 3 else part, x)
     scaled = {
         name: Normalise((0.0,) * part.shape[1], (1.0,) * part.shape[1])
         for name, part in named_leaves(x)

@@ -1,5 +1,6 @@
 """Converts tensors, arrays, torch and Hugging Face datasets, and pandas frames to tensors of inputs and labels."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
@@ -8,10 +9,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    default_convert,
+)
 
 from polyfed.core.errors import UserError, describe_exception
-from polyfed.core.examples.loaders import read_data_loader
 from polyfed.core.examples.pytree import Inputs, check_and_convert_inputs, explain_unreadable_rows, first_leaf
 from polyfed.core.examples.text_labels import NumberedLabels, holds_texts, is_array_like, number_text_labels
 
@@ -29,7 +37,7 @@ def read_inputs_and_labels(source: Any, name: str, labelled: bool, collate: Coll
         UserError: the source has another type, or cannot be read.
     """
     if isinstance(source, DataLoader):
-        source, own_collate = read_data_loader(source, name)
+        source, own_collate = _read_data_loader(source, name)
         collate = own_collate if collate is None else collate
     is_list = hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, Mapping | str)
     if isinstance(source, IterableDataset | Iterator):
@@ -77,6 +85,36 @@ def read_inputs_and_labels(source: Any, name: str, labelled: bool, collate: Coll
     )
 
 
+def _read_data_loader(loader: DataLoader[Any], name: str) -> tuple[Any, Collate | None]:
+    """Returns the data set and the collate_fn of a loader, and warns that its batches do not count.
+
+    Args:
+        loader: a torch `DataLoader`.
+        name: whose it is, for errors.
+
+    Raises:
+        UserError: a sampler of the user's own, or one that draws some examples.
+    """
+    sampler, size = loader.sampler, getattr(loader.dataset, "__len__", lambda: None)()
+    draws_all = isinstance(sampler, SequentialSampler) or (
+        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == size
+    )
+    if size is not None and (not draws_all or type(loader.batch_sampler) not in (BatchSampler, type(None))):
+        kind = type(sampler if not draws_all else loader.batch_sampler).__name__
+        raise UserError(
+            f"{name}: the DataLoader chooses its examples by a {kind}, which a client does not have; give the examples "
+            "themselves, such as torch.utils.data.Subset(loader.dataset, indices)"
+        )
+    warnings.warn(
+        "of a DataLoader its data set is taken, and its collate_fn; its batches, order and workers are not: a method draws "
+        "its own minibatches (batch_size=... of the method). Give loader.dataset to say so",
+        UserWarning,
+        stacklevel=7,
+    )
+    is_torchs = loader.collate_fn in (default_collate, default_convert)
+    return loader.dataset, None if is_torchs else loader.collate_fn
+
+
 def _read_items(source: Any, name: str) -> list[Any]:
     """Returns all items of a torch `Dataset` or list, in their order."""
     items: list[Any] = []
@@ -107,11 +145,9 @@ def convert_inputs_to_tensors(value: Any, name: str) -> Inputs:
     >>> convert_inputs_to_tensors(([[1, 2]], {"b": [[0.5]]}), "x")
     (tensor([[1, 2]]), {'b': tensor([[0.5000]])})
     """
-    return (
-        check_and_convert_inputs(_convert_parts(value, name), name)
-        if _is_structure(value)
-        else to_number_tensor(value, name)
-    )
+    if _is_structure(value):
+        return check_and_convert_inputs(_convert_parts(value, name), name)
+    return to_number_tensor(value, name)
 
 
 def _convert_parts(value: Any, name: str) -> Any:

@@ -13,8 +13,8 @@ import torch
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, UserError
-from polyfed.core.evaluation.evaluate import split_metric_column
 from polyfed.core.evaluation.metric import Metric
+from polyfed.core.evaluation.metric_names import split_metric_column
 from polyfed.core.evaluation.metrics import METRICS, is_built_in_metric, metric_by_name
 from polyfed.core.io.values.number_checks import is_number
 from polyfed.core.messages.compressors import parse_compressor
@@ -140,7 +140,7 @@ def _parse_metrics(head: Mapping[str, Any], server: DeploymentServer) -> dict[st
         _is_metric_name(n, server) and (v is None or _is_possible_score(n, v, server)) for n, v in metrics.items()
     ):
         raise UserError(f"its metrics are not scores or losses: {sanitize_line(repr(metrics))}")
-    columns = (split_metric_column(name, list(_metrics_by_name(server).values())) for name in metrics)
+    columns = (split_metric_column(name, _metrics_by_name(server)) for name in metrics)
     if (number := len({column[0] for column in columns if column})) > _MAX_METRIC_PREFIXES:
         raise UserError(f"sends its metrics with {number} prefixes; an evaluation has at most {_MAX_METRIC_PREFIXES}")
     return metrics
@@ -229,7 +229,7 @@ def _metrics_by_name(server: DeploymentServer) -> dict[str, Metric]:
 
 def _is_metric_name(name: str, server: DeploymentServer) -> bool:
     """Returns whether a site may report a metric under this name."""
-    name_parts = split_metric_column(name, list(_metrics_by_name(server).values()))
+    name_parts = split_metric_column(name, _metrics_by_name(server))
     return name_parts is not None and _METRIC_PREFIX.fullmatch(name_parts[0]) is not None
 
 
@@ -241,7 +241,7 @@ def _is_possible_score(name: str, value: Any, server: DeploymentServer) -> bool:
     if not _is_finite_number(value):
         return False
     metrics = _metrics_by_name(server)
-    parts = split_metric_column(name, list(metrics.values()))
+    parts = split_metric_column(name, metrics)
     metric = None if parts is None else metrics.get(parts[1])
     if metric is None:  # a loss
         return True

@@ -4,10 +4,12 @@ A resumed run compares them with those of its start, and warns if code has chang
 than its first ones. A hash covers the compiled functions of a class, the functions and classes of the user that these call
 by name, and the constants in upper case of their modules and classes; neither comments, docstrings, formatting nor names of
 local variables. Code of polyfed, of torch and of other installed packages is not covered. Hashes of another version of
-Python cannot be compared. What transforms, augmentations and losses hold is hashed too (`value_fingerprints`).
+Python cannot be compared. The values that transforms, augmentations and losses hold, such as the means that one subtracts,
+are hashed too: the data fingerprint of a run has only their names.
 """
 
 import dis
+import functools
 import hashlib
 import importlib.util
 import inspect
@@ -25,7 +27,7 @@ from polyfed.core.io.text.advice import keep_advice_for_this_process
 from polyfed.core.io.text.number_format import join_first_and_count_rest
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.simulation.checks.requirements import examples_by_split
-from polyfed.simulation.checks.value_fingerprints import hash_values_by_name
+from polyfed.simulation.checks.value_descriptions import describe_values
 
 _INSTALLED = tuple(Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PACKAGES = ("polyfed", "torch", "builtins")
@@ -50,7 +52,7 @@ def code_fingerprint(clients: Iterable[Client], algorithm: Algorithm[Any, Any]) 
         if _is_of_user(thing):  # several may have one name, as lambdas in one function do
             roots.setdefault(thing.__qualname__, {}).setdefault(getattr(thing, "__code__", thing), thing)
     hashes = {name: _join_hashes({_hash_code(thing) for thing in things.values()}) for name, things in roots.items()}
-    hashes |= {f"{_VALUES_OF}{name}": value for name, value in hash_values_by_name(clients).items()}
+    hashes |= {f"{_VALUES_OF}{name}": value for name, value in _hash_values_by_name(clients).items()}
     hashes = dict(sorted(hashes.items()))
     return {"python": f"{importlib.util.MAGIC_NUMBER.hex()}-{sys.flags.optimize}", **hashes} if hashes else {}
 
@@ -205,3 +207,32 @@ def _describe_code(code: CodeType, docstring: str | None = None) -> str:
         for constant in code.co_consts
     ]  # fmt: skip
     return f"{code.co_code.hex()} {constants} {code.co_names}"
+
+
+def _hash_values_by_name(clients: Iterable[Client]) -> dict[str, str]:
+    """Returns `{name: hash}` of the values that transforms, augmentations and losses of all clients hold."""
+    hashes, descriptions = dict[str, Any](), dict[int, Any]()  # many clients may share an object
+    for client in sorted(clients, key=lambda client: client.id):
+        for place, thing in _holders_of_values(client):
+            is_function = isinstance(thing, FunctionType)
+            if not is_function or thing.__closure__ or thing.__defaults__ or thing.__kwdefaults__:
+                named = thing.func if isinstance(thing, functools.partial) else thing
+                name = getattr(named, "__qualname__", type(named).__qualname__)
+                if id(thing) not in descriptions:
+                    descriptions[id(thing)] = describe_values(thing)
+                text = repr((client.id, place, descriptions[id(thing)]))
+                hashes.setdefault(name, hashlib.sha256()).update(text.encode(errors="surrogatepass"))
+    return {name: content.hexdigest()[:16] for name, content in sorted(hashes.items())}
+
+
+def _holders_of_values(client: Client) -> Iterator[tuple[str, Any]]:
+    """Yields (place, object) for what may hold values that the data fingerprint does not have."""
+    holders: dict[str, Any] = {"loss": client.loss}
+    for split, examples in examples_by_split(client).items():
+        transform = examples.transform
+        parts = transform.transforms if isinstance(transform, PartwiseTransform) else {"": transform}
+        holders |= {f"{split} transform {part}": part_transform for part, part_transform in parts.items()}
+        yield from [] if examples.augment is None else [(f"{split} augment", examples.augment)]
+    for place, thing in holders.items():
+        if thing is not None and not type(thing).__module__.startswith("polyfed."):  # which prints its values
+            yield place, thing

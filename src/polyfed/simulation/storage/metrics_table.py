@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from polyfed.core.evaluation.metric_names import split_metric_column
 from polyfed.core.io.text.row_table import RowTable
 
 
@@ -31,7 +32,8 @@ def build_metrics_table(
         client_ids = [client for client, row in record["clients"].items() if row.keys() & {"loss", *metric_names}]
     metrics = {client: record["clients"].get(client, {}) for client in _sort_ids(client_ids)}
     columns = {name for values in metrics.values() for name in values}
-    other_networks = sorted({prefix for name in columns if (prefix := _prefix_of_column(name, metric_names))})
+    parts = (split_metric_column(name, metric_names) for name in columns)
+    other_networks = sorted({part[0] for part in parts if part is not None and part[0]})
     names = [
         f"{part}{name}"
         for part in dict.fromkeys(["", "val_", "global_", *other_networks])
@@ -67,16 +69,6 @@ def find_metric_names(records: Sequence[Mapping[str, Any]], first: str | None = 
     ]
     names = [name for name in columns if name != "loss" and not name.startswith(tuple(prefixes))]
     return sorted(names, key=lambda name: name != first)
-
-
-def _prefix_of_column(column: str, metric_names: Sequence[str]) -> str:
-    """Returns what precedes the longest metric name in a column's name; "" if nothing does."""
-    if column == "train_loss":  # a value of training, not of an evaluation
-        return ""
-    for name in sorted((*metric_names, "loss"), key=len, reverse=True):
-        if column == name or column.endswith(f"_{name}"):
-            return column.removesuffix(name)
-    return ""
 
 
 def _sort_ids(client_ids: Iterable[str]) -> list[str]:

@@ -203,10 +203,10 @@ def validation_error(value: Any, annotation: Any, path: str = "") -> str | None:
         messages = [error for error in errors if error is not None]
         if len(messages) < len(errors):
             return None
-        several = len(errors) > 2
-        return (
-            _describe_wrong_type(path, describe_annotation(annotation), value) if several else _deepest_error(messages)
-        )
+        if len(errors) > 2:
+            return _describe_wrong_type(path, describe_annotation(annotation), value)
+        # The error about the most deeply nested value says most.
+        return max(messages, key=lambda sentence: sentence.partition(" must be ")[0].count("."))
     if is_typeddict(annotation):
         return _fields_error(value, get_type_hints(annotation), annotation.__required_keys__, path)
     if annotation in _WORDS:
@@ -298,11 +298,6 @@ def _describe_wrong_type(place: str, expected: str, value: Any) -> str:
     expected += " below 2^63" if isinstance(value, int) and abs(value) >= _LARGEST else ""
     text = repr(value) if not isinstance(value, list | dict) or len(value) < 9 else type(value).__name__
     return f"{place or 'it'} must be {expected}, got {text if len(text) <= 60 else text[:60] + '…'}"
-
-
-def _deepest_error(errors: Sequence[str]) -> str:
-    """Returns the error about the most deeply nested value, given one error per type of a union."""
-    return max(errors, key=lambda sentence: sentence.partition(" must be ")[0].count("."))
 
 
 def build_dataclass(cls: Callable[..., T], values: Any, label: str) -> T:
