@@ -111,17 +111,13 @@ def build_experiment(config: Mapping[str, Any]) -> Experiment:
     model_sections: list[Any] = list(models_by_site.values()) or (
         list(models) if isinstance(models, list | tuple) else [models]
     )
-    error_text = validation_error(model_sections, list[dict[str, Any]], "model") or validation_error(
-        shifts, list[dict[str, float]], "data.shifts"
-    )
-    error_text = (
-        error_text
+    if error_text := (
+        validation_error(model_sections, list[dict[str, Any]], "model")
+        or validation_error(shifts, list[dict[str, float]], "data.shifts")
         or validation_error(augment, bool, "data.augment")
         or validation_error(loss, str | None, "loss")
         or ("" if model_sections else "model names no network")
-    )
-    if error_text := error_text or next(
-        ("model has no name" for model_section in model_sections if not isinstance(model_section.get("name"), str)), ""
+        or ("" if all(isinstance(section.get("name"), str) for section in model_sections) else "model has no name")
     ):
         raise UserError(
             f"the configuration is damaged: {error_text}; `polyfed run --print-config` shows a complete one"

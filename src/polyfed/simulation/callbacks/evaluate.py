@@ -3,7 +3,6 @@
 from typing import final
 
 from polyfed.simulation.callbacks.callback import Callback
-from polyfed.simulation.rounds.planning.evaluation_sample import is_evaluation_round
 from polyfed.simulation.rounds.run_state import RunState
 from polyfed.simulation.rounds.training_round import evaluate_clients
 
@@ -22,7 +21,7 @@ class RoundEvaluator(Callback):
     def on_aggregated(self, round_number: int) -> None:
         """Evaluates the clients, unless the engine does so while it trains the next round."""
         run, after = self._run, self._run.aggregated
-        if not is_evaluation_round(run.settings, round_number):
+        if round_number % run.settings.evaluate_every and round_number != run.settings.rounds:
             run.finish_round(after, None)
             return
         if run.overlaps_evaluation:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, final
 
 import torch
 
-from polyfed.core.algorithm import Client, Message
+from polyfed.core.algorithm import Algorithm, Client, Message
 from polyfed.core.errors import ClientError
 from polyfed.core.evaluation.evaluate import MetricValues
 from polyfed.core.examples.examples import Examples
@@ -48,6 +48,10 @@ class ClientTask:
     def transmitted_message(self) -> Message:
         """Returns the server's message as the client receives it, compressed if the run does so."""
         return self.message if self.compressed_message is None else self.compressed_message
+
+    def start_state(self, algorithm: Algorithm[Any, Any], client: Client) -> PyTree:
+        """Returns the client's private state, a new one if it has none yet."""
+        return algorithm.client_init(client, self.run_seed) if self.client_state is None else self.client_state
 
     @property
     def reply_seed(self) -> int:
@@ -118,10 +122,6 @@ class TaskResult:
     predictions: Mapping[str, torch.Tensor] = field(default_factory=dict)
     masked: bool = False
     summed: SummedReply | None = None
-
-    def with_seconds(self, seconds: float) -> "TaskResult":
-        """Returns a copy of this result that also holds the time the task took, in seconds."""
-        return replace(self, seconds=seconds)
 
 
 class Engine(ABC):

@@ -58,13 +58,9 @@ class EngineChoice:
     def __str__(self) -> str:
         """Describes in a sentence how clients are trained, and why."""
         gains = ", ".join(f"{gain:.1f}" for gain in (self.gains or {}).values())
-        measurement = f"measured: {gains} times as fast together"
-        if self.uses_cohorts:
-            return (
-                f"engine auto: clients are trained together ({measurement}); engine=inprocess or pool trains them one "
-                "by one"
-            )
-        return f"engine auto: clients are trained one by one ({measurement})"
+        way = "trained together" if self.uses_cohorts else "trained one by one"
+        hint = "; engine=inprocess or pool trains them one by one" if self.uses_cohorts else ""
+        return f"engine auto: clients are {way} (measured: {gains} times as fast together){hint}"
 
     def to_manifest_entry(self) -> dict[str, Any]:
         """Returns the choice as a dict of plain values for the file `manifest.json`.

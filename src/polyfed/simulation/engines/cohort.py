@@ -8,7 +8,7 @@ more than one. Each client gets the result that it would get alone, up to roundi
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, final
 
@@ -110,28 +110,19 @@ class CohortEngine(Engine):
         except CallDeferred:
             pending.seconds += time.perf_counter() - started
             return None
-        return result.with_seconds(pending.seconds + time.perf_counter() - started)
+        return replace(result, seconds=pending.seconds + time.perf_counter() - started)
 
     def _compute_deferred_calls(self, waiting: Sequence[_PendingTask]) -> None:
         """Computes the deferred calls of all waiting clients, and combines those that can be stacked."""
-        training = [pending for pending in waiting if isinstance(pending.deferred_run.pending_call, FitCall)]
-        fit_calls = [
-            pending.deferred_run.pending_call
-            for pending in training
-            if isinstance(pending.deferred_run.pending_call, FitCall)
-        ]
-        for places in group_fit_calls(fit_calls):
-            self._compute_together([training[p] for p in places], partial(train_cohort, [fit_calls[p] for p in places]))
-        predicting = [pending for pending in waiting if isinstance(pending.deferred_run.pending_call, PredictCall)]
-        predict_calls = [
-            pending.deferred_run.pending_call
-            for pending in predicting
-            if isinstance(pending.deferred_run.pending_call, PredictCall)
-        ]
-        for places in group_calls_to_predict_together(predict_calls):
-            self._compute_together(
-                [predicting[p] for p in places], partial(predict_cohort, [predict_calls[p] for p in places])
-            )
+        ways: Sequence[tuple[type, Callable[..., Any], Callable[..., Any]]] = (
+            (FitCall, group_fit_calls, train_cohort),
+            (PredictCall, group_calls_to_predict_together, predict_cohort),
+        )
+        for kind, group_calls, compute in ways:
+            alike = [pending for pending in waiting if isinstance(pending.deferred_run.pending_call, kind)]
+            calls = [pending.deferred_run.pending_call for pending in alike]
+            for places in group_calls(calls):
+                self._compute_together([alike[p] for p in places], partial(compute, [calls[p] for p in places]))
 
     def _compute_together(
         self, members: Sequence[_PendingTask], compute: Callable[[], Sequence[FitCallResult | list[torch.Tensor]]]
@@ -140,9 +131,8 @@ class CohortEngine(Engine):
         started = time.perf_counter()
         outputs: Sequence[FitCallResult | list[torch.Tensor]] = ()
         if len(members) >= MIN_COHORT_SIZE:
-            with suppress(
-                Exception
-            ):  # cannot be stacked, or fails at one client, which shows when each is computed alone
+            # Cannot be stacked, or fails at one client, which shows when each is computed alone.
+            with suppress(Exception):
                 outputs = compute()
         share_of_seconds = (time.perf_counter() - started) / len(members)
         for place, pending in enumerate(members):

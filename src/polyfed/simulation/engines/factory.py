@@ -70,36 +70,19 @@ def build_engine(
     in_this_process = count == 0 or (workers == "auto" and is_one_process_better)
     uses_cohorts = name == "cohort" or (name == "auto" and choice is not None and choice.uses_cohorts)
     sequential = choice.apart if choice is not None and name == "auto" else ()
-    if name == "inprocess" or (name != "pool" and in_this_process):
-        return _build_local_engine(algorithm, clients, device, metrics, reply_compression, uses_cohorts, sequential)
-    pickle_error = None if can_fork(device) else unpicklable_client_error(clients) or unpicklable_metric_error(metrics)
-    if pickle_error and name == "pool":
-        raise UserError(f"{pickle_error}; define it at the top level of a module, or use engine='inprocess'")
-    if pickle_error:
-        warnings.warn(f"{pickle_error}, so all clients run in this process", RuntimeWarning, stacklevel=2)
-        return _build_local_engine(algorithm, clients, device, metrics, reply_compression, uses_cohorts, sequential)
-    return PoolEngine(
-        algorithm,
-        clients,
-        device,
-        count,
-        metrics=metrics,
-        compression=reply_compression,
-        uses_cohorts=uses_cohorts,
-        sequential=sequential,
-    )
-
-
-def _build_local_engine(
-    algorithm: Algorithm[Any, Any],
-    clients: Sequence[Client] | SourceClients,
-    device: torch.device,
-    metrics: Sequence[Metric],
-    reply_compression: Compressor | None,
-    uses_cohorts: bool,
-    sequential: Sequence[str],
-) -> Engine:
-    """Builds an engine that runs clients in this process, together or one by one."""
+    runs_here = name == "inprocess" or (name != "pool" and in_this_process)
+    if not runs_here and not can_fork(device):
+        pickle_error = unpicklable_client_error(clients) or unpicklable_metric_error(metrics)
+        if pickle_error and name == "pool":
+            raise UserError(f"{pickle_error}; define it at the top level of a module, or use engine='inprocess'")
+        if pickle_error:
+            warnings.warn(f"{pickle_error}, so all clients run in this process", RuntimeWarning, stacklevel=2)
+            runs_here = True
+    if not runs_here:
+        return PoolEngine(
+            algorithm, clients, device, count, metrics=metrics, compression=reply_compression,
+            uses_cohorts=uses_cohorts, sequential=sequential,
+        )  # fmt: skip
     if uses_cohorts:
         return CohortEngine(algorithm, clients, device, metrics, reply_compression, sequential=sequential)
     return InProcessEngine(algorithm, clients, device, metrics, reply_compression)
@@ -118,17 +101,9 @@ def build_engine_for_settings(
     reply_compression = parse_compressor(settings.compress)
     num_parties = None if settings.regions is None else settings.count_round_clients(len(clients))
     return build_engine(
-        settings.engine,
-        algorithm,
-        clients,
-        device,
-        settings.workers,
-        *ray_options,
-        metrics,
-        reply_compression,
-        choice,
+        settings.engine, algorithm, clients, device, settings.workers, *ray_options, metrics, reply_compression, choice,
         num_parties,
-    )
+    )  # fmt: skip
 
 
 def unpicklable_client_error(clients: Sequence[Client] | SourceClients) -> str | None:

@@ -76,9 +76,7 @@ class InProcessEngine(Engine):
                 # Networks and methods may draw from torch's global generator.
                 adapted_message = cut_message_to_client_rank_within_block(algorithm, client, task.message)
                 with grad_enabled(), temporary_rng_seed(task.seed, self._device), adapted_message as message:
-                    client_state = (
-                        algorithm.client_init(client, task.run_seed) if task.client_state is None else task.client_state
-                    )
+                    client_state = task.start_state(algorithm, client)
                     if task.phase == "local":
                         reply, client_state = _check_is_pair(
                             algorithm, algorithm.local_update(message, client_state, client, task.seed)
@@ -99,7 +97,8 @@ class InProcessEngine(Engine):
                             description = None
                             if isinstance(algorithm, BringsNetwork):
                                 description = algorithm.describe_personal_network(model, client)
-                            result = _exported_weights(task, model, description)
+                            weights = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
+                            result = TaskResult(task, weights=weights, description=description)
                         else:
                             loss = training_loss_without_penalties(client, algorithm)
                             metrics, outputs = self._evaluate(model, client, task, message, client_state, loss)
@@ -120,7 +119,7 @@ class InProcessEngine(Engine):
                 failure.__cause__ = error
                 result = TaskResult(task, failure=failure)
             client = None  # type: ignore[assignment]  # one that was made for this task is dropped before the next is made
-            yield result.with_seconds(time.perf_counter() - start)
+            yield replace(result, seconds=time.perf_counter() - start)
 
     def _evaluate(
         self, model: torch.nn.Module, client: Client, task: ClientTask, message: Message, client_state: Any, loss: Loss
@@ -161,11 +160,7 @@ class InProcessEngine(Engine):
                 temporary_rng_seed(task.seed, self._device),
                 cut_message_to_client_rank_within_block(self._algorithm, client, task.message) as message,
             ):
-                client_state = (
-                    self._algorithm.client_init(client, task.run_seed)
-                    if task.client_state is None
-                    else task.client_state
-                )
+                client_state = task.start_state(self._algorithm, client)
                 model = restore_all_but_weights_and_set_eval(
                     self._algorithm.personal_model(message, client_state, client, task.seed)
                 )
@@ -227,9 +222,3 @@ def _check_finite(algorithm: Algorithm[Any, Any], reply: Any, client_state: PyTr
         raise FloatingPointError(
             f"the private state: {problem}; the local training diverged: lower lr or set clip_norm"
         )
-
-
-def _exported_weights(task: ClientTask, model: torch.nn.Module, description: Mapping[str, Any] | None) -> TaskResult:
-    """Returns the result of an export task: the weights of the client's network, copied to the CPU."""
-    weights = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
-    return TaskResult(task, weights=weights, description=description)

@@ -33,7 +33,7 @@ from polyfed.core.training.cohort import MAX_COHORT_SIZE
 from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, sort_longest_first
 from polyfed.simulation.engines.cohort import CohortEngine
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.engines.result_codec import decode_result, encode_result_or_failure
+from polyfed.simulation.engines.result_codec import decode_result_and_facts, encode_result_or_failure
 
 _ATTEMPTS = 2
 _AHEAD_BYTES = 32 * 1024  # half of a Linux pipe
@@ -195,7 +195,8 @@ class PoolEngine(Engine):
                 if not worker.batches[0].tasks:
                     worker.batches.popleft()
                 _send_tasks(worker, waiting)  # first of all, so that the worker does not wait
-                yield replace(decode_result(data, task), incidents=self._take_incidents(task))
+                result, _ = decode_result_and_facts(data, task)
+                yield replace(result, incidents=self._take_incidents(task))
 
     def _handle_dead_worker(self, position: int, waiting: deque[_TaskBatch]) -> Iterator[TaskResult]:
         """Replaces a worker that died, and reschedules its tasks or reports them as failed.

@@ -42,11 +42,6 @@ def _pack_result(result: TaskResult, facts: Mapping[str, Any] | None = None) -> 
     )
 
 
-def decode_result(data: bytes, task: ClientTask) -> TaskResult:
-    """Decodes the result of `task` from the bytes that `encode_result_or_failure` returned."""
-    return decode_result_and_facts(data, task)[0]
-
-
 def decode_result_and_facts(data: bytes, task: ClientTask) -> tuple[TaskResult, Mapping[str, Any]]:
     """Decodes the result of `task` and the facts from the bytes that `encode_result_or_failure` returned."""
     body = deserialize_state(data)

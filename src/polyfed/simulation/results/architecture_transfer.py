@@ -1,9 +1,8 @@
 """Transfers a searched architecture to a new task: retrains a client's network of a FedPNAS run on a few examples of the
 task, with the architecture samplers frozen (FedPNAS, section 4, Table 2)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import torch
 from torch import nn
@@ -72,12 +71,8 @@ def transfer_network(
     loss = training_loss_without_penalties(task, method)
     metrics_before = evaluate_client(before, task, loss=loss)
     export_task = run.federation.build_single_task("export", client_id, run.kept_checkpoint)
-    client_state: Mapping[str, Any] = (
-        method.client_init(client, export_task.run_seed)
-        if export_task.client_state is None
-        else export_task.client_state
-    )
-    client_network = method.load_supernet(export_task.message, dict(client_state), client)
+    client_state = dict(export_task.start_state(method, client))
+    client_network = method.load_supernet(export_task.message, client_state, client)
     supernet = supernet_of(client_network)
     lr = method.lr if lr is None else lr
     if method.finetune_epochs:
@@ -118,13 +113,8 @@ def score_after_adaptation(run: Run, client_id: str, *, epochs: int = 1) -> Metr
     method = _require_search_method(run, client_id)
     export_task = run.federation.build_single_task("export", client_id, run.kept_checkpoint)
     client = run.federation.clients[client_id]
-    client_state = (
-        method.client_init(client, export_task.run_seed)
-        if export_task.client_state is None
-        else export_task.client_state
-    )
-    tuning_method = replace(method, finetune_epochs=epochs)
-    model = tuning_method.personal_model(export_task.message, dict(client_state), client, export_task.seed)
+    client_state, tuning_method = dict(export_task.start_state(method, client)), replace(method, finetune_epochs=epochs)
+    model = tuning_method.personal_model(export_task.message, client_state, client, export_task.seed)
     return evaluate_client(model, client, loss=training_loss_without_penalties(client, method))
 
 

@@ -206,26 +206,15 @@ class Run:
             if result.failure is not None:
                 raise result.failure
             assert result.weights is not None  # always set for phase "export" in this process
-            factory = owner.model
-            if factory is not None and self.federation.algorithm.requires & MODEL_REQUIREMENTS:
-                network = wrap_network_if_method_wraps(
-                    self.federation.algorithm, build_module(factory, seed=0), result.weights
-                )
-                check_network_has_all_weights(self.federation.algorithm, network, result.weights)
+            factory, method = owner.model, self.federation.algorithm
+            if factory is not None and method.requires & MODEL_REQUIREMENTS:
+                network = wrap_network_if_method_wraps(method, build_module(factory, seed=0), result.weights)
+                check_network_has_all_weights(method, network, result.weights)
                 return fill_module(network, result.weights).eval()
-            if isinstance(self.federation.algorithm, BringsNetwork):
-                return fill_module(
-                    self.federation.algorithm.build_from_description(result.description or {}), result.weights
-                ).eval()
-            client_state = (
-                self.federation.algorithm.client_init(owner, task.run_seed)
-                if task.client_state is None
-                else task.client_state
-            )
-            model = restore_all_but_weights_and_set_eval(
-                self.federation.algorithm.personal_model(task.message, client_state, owner, task.seed)
-            )
-            return deep_copy(model).eval()
+            if isinstance(method, BringsNetwork):
+                return fill_module(method.build_from_description(result.description or {}), result.weights).eval()
+            model = method.personal_model(task.message, task.start_state(method, owner), owner, task.seed)
+            return deep_copy(restore_all_but_weights_and_set_eval(model)).eval()
 
     def predict(self, client: Any = None, x: Any = None) -> Tensor:
         """Returns the outputs of a client's personal network for new inputs, as a tensor of shape (n, ...).
@@ -262,11 +251,9 @@ class Run:
         )
         with exclusive_single_torch_thread_with_grad():
             outputs = engine.predict(task, examples)
-        return (
-            examples.transform.unscale_outputs(outputs)
-            if isinstance(examples.transform, TablePreprocessor)
-            else outputs
-        )
+        if isinstance(examples.transform, TablePreprocessor):
+            return examples.transform.unscale_outputs(outputs)
+        return outputs
 
     def predict_table(self, client: Any = None, x: Any = None) -> dict[str, list[Any]]:
         """Returns what `polyfed predict` writes of new inputs, as `{column: a value for each input}`.

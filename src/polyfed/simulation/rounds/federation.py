@@ -19,7 +19,7 @@ from polyfed.core.messages.compressors import Compressor, parse_compressor
 from polyfed.core.messages.contiguous import contiguous_message, message_error
 from polyfed.core.messages.message_compression import BroadcastCompressor, decompress_message
 from polyfed.core.methods.capabilities import describe_evaluated_network
-from polyfed.core.robust.counted_median import CountedMedian
+from polyfed.core.robust.counted_median import COUNTED_MEDIAN, CountedMedian
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.core.serialization import check_scalars_finite
 from polyfed.core.state_dict import find_value_error, iter_tensors, spec_mismatch
@@ -29,7 +29,7 @@ from polyfed.simulation.engines.base import ClientTask, Engine, Phase
 from polyfed.simulation.monitoring.validation_losses import round_of_lowest_pooled_loss
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.planning.evaluation_sample import has_other_clients_each_round, sample_evaluated_clients
-from polyfed.simulation.rounds.replies.secure_aggregation import announce_counted_median, sums_count_norms
+from polyfed.simulation.rounds.replies.secure_aggregation import sums_count_norms
 from polyfed.simulation.rounds.round_scores import round_of_best_score
 from polyfed.simulation.scheduling.sampling.sampler import Sampler
 from polyfed.simulation.settings import Settings
@@ -268,7 +268,7 @@ class Federation:
                                 f"Message({{'model': tensors by name}}, {{'lr': 0.1}}), got {result}")  # fmt: skip
             if follows_median:
                 median = median or CountedMedian.from_first_message(message)
-                message = announce_counted_median(message, median)
+                message = Message(message.tensors, {**message.scalars, COUNTED_MEDIAN: median.median})
             parts = {id(tensor): tensor.nbytes for tensor in iter_tensors(message.tensors)}
             added_bytes = sum(nbytes for key, nbytes in parts.items() if key not in tensor_ids)
             if block and size + added_bytes > max_bytes:
@@ -306,11 +306,9 @@ class Federation:
         Raises:
             ValueError: the reply is not compressed as the settings say; the message is half a sentence.
         """
-        return (
-            reply
-            if message_error(reply)
-            else lora.reply_at_server_rank(self.algorithm, self.decompress_reply(reply, message), message)
-        )
+        if message_error(reply):
+            return reply
+        return lora.reply_at_server_rank(self.algorithm, self.decompress_reply(reply, message), message)
 
     def decompress_reply(self, reply: Message, message: Message) -> Message:
         """Returns a client's reply to `message` without compression.
@@ -371,8 +369,5 @@ def build_message_compressor(settings: Settings, round_number: int) -> Broadcast
 
 def deciding_metric_manifest_entry(federation: Federation) -> dict[str, Any]:
     """Returns the deciding metric for `manifest.json`, with the network that the method evaluates if it says so."""
-    score, network = federation.metrics[0], describe_evaluated_network(federation.algorithm)
-    return {
-        "name": score.name, "label": score.label, "unit": score.unit, "higher_is_better": score.higher_is_better,
-        **({"network": network} if network else {}),
-    }  # fmt: skip
+    network = describe_evaluated_network(federation.algorithm)
+    return federation.metrics[0].describe() | ({"network": network} if network else {})

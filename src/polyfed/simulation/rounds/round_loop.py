@@ -78,7 +78,7 @@ def run_remaining_rounds(
             if checkpoint.unevaluated_record is not None:  # the run was stopped between training and evaluation
                 for callback in run.callbacks:
                     callback.on_aggregated(checkpoint.round)
-            while run.has_rounds_left:
+            while run.checkpoint.last_recorded_round < run.last_round:
                 run.current_round = run.checkpoint.round + 1
                 plan = scheduler.plan_round(run.checkpoint, run.history)
                 aggregated = train_and_aggregate_round(

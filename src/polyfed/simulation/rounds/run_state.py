@@ -58,11 +58,6 @@ class RunState:
         return self.federation.settings
 
     @property
-    def has_rounds_left(self) -> bool:
-        """Returns True if there are rounds still to run."""
-        return self.checkpoint.last_recorded_round < self.last_round
-
-    @property
     def overlaps_evaluation(self) -> bool:
         """Returns whether rounds are evaluated while the next trains, unless `keep` needs scores before."""
         waits_for_all = self.settings.asynchronous is None

@@ -21,7 +21,7 @@ from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.evaluate import summarise_clients
 from polyfed.simulation.checks.settings.private_training import describe_epsilon
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase, TaskResult
-from polyfed.simulation.monitoring.progress import Progress
+from polyfed.simulation.monitoring.progress import Progress, SilentProgress
 from polyfed.simulation.monitoring.update_norms import MeasuredUpdate, describe_measures, describe_round_warnings
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.planning.evaluation_sample import describe_evaluation_sample
@@ -262,6 +262,16 @@ def train_and_aggregate_round(
     }
     states = previous.client_states | {i: result.client_state for i, result in training.results.items()}
     return Checkpoint(number, state, states, record)
+
+
+def run_unevaluated_rounds(federation: Federation, engine: Engine) -> tuple[Any, Mapping[str, Any]]:
+    """Runs all rounds of a method that trains no network; returns the last server state and the last round's record."""
+    checkpoint, history = federation.initial_checkpoint(), list[Mapping[str, Any]]()
+    for _ in range(federation.settings.rounds):
+        after = train_and_aggregate_round(federation, checkpoint, history, engine, SilentProgress(), lambda *_: None)
+        history.append(after.unevaluated_record or {})
+        checkpoint = replace(after, unevaluated_record=None)
+    return checkpoint.state, history[-1]
 
 
 def _compute_server_state(

@@ -2,12 +2,13 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from polyfed.algorithms import registry_name
-from polyfed.core.algorithm import Algorithm, Architecture, Client
+from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.methods.capabilities import BringsNetwork
@@ -81,7 +82,7 @@ def build_federation_of_source(
         source, algorithm, first, network, registry.data_spec, registry.num_examples, registry.architectures
     )
     checker.check_number_of_examples(first)
-    clients.set_checker(checker)
+    clients.checker = checker
     federation = Federation(clients, algorithm, settings, public, registry, scores, sampler=sampler)
     check_scheduling(federation)
     return federation
@@ -135,15 +136,11 @@ def _build_registry(clients: SourceClients, first: Client, algorithm: Algorithm[
     if catalogue is not None and len(factories) > 1:
         contraction = ContractionOptions("layers" if "norms_in_layers" in algorithm.requires else "nodes")
         catalogue = LayerCatalogue.from_graphs(
-            graph_of_client(_with_model(first, factory), contraction=contraction) for factory in factories
+            graph_of_client(replace(first, model=factory), contraction=contraction) for factory in factories
         )
     return ClientRegistry(
         clients.ids, first.task, clients.num_examples, architectures, models, catalogue, registry_of_first.data_spec
     )
-
-
-def _with_model(client: Client, model: Architecture) -> Client:
-    return Client(client.id, model, client.train, client.test, task=client.task)
 
 
 def _key_of_client(keys: list[str], model_of: Mapping[str, int], ids: tuple[str, ...], place: int) -> str:

@@ -40,9 +40,8 @@ class SourceClients(Mapping[str, Client]):
         listed = _list_ids(source)
         self.first = listed[0]
         order = np.arange(len(listed))
-        if not all(
-            map(operator.lt, listed, islice(listed, 1, None))
-        ):  # as fast as can be for a million that are sorted
+        # As fast as can be for a million that are sorted.
+        if not all(map(operator.lt, listed, islice(listed, 1, None))):
             order = np.asarray(sorted(order.tolist(), key=listed.__getitem__), dtype=np.int64)
             listed = [listed[place] for place in order]
             if twice := next((i for i, after in pairwise(listed) if i == after), None):
@@ -51,17 +50,13 @@ class SourceClients(Mapping[str, Client]):
         self.manifest = read_manifest_of_source(source, len(listed))
         self.num_examples: Mapping[str, int] = self._by_client(self.manifest.num_examples, order)
         self.model_of: Mapping[str, int] = self._by_client(self.manifest.model_of, order)
-        self._checker: DrawnClientChecker | None = None
+        self.checker: DrawnClientChecker | None = None
         self._held: dict[str, Client] | None = None
 
     def _by_client(self, numbers: Any, order: np.ndarray[Any, np.dtype[np.int64]]) -> Mapping[str, int]:
         if numbers is None:
             return {}
         return ValueByClient(self.ids, _NumberAt(np.asarray(numbers, dtype=np.int64)[order]))
-
-    def set_checker(self, checker: DrawnClientChecker) -> None:
-        """Sets what checks each client when it is first made in a process."""
-        self._checker = checker
 
     def __getitem__(self, client: str) -> Client:
         """Makes a client, and checks it if it is new to this process.
@@ -74,8 +69,8 @@ class SourceClients(Mapping[str, Client]):
         if self._held is not None and client in self._held:
             return self._held[client]
         new_client = make_client(self.source, client)
-        if self._checker is not None:
-            self._checker.check_once(new_client)
+        if self.checker is not None:
+            self.checker.check_once(new_client)
         if self._held is not None:
             self._held[client] = new_client
         return new_client

@@ -207,6 +207,10 @@ def describe_table_differences(reference: Mapping[str, Any], deviant: Mapping[st
     return [f"its columns are in another order{place if number else ''}"]
 
 
+def _schema_of(examples: Examples) -> dict[str, Any]:
+    return {"columns": column_definitions_by_name(examples), "classes": table_class_names(examples)}
+
+
 def _schema_key(examples: Examples) -> Hashable:
     return tuple(column_definitions_by_name(examples).items()), table_class_names(examples)
 
@@ -218,13 +222,10 @@ def _check_sets_of_client(client: Client) -> None:
             continue
         if not column_definitions_by_name(client.train) or not column_definitions_by_name(part):
             continue  # prepared by hand: only the form of inputs is checked
-        training_schema, set_schema = (
-            {"columns": column_definitions_by_name(examples), "classes": table_class_names(examples)}
-            for examples in (client.train, part)
-        )
+        differences = describe_table_differences(_schema_of(client.train), _schema_of(part))
         raise UserError(
             f"client {client.id!r}: its {name} examples are of another table than its training examples: "
-            f"{'; '.join(describe_table_differences(training_schema, set_schema))}; {_advice_on_columns(client.train)}"
+            f"{'; '.join(differences)}; {_advice_on_columns(client.train)}"
         )
 
 
@@ -240,10 +241,7 @@ def _check_same_schema(
     if classes_only:
         sentences = ["its classes are others, or in another order"]
     else:
-        reference, deviant = (
-            {"columns": column_definitions_by_name(tables[i]), "classes": table_class_names(tables[i])} for i in pair
-        )
-        sentences = describe_table_differences(reference, deviant)
+        sentences = describe_table_differences(*(_schema_of(tables[i]) for i in pair))
     raise UserError(
         f"client {pair.deviating!r} has another table than {pair.typical!r}: {'; '.join(sentences)}; "
         f"{_advice_on_columns(tables[pair.deviating])}"

@@ -75,9 +75,8 @@ def check_privacy_covers_method(algorithm: LocalTraining, client_ids: Iterable[s
             f"{type(algorithm).__name__}: privacy is not known to cover all that this method computes from training "
             f"examples; methods that it covers: {', '.join(able)}"
         )
-    options_for: Callable[[str], LocalTraining] = getattr(
-        algorithm, "options_for", lambda client: algorithm
-    )  # of `Local`
+    # Of `Local`.
+    options_for: Callable[[str], LocalTraining] = getattr(algorithm, "options_for", lambda client: algorithm)
     for client_id in client_ids:
         _check_options(options_for(client_id))
 

@@ -14,9 +14,8 @@ from polyfed.simulation.scheduling.sampling.registry import build_sampler
 from polyfed.simulation.scheduling.sampling.sampler import AvailableSampler
 from polyfed.simulation.scheduling.timing.build_times import build_client_times
 
-_NO_WEIGHTS = frozenset(
-    {"class_means", "representations", "guidance"}
-)  # what a reply holds that has no earlier version
+# What a reply holds that has no earlier version.
+_NO_WEIGHTS = frozenset({"class_means", "representations", "guidance"})
 
 
 def check_scheduling(federation: Federation) -> None:

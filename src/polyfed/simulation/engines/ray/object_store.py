@@ -131,29 +131,16 @@ def store_clients(clients: Sequence[Client], put: Callable[[FlatTensor], Any]) -
         return stored_by_key[key]
 
     def inputs(x: Any) -> Any:
-        return (
-            store_tensor(x)
-            if isinstance(x, Tensor)
-            else _StoredParts(input_spec_of(x), tuple(store_tensor(part) for _, part in named_leaves(x)))
-        )
+        if isinstance(x, Tensor):
+            return store_tensor(x)
+        return _StoredParts(input_spec_of(x), tuple(store_tensor(part) for _, part in named_leaves(x)))
 
     def sets(client: Client) -> tuple[_StoredSet | None, ...]:
         return tuple(
-            None
-            if s is None
-            else (
-                inputs(s.x),
-                store_tensor(s.y),
-                store_tensor(s.index),
-                s.transform,
-                s.augment,
-                s.columns,
-                s.group,
-                s.time,
-                s.classes,
-            )
+            None if s is None else (inputs(s.x), store_tensor(s.y), store_tensor(s.index), s.transform, s.augment,
+                                    s.columns, s.group, s.time, s.classes)
             for s in (client.train, client.test, client.val, client.global_test)
-        )
+        )  # fmt: skip
 
     return [StoredClient(client.id, client.model, sets(client), client.task, client.loss) for client in clients]
 
@@ -179,13 +166,9 @@ class SharedTensorStore:
             if len(positions) > 1:
                 groups.setdefault(tuple(positions), []).append(key)
         self.names: dict[int, str] = {}
-        self._references: dict[int, list[Any]] = {id(task): [] for task in tasks}
+        self.references: dict[int, list[Any]] = {id(task): [] for task in tasks}
         for receiver_positions, keys in groups.items():
             self.names |= {key: f"t{key}" for key in keys}
             reference = put({self.names[key]: flatten_tensor(tensors[key]) for key in keys})
             for position in receiver_positions:
-                self._references[id(tasks[position])].append(reference)
-
-    def references_of_task(self, task: ClientTask) -> list[Any]:
-        """Returns the references to those objects in Ray's store that hold tensors of this task."""
-        return self._references[id(task)]
+                self.references[id(tasks[position])].append(reference)

@@ -222,7 +222,7 @@ class RayEngine(Engine):
                 if worker.ready is None and len(worker.tasks) < depth and len(waiting) > reserve:
                     task, attempt = waiting.popleft()
                     encoded_task = serialize_state(_encode_task(task), shared.names)
-                    references, worker.verdicts, verdicts = shared.references_of_task(task), {}, worker.verdicts
+                    references, worker.verdicts, verdicts = shared.references[id(task)], {}, worker.verdicts
                     reference = worker.actor.run.remote(self._call, references, encoded_task, verdicts)
                     worker.tasks.append((reference, task, attempt))
 

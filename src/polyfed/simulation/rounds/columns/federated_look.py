@@ -7,7 +7,7 @@ the server sees the sum over all sites alone, and so nothing of a single one.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
@@ -26,9 +26,8 @@ from polyfed.data.look.site_columns import LookColumn, SiteColumns, merge_column
 from polyfed.data.look.summaries import ALL_SITES, CommonScaleAndRange, build_summaries
 from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.training_round import train_and_aggregate_round
+from polyfed.simulation.rounds.training_round import run_unevaluated_rounds
 from polyfed.simulation.settings import Settings
 
 PASSES = (("rows", "count", "total", "whole", "codes", "cells", "categories"), ("squares",), ("histograms",))
@@ -221,13 +220,6 @@ def build_look_settings(seed: int, secure: bool) -> Settings:
 
 def run_look_rounds(federation: Federation, engine: Engine, columns: Sequence[LookColumn]) -> Look:
     """Runs the three rounds that summarise the sites' data, and returns the summary of all sites."""
-    checkpoint, history = federation.initial_checkpoint(), list[Mapping[str, Any]]()
-    for _ in PASSES:
-        next_checkpoint = train_and_aggregate_round(
-            federation, checkpoint, history, engine, SilentProgress(), lambda *_: None
-        )
-        history.append(next_checkpoint.unevaluated_record or {})
-        checkpoint = replace(next_checkpoint, unevaluated_record=None)  # there is nothing to evaluate
-    state: Any = checkpoint.state
+    state, _ = run_unevaluated_rounds(federation, engine)
     sites = state["sites"] or {ALL_SITES: suppress_small_counts(state["sum"], columns)}
     return Look.of(build_summaries(columns, sites, CommonScaleAndRange(**state["frame"])))

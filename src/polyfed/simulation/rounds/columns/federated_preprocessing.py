@@ -36,9 +36,8 @@ from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.models import ModelSpec
 from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.training_round import train_and_aggregate_round
+from polyfed.simulation.rounds.training_round import run_unevaluated_rounds
 from polyfed.simulation.settings import Settings
 
 MIN_ROWS = 5
@@ -197,17 +196,8 @@ def build_column_moments_settings(seed: int, secure: bool) -> Settings:
 
 def run_moments_rounds(federation: Federation, engine: Engine, template: TablePreprocessor) -> CommonPreprocessing:
     """Runs the two rounds that compute means and variances over all sites, and returns `template` with these values."""
-    checkpoint, history = federation.initial_checkpoint(), list[Mapping[str, Any]]()
-    for _ in range(_ROUNDS):
-        next_checkpoint = train_and_aggregate_round(
-            federation, checkpoint, history, engine, SilentProgress(), lambda *_: None
-        )
-        history.append(next_checkpoint.unevaluated_record or {})
-        checkpoint = replace(next_checkpoint, unevaluated_record=None)  # there is nothing to evaluate
-    facts = {
-        "rounds": _ROUNDS, "bytes_down": history[-1]["bytes_down_total"], "bytes_up": history[-1]["bytes_up_total"]
-    }  # fmt: skip
-    state: Any = checkpoint.state
+    state, last = run_unevaluated_rounds(federation, engine)
+    facts = {"rounds": _ROUNDS, "bytes_down": last["bytes_down_total"], "bytes_up": last["bytes_up_total"]}
     if federation.settings.secure:
         _warn_of_inexact_columns(template, state["variance"], state["moments"]["count"])
     return CommonPreprocessing(

@@ -36,11 +36,6 @@ def check_evaluation_sample(settings: Settings, client_ids: Sequence[str]) -> No
     settings.count_evaluated(len(client_ids))
 
 
-def is_evaluation_round(settings: Settings, round_number: int) -> bool:
-    """Returns whether clients are evaluated after this round, as after the last and every `evaluate_every`."""
-    return round_number % settings.evaluate_every == 0 or round_number == settings.rounds
-
-
 def sample_evaluated_clients(settings: Settings, client_ids: Sequence[str], round_number: int) -> list[str]:
     """Returns the ids, sorted, of the clients that are evaluated after a round.
 

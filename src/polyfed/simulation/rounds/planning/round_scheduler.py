@@ -64,7 +64,9 @@ class RoundScheduler:
         """
         if self._is_plain:
             return None
-        self._schedule = copy_without_flights(previous.schedule or {})
+        # A copy, so that a sampler cannot change what a checkpoint holds.
+        schedule = {name: value for name, value in (previous.schedule or {}).items() if name != "flights"}
+        self._schedule = copy.deepcopy(schedule)
         digest = "" if self._times is None else self._times.files_digest
         if self._schedule.setdefault("files", digest) != digest:
             raise UserError(
@@ -196,8 +198,3 @@ def find_concurrency(federation: Federation) -> int:
             )
         return rule.concurrency
     return max(1, round(rule.concurrency * number + 1e-9))
-
-
-def copy_without_flights(schedule: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a schedule without its flights, so that a sampler cannot change what a checkpoint holds."""
-    return copy.deepcopy({name: value for name, value in schedule.items() if name != "flights"})

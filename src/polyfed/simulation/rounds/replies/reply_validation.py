@@ -38,9 +38,8 @@ def validate_reply(federation: Federation, result: TaskResult, checkpoint: Check
             error_text := find_secure_reply_error(reply, federation.algorithm, checkpoint.state, task.message)
         ):
             raise ValueError(error_text)
-        return ValidatedReply(
-            reply, reply, MeasuredUpdate(None, None)
-        )  # no reply of a site that is in no sum of this round
+        # No reply of a site that is in no sum of this round.
+        return ValidatedReply(reply, reply, MeasuredUpdate(None, None))
     if result.summed is not None:  # added up where the client ran; values are checked there
         form = summed_reply_form(reply)
         if error_text := federation.reply_error(form, checkpoint.state, task.message, task.client):

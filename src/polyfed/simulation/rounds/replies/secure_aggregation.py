@@ -117,11 +117,6 @@ def sums_count_norms(algorithm: Algorithm[Any, Any]) -> bool:
     return isinstance(rule, Clip) and rule.times_median is not None
 
 
-def announce_counted_median(message: Message, median: CountedMedian) -> Message:
-    """Returns a message to a client with the median norm that its bound follows."""
-    return Message(message.tensors, {**message.scalars, COUNTED_MEDIAN: median.median})
-
-
 @final
 class SecureBound(NamedTuple):
     """Holds the bound on an update's norm in a secure sum, and the median that it follows or None."""

@@ -4,9 +4,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
+from polyfed.algorithms import registry_name
 from polyfed.core.errors import UserError
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.start.state_validation import StateValidator, describe_state_error
+from polyfed.simulation.rounds.start.state_validation import StateValidator
 from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.checkpoints import checkpoint as checkpoints
 from polyfed.simulation.storage.checkpoints.checkpoint import Checkpoint
@@ -48,7 +49,10 @@ def rewind_to_newest_checkpoint(directory: RunDirectory, federation: Federation)
         ):
             unevaluated = [] if state.unevaluated_record is None else [state.unevaluated_record]
             if error_text := validators[0].state_error(state, [*records[: state.last_recorded_round], *unevaluated]):
-                raise UserError(describe_state_error(error_text, directory.checkpoint_folder, federation, state.round))
+                raise UserError(
+                    f"the checkpoint of round {state.round} in {directory.checkpoint_folder} is not what "
+                    f"{registry_name(federation.algorithm)} wrote for these clients: {error_text}"
+                )
 
     start, notes = checkpoints.load_newest_checkpoint(
         directory.checkpoint_folder, directory.last_complete_round(), check, expected, directory.state_store

@@ -17,8 +17,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from polyfed.algorithms import REGISTRY, registry_name
-from polyfed.core.algorithm import Client
+from polyfed.algorithms import REGISTRY
+from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.nan_checks import nonfinite_state_error
 from polyfed.core.methods.capabilities import AddsServerTensors
@@ -66,16 +66,8 @@ class StateValidator:
         if missing_ids := sorted((trained & ids) - checkpoint.client_states.keys()):
             return f"the private state of {missing_ids[0]!r} is missing, who has trained"
         if not self._federation.clients:  # private states of a deployment are at the sites
-            return next(
-                filter(
-                    None,
-                    (
-                        _remote_state_error(i, client_state, checkpoint)
-                        for i, client_state in checkpoint.client_states.items()
-                    ),
-                ),
-                None,
-            )
+            states = checkpoint.client_states.items()
+            return _first_error(_remote_state_error(i, state, checkpoint) for i, state in states) or None
         if not self._is_registered:
             return None
         known_states = [*_state_dicts(self._initial_server_state)]
@@ -109,15 +101,14 @@ class StateValidator:
 
     def _client_state_error(self, client: Client, client_state: PyTree) -> str:
         """Returns how a client's private state differs from the initial one; "" if it does not."""
-        known_states = [_network_state(client), *_parameters_and_buffers(client)] if client.model is not None else []
+        known_states = [] if client.model is None else _network_states(client.model)
         key = "" if client.model is None else cached_module(client.model).architecture
         ids = set(self._federation.client_registry.ids)
         if key not in self._initial_client_states:
             self._initial_client_states[key] = self._init_client_state(client)
         initial_state = self._initial_client_states[key]
-        if _state_difference(
-            initial_state, client_state, [*known_states, *_state_dicts(initial_state)], ids
-        ):  # shapes may depend on the client's data
+        # Shapes may depend on the client's data.
+        if _state_difference(initial_state, client_state, [*known_states, *_state_dicts(initial_state)], ids):
             initial_state = self._init_client_state(client)
         difference = _state_difference(initial_state, client_state, [*known_states, *_state_dicts(initial_state)], ids)
         return difference or nonfinite_state_error(client_state) or ""
@@ -126,14 +117,6 @@ class StateValidator:
         seed = self._federation.settings.seed
         with grad_enabled(), temporary_rng_seed(seed):
             return self._federation.algorithm.client_init(client, seed)
-
-
-def describe_state_error(difference: str, folder: object, federation: Federation, round_number: int) -> str:
-    """Returns the error for a checkpoint whose states have another form than the method's."""
-    return (
-        f"the checkpoint of round {round_number} in {folder} is not what {registry_name(federation.algorithm)} wrote "
-        f"for these clients: {difference}"
-    )
 
 
 def _remote_state_error(client: str, client_state: PyTree, checkpoint: Checkpoint) -> str:
@@ -172,11 +155,9 @@ def _state_difference(
     if isinstance(initial, Mapping):
         if not isinstance(state, Mapping):
             return f"{label!r} is a {type(state).__name__}, not a mapping"
-        return (
-            _mapping_difference(initial, state, known_states, ids, place)
-            if initial
-            else _later_state_error(state, known_states, ids, place)
-        )
+        if initial:
+            return _mapping_difference(initial, state, known_states, ids, place)
+        return _later_state_error(state, known_states, ids, place)
     if isinstance(initial, list):
         if not isinstance(state, list):
             return f"{label!r} is a {type(state).__name__}, not a list"
@@ -267,16 +248,11 @@ def _non_tensor_error(state: Mapping[str, Any], place: str) -> str:
     return _first_error(f"tensor {_join_path(place, name)!r} is a {type(state[name]).__name__}" for name in names)
 
 
-def _network_state(client: Client) -> StateDict:
-    assert client.model is not None
-    return copy_trained_weights_and_buffers(cached_module(client.model).module)
-
-
-def _parameters_and_buffers(client: Client) -> list[StateDict]:
-    """Returns two mappings of names to tensors: the trained parameters of a client's network, and its buffers."""
-    assert client.model is not None
-    net = cached_module(client.model)
-    return [{n: p for n, p in net.module.named_parameters() if n not in net.frozen}, net.buffers]
+def _network_states(model: Architecture) -> list[StateDict]:
+    """Returns the state of a network that is not frozen, its parameters that are trained, and its buffers."""
+    net = cached_module(model)
+    parameters = {n: p for n, p in net.module.named_parameters() if n not in net.frozen}
+    return [copy_trained_weights_and_buffers(net.module), parameters, net.buffers]
 
 
 def _state_dicts(nested: PyTree) -> Iterator[StateDict]:

@@ -9,7 +9,7 @@ from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.values.number_checks import is_positive_number, is_whole_number
 from polyfed.core.io.values.plain_values import convert_numpy_fields_in_place
 from polyfed.core.io.values.validation import build_dataclass
-from polyfed.simulation.scheduling.asynchronous.staleness import build_staleness_function, check_staleness
+from polyfed.simulation.scheduling.asynchronous.staleness import build_staleness_function
 
 
 @final
@@ -48,7 +48,7 @@ class FedBuff:
         if not is_whole_number(self.buffer, 1):
             raise UserError(f"FedBuff: buffer must be a whole number of at least 1, got {self.buffer!r}")
         check_concurrency(self.concurrency, "FedBuff")
-        check_staleness(self.staleness)
+        build_staleness_function(self.staleness)  # which checks it
         if not is_positive_number(self.server_lr):
             raise UserError(f"FedBuff: server_lr must be a positive number, got {self.server_lr!r}")
 
@@ -88,7 +88,7 @@ class FedAsync:
         if not (is_positive_number(self.mixing) and self.mixing <= 1):
             raise UserError(f"FedAsync: mixing must be above 0 and at most 1, got {self.mixing!r}")
         check_concurrency(self.concurrency, "FedAsync")
-        check_staleness(self.staleness)
+        build_staleness_function(self.staleness)  # which checks it
 
     @property
     def buffer(self) -> int:

@@ -7,15 +7,6 @@ from polyfed.core.errors import UserError
 _FORMS = {"constant": 0, "polynomial": 1, "hinge": 2}
 
 
-def check_staleness(text: object) -> None:
-    """Raises a `UserError` unless a text describes a staleness function.
-
-    Raises:
-        UserError: another text, or a negative parameter.
-    """
-    build_staleness_function(text)
-
-
 def build_staleness_function(text: object) -> Callable[[int], float]:
     """Builds the function s(τ) that a text describes.
 

@@ -117,9 +117,8 @@ def read_outputs_and_targets(path: Path, split: str, round: int) -> StoredOutput
         outputs = _tensor_of_column(table.column("output"), header["output"])
         targets = _tensor_of_column(table.column("target"), header["target"])
         columns = {name: np.asarray(table.column(short)) for short, name in header["columns"].items()}
-        has_groups = (
-            "group" in table.column_names and "group" not in header["columns"]
-        )  # an older file has such a column
+        # An older file has such a column.
+        has_groups = "group" in table.column_names and "group" not in header["columns"]
         groups = np.asarray(table.column("group"), dtype=np.int64) if has_groups else None
         if len(targets) != len(outputs) or outputs.dim() < 2 or not outputs.is_floating_point():
             raise ValueError("outputs and targets do not fit")
