@@ -47,11 +47,9 @@ class NetworkKernelTarget:
     def compute_target(self, pool: Examples, rows: Tensor, module: str) -> AlignmentTarget:
         """Returns the network's kernel matrix on the public examples at `rows`, as an `AlignmentTarget`."""
         a = compute_representations(self._network, pool.select(rows), module=module, batch_statistics=True)
-        return (
-            AlignmentTarget(a)
-            if self._sigma is None
-            else AlignmentTarget(mean_rbf_kernel([a], [1.0], self._sigma), self._sigma)
-        )
+        if self._sigma is None:
+            return AlignmentTarget(a)
+        return AlignmentTarget(mean_rbf_kernel([a], [1.0], self._sigma), self._sigma)
 
     def has_same_kernel_given_same_architecture(self, other_target: "NetworkKernelTarget | AlignmentTarget") -> bool:
         """Returns whether a target of a network of the same architecture has the same kernel matrix."""

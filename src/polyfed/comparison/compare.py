@@ -281,9 +281,8 @@ def _run_with_display(plan: ComparisonPlan) -> Comparison:
 
 
 def _run_comparison(plan: ComparisonPlan, open_files: ExitStack) -> Comparison:
-    plan = dataclasses.replace(
-        plan, build_client_set=lru_cache(maxsize=1)(plan.build_client_set)
-    )  # dealing may read and decode whole data sets
+    # Dealing may read and decode whole data sets.
+    plan = dataclasses.replace(plan, build_client_set=lru_cache(maxsize=1)(plan.build_client_set))
     with collect_data_warnings() as data_warnings:
         first_client_set = plan.build_client_set(plan.seeds[0])
         task = first_client_set.clients[0].task

@@ -13,9 +13,8 @@ from torch import Tensor
 
 StateDict = Mapping[str, Tensor]
 PyTree = Any  # dict[str, Nested] | list[Nested] | Tensor | str | int | float | bool | None; mypy has no such recursion
-StateDictSpec = Mapping[
-    str, tuple[tuple[int | None, ...], torch.dtype]
-]  # name -> (shape with None for "any size", dtype)
+# Name -> (shape with None for "any size", dtype).
+StateDictSpec = Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]
 
 
 @final
@@ -76,9 +75,8 @@ class RunningMean:
         for name, tensor in tensors.items():
             double = tensor.dtype == torch.float64
             is_integer = not tensor.is_floating_point()
-            self._first[name] = (
-                tensor.clone() if double or is_integer else tensor.new_empty(()).expand(tensor.shape)
-            )  # its form
+            # Its form.
+            self._first[name] = tensor.clone() if double or is_integer else tensor.new_empty(()).expand(tensor.shape)
             self._sums[name] = tensor.to(torch.float64) * (0.0 if is_integer else share)
             if double:
                 # Shares sum to 1 only up to rounding. In float32 that does not show: float64 has 29 bits to spare. In

@@ -238,11 +238,9 @@ def hypernetwork_size_in_bytes(config: GHNConfig) -> int:
 def use_factored_heads_if_large(config: GHNConfig) -> GHNConfig:
     """Changes to low-rank ("factored") heads if dense ones would take more than `MAX_DENSE_BYTES`."""
     dense = replace(config, head="mlp")
-    return (
-        replace(config, head="factored")
-        if build_after_memory_check(_describe_size(config), lambda: hypernetwork_size_in_bytes(dense)) > MAX_DENSE_BYTES
-        else config
-    )
+    if build_after_memory_check(_describe_size(config), lambda: hypernetwork_size_in_bytes(dense)) > MAX_DENSE_BYTES:
+        return replace(config, head="factored")
+    return config
 
 
 def shrink_to_size_of_networks(config: GHNConfig) -> GHNConfig:

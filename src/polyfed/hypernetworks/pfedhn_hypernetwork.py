@@ -232,9 +232,8 @@ def repeat_steps_without_gradient(
     order = sorted(range(len(steps)), key=steps.__getitem__)
     waiting_v, waiting_u = embeddings[order], velocity[order]
     v, u = waiting_v[:0], waiting_u[:0]
-    for start, end in pairwise(
-        [*sorted(set(steps)), now]
-    ):  # rows that have had fewer steps come first, the others join them
+    # Rows that have had fewer steps come first, the others join them.
+    for start, end in pairwise([*sorted(set(steps)), now]):
         number = sum(step_count <= start for step_count in steps)
         v, u = (torch.cat([moved, rows[len(v) : number]]) for moved, rows in ((v, waiting_v), (u, waiting_u)))
         for _ in range(start, end):

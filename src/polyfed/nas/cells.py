@@ -45,9 +45,8 @@ class CellPlan:
     def __post_init__(self) -> None:
         if self.inputs not in (1, 2) or self.nodes < 1:
             raise UserError(f"a cell has 1 or 2 inputs and at least 1 node, got {self.inputs} and {self.nodes}")
-        number = (
-            self.nodes * self.inputs + self.nodes * (self.nodes - 1) // 2
-        )  # counted before `edges` lists them, since a file may claim too many
+        # Counted before `edges` lists them, since a file may claim too many.
+        number = self.nodes * self.inputs + self.nodes * (self.nodes - 1) // 2
         if len(self.candidates) != number:
             raise UserError(f"a cell of {self.inputs} inputs and {self.nodes} nodes has {number} edges, got "
                             f"candidates for {len(self.candidates)}")  # fmt: skip

@@ -142,9 +142,8 @@ def operation_probabilities(network: Network, examples: Examples | None = None) 
         return [None if s is None else F.softmax(s.logits.detach(), -1).cpu() for s in samplers]  # type: ignore[operator]
     if examples is None:
         raise UserError("the probabilities of a context-aware supernet depend on examples; give examples=...")
-    to_preferred_memory_format(
-        network, examples.batch(torch.arange(min(2, len(examples)), device=examples.device))[0]
-    )  # finds the network's memory format by running it
+    # Finds the network's memory format by running it.
+    to_preferred_memory_format(network, examples.batch(torch.arange(min(2, len(examples)), device=examples.device))[0])
     hooks = [
         sampler.register_forward_hook(
             lambda _, __, logits, k=k: batch_sums[k].append(F.softmax(logits, -1).sum(0).cpu())

@@ -149,9 +149,10 @@ class AlgorithmContract(ABC):
                 run.model(client.id), client, run.federation.metrics, loss=loss
             )
             recorded = run.history[-1]["clients"][client.id]
+            # Out of fold.
             compared = [
                 name for name in metrics if not ("fits_validation" in algorithm.traits and name.startswith("val_"))
-            ]  # out of fold
+            ]
             assert {n: recorded[n] for n in compared} == {n: metrics[n] for n in compared}, f"client {client.id!r}"
             assert torch.equal(run.predictions(client.id).outputs, outputs["test"]), (
                 f"client {client.id!r}: predictions"
@@ -181,9 +182,8 @@ class AlgorithmContract(ABC):
         other_run = self._federate(algorithm, rounds=1, seed=4)
         assert without_durations(run.history) != without_durations(other_run.history)
         federation = self._federation(algorithm)
-        with (
-            exclusive_single_torch_thread_with_grad()
-        ):  # the halves by themselves: an engine may give each task a random state of its own
+        # The halves by themselves: an engine may give each task a random state of its own.
+        with exclusive_single_torch_thread_with_grad():
             server_state = algorithm.server_init(federation.server_context())
             for client in federation.clients.values():
                 message = algorithm.dispatch(server_state, federation.client_info(client.id, 1))

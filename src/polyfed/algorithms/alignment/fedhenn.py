@@ -304,9 +304,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
             raise ValueError(
                 f"its representation has {a.shape[1]} columns; it must have from 1 to {self.rank or 'any number'}"
             )
-        has_values = (
-            a is not None and not a.is_meta and a.is_floating_point() and a.numel()
-        )  # otherwise only shapes are checked
+        # Otherwise only shapes are checked.
+        has_values = a is not None and not a.is_meta and a.is_floating_point() and a.numel()
         if a is not None and has_values and bool(torch.isfinite(a).all()) and _has_diverged(a):
             raise ValueError(
                 f"its representation has values beyond {_MAX_VALUE:g}; its training diverged: lower lr or set clip_norm"

@@ -183,9 +183,8 @@ class FedAvgKD(SharedNetworkMethod):
             The teacher gets the same augmented inputs as the student.
             """
             with torch.no_grad():
-                x = to_preferred_memory_format(
-                    teacher, tree_map(Tensor.contiguous, batch.inputs)
-                )  # they have the student's memory format
+                # They have the student's memory format.
+                x = to_preferred_memory_format(teacher, tree_map(Tensor.contiguous, batch.inputs))
                 target = logits_of(call_network_on_copy_if_it_changes_inputs(teacher, x))
             soft = (
                 softened_kl_divergence(target, batch.outputs, self.temperature, client.task) * 2 * self.temperature**2

@@ -123,9 +123,8 @@ class Scaffold(ServerUpdateMethod):
         x, c = message.tensors["model"], message.tensors["variate"]
         c_i = client_state["variate"] or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
         trained = [(name, p) for name, p in net.module.named_parameters() if p.requires_grad]
-        correction = PerClientTerm(
-            linear_loss_term, [(c[name] - c_i[name]).to(p.device) for name, p in trained]
-        )  # its gradient: −c_i + c
+        # Its gradient: −c_i + c.
+        correction = PerClientTerm(linear_loss_term, [(c[name] - c_i[name]).to(p.device) for name, p in trained])
         fit_result = fit(net.module, client, self, lr=lr, seed=seed, penalty=correction)
         reply, buffer_state = build_reply_and_client_state(net, client, fit_result.loss, self)
         mean_gradient = {name: (x[name] - reply.tensors["model"][name]) / (fit_result.steps * lr) for name in c}

@@ -104,9 +104,8 @@ class PerFedAvg(EvaluatesGlobalModel):
         w, buffers_before = [parameter.detach().clone() for parameter in parameters], clone_buffers(module)
         _, inner_gradient = loss_and_gradient_at(w, 0)  # ∇f(w; D)
         restore_buffers(module, buffers_before)
-        loss, outer_gradient = loss_and_gradient_at(
-            _add_scaled(w, inner_gradient, -self.alpha), 1
-        )  # ∇f(w̃; D'), the direction of "fo"
+        # ∇f(w̃; D'), the direction of "fo"
+        loss, outer_gradient = loss_and_gradient_at(_add_scaled(w, inner_gradient, -self.alpha), 1)
         if self.variant == "hf":
             # Both passes start from the same buffers and draw the same dropout: dividing by 2δ would magnify any other
             # difference.

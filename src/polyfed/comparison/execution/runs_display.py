@@ -254,9 +254,8 @@ class RunsBar(RunsDisplay):
         return Group(grid, *lines)
 
     def _time_left(self) -> str:
-        is_saving = (
-            self.num_done == self.num_runs and not self._stage
-        )  # all rounds are done, and what follows has no end yet
+        # All rounds are done, and what follows has no end yet.
+        is_saving = self.num_done == self.num_runs and not self._stage
         return "" if is_saving else format_time_left(self.seconds_left())
 
     def show_finished_run(self, name: str, *, failed: bool) -> None:

@@ -190,9 +190,8 @@ class Examples:
         return f"Examples({len(self)} of inputs {input_spec_of(self.x)}, labels {input_spec_of(self.y)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value for name, value in self.__dict__.items() if name != "_transformed"
-        }  # made again where needed
+        # Made again where needed.
+        return {name: value for name, value in self.__dict__.items() if name != "_transformed"}
 
     @property
     def device(self) -> torch.device:
@@ -321,9 +320,8 @@ def _store_error(x: Inputs, y: Any, index: Any) -> str:
         *((f"inputs {part!r}" if part else "inputs", part_tensor) for part, part_tensor in named_leaves(x)),
         ("labels", y),
     ):
-        if not tensor.is_meta and (
-            error := explain_unreadable_rows(tensor)
-        ):  # meta tensors stand for the form of inputs alone
+        # Meta tensors stand for the form of inputs alone.
+        if not tensor.is_meta and (error := explain_unreadable_rows(tensor)):
             return f"{name} are {error}"
     if index is None:
         return ""

@@ -177,10 +177,11 @@ def decompress_message(message: Message, reference: Message, compressor: Compres
         ValueError: `compress_message` makes no such message with these arguments; the error's text is half a sentence.
     """
     tensors: dict[str, dict[str, Tensor]] = {}
+    # All forms before any number.
     entries_by_group = {
         g: _parse_entries(g, state_dict_spec(state_dict), reference, compressor)
         for g, state_dict in message.tensors.items()
-    }  # all forms before any number
+    }
     for group, entries in entries_by_group.items():
         state_dict, group_tensors = message.tensors[group], dict[str, Tensor]()
         for e in entries:

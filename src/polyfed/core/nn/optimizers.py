@@ -17,11 +17,8 @@ from torch.optim import adam, sgd
 from polyfed.core.errors import UserError, did_you_mean
 
 _OPTIONS_WITH_FIELDS = {"params", "lr", "weight_decay", "momentum", "nesterov"}  # fields of their own
-_UNSUPPORTED_CLASSES = {
-    "Optimizer",
-    "LBFGS",
-    "SparseAdam",
-}  # no method; needs many passes a step; needs sparse gradients
+# No method; needs many passes a step; needs sparse gradients.
+_UNSUPPORTED_CLASSES = {"Optimizer", "LBFGS", "SparseAdam"}
 
 
 @final

@@ -70,9 +70,8 @@ def group_fit_calls(calls: Sequence[FitCall]) -> list[list[int]]:
         if first.penalty is not None and first.penalty.num_rows:
             max_size = min(max_size, max(MIN_COHORT_SIZE, _TERM_ROWS // first.penalty.num_rows))
         number = -(-len(members) // max_size)
-        members.sort(
-            key=lambda place: -len(_batch_sizes(calls[place]))
-        )  # of like lengths, so that none waits for others
+        # Of like lengths, so that none waits for others.
+        members.sort(key=lambda place: -len(_batch_sizes(calls[place])))
         starts = [len(members) * i // number for i in range(number + 1)]
         parts += [sorted(members[a:b]) for a, b in pairwise(starts)]
     return parts

@@ -82,9 +82,8 @@ class CohortBatches:
         self.device = examples[0].device
         self._store = _common_store(examples)
         self._rows = torch.empty(0)
-        if (
-            self._store is not None
-        ):  # nothing but the order is drawn from the generators, so that it can be drawn at once
+        # Nothing but the order is drawn from the generators, so that it can be drawn at once.
+        if self._store is not None:
             orders = [self._draw_rows_in_order(number) for number in range(len(examples))]
             longest = max(map(len, orders))
             self._rows = torch.stack([torch.cat([rows, rows[:1].expand(longest - len(rows))]) for rows in orders])

@@ -154,9 +154,8 @@ class Npz(Source):
         if not self.path:
             raise UserError(advice)
         try:
-            arrays = read_npz(
-                resolve_existing_path(self.path, advice)
-            )  # np.load alone would allocate the memory that a header claims
+            # np.load alone would allocate the memory that a header claims.
+            arrays = read_npz(resolve_existing_path(self.path, advice))
         except UserError:
             raise
         except (OSError, ValueError) as error:

@@ -218,9 +218,8 @@ class _FlowRecorder(fx.Interpreter):
             parameters = {
                 str(role): name for role, tensor in layer.parameters.items() if (name := self._parameter_name(tensor))
             }
-            if len(set(parameters.values())) == len(
-                layer.parameters
-            ):  # not if a weight is computed, or is also the bias
+            # Not if a weight is computed, or is also the bias.
+            if len(set(parameters.values())) == len(layer.parameters):
                 where = owner_name(parameters["weight"]) if module is None else strip_root(str(n.target))
                 where = where or type(self._model).__name__
                 return self._add_node(where, layer.type, parameters, self._sources_of(n, parameters.values()))
@@ -289,9 +288,8 @@ class _FlowRecorder(fx.Interpreter):
         sources = self._sources_of(n, by_name)
         if opaque or (module is None and plan is None and operation in ("", "multi_head_attention_forward")):
             self.opaque.add(len(self.nodes))
-        if (
-            plan is not None and plan.nodes[0].type.kind == "embedding" and not sources
-        ):  # rows that do not depend on data
+        # Rows that do not depend on data.
+        if plan is not None and plan.nodes[0].type.kind == "embedding" and not sources:
             only = plan.nodes[0]
             plan = NodePlan((replace(only, type=replace(only.type, kind="positions")),), (0,))
         for name, kind in types.items():

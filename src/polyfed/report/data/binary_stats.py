@@ -15,9 +15,8 @@ BinaryPredictions = tuple[Floats, Bools]
 """Predictions of n examples: probabilities of the positive class, and whether each example is positive; each (n,)."""
 
 THRESHOLDS = np.arange(1, 100) / 100
-FALSE_ALARM_GRID = (
-    np.arange(61) / 60
-)  # false positive rates at which a ROC curve is known; 5, 10 and 20 % are among them
+# False positive rates at which a ROC curve is known; 5, 10 and 20 % are among them.
+FALSE_ALARM_GRID = np.arange(61) / 60
 _FEWEST = 10  # examples of a point of a calibration curve
 _POINTS = 10
 

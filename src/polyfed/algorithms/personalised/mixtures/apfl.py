@@ -148,9 +148,8 @@ class _MixtureGradient:
             for v_part, w_part, p in zip(v, w, parameters, strict=True):
                 if p.grad is not None:
                     alpha_gradient += sum_per_client(network, (v_part - w_part) * p.grad)
-                    v_part.add_(
-                        reshape_to_broadcast(alpha, p) * p.grad, alpha=-self.lr
-                    )  # v ← v − η·∇_v L(αv + (1 − α)w)
+                    # v ← v − η·∇_v L(αv + (1 − α)w).
+                    v_part.add_(reshape_to_broadcast(alpha, p) * p.grad, alpha=-self.lr)
             alpha.sub_(alpha_is_due * self.lr * alpha_gradient).clamp_(0, 1)  # α ← α − η⟨v − w, ∇L(v̄)⟩
             alpha_is_due.zero_()
         assign_parameters(parameters, w)

@@ -158,9 +158,8 @@ class FedFomo(KeepsServerStateByClient, LocalTraining, Algorithm[ServerState, Cl
         """
         number = min(self.num_models, len(server_state["models"]) - 1)
         request_tensor = reply.tensors.get("request", {}).get("clients", torch.zeros(0))
-        positions = (
-            request_tensor.tolist() if request_tensor.shape == (number,) else []
-        )  # another shape is refused elsewhere
+        # Another shape is refused elsewhere.
+        positions = request_tensor.tolist() if request_tensor.shape == (number,) else []
         if len(set(positions)) < len(positions) or not all(0 <= k < len(server_state["models"]) for k in positions):
             raise ValueError(
                 f"it asks for the models of clients {positions}; a request names different positions from 0 to "
@@ -180,9 +179,8 @@ class FedFomo(KeepsServerStateByClient, LocalTraining, Algorithm[ServerState, Cl
             "model": {name: tensor for name, tensor in initial_tensors.items() if name not in buffer_names}
         }
         num_examples = len(client.train)
-        num_holdout = min(
-            max(1, round(self.holdout * num_examples)), num_examples - 2
-        )  # BatchNorm needs two examples to train on
+        # BatchNorm needs two examples to train on.
+        num_holdout = min(max(1, round(self.holdout * num_examples)), num_examples - 2)
         if num_holdout > 0:
             holdout_seed = derive_seed(seed, client.id, "holdout")
             client_state["holdout"] = draw_rows_of_whole_groups(client.train, num_holdout, holdout_seed)

@@ -3,27 +3,10 @@
 import re
 import unicodedata
 
-_CONTROL_CATEGORIES = {
-    "Cc",
-    "Cf",
-    "Cs",
-    "Co",
-    "Zl",
-    "Zp",
-}  # control, format (bidirectional marks among them), surrogates, separators
-_FORMULA_STARTS = (
-    "=",
-    "+",
-    "-",
-    "@",
-    "\t",
-    "\r",
-    "\n",
-    "＝",
-    "＋",
-    "－",
-    "＠",
-)  # with which spreadsheets begin a formula
+# Control, format (bidirectional marks among them), surrogates, separators.
+_CONTROL_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+# With which spreadsheets begin a formula.
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 _NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)([eE][+-]?\d+)?")
 
 

@@ -74,9 +74,8 @@ def index_rows(columns: Iterable[Any], name: str) -> RowIndex:
             raise UserError(f"column {name!r} is of {encoded.type}, and clients have texts or numbers as names")
         encoded = encoded.dictionary_encode() if not hasattr(encoded, "dictionary") else encoded
         values = encoded.dictionary.to_pylist()
-        empty_codes = [
-            code for code, value in enumerate(values) if value is None or value == "" or value != value
-        ]  # NaN
+        # Empty, or NaN.
+        empty_codes = [code for code, value in enumerate(values) if value is None or value == "" or value != value]
         places = encoded.indices.to_numpy(zero_copy_only=False)
         if encoded.null_count or (empty_codes and bool(np.isin(places, empty_codes).any())):
             raise UserError(f"column {name!r} has rows without a client; fill them, or leave these rows out")

@@ -123,9 +123,8 @@ def load_participants_offline(run: RunRecord) -> ParticipantsOrReasonMissing:
     return ParticipantsOrReasonMissing(participants, "")
 
 
-_WITHOUT_FILES = frozenset(
-    {"blobs", "digits", "heart", "tagged_sentences"}
-)  # sources that ship with polyfed or are generated
+# Sources that ship with polyfed or are generated.
+_WITHOUT_FILES = frozenset({"blobs", "digits", "heart", "tagged_sentences"})
 
 
 def _needs_download(run: RunRecord) -> bool:

@@ -23,9 +23,8 @@ from polyfed.tasks.scores.segmentation_scores import dice_per_image, predicted_a
 SECTION = "segmentation_images"  # in `Task.page_sections`
 IMAGES_HEADING = "Images, truth and prediction"
 WARNING = "This page holds images of the sites' test examples: treat it as their data."
-_COLOURS = np.array(
-    [(0, 158, 115), (230, 159, 0), (204, 121, 167), (86, 180, 233), (213, 94, 0)]
-)  # of classes, in turn
+# Of classes, in turn.
+_COLOURS = np.array([(0, 158, 115), (230, 159, 0), (204, 121, 167), (86, 180, 233), (213, 94, 0)])
 _SAME_DICE = 0.01  # largest difference between two computations of one score
 _SIDE = 112  # pixels of an image on the page
 _MOST_SIDE = 256  # pixels of an image in the file
