@@ -352,16 +352,17 @@ def test_a_table_in_place_of_clients_says_how_to_make_them():
     with pytest.raises(pf.UserError, match=r"got ClientTables; give its clients, \.build_clients\(network\)"):
         pf.federate(sites(), "fedavg", rounds=1)
     frame = pytest.importorskip("pandas").DataFrame(ROWS)
+    with pytest.raises(pf.UserError, match=r"got DataFrame; divide it by its sites: pf\.data\.split_table\(rows"):
+        pf.federate(frame, "fedavg", rounds=1)
     with pytest.raises(pf.UserError, match=r"pf\.data\.split_table\(rows, target, site\), got DataFrame"):
         pf.look(frame)
 
 
 def test_an_estimator_in_place_of_a_network_says_what_to_give():
-    estimator = pytest.importorskip("sklearn.linear_model").LogisticRegression()
-    with pytest.raises(
-        pf.UserError, match=r"got LogisticRegression; give a function that returns a new torch\.nn\.Module"
-    ):
-        pf.Client("north", estimator, (torch.zeros(4, 2), [0, 1, 0, 1]), (torch.ones(4, 2), [0, 1, 0, 1]))
+    estimator = pytest.importorskip("sklearn.linear_model").LogisticRegression
+    for model, name in ((estimator(), "LogisticRegression"), (estimator, "the class LogisticRegression")):
+        with pytest.raises(pf.UserError, match=f"got {name}; give a function that returns a new torch.nn.Module"):
+            pf.Client("north", model, (torch.zeros(4, 2), [0, 1, 0, 1]), (torch.ones(4, 2), [0, 1, 0, 1]))
 
 
 def test_whole_numbers_as_inputs_say_how_to_convert_arrays_too():

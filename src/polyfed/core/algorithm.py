@@ -116,6 +116,8 @@ class Client:
         loss: what training minimises in place of the task's loss, in every method: from outputs and targets of a minibatch
             to their mean loss, such as `nn.CrossEntropyLoss(weight=...)`. The column `loss` of tables is this one, too.
 
+    Attributes have the names of the arguments: the sets are `Examples` (None where not given), `task` is a `Task`.
+
     Raises:
         UserError: an empty id, no examples, inputs or targets that are NaN or infinite, or labels that do not suit the task.
     """
@@ -166,8 +168,10 @@ class Client:
 
 
 def _check_builds_network(id: str, model: Any) -> None:
-    if model is None or (callable(model) and not isinstance(model, nn.Module)):
+    is_other_class = isinstance(model, type) and not issubclass(model, nn.Module)
+    if model is None or (callable(model) and not is_other_class and not isinstance(model, nn.Module)):
         return
+    name = f"the class {model.__name__}" if is_other_class else type(model).__name__
     cure = "give a function that returns a new torch.nn.Module at each call, such as lambda: MyNet()"
     if isinstance(model, nn.Module):
         cure = "write model=lambda: MyNet() instead of model=MyNet()"
@@ -176,8 +180,7 @@ def _check_builds_network(id: str, model: Any) -> None:
                 "ModelSpec('mlp', {}, (13,), 2) for rows of 13 numbers and two classes")  # fmt: skip
     if hasattr(model, "train_dataset"):  # of transformers or the like
         cure = "of a trainer give the network and the data: model=lambda: copy.deepcopy(trainer.model), train=..."
-    raise UserError(f"client {id!r}: model must be a callable that builds a network, got {type(model).__name__}; "
-                    f"{cure}")  # fmt: skip
+    raise UserError(f"client {id!r}: model must be a callable that builds a network, got {name}; {cure}")
 
 
 def _convert_sets(id: str, sources: Mapping[str, Any], task: Task) -> dict[str, Examples | None]:

@@ -1,5 +1,7 @@
 """A run of a comparison: its predictions give the compared scores, and its networks are those of this process."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -37,6 +39,11 @@ def test_predictions_of_a_run_give_the_compared_scores(comparison):
         kept_rounds.add(run.history[-1]["best_round"])
     assert min(kept_rounds) < 12, "else this test could not fail"
     assert comparison.run("local").predictions("north", round=1).round == 1
+
+
+def test_answers_and_verdicts_say_the_same_words(comparison):
+    sites = dataclasses.replace(comparison, results={**comparison.results, "verdicts": ["2 of 2 clients gain"]})
+    assert [*sites.verdicts] == [*sites.answers[: len(sites.verdicts)]] == ["2 of 2 sites gain"]
 
 
 def test_networks_of_this_process_are_used(comparison):

@@ -12,7 +12,7 @@ from polyfed.core.examples.text_columns import check_names_of_columns
         (["age", "", "lab"], ["labb"], "target: the table has no column 'labb'; did you mean lab? Choices: age, lab"),
         (["age", "b"], ["x", "age", "y", "x"], "target: the table has no column 'x' (nor 'y'); choices: age, b"),
         (["age", "lab"], [*"abcdefg"], "no column 'a' (nor 'b', 'c', 'd', 'e', 'f', ...); choices: age, lab"),
-        (["Export of May"], ["age"], "its first line must name the columns, and it holds 'Export of May' alone"),
+        (["Export of May"], ["age"], "it has 'Export of May' alone; the first line of a file must name the columns"),
         ([], ["ill"], "no column 'ill'; its first line must name the columns, and it is empty"),
     ],
 )

@@ -136,7 +136,7 @@ class Comparison:
     @property
     def answers(self) -> Sequence[str]:
         """Returns sentences on whom joining helps, as far as intervals decide, and what was left out."""
-        return list(map(self._word_for_python, (*self.results["verdicts"], *describe_omissions(self.results))))
+        return [*self.verdicts, *map(self._word_for_python, describe_omissions(self.results))]
 
     def answer(self, client: str | None = None) -> Answer:
         """Returns whether a client, or the mean over clients, gains by joining, with the gain and its interval.
@@ -162,7 +162,7 @@ class Comparison:
     @property
     def verdicts(self) -> Sequence[str]:
         """Returns the answers without what was left out, failed or could not be judged."""
-        return list(self.results["verdicts"])
+        return list(map(self._word_for_python, self.results["verdicts"]))
 
     @property
     def skipped(self) -> Mapping[str, str]:

@@ -191,7 +191,7 @@ def check_names_of_columns(header: Sequence[str], names: Sequence[str], role: st
     advice = did_you_mean(missing[0], columns) if columns else "its first line must name the columns, and it is empty"
     if len(columns) == 1 and not advice.startswith("did you mean"):
         advice = (
-            f"its first line must name the columns, and it holds {columns[0]!r} alone: take titles above the names out"
+            f"it has {columns[0]!r} alone; the first line of a file must name the columns: take titles above them out"
         )
     raise UserError(f"{role}: the table has no column {missing[0]!r}{more}; {advice}")
 

@@ -188,7 +188,8 @@ def _describe_plan(comparison: Comparison) -> ShownPlan:
              "decides_client": design["client"]}
             for name, design in forecast["designs"].items()
         ],
-        "sentences": list(map(_name_designs_by_options, comparison.verdicts)), "left_out": dict(comparison.skipped),
+        "sentences": list(map(_name_designs_by_options, comparison.results["verdicts"])),
+        "left_out": dict(comparison.skipped),
     }  # fmt: skip
 
 
@@ -205,7 +206,7 @@ def _run_plan(plan: ComparisonPlan, options: CompareOptions) -> None:
         print_json(_describe_plan(comparison))
         return
     if plan.forecast_only:
-        for sentence in comparison.verdicts:
+        for sentence in comparison.results["verdicts"]:
             print_line(console, _name_designs_by_options(sentence))
         print_line(console, "To train them: the same command without --plan", style="cyan")
         return

@@ -57,7 +57,7 @@ def _print_tables(comparison: Comparison, console: Console) -> None:
         print_line(console, say_sites(f"note: {note}"))
     for line in _cross_site_lines(comparison):
         print_line(console, line)
-    for sentence in (*comparison.verdicts, *results["covers"]):
+    for sentence in (*results["verdicts"], *results["covers"]):
         print_line(console, say_sites(sentence))
 
 

@@ -165,7 +165,7 @@ def _describe_comparison(folder: Path) -> ShownDirectory:
     content["warnings"] = list(map(str, results["warnings"]))
     content["score_label"], content["score_unit"] = str(results["score_label"]), str(results["score_unit"])
     content["answers"] = [dict(answer) for answer in results.get("answers") or ()]
-    content["sentences"] = list(comparison.verdicts)
+    content["sentences"] = list(results["verdicts"])
     content["left_out"], content["failed"] = dict(comparison.skipped), dict(comparison.failed)
     content["next"] = [f"polyfed report {name}"]
     return content

@@ -33,6 +33,11 @@ def list_clients(clients: Any) -> list[Client]:
         )
     if isinstance(clients, Client):
         raise UserError(f"clients must be a list of polyfed.Client objects, got one client, {clients.id!r}: [client]")
+    if hasattr(clients, "iloc"):
+        raise UserError(
+            f"clients must be a list of polyfed.Client objects, got {type(clients).__name__}; divide it by its sites: "
+            "pf.data.split_table(rows, target, site).build_clients(network)"
+        )
     if isinstance(clients, Mapping):
         raise UserError(
             "clients must be a list of polyfed.Client objects, got a mapping; give its values: list(clients.values())"
