@@ -199,7 +199,7 @@ def test_options_that_training_refuses_are_not_recommended(tmp_path, monkeypatch
 
 
 def test_a_table_of_texts_alone_is_looked_at(tmp_path, capsys):
-    rows = [f"{'fm'[k % 2]},{'no yes'.split()[k % 3 % 2]},{'north' if k > 40 else 'south'}" for k in range(100)]
+    rows = [f"{'fm'[k % 2]},{['no', 'yes'][k % 3 % 2]},{'north' if k > 40 else 'south'}" for k in range(100)]
     (tmp_path / "rows.csv").write_text("\n".join(["sex,ill,site", *rows]))
     for more in ([], ["--between-sites"]):  # sites of different sizes
         assert main(["look", str(tmp_path / "rows.csv"), "--data.target", "ill", "--data.site", "site", *more]) == 0

@@ -148,6 +148,13 @@ def test_options_of_a_table_without_their_section_are_told(table, capsys):
     plain = ["patients.csv", "--target", "outcome", "--site", "hospital"]
     assert main(["data", *plain]) == 2
     assert "unknown option --target; did you mean --data.target?" in capsys.readouterr().err
+    for words, refusal in (
+        (["-data.target", "outcome"], "unknown option -data.target; did you mean --data.target?"),
+        (["--data-site", "hospital"], "unknown option --data-site; did you mean --data.site?"),
+        (["outcome", "--data.site", "hospital"], "unexpected argument 'outcome'; options begin with --"),
+    ):
+        assert main(["data", "patients.csv", *words]) == 2
+        assert refusal in capsys.readouterr().err
     assert main(["compare", *plain]) == 2
     assert "number, got 'outcome'; for the column to predict give --data.target" in capsys.readouterr().err
 

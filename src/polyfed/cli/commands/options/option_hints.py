@@ -129,6 +129,9 @@ def suggest_option(key: str, keys: Iterable[str], prefix: str, command_options: 
     >>> suggest_option("methods", ["rounds", "algorithm.lr"], ""), suggest_option("rund", ["rounds", "seed"], "--")
     ('did you mean algorithm?', 'did you mean --rounds? Choices: --rounds, --seed')
     """
+    for name in keys:
+        if "." in name and name.replace(".", "_") == key.replace("-", "_"):
+            return f"did you mean {option_name(f'{prefix}{name}')}?"
     top = {option_name(f"{prefix}{name.partition('.')[0]}") for name in keys}
     choices = top.union(command_options)
     other = option_name(f"{prefix}{OTHER_NAMES.get(key, key)}")

@@ -263,7 +263,7 @@ def pop_recipe(argv: list[str], scale: str | None, variant: str | None) -> Chose
     name = argv.pop(0) if argv and not argv[0].startswith("-") else None
     data_options = _data_options(name) if name is not None else []
     if data_options:
-        if argv and not argv[0].startswith("-"):
+        if argv and not argv[0].startswith("-") and _data_options(argv[0]):
             raise UserError(
                 f"one table holds the rows of all sites, got {name} and {argv[0]}; put them into one file with a column of "
                 "the site's name: pandas.concat({'a': pandas.read_csv('a.csv'), 'b': pandas.read_csv('b.csv')}, "

@@ -2,6 +2,7 @@
 client.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,8 +102,10 @@ def partition_options_of_site_column(
         if {"-h", "--help"} & set(argv):
             return {"data.partition.name": "natural"}
         for name in (word.partition("=")[0] for word in argv):
-            if name in ("--site", "--target") and f"data.{name[2:]}" in fields:
-                raise UserError(f"unknown option {name}; did you mean --data.{name[2:]}?")
+            field = re.sub("^-+(data[-.])?", "", name)
+            is_known = field in ("site", "target") and f"data.{field}" in fields
+            if is_known and name.startswith("-") and name != f"--data.{field}":
+                raise UserError(f"unknown option {name}; did you mean --data.{field}?")
         values = {
             key: find_last_option_value(f"--data.{key}", argv) or config_values.get(f"data.{key}")
             for key in ("path", "target", "delimiter", "encoding")
