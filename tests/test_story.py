@@ -64,7 +64,7 @@ def test_readme_says_it_in_few_lines(story):
     text = story.README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 110
     lines = [line for line in story.readme_code().splitlines() if line.strip()]
-    assert len(lines) <= 11
+    assert len(lines) <= 10
     shown = re.search(r"^join +mean over sites", text, flags=re.MULTILINE).start()  # a decided answer first
     assert text.index("```python") < shown < text.index("**join**") < text.index("pip install .")
     assert (
