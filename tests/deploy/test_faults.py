@@ -333,6 +333,19 @@ def dataclasses_client(name):
     return pf.Client(name, first.model, first.train, first.test)
 
 
+def test_a_reply_that_comes_twice_counts_once(run, nodes):
+    class Repeats(MemoryGrid):
+        replies = ()
+
+        def pull_messages(self, message_ids):
+            new = super().pull_messages(message_ids)
+            self.replies = (*self.replies, *new)
+            return [*new, *self.replies]  # of former rounds too
+
+    found, once = (run(grid=kind(nodes(small_clients())), out=kind.__name__) for kind in (Repeats, MemoryGrid))
+    assert without_durations(found.history) == without_durations(once.history)
+
+
 @pytest.mark.parametrize("when", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_to_the_same_end(tmp_path, run, nodes, when):
     """The sites have trained a round further than the server's checkpoint: their private state of that round is used."""

@@ -1,6 +1,7 @@
 """What is read is a regular file of a sane size; anything else is a sentence at once, and nothing waits."""
 
 import ast
+import errno
 import io
 import json
 import os
@@ -327,3 +328,16 @@ def test_an_error_names_the_file_that_was_to_be_written(tmp_path):
         str(tmp_path / "folder"),
     ]
     assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_a_folder_that_cannot_be_removed_is_named_in_full(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").touch()
+
+    def refuse(path, **_):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(PermissionError) as error:
+        remove_file_or_folder(tmp_path / "a")
+    assert error.value.filename == str(tmp_path / "a")

@@ -61,9 +61,16 @@ def create_private_folder_if_missing(path: Path, *, parents: bool = False) -> Pa
 
 
 def remove_file_or_folder(path: Path) -> None:
-    """Removes a folder with all that is in it, or a file; of a symbolic link the link, not what it leads to."""
+    """Removes a folder with all that is in it, or a file; of a symbolic link the link, not what it leads to.
+
+    Raises:
+        OSError: it cannot be removed; the exception names it.
+    """
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except OSError as error:  # which names a file without its folder
+            raise OSError(error.errno, error.strerror, str(path)) from error
     else:
         path.unlink(missing_ok=True)
 

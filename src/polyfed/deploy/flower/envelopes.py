@@ -69,6 +69,8 @@ def packed_envelope_from_record(record: RecordDict, max_head_length: int = SITE_
 def pull_arrived_replies(grid: Grid, awaited_ids: Mapping[str, Any], unreadable: set[str]) -> Iterator[FlowerMessage]:
     """Fetches the replies that have arrived, one by one, so that an unreadable reply does not affect the others.
 
+    Of a reply that comes several times the first counts, and one to another message does not.
+
     Args:
         grid: Flower's connection to the nodes.
         awaited_ids: ids of the messages whose replies are expected.
@@ -76,7 +78,10 @@ def pull_arrived_replies(grid: Grid, awaited_ids: Mapping[str, Any], unreadable:
     """
     for message_id in [message_id for message_id in awaited_ids if message_id not in unreadable]:
         try:
-            yield from grid.pull_messages([message_id])
+            replies = [
+                reply for reply in grid.pull_messages([message_id]) if reply.metadata.reply_to_message_id == message_id
+            ]
+            yield from replies[:1]
         except (
             Exception
         ) as error:  # on hostile bytes protobuf and Flower may raise anything; Flower retries the network
