@@ -35,3 +35,12 @@ def test_coded_values_are_those_of_a_look_without_its_histograms(monkeypatch):
     with pytest.warns(UserWarning, match="empty these cells") as issued:
         sites.build_clients(lambda: nn.Linear(2, 2))
     assert [str(warning.message).startswith(text) for warning, text in zip(issued, texts, strict=True)] == [True] * 2
+
+
+def test_all_sites_with_too_few_rows_are_named_at_once():
+    rows = {
+        name: [*values, *{"age": [3, 4], "ill": [0, 1], "site": ["east", "west"]}[name]]
+        for name, values in ROWS.items()
+    }
+    with pytest.raises(pf.UserError, match="too few rows to test on at 'east', 'west'; give them more, or leave these"):
+        pf.data.split_table(rows, "ill", "site").build_clients(lambda: nn.Linear(1, 2))

@@ -7,6 +7,7 @@ from typing import Any, final
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples
+from polyfed.core.io.text.number_format import join_first_and_count_rest
 from polyfed.core.io.values.keyword_names import suggest_keywords
 from polyfed.core.seeds import derive_seed
 from polyfed.core.tasks.task import Loss
@@ -96,7 +97,8 @@ class ClientTables:
                     f"model must be a function that builds a network, got the name {network!r}; write {spec}"
                 )
         if untested := [part.id for part in self.client_data if not len(part.test)]:
-            raise UserError(f"site {untested[0]!r} has too few rows to test on; give it more, or leave it out")
+            sites = join_first_and_count_rest(list(map(repr, untested)), 10)
+            raise UserError(f"too few rows to test on at {sites}; give them more, or leave these sites out")
         if self.dataset.preprocessor is not None:
             warn_of_coded_values(self.client_data)
         return [

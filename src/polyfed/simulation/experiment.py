@@ -10,6 +10,7 @@ from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples
+from polyfed.core.io.text.number_format import count_with_noun, join_first_and_count_rest
 from polyfed.core.io.text.terminal_text import fold_spelling
 from polyfed.core.io.trusted_code import check_code_trusted, import_trusted_dataclass
 from polyfed.core.io.values.validation import build_dataclass, validation_error
@@ -227,12 +228,18 @@ def load_participants(experiment: Experiment) -> Participants:
         raise UserError("test_fraction must be above 0, got 0.0: clients without test examples cannot be evaluated")
     data, public = make_clients(pool, experiment.split, experiment.partition, seed, experiment.shifts, augment, False)
     if untested := [d for d in data if not len(d.test)]:
-        alike = [d.id for d in data if d is not untested[0] and fold_spelling(d.id) == fold_spelling(untested[0].id)]
+        folded, others = (
+            fold_spelling(untested[0].id),
+            (d.id for d in data if d is not untested[0] and len(untested) == 1),
+        )
+        alike = [name for name in others if fold_spelling(name) == folded]
         largest = f"--data.partition.order largest --data.clients {len(data) - len(untested)}"
+        names = join_first_and_count_rest([d.id for d in untested], 10)
+        number = count_with_noun(max(len(d.train) for d in untested), "example")
         raise UserError(
-            f"{untested[0].id} has {len(untested[0].train)} example, too few to test on; "
+            f"{names} {f'have at most {number} each' if len(untested) > 1 else f'has {number}'}, too few to test on; "
             + (f"it may be another spelling of {alike[0]}: spell them alike in the table" if alike else
-               f"take such a site out of the data, or keep the largest alone ({largest})"
+               f"take such sites out of the data, or keep the largest alone ({largest})"
                if isinstance(experiment.partition, Natural) else
                "use fewer clients, or a partition that gives each client at least 2")
         )  # fmt: skip
