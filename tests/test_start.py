@@ -96,7 +96,7 @@ QUICK = [  # words, exit status, and what is said
     ("run --print_config", 0, "partition:"),
     ("compare --help", 0, "--algorithms NAMES"),
     ("compare --help-all", 0, "--algorithm.momentum"),
-    ("warmstart --help", 0, "--data.augment"),
+    ("warmstart --help", 0, "shows their fields"),
     ("rnu", 2, "unknown command 'rnu'; did you mean run?"),
     ("run --roundz 3", 2, "unknown option --roundz; did you mean --rounds?"),
     ("run --rounds many", 2, "--rounds must be a whole number, got 'many'"),

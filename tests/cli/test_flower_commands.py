@@ -231,4 +231,4 @@ def test_the_command_without_words_prints_its_help_and_an_error_an_example(capsy
     said = capsys.readouterr().err
     assert said.endswith("takes one folder, got none; example: polyfed flower init fed --sites north,south\n")
     assert main(["resume"]) == 2
-    assert "got none; usage: polyfed resume DIR [--rounds N] [--quiet]" in capsys.readouterr().err
+    assert "got none; usage: polyfed resume DIR [--rounds N] [--json] [--quiet]" in capsys.readouterr().err

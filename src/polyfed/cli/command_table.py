@@ -56,7 +56,7 @@ COMMANDS = (
         ("--json",)),
     Subcommand("report", "report DIR...", "write one HTML page of runs or a comparison",
         ("--out", "--subgroup", "--images", "--quiet")),
-    Subcommand("predict", "predict DIR FILE", "predict the rows of a CSV file with a client's network",
+    Subcommand("predict", "predict DIR FILE", "predict the rows of a CSV file, each by its site's network",
         ("--client", "--out", "--json")),
     Subcommand("export", "export DIR --client ID --out FOLDER",
         "write a client's network to a folder that needs no polyfed",

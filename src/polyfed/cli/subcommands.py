@@ -143,7 +143,7 @@ def compare(argv: list[str]) -> None:
 def resume(argv: list[str]) -> None:
     """Implements `polyfed resume`: continues a run or a comparison that was stopped."""
     parser = CommandParser(
-        "polyfed resume DIR [--rounds N] [--quiet]",
+        "polyfed resume DIR [--rounds N] [--json] [--quiet]",
         "Continues a run that was stopped by Ctrl-C, kill -9 or a failure, with its baselines, or a comparison. The "
         "result is the one of an uninterrupted run. With --rounds also a finished run goes on, to more rounds than it had.",
     )
@@ -193,7 +193,7 @@ def warmstart(argv: list[str]) -> None:
         "Also: --model NAME, the network, built-in or module:factory, with --model.FIELD VALUE (default: the unseen "
         "client's own); --data NAME, somebody's own data instead of an unseen client's, with --data.FIELD VALUE, which "
         "needs --model and is scored on the source's common test set, or without one (or with --data.test-fraction) on "
-        "a held-out share.",
+        "a held-out share. --help after --model NAME or --data NAME shows their fields.",
     )
     parser.add_option("--unseen", "ID", "one of these unseen clients alone")
     parser.add_option("--client", "ID", "instead, a client of the run, which changes its network to --model")
@@ -206,11 +206,12 @@ def warmstart(argv: list[str]) -> None:
     parser.add_option("--plot", "FILE", "picture of both curves, .png or .svg")
     parser.add_option("--out", "FILE", "weights to write, .safetensors (default: DIR/unseen/ID.safetensors)")
     options, words = parser.parse_declared_options(argv)
+    recipe_words = [
+        word for word in words[bool(words and not words[0].startswith("-")) :] if word not in ("-h", "--help")
+    ]
+    if not recipe_words:
+        parser.print_help_and_exit_if_asked(argv)
     if has_help_flag(argv):
-        parser.print_help()
-        recipe_words = [
-            word for word in words[bool(words and not words[0].startswith("-")) :] if word not in ("-h", "--help")
-        ]
         configuration_parser.parse_configuration(
             [*recipe_words, "--help"], {}, "polyfed warmstart", is_warmstart_key
         )  # prints their options and ends

@@ -17,7 +17,7 @@ _SHOWN = 10
 def predict_command(argv: list[str]) -> None:
     """Parses `polyfed predict`, and predicts a table's rows with trained networks."""
     parser = CommandParser(
-        "polyfed predict DIR FILE [--client ID] [--out FILE.csv]",
+        "polyfed predict DIR FILE [--client ID] [--out FILE.csv] [--json]",
         "Predicts new rows, each with the network of its site. DIR is the directory of a run on a table (a CSV or Parquet "
         "file, or heart), or a folder of polyfed export. FILE is a CSV or Parquet file with the columns of the run, as raw "
         "as they were there; the network's preprocessing is applied. The data of the run are not needed. For images, texts "
