@@ -183,7 +183,7 @@ def test_losses_and_weights_that_do_not_fit_are_refused():
         check_training_options(one, FedAvg(sampler="w"))
     with pytest.raises(UserError, match="weight_decay must be at least 0, got inf"):
         FedAvg(weight_decay=math.inf)
-    for bad in ((-1.0,), "even", (math.nan,), (0.0, 0.0), ()):
+    for bad in ((-1.0,), "even", (math.nan,), (0.0, 0.0), (1e-300, 1e-300), ()):
         with pytest.raises(UserError, match="class_weights must be"):
             FedAvg(class_weights=bad)
 
@@ -192,7 +192,9 @@ def test_samplers():
     """Balanced: each class has one K-th of the draws, to three standard deviations. A column: rows of weight 0 never."""
     y = torch.tensor([0] * 90 + [1] * 10)
     weights = torch.tensor([1.0] * 50 + [0.0] * 50)
-    examples = Examples(torch.arange(100.0).view(100, 1), y, columns={"w": weights.numpy(), "sex": ["f"] * 100})
+    examples = Examples(
+        torch.arange(100.0).view(100, 1), y, columns={"w": weights.numpy(), "sex": ["f"] * 100, "sum": [1e308] * 100}
+    )
     seen = []
 
     class Watch(nn.Linear):
@@ -210,7 +212,7 @@ def test_samplers():
     assert abs(share - 0.5) < 3 * math.sqrt(0.25 / 2000)
     assert float(draws("w").max()) < 50
     assert torch.equal(draws("shuffle").view(20, 100).sort(1).values, torch.arange(100.0).expand(20, 100))
-    for column in ("sex", "v"):
+    for column in ("sex", "v", "sum"):
         with pytest.raises(UserError, match="column"):
             sampling_weights(examples, "classification", column)
     assert sampling_weights(examples, "classification", "shuffle") is None

@@ -25,6 +25,7 @@ from polyfed.core.training.precision import Precision
 from polyfed.core.training.privacy.options import Privacy
 
 Schedule = Literal["constant", "cosine", "exponential"]
+_MIN_FLOAT32 = torch.finfo(torch.float32).tiny  # below it all weights may become 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,7 @@ class LocalTraining(ABC):
                 is_real_number(w) and 0 <= w <= MAX_FLOAT32 for w in weights
             )
             requirement = "'balanced', a list of numbers of at least 0, some of them positive, or none"
-            self._require(is_number_list and any(weights), "class_weights", requirement)
+            self._require(is_number_list and any(w >= _MIN_FLOAT32 for w in weights), "class_weights", requirement)
             object.__setattr__(self, "class_weights", tuple(weights))
 
     def _check_kinds(self) -> None:

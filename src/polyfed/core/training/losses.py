@@ -139,7 +139,7 @@ def sampling_weights(examples: Examples, task: Task | str, sampler: str) -> Tens
         return 1 / torch.bincount(labels).to(torch.float64)[labels]
     values = examples.column(sampler)
     weights = torch.from_numpy(values.astype("float64")) if values.dtype.kind in "biuf" else torch.tensor([math.nan])
-    if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()) or not float(weights.sum()) > 0:
+    if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()) or not 0 < float(weights.sum()) < math.inf:
         raise UserError(f"sampler={sampler!r}: a column of weights has numbers of at least 0, some of them positive")
     return weights
 
