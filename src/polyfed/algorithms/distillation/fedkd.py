@@ -183,9 +183,11 @@ class FedKD(MutualLearningMethod):
         self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client
     ) -> NetworkPair:
         """Joins the client's network, the shared one, and the matrix between their representations."""
-        if "bridge" in client_state:
-            return join_networks_by_bridge_matrix(personal, shared, client_state["bridge"], client)
-        return NetworkPair(personal, shared)
+        return (
+            join_networks_by_bridge_matrix(personal, shared, client_state["bridge"], client)
+            if "bridge" in client_state
+            else NetworkPair(personal, shared)
+        )
 
     def build_joint_loss(self, pair: NetworkPair, client: Client) -> Callable[[ForwardPass], Tensor]:
         """Returns the loss of both networks: cross-entropies, and distances of outputs and representations.
