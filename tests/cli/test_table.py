@@ -98,6 +98,9 @@ def test_each_row_is_predicted_by_the_network_of_its_site(table, capsys):
         assert main(["predict", "r", f"{name}.csv"]) == 2
         assert refusal in capsys.readouterr().err
     assert main(["predict", "r", "no site.csv", "--client", "St. Mary"]) == 0
+    (table / "latin.csv").write_bytes("\n".join(rows).replace("south", "süd").encode("latin-1"))
+    assert main(["predict", "r", "latin.csv"]) == 2
+    assert "invalid start byte); save the file as UTF-8" in capsys.readouterr().err  # there is no --data.encoding
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Whatever these checks cannot read, such as Parquet files, is left to the library
 
 import csv
 import io
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,10 @@ def check_prediction(folder: Path, client: str | None, file: str) -> None:
     prepared = sorted((folder / "models").glob("*.preprocessing.json")) or [folder / "preprocessing.json"]
     preprocessing = _read_json(prepared[0])
     reading, columns, site = (preprocessing.get(key) for key in ("reading", "columns", "site"))
-    header = _read_header(file, f"give {_ROW_PER_EXAMPLE}", reading if isinstance(reading, dict) else {})
+    try:
+        header = _read_header(file, f"give {_ROW_PER_EXAMPLE}", reading if isinstance(reading, dict) else {})
+    except UserError as error:  # new rows have the encoding of the run's
+        raise UserError(re.sub(r"give (\S+ \()?--data.encoding \S+, or ", "", str(error))) from error
     if client is not None or site is None or (header is not None and site not in header):
         more = "" if site is None else f", or a table with the column {site!r}, for the network of each row's site"
         check_client_of_models(folder, client, more)
