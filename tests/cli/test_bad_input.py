@@ -377,7 +377,6 @@ def test_resume_of_a_run_made_in_python(refused):
 
 @pytest.mark.parametrize("command", ["run", "data", "compare"])
 @pytest.mark.parametrize("path", ["made", "made/config.yaml"])
-@pytest.mark.one_case
 def test_a_file_of_a_run_that_does_not_say_its_data_is_not_run_on_the_default_data(refused, command, path):
     pf.federate(small_clients(), "local", rounds=1, workers=0, out="made")
     told = refused(command, path)

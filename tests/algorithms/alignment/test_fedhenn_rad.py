@@ -269,7 +269,6 @@ def test_public_examples_that_do_not_suit_are_refused(kind: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:FedHeNN.*nothing before:RuntimeWarning")
 @BOTH
-@pytest.mark.one_case
 def test_all_public_examples_are_used_if_there_are_fewer_than_rad_size(kind: Any) -> None:
     twelve = PUBLIC[0][:12], torch.zeros(12, dtype=torch.int64)
     runs = [federate(kind(**OPTIONS | {"rad_size": size}), public=twelve) for size in (5000, 12)]

@@ -53,8 +53,7 @@ def test_uniform_weights_are_unweighted_fedavg(monkeypatch):
     torch.testing.assert_close(alpha, torch.full((1, 3, 3), 1 / 3))
 
 
-@pytest.mark.parametrize("method", [PFedLA, HeurPFedLA])
-@pytest.mark.one_case
+@pytest.mark.parametrize("method", [PFedLA, pytest.param(HeurPFedLA, marks=pytest.mark.thorough)])
 def test_weights_on_oneself_alone_are_local_bit_for_bit(monkeypatch, method):
     started_with(monkeypatch, 0.0, own_only)
     same_models(federate(method(hn_lr=0.0, **OPTIONS)), federate(Local(**OPTIONS)), rtol=0, atol=0)
@@ -148,8 +147,7 @@ def test_the_default_rate_grows_with_the_number_of_clients():
     assert_runs_equal(by_default, by_hand)  # of all clients, not of those in the round
 
 
-@pytest.mark.parametrize("normalise", ["relu", "softmax"])
-@pytest.mark.one_case
+@pytest.mark.parametrize("normalise", ["relu", pytest.param("softmax", marks=pytest.mark.thorough)])
 def test_the_update_is_that_of_autograd_on_the_explicit_graph(normalise):
     method = PFedLA(hn_lr=0.3, normalise=normalise, **OPTIONS)
     state = trained_state(method)
@@ -167,7 +165,6 @@ def test_the_update_is_that_of_autograd_on_the_explicit_graph(normalise):
             torch.testing.assert_close(after[name][row], (before + 0.3 * step)[row], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.thorough
 def test_the_update_is_that_of_finite_differences():
     method = PFedLA(hn_lr=1.0, **OPTIONS)
     state = trained_state(method)
@@ -266,7 +263,6 @@ def test_messages_made_together_are_those_made_one_by_one():
         ("tensor", ["body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias", "head.weight", "head.bias"]),
     ],
 )
-@pytest.mark.one_case
 def test_what_a_layer_is(layer, expected):
     state = federate(PFedLA(layer=layer, **OPTIONS), rounds=1).last.state
     assert list(state["layers"]) == expected

@@ -78,8 +78,7 @@ def test_the_constant_of_numbers_is_their_mean():
 # -- simple models ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("classes", [2, 4])
-@pytest.mark.one_case
+@pytest.mark.parametrize("classes", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_simple_models_solve_a_separable_problem_and_the_constant_does_not(classes):
     found = by_name(fit_client_references(clients(classes=classes))[0])
     assert list(found) == ["majority", "logistic_regression", "gradient_boosting"]

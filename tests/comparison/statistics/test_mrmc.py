@@ -327,7 +327,6 @@ def test_nothing_is_claimed_where_nothing_differs_in_more_cases(name, clients, e
     assert max(wrong(name, clients, examples, seeds, 400)) <= most(0.05, 400)
 
 
-@pytest.mark.thorough
 def test_an_interval_over_seeds_alone_would_claim_much():
     """What went before: Student's t over the seeds, which share their test examples. The check above can fail."""
     rng, false = np.random.default_rng(8), 0
@@ -350,8 +349,7 @@ def test_a_difference_that_is_there_is_found():
     assert found >= 18
 
 
-@pytest.mark.parametrize(("clients", "examples"), [(30, 20), (100, 12)])
-@pytest.mark.thorough
+@pytest.mark.parametrize(("clients", "examples"), [(30, 20), pytest.param(100, 12, marks=pytest.mark.thorough)])
 def test_intervals_of_means_over_many_small_sites_hold_the_truth_where_there_is_an_effect(clients, examples):
     """Shares are moved towards the middle at each site, and a mean of many sites must not be. At most 5 % of 60 are to
     miss; 9 or more would be one chance in a thousand."""

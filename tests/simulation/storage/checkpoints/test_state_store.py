@@ -65,9 +65,8 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize(
-    "method", [FOMO, PFEDLA, *(pytest.param(method, marks=pytest.mark.thorough) for method in MORE)]
+    "method", [FOMO, *(pytest.param(method, marks=pytest.mark.thorough) for method in (PFEDLA, *MORE))]
 )
-@pytest.mark.one_case
 def test_a_run_whose_states_are_read_back_has_the_bits_of_one_in_memory(tmp_path, reads, method):
     whole = pf.federate(small_clients(), method, **OPTIONS)
     assert reads == []
@@ -126,8 +125,7 @@ def test_a_run_that_goes_on_notices_a_damaged_state_when_it_reads_it(tmp_path, m
         run.model("client-1")
 
 
-@pytest.mark.parametrize("number", [2_000, 200_000])
-@pytest.mark.thorough
+@pytest.mark.parametrize("number", [pytest.param(number, marks=pytest.mark.thorough) for number in (2_000, 200_000)])
 def test_a_cohort_of_many_clients_is_read_and_written_without_the_others(tmp_path, monkeypatch, number):
     states = ClientStates({f"client-{k:06d}": {"head": torch.full((20,), float(k))} for k in range(number)})
     save_checkpoint_and_remove_older(tmp_path, Checkpoint(1, {}, states), 0)
