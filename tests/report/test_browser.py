@@ -246,7 +246,7 @@ def test_values_are_told_where_the_pointer_is(visit):
     assert (tip.is_displayed(), tip.text) == (True, "only: +25.0 %")
     chart = browser.find_element(By.CSS_SELECTOR, "[data-axis=rounds] svg")
     ActionChains(browser).scroll_to_element(chart).pause(0.2).move_to_element(chart).perform()
-    assert tip.text.splitlines() == ["round 1", "fedavg: 50.0 %", "local: 25.0 %"]
+    assert tip.text.splitlines() == ["round 1", "fedavg: 50.0 %", "training alone: 25.0 %"]
 
 
 def test_a_menu_shows_the_chosen_method(visit):
@@ -257,7 +257,7 @@ def test_a_menu_shows_the_chosen_method(visit):
     Select(browser.find_element(By.ID, "p0-gain")).select_by_visible_text("fedavg")
     texts = [one.text for one in browser.find_elements(By.CSS_SELECTOR, "[data-of=p0-gain] figcaption")]
     assert [bool(text) for text in texts] == [False, True]
-    assert texts[1].startswith("fedavg against local")
+    assert texts[1].startswith("fedavg against training alone")
 
 
 def test_dark_and_light_can_be_read(visit):

@@ -316,7 +316,7 @@ def test_a_site_joins_only_if_the_method_beats_everything_that_it_has_alone():
         assert north["gain"] == pytest.approx(min(0.1, 0.8 - share))
         assert north["gains"].keys() == {"local", "logistic_regression"}
         if answer == "join":
-            best = "its network" if share == 0.6 else "logistic regression"
+            best = "training alone" if share == 0.6 else "logistic regression"
             assert north["over_words"] == f"the best alone, {best}"
             assert f"better than the best that it has alone, {best}, on new" in north["sentence"]
         if share == 0.8:

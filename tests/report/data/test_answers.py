@@ -67,8 +67,8 @@ def test_each_site_has_a_line_and_no_test_stands_above_the_details(page):
     top, whole = page()
     row = r'<tr class="(\w+)" data-t><td><span class="badge">([^<]+)</span></td><th scope="row">([^<]+)</th>'
     lines = re.findall(row, top)
-    assert lines == [("join", "Join", "St. Mary&#39;s &lt;b&gt;"), ("undecided", "Not decided", "north"),
-                     ("stay", "Stay alone", "south")]  # fmt: skip
+    assert lines == [("join", "Join", "St. Mary&#39;s &lt;b&gt;"), ("stay", "Stay alone", "south"),
+                     ("undecided", "Not decided", "north")]  # fmt: skip
     assert "1 of 3 sites should join with fedavg; 1 should stay alone; 1 is not decided." in top
     assert all(f"words of {site}." in top for site in ("north", "south"))
     parts = ("1 of 3 sites", "Before you rely on this", "tune none", 'class="answers"', "Mean over sites:",
@@ -86,7 +86,7 @@ def test_each_site_has_a_line_and_no_test_stands_above_the_details(page):
 
 def test_methods_that_were_left_out_are_on_the_first_screen_and_not_in_the_heading(page):
     top, _ = page(title="fedbn")
-    assert "Left out, since clients have several architectures: fedbn." in top
+    assert "Left out, since sites have several architectures: fedbn." in top
     assert "<h1>Join, or train alone?</h1>" in top
 
 
@@ -168,14 +168,14 @@ def test_a_method_has_one_colour_in_all_figures(page):
     colours = {}
     for colour, label in re.findall(r'class="swatch (s\d d\d)"(?:(?!</svg>).)*</svg>(\w+)', whole, re.DOTALL):
         colours.setdefault(label, set()).add(colour)
-    assert colours.keys() == {"fedavg", "fedrep", "fedprox", "local"}
+    assert colours.keys() == {"fedavg", "fedrep", "fedprox", "training"}
     assert all(len(of_method) == 1 for of_method in colours.values()), colours
     assert len(set.union(*colours.values())) == 4
 
 
 def test_sites_that_are_others_in_each_seed_have_no_answer(page):
     top, _ = page(answers=[], same_clients=False)
-    assert "no site has an answer by its name. With --same-data all seeds share one partition." in top
+    assert "no site has an answer by its name, unless all seeds share one partition." in top
     assert "Mean over sites:" in top
 
 

@@ -44,10 +44,10 @@ def test_cells_tell_scores_of_the_known_outputs(outcomes):
     found = outcomes({"north": 60, "south": 40, "tiny": 3, "small": 16})
     told = performance_numbers_for_script(found, 0.95)
     assert told["sites"] == ["All sites", "north", "small", "south"]  # one row of tiny could be told
-    assert "The menu has 3 of 4 sites: " in html_performance_section(found, 0.95, "k")
+    assert "The menu has 3 of 4 tested sites: " in html_performance_section(found, 0.95, "k")
     auc, accuracy = METRICS["auc"], METRICS["accuracy"]
     for s, clients in enumerate((found.clients, ("north",))):
-        for m, method in enumerate(told["methods"]):
+        for m, method in enumerate(found.methods):
             tables = [[found.prediction_tables[method, seed, c] for c in clients] for seed in found.seeds]
             outputs = [torch.cat([t.outputs for t in one]) for one in tables]
             targets = torch.cat([t.targets for t in tables[0]])
@@ -225,7 +225,7 @@ def test_a_page_of_many_sites_stays_small(write_comparison, tmp_path):
     show_report([folder], Console(quiet=True), out=tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert len(text.encode()) < 700_000
-    assert "The menu has 40 of 44 sites: those with the most test examples" in text
+    assert "The menu has 40 of 44 tested sites: those with the most test examples" in text
 
 
 def test_an_unknown_subgroup_of_a_run_is_refused(write_run, tmp_path):

@@ -53,8 +53,8 @@ def test_the_card_says_decision_gain_cost_disclosure_and_why_this_round(group):
                     "The server learns": "weights"}  # fmt: skip
     assert "95 % interval +0.010 to +0.050; over training alone" in texts
     assert "all sites, up and down; 0.667 MB for each" in texts
-    assert "Gain and costs are those of fedavg. Scores: equal local steps." in texts
-    assert "fedavg: The average of the sites&#39; models, weighted by examples." in texts
+    assert any(text.startswith("Gain and costs are those of fedavg. Scores: equal local steps.") for text in texts)
+    assert "The method fedavg: The average of the sites&#39; models, weighted by examples." in texts
 
 
 def test_the_card_says_in_a_few_words_which_round_is_scored(group):
@@ -73,7 +73,7 @@ def test_an_undecided_comparison_says_how_many_examples_would_decide_it(group, g
     run_group = group(answers=answers("undecided"), mean_answer=mean)
     card = html_header_card(run_group)
     assert f"To decide the mean difference, if it is as small as estimated, takes {times} as many examples." in card
-    assert "Before it trains, a comparison can say how small a gain it can decide (plan_only=True)." in card
+    assert "Before it trains, a comparison can say how small a gain it can decide." in card
     sites = [{**answer, "gain": gain, "interval": interval} for answer in answers("join", "undecided")]
     results = {**run_group.comparison_results, "answers": sites, "mean_answer": {**mean, "answer": "join"}}
     card = html_header_card(dataclasses.replace(run_group, comparison_results=results))
@@ -260,13 +260,14 @@ def test_a_pooled_network_of_one_fold_stands_beside_scores_of_that_fold_and_in_n
     found = group(folds=2, fold_repeats=1, references=references)
     section = html_advice_section(found, "k")
     assert (
-        "For reference, all data in one place, which no site has: one network reaches a mean AUC of 0.700 " in section
+        "For reference, all data in one place, which no site has, in the first fold only, to save time: one network reaches "
+        "a mean AUC of 0.700." in section
     )
     means = [
-        f"{method.label} {method.mean_score_by_run[0]:.3f}"
-        for method in (found.best_method_besides_local, found.local_method)
+        f"{name} {method.mean_score_by_run[0]:.3f}"
+        for name, method in (("fedavg", found.best_method_besides_local), ("training alone", found.local_method))
     ]
-    assert f"for the first fold only; so compare it with the scores there ({' and '.join(means)}) and not" in section
+    assert f"In the same fold: {' and '.join(means)}. These have fewer test examples than the table" in section
     assert "for reference" not in html_client_scores(found)
 
 
@@ -296,7 +297,7 @@ def test_the_card_says_what_protects_the_data(group):
     found = group()
     assert (
         "No row of a site&#39;s data is sent. These runs used no secure sums and no differential privacy in training; what "
-        "networks and messages reveal was not measured (polyfed audit tries to find training examples in them)."
+        "networks and messages reveal was not measured (an audit tries to find training examples in them)."
     ) in html_header_card(found)
     (method,) = (method for method in found.methods if method.label == "fedavg")
     config = {"algorithm": {"name": "fedavg", "privacy": {"target_epsilon": 8.0}}}
@@ -327,7 +328,7 @@ def test_a_model_of_a_site_alone_has_one_name_on_the_page(group):
     assert "over Cox regression with a ridge penalty alone" in html_header_card(found)
     assert "gain over Cox regression with a ridge penalty, AUC" in section
     assert ">Cox regression with a ridge penalty alone</th>" in section
-    assert "which no site has: Cox regression with a ridge penalty reaches a mean AUC of " in section
+    assert "to save time: Cox regression with a ridge penalty reaches a mean AUC of " in section
     assert "cox ridge" not in section
 
 
@@ -337,3 +338,47 @@ def test_differences_between_the_sites_data_are_the_first_warnings(group):
         "<h3>Before you rely on this</h3><ul><li>chol is 0 at south. See below.</li><li>Methods were not tuned"
         in section
     )
+
+
+def test_a_mean_that_one_site_makes_wide_names_it_instead_of_asking_for_more_examples(group):
+    sites = [{**row, "gain": 0.0, "interval": [-0.03, 0.03]} for row in answers("undecided", "undecided", "undecided")]
+    sites[1]["interval"] = [-0.5, 0.1]
+    mean = {**sites[0], "client": None, "gain": 0.001, "interval": [-0.2, 0.1]}
+    found = group(answers=sites, mean_answer=mean)
+    card = html_header_card(found)
+    assert "It is mostly s1 that makes the mean&#39;s interval wide: each site counts the same there." in card
+    assert "as many examples" not in card
+    section = html_advice_section(found, "k")
+    assert "In the mean each site counts the same, however many examples it has." in section
+    assert "A gain of 0 says that both sides did equally well on these test examples" in section
+
+
+def test_a_site_that_cannot_answer_has_no_gain_on_the_page(group):
+    (answer,) = answers("undecided")
+    answer |= {"gain": 0.011, "sentence": "s0: not decided: 9 test examples cannot answer: the interval is 0.6 wide"}
+    section = html_advice_section(group(answers=[answer]), "k")
+    assert "+0.011" not in section.partition("</table>")[0]
+
+
+@pytest.mark.parametrize(
+    ("validation", "words"), [(0, "a fifth of a site&#39;s training examples"), (9, "validation ex")]
+)
+def test_the_card_says_which_examples_chose_the_round_and_the_method(group, validation, words):
+    sizes = {"0": {"s0": {"train": 40, "val": validation, "test": 9, "classes": None}}}
+    best = {"kind": "best", "limit": None, "sentence": "each method at its best round by validation loss"}
+    tuning = {"sentence": "lr", "methods": {}}
+    card = html_header_card(group(budget=best, data=sizes, tuning=tuning, best_by="test"))
+    assert f"Each method is scored after the round that did best on {words}" in card
+    assert "the answers are about was chosen by the test examples; the intervals allow for that choice" in card
+
+
+def test_an_auc_that_is_the_same_for_any_data_has_no_interval(group):
+    scores = {"scores": {"s0": 0.5, "s1": 0.5}, "mean": 0.5, "interval": [0.487, 0.513]}
+    constant = {"alone": True, "sentence": "shares", **scores}
+    assert "0.487" not in html_advice_section(group(references={"majority": constant}), "k")
+
+
+def test_no_client_option_or_code_of_training_alone_stands_on_the_card(group):
+    found = group()
+    section = html_advice_section(found, "k").partition("</div>")[2] + html_header_card(found)  # below the warnings
+    assert not re.search(r"\bclients?\b|\(local\)|--\w|polyfed audit", re.sub(r"<[^>]*>", " ", section))

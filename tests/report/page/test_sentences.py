@@ -73,7 +73,7 @@ def test_what_the_command_tells_of_a_comparison_is_on_the_page(comparison_of, tm
     )
     told = omission_and_tuning_notes(setting)
     assert "3 seeds: intervals are wide." in told
-    assert "The best by test examples is fedavg, with which p (best) compares." in told
+    assert "The best by test examples is fedavg, with which “p (best)” compares." in told
     assert "Searched lr, by Optuna." in told
     assert "fedavg got lr 0.03123 of 3 runs." in told
 

@@ -207,7 +207,7 @@ def _constant_reference(model: ConstantModel, clients: Sequence[Client], outputs
         client.id: np.tile(model.outputs(client.train.labels.cpu().numpy(), outputs[client.id]), (len(client.test), 1))
         for client in clients
     }
-    sentence = f"the {model.content} in the client's own training examples, whatever the input"
+    sentence = f"gives every example the {model.content} in the client's own training examples, whatever the input"
     return ReferenceModel(model.name, sentence, _as_float32(rows))
 
 

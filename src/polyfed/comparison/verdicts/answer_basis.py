@@ -107,11 +107,11 @@ def count_examples_behind_answer(content: Mapping[str, Any], clients: Sequence[s
 def _rarest_class_words(content: Mapping[str, Any], number: int, which: int) -> str:
     """Describes in words how many examples the rarest class has."""
     names = content["class_names"] or ()
-    num_classes = len(names) or max((len(row["classes"] or ()) for row in _client_rows(content)), default=0)
     class_name = names[which] if which < len(names) else ""
-    return get_task(content["task"]).describe_rarest(number, class_name, num_classes)
+    return get_task(content["task"]).describe_rarest(number, class_name, count_classes(content))
 
 
-def _client_rows(content: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Returns the entries of `data` in `comparison.json` for the given clients, one per client and seed."""
-    return [row for sizes in content["data"].values() for row in sizes.values()]
+def count_classes(content: Mapping[str, Any]) -> int:
+    """Returns the number of classes in `comparison.json`, by their names or else by clients' counts; 0 if not known."""
+    rows = [row for sizes in content["data"].values() for row in sizes.values()]
+    return len(content["class_names"] or ()) or max((len(row["classes"] or ()) for row in rows), default=0)

@@ -69,8 +69,8 @@ def describe_best_alternative(
     name = describe_local_alternative(answer["over"], reference, task)
     if len(answer.get("gains") or ()) < 2:
         return name
-    owner, network = ("they have", "their networks") if answer["client"] is None else ("it has", "its network")
-    model = network if answer["over"] == reference else name.removesuffix(" alone")
+    owner = "they have" if answer["client"] is None else "it has"
+    model = name if answer["over"] == reference else name.removesuffix(" alone")
     return f"the best alone, {model}" if is_brief else f"the best that {owner} alone, {model}"
 
 

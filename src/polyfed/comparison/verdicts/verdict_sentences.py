@@ -336,7 +336,9 @@ def describe_limits_of_results(
         unclear: clients without an interval, because they have too few test examples.
     """
     sentences = [
-        f"{label} has no score for {name_sites(clients)} with seed {seed}, and so no mean to compare with the others"
+        f"{label} has no score for {name_sites(clients)} "
+        f"{f'in fold {int(seed) + 1}' if content.get('folds') else f'with seed {seed}'}, and so no mean to compare with the "
+        "others"
         for (label, seed), clients in clients_without_score.items()
     ]
     if unclear:
@@ -362,7 +364,8 @@ def describe_limits_of_results(
         stopped = any(method["fields"].get("patience") is not None for method in content["methods"].values())
         why = "since patience stops training by the validation examples, " if stopped else ""
         sentences.append(
-            f"{why}the best was chosen by the test examples on which it is reported; the intervals allow for that choice"
+            f"{why}the best method was chosen by the test examples on which it is reported; the intervals allow for "
+            "that choice"
         )
     return sentences
 

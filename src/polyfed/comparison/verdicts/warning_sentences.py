@@ -5,12 +5,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyfed.comparison.planning.budget import Budget
-from polyfed.core.io.text.number_format import capitalize_first, end_with_period, join_with_and
+from polyfed.comparison.verdicts.answer_basis import count_classes
+from polyfed.core.io.text.number_format import capitalize_first, end_with_period, format_number, join_with_and
 from polyfed.core.methods.declared_words import NEEDS_ONE_ARCHITECTURE
+from polyfed.core.tasks.task_lookup import get_task
 from polyfed.simulation.results.display.remarks import failures_by_client
 
 Histories = Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
 _MOST_FAILURES = 8  # sentences
+_SAME_ACCURACY = 0.005
+"""Difference of mean accuracies up to which they count as the same."""
 
 
 def describe_omissions(content: Mapping[str, Any]) -> list[str]:
@@ -83,6 +87,33 @@ def describe_failed_clients(histories: Histories) -> list[str]:
     return [*sentences[:_MOST_FAILURES], *([f"And {hidden} more, in the records of the runs."] if hidden > 0 else ())]
 
 
+def describe_constant_accuracy(content: Mapping[str, Any]) -> list[str]:
+    """Warns if accuracy is that of always answering the most frequent class, so that no method can be told from another.
+
+    Args:
+        content: the results of a comparison, with the method of its answers and simple models.
+
+    >>> results = {"score": "accuracy", "task": "classification", "leader": "fedavg", "reference": "local",
+    ...            "class_names": ["no", "yes"], "data": {}, "references": {"majority": {"mean": 0.863}},
+    ...            "methods": {name: {"statistics": {"mean": 0.864}} for name in ("local", "fedavg")}}
+    >>> print(*describe_constant_accuracy(results))
+    fedavg, training alone and always answering the most frequent class have the same accuracy (86.4 %, or nearly so): \
+accuracy cannot tell these methods apart; let another score decide (metrics=['auc'], --metrics auc).
+    """
+    constant, leader = get_task(content["task"]).constant_model(), content.get("leader")
+    if content["score"] != "accuracy" or constant is None or None in (leader, content["reference"]):
+        return []
+    means = [content["methods"][label]["statistics"]["mean"] for label in (leader, content["reference"])]
+    means.append((content["references"].get(constant.name) or {}).get("mean"))
+    if None in means or max(means) - min(means) > _SAME_ACCURACY:
+        return []
+    score = "auc" if count_classes(content) == 2 else "balanced_accuracy"
+    return [
+        f"{leader}, training alone and {constant.words} have the same accuracy ({format_number(means[0], '%')}, or nearly "
+        f"so): accuracy cannot tell these methods apart; let another score decide (metrics=['{score}'], --metrics {score})."
+    ]
+
+
 def warning_sentences(
     content: Mapping[str, Any], histories: Histories, data_warnings: Sequence[str], budget: Budget
 ) -> list[str]:
@@ -95,6 +126,7 @@ def warning_sentences(
         budget: by which methods are compared.
     """
     sentences = [*describe_failed_clients(histories), *(f"{capitalize_first(text)}." for text in data_warnings)]
+    sentences += describe_constant_accuracy(content)
     if content["tuning"] is None:
         sentences.append(
             "The methods were not tuned (tune='none', --tune none): a gain may be that of a learning rate that suits one "

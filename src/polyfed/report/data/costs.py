@@ -82,7 +82,7 @@ def describe_protection(method: MethodRuns, results: Mapping[str, Any]) -> str:
     bound = f" (ε at most {epsilon:g})" if is_number(epsilon) else ""
     folders = [run.folder for run in method.runs if run.folder is not None]
     was_audited = any((folder / AUDIT_FILE).exists() for folder in folders)
-    unmeasured = "not measured (polyfed audit tries to find training examples in them)"
+    unmeasured = "not measured (an audit tries to find training examples in them)"
     secure = "" if all(run.uses_secure_sums for run in method.runs) else "no "
     return (
         f"These runs used {secure}secure sums and {'' if privacy else 'no '}differential privacy in training{bound}; what "

@@ -105,6 +105,10 @@ class RunGroup:
     progress: str = ""
     repeat: str = "seed"
 
+    def name_on_page(self, label: str) -> str:
+        """Returns a method's label, or "training alone"."""
+        return "training alone" if label == self.local_label else label
+
     @property
     def local_method(self) -> MethodRuns | None:
         """Returns the runs of the method with which each client trains on its own data only; None if it was not run."""
@@ -213,8 +217,7 @@ def read_run_groups(folders: Sequence[Path]) -> RunGroups:
     Raises:
         UserError: a folder is neither, or none of its runs has been evaluated yet.
     """
-    groups: list[RunGroup] = []
-    notes: list[str] = []
+    groups, notes = list[RunGroup](), list[str]()
     run_by_folder: dict[Path, RunRecord] = {}
     for folder in folders:
         is_comparison = (folder / comparison.DESCRIPTION).exists()
@@ -226,8 +229,9 @@ def read_run_groups(folders: Sequence[Path]) -> RunGroups:
         if not scored_runs:
             raise UserError(f"{folder} has no evaluated round yet; {advise_continuation(folder)}")
         notes += [sentence for path in scored_runs for sentence in describe_changed_files_of_run(path)]
-        unscored_paths = [path for path in run_by_path if path not in scored_runs]
-        notes += [f"{path} has no evaluated round yet and is left out" for path in unscored_paths]
+        notes += [
+            f"{path} has no evaluated round yet and is left out" for path in run_by_path if path not in scored_runs
+        ]
         if is_comparison:
             notes.append(f"The comparison is not finished; {advise_continuation(folder)}")
             groups.append(_unfinished_comparison_group(folder, list(scored_runs.values()), notes))
@@ -258,9 +262,8 @@ def _comparability_key(run: RunRecord) -> str:
     shared_settings = {key: value for key, value in run.config.items() if key not in _IGNORED_SETTINGS}
     if "data" not in shared_settings and run.folder is not None:  # the clients were made in Python
         shared_settings["fingerprint"] = read_manifest(run.folder).get("data_fingerprint")
-    return json.dumps(
-        [run.score_format.name, sorted(run.score_by_client), shared_settings], sort_keys=True, default=str
-    )
+    question = [run.score_format.name, sorted(run.score_by_client), shared_settings]
+    return json.dumps(question, sort_keys=True, default=str)
 
 
 def _group_runs(runs: Sequence[RunRecord]) -> RunGroup:
@@ -273,10 +276,9 @@ def _group_runs(runs: Sequence[RunRecord]) -> RunGroup:
     groups = [tuple(sorted(group, key=lambda run: run.seed)) for group in runs_by_method.values()]
     method_list = [MethodRuns(_method_label(group, groups), group, {}) for group in groups]
     method_list.sort(key=lambda method: method.runs[0].method == _LOCAL)
-    same_clients = "data" not in runs[0].config  # which are dealt by a draw from the seed
+    is_same = "data" not in runs[0].config  # which are dealt by a draw from the seed
     local_label = next((method.label for method in method_list if method.runs[0].method == _LOCAL), None)
-    title, score_format = _data_title(runs[0].config), runs[0].score_format
-    return RunGroup(title, score_format, same_clients, tuple(method_list), {}, local_label)
+    return RunGroup(_data_title(runs[0].config), runs[0].score_format, is_same, tuple(method_list), {}, local_label)
 
 
 def _method_settings(run: RunRecord) -> dict[str, Any]:
@@ -331,11 +333,10 @@ def _unfinished_comparison_group(folder: Path, runs: Sequence[RunRecord], notes:
         MethodRuns(label, tuple(run for run in label_runs if not seeds or run.seed in seeds), {})
         for label, label_runs in runs_by_label.items()
     ]
-    reference = description.get("reference")
-    methods.sort(key=lambda line: line.label == reference)
+    methods.sort(key=lambda line: line.label == description.get("reference"))
     planned = len(description.get("methods") or runs_by_label) * len(description.get("seeds") or seeds)
     title, same_clients = str(description.get("title", folder.name)), bool(description.get("same_clients"))
-    return RunGroup(title, runs[0].score_format, same_clients, tuple(methods), {}, reference,
+    return RunGroup(title, runs[0].score_format, same_clients, tuple(methods), {}, description.get("reference"),
                     f"{len(finished_runs)} of {planned} runs", repeat)  # fmt: skip
 
 
@@ -344,9 +345,8 @@ def _finished_comparison_group(folder: Path, notes: list[str]) -> RunGroup:
     results = comparison.load_comparison(folder).results
     try:
         score_fields = {name: results.get(f"score_{name}") for name in ("label", "unit")}
-        score_format = score_format_of(
-            results["score"], {**score_fields, "higher_is_better": results.get("higher_is_better")}
-        )
+        score_fields["higher_is_better"] = results.get("higher_is_better")
+        score_format = score_format_of(results["score"], score_fields)
         methods = [
             MethodRuns(label, runs, method["statistics"])
             for label, method in results["methods"].items()

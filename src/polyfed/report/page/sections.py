@@ -84,8 +84,8 @@ def html_methods_table(run_group: RunGroup) -> Markup:
     if several_seeds or compared_ends:
         columns.append(level if is_comparison else f"lowest to highest {run_group.repeat}")
     columns += ["worst site", "10th percentile", "90th percentile"]
-    columns += [f"gain{', points' if unit else ''}", "gain / lose"] if run_group.local_method else []
-    columns += [f"p ({run_group.local_method.label})", "p (best)"] if is_comparison and run_group.local_method else []
+    columns += [f"gain{', points' if unit else ''}", "better / worse"] if run_group.local_method else []
+    columns += ["p (training alone)", "p (best)"] if is_comparison and run_group.local_method else []
     columns += ["MB", "seconds", "rounds"]
     rows, worst = [], 0 if run_group.score_format.higher_is_better else 100
     for method in sorted(run_group.methods, key=run_group.ranking_key, reverse=True):
@@ -93,7 +93,7 @@ def html_methods_table(run_group: RunGroup) -> Markup:
         counted_runs = run_group.runs_of_common_seeds_or_all(method)
         all_scores = [[score for score in run.score_by_client.values() if score is not None] for run in counted_runs]
         finals = [defined_scores for defined_scores in all_scores if defined_scores]
-        row = [method.label, format_number(run_group.mean_score(method), unit)]
+        row = [run_group.name_on_page(method.label), format_number(run_group.mean_score(method), unit)]
         if several_seeds or compared_ends:
             seeds = [mean_of_defined(defined_scores) for defined_scores in finals]
             ends = method.statistics.get("interval") if is_comparison else (min(seeds), max(seeds)) if seeds else None
@@ -140,7 +140,7 @@ def html_methods_table(run_group: RunGroup) -> Markup:
 def _methods_table_caption(run_group: RunGroup, *, is_comparison: bool) -> str:
     caption = "Methods, best mean first; MB are those of all sites, up and down"
     if run_group.local_method:
-        caption += f"; gain over {run_group.local_method.label}"
+        caption += "; gain over training alone"
         caption += "; p, corrected for the number of methods, against it and against the best" if is_comparison else ""
     if set(run_group.common_seeds) < set(run_group.seeds) and not is_comparison:
         caption += (
@@ -165,7 +165,7 @@ def _cost_to_target(run_group: RunGroup) -> tuple[str, list[list[str]]]:
         reached = f"{target_cost['reached']} of {len(method['runs'])}"
         rows.append(
             [
-                label,
+                run_group.name_on_page(label),
                 reached,
                 format_three_significant_digits(rounds),
                 format_three_significant_digits(moved / 2**20),
@@ -191,22 +191,16 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
         for method in methods:
             curve = method.learning_curve_columns
             x, mean, low, high = (curve[column] for column in (axis, "mean", "low", "high"))
-            chart_lines.append(ChartLine(method.label, x, mean, low, high, _line_style(run_group, method)))
+            label_on_page, style = run_group.name_on_page(method.label), _line_style(run_group, method)
+            chart_lines.append(ChartLine(label_on_page, x, mean, low, high, style))
         title = f"{capitalize_first(name)} over sites against {short}"
-        chart = svg_line_chart(
-            chart_lines,
-            key=f"{key}-{axis}",
-            title=title,
-            x_label=label,
-            y_label=name,
-            unit=unit,
-            integer_x=axis == "rounds",
-        )
+        chart = svg_line_chart(chart_lines, key=f"{key}-{axis}", title=title, x_label=label, y_label=name, unit=unit,
+                               integer_x=axis == "rounds")  # fmt: skip
         panels[short] = render_template("line_panel", key=key, axis=axis, title=title, chart=chart)
     script_curves_by_key[key] = {
         "unit": unit,
         "up": run_group.score_format.higher_is_better,
-        "lines": [_curve_for_script(method) for method in methods],
+        "lines": [{**_curve_for_script(method), "label": run_group.name_on_page(method.label)} for method in methods],
     }
     columns = ["method", "round", "MB", "seconds", name]
     columns += [f"lowest to highest {run_group.repeat}"] if len(run_group.seeds) > 1 else []
@@ -218,7 +212,7 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
         caption += " Tables score the folds of a site together, so their values differ." if repeat == "fold" else ""
     if any(not any(method.learning_curve_columns["megabytes"]) for method in methods) and len(methods) > 1:
         caption += " Against MB, a method that sends nothing is a dotted line at its last value."
-    lines = [(method.label, _line_style(run_group, method)) for method in methods]
+    lines = [(run_group.name_on_page(method.label), _line_style(run_group, method)) for method in methods]
     return render_template(
         "learning_curves",
         key=key,
@@ -234,7 +228,7 @@ def _learning_curve_rows(run_group: RunGroup, method: MethodRuns) -> list[list[s
     """Returns the rows of a method's learning curve in the table, at most as many as fit."""
     rows, c, unit = [], method.learning_curve_columns, run_group.score_format.unit
     for k in _evenly_spaced(len(c["rounds"])):
-        row = [method.label, f"{c['rounds'][k]:.0f}"]
+        row = [run_group.name_on_page(method.label), f"{c['rounds'][k]:.0f}"]
         row += [format_three_significant_digits(c[column][k]) for column in ("megabytes", "seconds")]
         row.append(format_number(c["mean"][k], unit))
         if len(run_group.seeds) > 1:
@@ -248,7 +242,7 @@ def html_gains_over_local(run_group: RunGroup, key: str) -> Markup:
     unit, local_method, repeat = run_group.score_format.unit, run_group.local_method, run_group.repeat
     if local_method is None:
         reason = "has no score here" if run_group.comparison_results else "was not run"
-        return html_paragraph(f"Training alone (local) {reason}, so that there is nothing to compare with.")
+        return html_paragraph(f"Training alone {reason}, so that there is nothing to compare with.")
     panels = {}
     for k, method in enumerate(method for method in run_group.methods if method is not local_method):
         gains = run_group.gains_over_local(method)
@@ -262,8 +256,8 @@ def html_gains_over_local(run_group: RunGroup, key: str) -> Markup:
                           x_label=axis_unit, unit=unit, signed=True)  # fmt: skip
         gain_count, loss_count = sum(g.mean > 0 for g in gains), sum(g.mean < 0 for g in gains)
         caption = (
-            f"{method.label} against {local_method.label}: {gain_count} gain, {loss_count} lose, "
-            f"{len(gains) - gain_count - loss_count} stay; {axis_unit}."
+            f"{method.label} against training alone, in these test examples: better at {gain_count}, worse at {loss_count}, "
+            f"the same at {len(gains) - gain_count - loss_count} of {count_with_noun(len(gains), 'site')}; {axis_unit}."
         )
         caption += "" if run_group.score_format.higher_is_better else " A positive gain is better."
         if any(bar.low != bar.high for bar in bars):
@@ -320,7 +314,7 @@ def html_client_scores(run_group: RunGroup) -> Markup:
         f"{'of the methods, ' if references else ''}the {run_group.score_format.highest_or_lowest} of a row is bold",
         columns=[
             "site",
-            *(x.label for x in order),
+            *(run_group.name_on_page(x.label) for x in order),
             *(_reference_label(name, entry, run_group) for name, entry in references.items()),
         ],
         rows=rows,
@@ -383,7 +377,7 @@ def _curve_for_script(method: MethodRuns) -> dict[str, Any]:
         name: [None if math.isnan(v) else float(f"{v:.5g}") for v in values]
         for name, values in method.learning_curve_columns.items()
     }
-    return {"label": method.label, **table, "rounds": [int(v) for v in method.learning_curve_columns["rounds"]]}
+    return {**table, "rounds": [int(v) for v in method.learning_curve_columns["rounds"]]}
 
 
 def _evenly_spaced(size: int, max_count: int = 30) -> list[int]:

@@ -52,7 +52,9 @@ def describe_comparison(run_group: RunGroup) -> str:
         of_all = f"{count_with_noun(examples, 'example')}, {tested} of them for tests" if examples > tested else ""
         sites += f" with {of_all or count_with_noun(tested, 'test example')}"
     rounds = sorted({run.scored_round for method in run_group.methods for run in method.runs})
-    rounds_text = f"after round {rounds[0]}" if len(rounds) == 1 else f"after rounds {rounds[0]} to {rounds[-1]}"
+    rounds_text = f"after round {rounds[0]}"
+    if len(rounds) > 1:
+        rounds_text = f"after rounds {rounds[0]} to {rounds[-1]}, each run after its own"
     seeds = f"one {run_group.repeat}" if len(run_group.seeds) == 1 else f"{len(run_group.seeds)} {run_group.repeat}s"
     if folds := run_group.comparison_results.get("folds"):
         repeats = len(run_group.seeds) // folds
@@ -73,15 +75,12 @@ def result_summary_sentences(run_group: RunGroup) -> list[str]:
     if not scored_methods:
         return [
             *_failure_sentences(run_group),
-            "No method has a mean score: all trainings diverged. Lower the rate (--algorithm.lr).",
+            "No method has a mean score: all trainings diverged. Lower the learning rate.",
         ]
     sentences = [*_failure_sentences(run_group), _best_method_sentence(run_group, scored_methods)]
     if run_group.comparison_results:
         verdicts = run_group.comparison_results.get("verdicts", ())
-        sentences += [
-            end_with_period(hide_small_counts(text).replace("mean over clients: ", "mean over sites: "))
-            for text in verdicts
-        ]
+        sentences += [end_with_period(say_sites(hide_small_counts(text))) for text in verdicts]
     elif local_method is None:
         is_from_python = "data" not in run_group.methods[0].runs[0].config
         cure = "compare with polyfed.compare(clients, ...)" if is_from_python else "add --baselines [local]"
@@ -135,8 +134,9 @@ def _best_method_sentence(run_group: RunGroup, scored_methods: Sequence[MethodRu
 
 
 def describe_methods(methods: Sequence[MethodRuns]) -> list[str]:
-    """Returns for each method of polyfed what it does, in a few words, such as "local: Training on own data only"."""
-    cards = {m.label: card_of_method(REGISTRY.get(m.runs[0].method)) for m in methods}
+    """Returns for each method of polyfed what it does, in a few words, such as "fedprox: FedAvg with a proximal term"."""
+    names = ["training alone" if m.runs[0].method == "local" else m.label for m in methods]
+    cards = {name: card_of_method(REGISTRY.get(m.runs[0].method)) for name, m in zip(names, methods, strict=True)}
     return [f"{label}: {say_sites(card.summary)}" for label, card in cards.items() if card is not None]
 
 
@@ -159,10 +159,10 @@ def omission_and_tuning_notes(run_group: RunGroup) -> list[str]:
     results = run_group.comparison_results
     if not results:
         return describe_methods(run_group.methods)
-    sentences = [capitalize_first(end_with_period(hide_small_counts(text))) for text in results["notes"]]
+    sentences = [capitalize_first(end_with_period(say_sites(hide_small_counts(text)))) for text in results["notes"]]
     if results["best"] is not None:
         sentences.append(
-            f"The best by {results['best_by']} examples is {results['best']}, with which p (best) compares."
+            f"The best by {results['best_by']} examples is {results['best']}, with which “p (best)” compares."
         )
     sentences += [f"Left out: {end_with_period(text)}" for text in results["skipped"].values()]
     if results["tuning"]:
@@ -197,7 +197,8 @@ def _unfinished_sentences(run_group: RunGroup) -> list[str]:
     sentences = [f"The data: {end_with_period(text)}" for text in dict.fromkeys(about_data)]
     for method in run_group.methods:
         for run in method.runs:
-            seed = f", seed {run.seed}" if len(run_group.seeds) > 1 else ""
+            number = run.seed + (run_group.repeat == "fold")  # folds count from 1 on the page
+            seed = f", {run_group.repeat} {number}" if len(run_group.seeds) > 1 else ""
             if run.rounds_done < run.planned_rounds and not run_group.comparison_results:
                 hint = f": {call_to_resume(run.folder)}" if run.folder else ""
                 sentences.append(

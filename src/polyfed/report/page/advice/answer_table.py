@@ -64,8 +64,9 @@ def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: 
         columns.append(name_of_rarest)
     rows = []
     for answer in answers:
+        has_gain = answer.gain is not None and not answer.is_unanswerable
         cells = [
-            "–" if answer.gain is None else form.format_signed(answer.gain).removesuffix(" points"),
+            form.format_signed(answer.gain or 0.0).removesuffix(" points") if has_gain else "–",
             _format_interval(answer.interval, form),
             *([short_name_of_rival(answer.compared_with, run_group)] if len(rivals) > 1 else []),
             "–" if answer.test_examples is None else format_count_of_rows(answer.test_examples),
@@ -79,15 +80,31 @@ def html_answer_table(answers: Sequence[SiteAnswer], run_group: RunGroup, axis: 
                 "cells": cells,
             }
         )
-    parts = [*(["the best alone"] if is_over_best else []), *(rivals - {"–"} if len(rivals) == 1 else ())]
-    over = f" over {', '.join(parts)}" if parts else ""
+    rival = next(iter(rivals - {"–"}), "") if len(rivals) == 1 else ""
+    over = f" over {rival}" if rival else ""
+    if is_over_best:
+        over = f" over the best alone{f' ({rival})' if rival else ''}"
     return render_template(
         "answer_table",
         rows=rows,
         columns=columns,
+        why_wide=_explain_width(answers),
         axis=_svg_axis(axis, form.unit),
         axis_label=f"gain{over}, {'points of ' if form.unit == '%' else ''}{form.label}",
     )
+
+
+def _explain_width(answers: Sequence[SiteAnswer]) -> str:
+    """Says why intervals can be wide without a difference, or of many test examples; empty without such a row."""
+    parts = []
+    if any(answer.gain == 0 and answer.interval is not None for answer in answers):
+        parts.append(
+            "A gain of 0 says that both sides did equally well on these test examples; its interval says how far they can "
+            "differ on new ones, so it is wide where examples are few."
+        )
+    if any(answer.is_unanswerable and answer.interval is not None and answer.rarest is not None for answer in answers):
+        parts.append("What counts for the width are the examples of the rarer class, or the events, not all examples.")
+    return " ".join(parts)
 
 
 def html_pooled_gains(run_group: RunGroup, level: float) -> Markup:
@@ -126,12 +143,12 @@ def _format_interval(ends: Sequence[float] | None, form: ScoreFormat) -> str:
 
 def _svg_interval(answer: SiteAnswer, axis: GainAxis) -> Markup:
     """Draws the gain of one site with its interval, and the line at 0; the row's sentence says the same."""
-    parts = [_svg_text_line("axis", axis.x(0), -5, f"V{_HEIGHT + 5}")]
+    parts = [_svg_text_line("axis", axis.x(0), 0, f"V{_HEIGHT}")]
     middle = _HEIGHT / 2
     if answer.interval is not None and all(map(math.isfinite, answer.interval)):
         low, high = map(axis.x, answer.interval)
         parts.append(_svg_text_line("line", low, middle, f"H{high:.1f}"))
-    if answer.gain is not None and math.isfinite(answer.gain):
+    if answer.gain is not None and math.isfinite(answer.gain) and not answer.is_unanswerable:
         x = axis.x(answer.gain)
         # A shape of its own for each answer, for those who do not see the colours.
         if answer.kind == "stay":
@@ -144,7 +161,7 @@ def _svg_interval(answer: SiteAnswer, axis: GainAxis) -> Markup:
 
 def _svg_axis(axis: GainAxis, unit: NumberUnit) -> Markup:
     """Draws the labels of the axis: 0, and a value on each side of it where there is room."""
-    ticks = [t for t in choose_axis_ticks(axis.low, axis.high, max_ticks=3) if axis.low <= t <= axis.high]
+    ticks = [t for t in choose_axis_ticks(axis.low, axis.high, max_ticks=5) if axis.low <= t <= axis.high]
     labels = [svg_text(axis.x(tick), 12, format_axis_tick(tick, unit, signed=True), "middle") for tick in ticks]
     return _svg_image("".join(labels), 16, "iv")
 

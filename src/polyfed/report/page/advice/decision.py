@@ -35,6 +35,7 @@ from polyfed.report.page.elements import html_figure, render_template
 from polyfed.report.page.sentences import describe_methods, explain_choice
 
 _COUNTED: Mapping[AnswerKind, str] = {"join": "should join", "stay": "should stay alone", "undecided": "not decided"}
+_CONSTANT_AUC = 0.5  # of a model that gives every example the same probabilities
 _LISTED = 30  # sites up to which one table has all; more are grouped by their answer
 
 
@@ -63,6 +64,9 @@ def html_advice_section(run_group: RunGroup, key: str, data_warnings: Sequence[s
             mean_text += (
                 " This is over what does best alone on average over sites; a site's answer is over the best there."
             )
+        if len(run_group.clients) > 1:
+            mean_text += " In the mean each site counts the same, however many examples it has."
+    answers.sort(key=lambda a: (a.kind == "undecided", math.inf if a.gain is None else -a.gain, a.client or ""))
     is_long, axis = len(answers) > _LISTED, gain_axis(answers)
     # Older results have no omissions among their warnings.
     warnings = [*data_warnings, *(results.get("warnings") or ()), *describe_omissions(results)]
@@ -86,7 +90,7 @@ def html_advice_section(run_group: RunGroup, key: str, data_warnings: Sequence[s
 
 def keep_advice_for_reader(text: str, run_group: RunGroup) -> str:
     """Returns advice for whoever made the comparison, in Python or by a command; with both where that is not known."""
-    origin, text = read_provenance(run_group), hide_small_counts(text)
+    origin, text = read_provenance(run_group), say_sites(hide_small_counts(text))
     if origin.configuration:
         return keep_advice_for_terminal(text)
     return keep_advice_for_python(text) if origin.folder_name else text
@@ -129,7 +133,7 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
         entry = {"mean": run_group.mean_score(method), "interval": statistics.get("interval")}
         if not is_local:
             entry |= {"gain": gain, "gain_interval": statistics.get("gain_interval")}
-        label = f"training alone ({method.label})" if is_local else method.label
+        label = run_group.name_on_page(method.label)
         ranked.append((run_group.ranking_key(method), [label, *_score_cells(entry, scores, run_group)]))
     references, notes, pooled = run_group.comparison_results.get("references") or {}, [], {}
     for name, reference in references.items():
@@ -137,6 +141,8 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
             pooled[name] = reference
             continue
         scores = [float(value) for value in (reference.get("scores") or {}).values() if value is not None]
+        if set(scores) == {_CONSTANT_AUC} and score_format.name == "auc":  # of any data, so without an interval
+            reference = {**reference, "interval": None}
         label, mean_score = name_of_rival(name, run_group), reference.get("mean")
         rank = -math.inf if mean_score is None else score_format.positive_if_better(float(mean_score))
         ranked.append((rank, [label, *_score_cells(reference, scores, run_group)]))
@@ -175,21 +181,25 @@ def _describe_pooled_models(references: Mapping[str, Mapping[str, Any]], run_gro
         mean_score, _, _, _, worst = _score_cells(reference, scores, run_group)
         is_network = name == "pooled"
         rival = "one network" if is_network else short_name_of_rival(name.removeprefix("pooled_"), run_group)
-        parts.append(f"{rival} reaches a {score_format.mean_label} of {mean_score} (worst site {worst})")
+        worst_text = "" if len(run_group.seeds) > 1 else f" (worst site {worst})"
+        parts.append(f"{rival} reaches a {score_format.mean_label} of {mean_score}{worst_text}")
     if not parts:
         return ""
     text = f"For reference, all data in one place, which no site has: {join_with_and(parts)}."
     if len(run_group.seeds) > 1:
+        text = text.replace(
+            "which no site has:", f"which no site has, in the first {run_group.repeat} only, to save time:"
+        )
         same_run = [
-            f"{method.label} {format_number(mean_score, score_format.unit)}"
+            f"{run_group.name_on_page(method.label)} {format_number(mean_score, score_format.unit)}"
             for method in dict.fromkeys((run_group.best_method_besides_local, run_group.local_method))
             if method is not None
             for run, mean_score in zip(method.runs, method.mean_score_by_run, strict=True)
             if run.seed == run_group.comparison_results["seeds"][0]
         ]
         text += (
-            f" To save time that is done for the first {run_group.repeat} only; so compare it with the scores there "
-            f"({join_with_and(same_run)}) and not with the table."
+            f" In the same {run_group.repeat}: {join_with_and(same_run)}. These have fewer test examples than the table, so "
+            "do not compare them with it."
         )
     why = " The network is scored after its last round, not its best, so it can do worse than training alone."
     return f"{text}{why if 'pooled' in references else ''}"

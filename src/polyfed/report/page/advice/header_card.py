@@ -30,7 +30,6 @@ from polyfed.report.data.costs import MethodCost, cost_of_method, describe_prote
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.page.advice.answer_table import name_of_rival
-from polyfed.report.page.advice.decision import keep_advice_for_reader
 from polyfed.report.page.elements import render_template
 from polyfed.report.page.sentences import describe_methods, explain_choice
 
@@ -48,9 +47,8 @@ _TRAINING_TOO_SHORT: Mapping[str, str] = {
 _MANY_TIMES = 100  # as many examples, beyond which nobody collects them
 _LONGEST_UNIT = 12  # characters of a unit that stand beside the number, in its size
 _MOST_GAINS = 5  # methods whose gains the card has
-_AT_BEST_ROUND = (
-    "Each method is scored after the round that did best on validation examples (those of each site that are set aside for "
-    "such choices)."
+_CHOSEN_BY_TEST = (
+    " Which method the answers are about was chosen by the test examples; the intervals allow for that choice."
 )
 
 
@@ -112,6 +110,12 @@ def _meaning_of_undecided(
                 "undecided": f"Training ended too early for an answer: {reason}. Train on, as the box below says, before "
                 "you collect more examples. Staying alone sends and discloses nothing."
             }
+    is_named = bool(of_mean) and "mostly because of this" in of_mean[0].sentence
+    if of_mean and (widest := find_site_that_widens_mean(answers, least_share=0 if is_named else 0.5)):
+        return {
+            "undecided": f"{_MEANINGS['undecided']} It is mostly {widest} that makes the mean's interval wide: each site "
+            "counts the same there. More test examples at this site, or a comparison without it, would tell more."
+        }
     factors = [
         (factor_of_examples_to_decide(answer.gain, answer.interval), answer.client or "")
         for answer in of_mean or undecided
@@ -123,8 +127,26 @@ def _meaning_of_undecided(
         times = f"about {factor:.2g} times" if factor < _MANY_TIMES else f"more than {_MANY_TIMES} times"
         whose = f"the difference at {site}" if site else "the mean difference"
         more = f"To decide {whose}, if it is as small as estimated, takes {times} as many examples. "
-    plan = "Before it trains, a comparison can say how small a gain it can decide (plan_only=True, --plan)."
-    return {"undecided": f"{_MEANINGS['undecided']} {more}{keep_advice_for_reader(plan, run_group)}"}
+    plan = "Before it trains, a comparison can say how small a gain it can decide."
+    return {"undecided": f"{_MEANINGS['undecided']} {more}{plan}"}
+
+
+def find_site_that_widens_mean(answers: Sequence[SiteAnswer], least_share: float = 0.5) -> str:
+    """Returns the site with the widest interval if without it the mean's variance would fall by a share; else "".
+
+    >>> north, south = (SiteAnswer(name, "undecided", interval=(-0.05, 0.05)) for name in ("north", "south"))
+    >>> find_site_that_widens_mean([north, south, SiteAnswer("tiny", "undecided", interval=(-0.4, 0.2))])
+    'tiny'
+    >>> find_site_that_widens_mean([north, south])
+    ''
+    """
+    squares = {a.client or "": (a.interval[1] - a.interval[0]) ** 2 for a in answers if a.interval is not None}
+    number, total = len(squares), sum(squares.values())
+    if number < 2 or not total:
+        return ""
+    widest = max(squares, key=squares.__getitem__)
+    rest = (total - squares[widest]) / (number - 1) ** 2
+    return widest if not least_share or rest < (1 - least_share) * total / number**2 else ""
 
 
 def _gains_over_local(run_group: RunGroup, method: MethodRuns) -> str:
@@ -149,7 +171,7 @@ def _gains_over_local(run_group: RunGroup, method: MethodRuns) -> str:
 
 def _describe_method(method: MethodRuns) -> str:
     """Says in a few words what the card's method does, and what FedAvg is where these words name it."""
-    text = next(iter(describe_methods([method])), "")
+    text = next((f"The method {words}" for words in describe_methods([method])), "")
     return f"{text} (FedAvg: one network for all, the average of what the sites train)" if "FedAvg" in text else text
 
 
@@ -285,8 +307,19 @@ def _protection_sentence(run_group: RunGroup, method: MethodRuns) -> str:
 def why_this_round(run_group: RunGroup, method: MethodRuns, cost: MethodCost) -> str:
     """Returns a sentence that says after which round the scores are; the notes below the details say it in full."""
     if budget := (run_group.comparison_results.get("budget") or {}).get("sentence"):
-        is_best = budget.startswith("each method at its best round")
-        return _AT_BEST_ROUND if is_best else f"Scores: {end_with_period(say_sites(budget))}"
+        text = f"Scores: {end_with_period(say_sites(budget))}"
+        if budget.startswith("each method at its best round"):
+            text = f"Each method is scored after the round that did best on {_describe_validation(run_group)}."
+        is_by_test = run_group.comparison_results.get("best_by") == "test" and len(run_group.methods) > 2
+        return f"{text}{_CHOSEN_BY_TEST if is_by_test else ''}"
     low, high = cost.scored_rounds
     after = f"after round {low}" if low == high else f"after rounds {low} to {high}, one for each {run_group.repeat},"
     return f"Scores of {method.label} are those {after} of {cost.planned_rounds}, the last that was evaluated."
+
+
+def _describe_validation(run_group: RunGroup) -> str:
+    """Says on which examples rounds were chosen: sites' validation examples, or those that the search held out."""
+    sites = [site for by_site in (run_group.comparison_results.get("data") or {}).values() for site in by_site.values()]
+    if run_group.comparison_results.get("tuning") and any(site.get("val") == 0 for site in sites):
+        return "a fifth of a site's training examples that the search held out, where a site has no validation examples"
+    return "validation examples (those of each site that are set aside for such choices)"

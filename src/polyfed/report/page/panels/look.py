@@ -24,10 +24,10 @@ from polyfed.data.look.findings import (
 from polyfed.data.look.look import Look
 from polyfed.data.look.site_columns import LookColumn
 from polyfed.data.look.summaries import NumberSummary, SiteDataStatistics
-from polyfed.data.look.text_format import format_short
 from polyfed.report.data.small_counts import format_count_of_rows, hide_small_counts
 from polyfed.report.page.charts.svg_charts import (
     CHART_WIDTH,
+    choose_axis_ticks,
     estimate_text_width,
     format_axis_tick,
     svg_element_with_title,
@@ -111,7 +111,7 @@ def html_look(look: Look, key: str, *, remarks: Sequence[str] = (), show_splits:
     ]
     rest = []
     if hidden := len(look.columns) - len(listed_columns):
-        rest.append(f"{count_with_noun(hidden, 'more column')} without marks: polyfed look --json has all.")
+        rest.append(f"{count_with_noun(hidden, 'more column')} without marks are not drawn.")
     if hidden := len(look.sites) - len(sites):
         rest.append(f"The figures leave out {count_with_noun(hidden, 'site')}; the tables below them have all.")
     return Markup("{}{}{}{}").format(
@@ -147,7 +147,7 @@ def _number_cells(summary: NumberSummary) -> list[str]:
     statistics = summary.statistics
     if summary.is_hidden or statistics.count == 0:
         return [describe_count(statistics.count), *["–"] * 7]
-    low, middle, high = ["–"] * 3 if summary.percentiles is None else [f"{value:.4g}" for value in summary.percentiles]
+    low, middle, high = ["–"] * 3 if summary.percentiles is None else map(_format_value, summary.percentiles)
     if 0.05 * statistics.count < MIN_COUNT:  # so few values lie outside that the ends would nearly be theirs
         low = high = "–"
     missing = f"<{MIN_COUNT}" if summary.missing is None else format_count_of_rows(summary.missing)
@@ -156,13 +156,22 @@ def _number_cells(summary: NumberSummary) -> list[str]:
     return [
         f"≥{statistics.count - statistics.count % MIN_COUNT:.0f}" if misses_few else describe_count(statistics.count),
         missing,
-        f"{statistics.mean:.4g}",
-        format_short(statistics.sd),
+        _format_value(statistics.mean),
+        _format_value(statistics.sd),
         describe_count(zeros) if zeros < 0 else format_count_of_rows(zeros),
         low,
         middle,
         high,
     ]
+
+
+def _format_value(value: float) -> str:
+    """Formats a statistic with four significant digits, without an exponent up to a million.
+
+    >>> _format_value(-1.923), _format_value(12345.6)
+    ('−1.923', '12346')
+    """
+    return (f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}").replace("-", "−")
 
 
 def svg_site_histograms(
@@ -197,12 +206,12 @@ def svg_site_histograms(
     bottom = 6 + len(sites) * _ROW
     if column.values is None:
         inside = CHART_WIDTH - left - 8 - 2 * width
-        signs = {low: "<" if any(bars[0] for bars in counts.values()) else "",
-                 high: ">" if any(bars[-1] for bars in counts.values()) else ""}  # fmt: skip
+        # The outer cells hold what lies outside the axis.
+        for x, sign, cell in ((left + width / 2, "<", 0), (CHART_WIDTH - 8 - width / 2, ">", -1)):
+            parts += [svg_text(x, bottom + 12, sign, "middle")] if any(bars[cell] for bars in counts.values()) else []
         parts += [
             svg_text(
-                left + width + (value - low) / (high - low) * inside, bottom + 12,
-                signs.get(value, "") + format_axis_tick(value, ""), "middle",
+                left + width + (value - low) / (high - low) * inside, bottom + 12, format_axis_tick(value, ""), "middle"
             )
             for value in _labeled_values(low, high, size - 2)
         ]  # fmt: skip
@@ -214,8 +223,9 @@ def svg_site_histograms(
             for cell, value in enumerate(column.values[:size])
             if cell % step == 0
         ]
+    parts.append(svg_text((left + CHART_WIDTH) / 2, bottom + 27, shorten_name(column.name, 40), "middle"))
     description = f"Histograms of {len(sites)} sites; the outer cells hold what lies outside the axis."
-    return svg_element_with_title(key, f"Values of {column.name} at each site", description, bottom + 20, parts)
+    return svg_element_with_title(key, f"Values of {column.name} at each site", description, bottom + 34, parts)
 
 
 def _drop_empty_ends(
@@ -237,14 +247,14 @@ def _drop_empty_ends(
 
 
 def _labeled_values(low: float, high: float, cells: int) -> list[float]:
-    """Returns the values that an axis names: its ends and its middle, or the numbers inside cells of one whole number.
+    """Returns the values that an axis names: round ones, or the numbers inside cells of one whole number.
 
     >>> _labeled_values(-0.5, 1.5, 2), _labeled_values(20.0, 80.0, 20)
-    ([0.0, 1.0], [20.0, 50.0, 80.0])
+    ([0.0, 1.0], [20.0, 40.0, 60.0, 80.0])
     """
     if math.isclose(high - low, cells) and (low - 0.5).is_integer():
         return [low + 0.5 + cell for cell in sorted({0, cells // 2, cells - 1})]
-    return [low, (low + high) / 2, high]
+    return [value for value in choose_axis_ticks(low, high, max_ticks=4) if low <= value <= high]
 
 
 def _bar_heights(site: SiteDataStatistics, column: LookColumn) -> Sequence[float]:

@@ -67,8 +67,9 @@ def performance_numbers_for_script(predictions: GroupPredictions, level: float) 
             [_mean_confusion_matrix(predictions, m, clients) for m in predictions.methods] for _, clients in sites
         ]
     local_position = predictions.methods.index(predictions.local_label) if predictions.local_label else -1
+    names = ["training alone" if method == predictions.local_label else method for method in predictions.methods]
     return {
-        "sites": [name for name, _ in sites], "methods": list(predictions.methods), "reference": local_position,
+        "sites": [name for name, _ in sites], "methods": names, "reference": local_position,
         "classes": [question.name for question in questions], "names": list(predictions.class_names), "cells": cells,
         "matrices": matrices, "level": level, "z": round(z_of_confidence_level(level), 6), "seeds": len(predictions.seeds),
         "others": predictions.class_names[0] if predictions.is_binary else "",
@@ -222,8 +223,8 @@ def _limit_notes(predictions: GroupPredictions, page_data: dict[str, Any]) -> li
     elif 1 < len(predictions.clients) >= len(page_data["sites"]):
         number = len(page_data["sites"]) - 1
         notes.append(
-            f"The menu has {number} of {len(predictions.clients)} sites: those with the most test examples, and with at "
-            f"least {MIN_COUNT} of each class, since smaller counts would tell single rows."
+            f"The menu has {number} of {len(predictions.clients)} tested sites: those with the most test examples, and with "
+            f"at least {MIN_COUNT} of each class, since smaller counts would tell single rows."
         )
     if len(predictions.binary_questions) > len(page_data["classes"]):
         notes.append(
