@@ -83,6 +83,7 @@ def test_the_page_about_tables_shows_what_its_code_prints(capsys, monkeypatch, t
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:columns that had one value")  # goes to stderr, which the page does not show
+@pytest.mark.filterwarnings("ignore:chol is 0 at")
 def test_the_page_about_configuration_shows_what_its_command_prints(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     ((block, shown),) = outputs_of("configuration.md")

@@ -129,7 +129,7 @@ OUT_OF_RANGE = {
     "run --algorithm local --algorithm.buffers average": "Local: buffers must be 'local'",
     "run --data.clients 0": "clients must be at least 1, got 0",
     "run --data.clients 5000": "5000 clients cannot share 1797 examples; use at most 1797",
-    "run --data.clients 1700 --data.partition iid": "and 1593 more have at most 1 example each, too few to test on; use fewer clients",
+    "run --data.clients 1700 --data.partition iid": "1593 more have at most 1 example each, too few to test on; use fewer",
     "run --data.examples_per_client 5000": "examples_per_client=5000 takes 7143 examples",
     "run --data.test_fraction 0": "clients without test examples cannot be evaluated",
     "run --data.test_fraction 1": "test_fraction must be at least 0 and below 1, got 1.0",

@@ -71,6 +71,29 @@ def test_a_comparison_shows_answers_a_table_its_files_and_what_to_do(folders, ca
         assert part in text
 
 
+def test_a_run_that_predicts_one_class_alone_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{37 * k % 63}.5,{int(k % 20 < 2)},{'north' if k < 100 else 'south'}" for k in range(200)]
+    (tmp_path / "t.csv").write_text("\n".join(["age,ill,site", *rows]))
+    words = [
+        "--data.target",
+        "ill",
+        "--data.site",
+        "site",
+        "--rounds",
+        "2",
+        "--algorithm.lr",
+        "0.1",
+        "--out",
+        "r",
+        "-q",
+    ]
+    assert main(["run", "t.csv", *words]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "fedavg scores as if it always predicted the most frequent class at north, south." in text
+    assert "Accuracy says little where most test examples are of one class (90 % at north): --metrics auc" in text
+
+
 def test_show_ends_with_what_run_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["--data.clients", "3", "--data.unseen", "1", "--data.examples-per-client", "20", "--baselines", "[local]"]

@@ -265,4 +265,7 @@ def _describe_for_tables(experiment_data: Participants) -> dict[str, Any]:
                 i: sum(n > 0 for n in numbers) if one_class else int(numbers[-1]) for i, numbers in counts.items()
             },
         }
+        if one_class:
+            tests = {client.id: client.test.labels.flatten().cpu() for client in experiment_data.clients}
+            facts["counted"]["most_frequent"] = {i: int(y.bincount().max()) / len(y) for i, y in tests.items()}
     return facts

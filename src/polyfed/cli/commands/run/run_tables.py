@@ -14,12 +14,13 @@ from polyfed.cli.commands.compare.answer_lines import print_next_commands
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import UserError
 from polyfed.core.io.text.number_format import count_with_noun, format_bytes
-from polyfed.core.io.text.site_words import client_heading
+from polyfed.core.io.text.site_words import client_heading, name_sites
 from polyfed.simulation.results.across_sites.cross_site_scores import read_cross_site
 from polyfed.simulation.storage.directory import BASELINES
 from polyfed.simulation.storage.run_files import RunFiles
 
 _FEW_TEST_EXAMPLES = 10
+_FREQUENT = 0.8  # share of a class from which on its accuracy says little
 _ONE_SEED = "One seed: differences of a few points can be chance."
 ScoreTable = Mapping[str, Mapping[str, Any]]  # client's id, or "mean" -> row of `RunFiles.table`
 
@@ -97,6 +98,8 @@ def print_end_of_run(folder: Path, console: Console) -> None:
     if num_few := sum(count < _FEW_TEST_EXAMPLES for count in test_counts.values()):
         places = f"{count_with_noun(num_few, word)} with fewer than {_FEW_TEST_EXAMPLES} test examples"
         print_line(console, f"* {places}: such a score says little, and counts in the mean as any other")
+    for sentence in _describe_frequent_classes(tables, score, counted):
+        print_line(console, sentence)
     if baseline_names:
         print_line(console, f"gain: of {main} over {baseline_names[0]}. {_ONE_SEED}")
     _print_traffic(runs, console)
@@ -146,13 +149,46 @@ def _table_by_client(
             count = test_counts.get(client)
             cells.append("" if count is None else f"{count} *" if count < _FEW_TEST_EXAMPLES else f"{count}  ")
         if counts:
-            cells.append(f"{fmean(counts.values()):.1f}" if is_mean else str(counts.get(client, "–")))
+            cells.append("" if is_mean else str(counts.get(client, "–")))
         scores = [tables[name].get(client, {}).get(score.name) for name in methods]
         cells += [_format_score(value, score) for value in scores]
         if len(methods) > 1:
             cells.append(_format_gain(scores[-1], scores[0], score))
         table.add_row(client, *cells)
     return table
+
+
+def _describe_frequent_classes(
+    tables: Mapping[str, ScoreTable], score: DecidingScore, counted: Mapping[str, Any]
+) -> list[str]:
+    """Returns sentences on methods whose accuracy is that of always predicting the most frequent class.
+
+    >>> table, counted = {"north": {"accuracy": 0.9}}, {"clients": {"north": 2}, "most_frequent": {"north": 0.9}}
+    >>> for sentence in _describe_frequent_classes({"fedavg": table}, DecidingScore("accuracy", "accuracy"), counted):
+    ...     print(sentence)
+    fedavg scores as if it always predicted the most frequent class at north.
+    Accuracy says little where most test examples are of one class (90 % at north): --metrics auc
+    """
+    shares = {client: share for client, share in (counted.get("most_frequent") or {}).items() if share < 1}
+    if score.name != "accuracy" or not shares:
+        return []
+    sentences = []
+    for method, rows in tables.items():
+        values = {client: rows.get(client, {}).get("accuracy") for client in shares}
+        if sites := [
+            client for client, value in values.items() if value is not None and abs(value - shares[client]) < 1e-6
+        ]:
+            sentences.append(
+                f"{method} scores as if it always predicted the most frequent class at {name_sites(sites, 5)}."
+            )
+    client, share = max(shares.items(), key=lambda item: item[1])
+    if share >= _FREQUENT:
+        metric = "auc" if max(counted["clients"].values()) <= 2 else "balanced_accuracy"
+        place = f"{100 * share:.0f} % at {name_sites([client])}"
+        sentences.append(
+            f"Accuracy says little where most test examples are of one class ({place}): --metrics {metric}"
+        )
+    return sentences
 
 
 def _count_few_test_examples(run: RunFiles, names: Sequence[str]) -> dict[str, int]:
