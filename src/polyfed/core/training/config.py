@@ -25,7 +25,7 @@ from polyfed.core.training.precision import Precision
 from polyfed.core.training.privacy.options import Privacy
 
 Schedule = Literal["constant", "cosine", "exponential"]
-_MIN_FLOAT32 = torch.finfo(torch.float32).tiny  # below it all weights may become 0
+_MIN_FLOAT32 = 1.2e-38  # below it all weights may become 0
 
 
 @dataclass(frozen=True, kw_only=True)
