@@ -117,7 +117,8 @@ def test_the_card_has_what_one_must_know(table):
     folder = export_model(table / "run", "south", table / "carded", format="weights")
     told = (folder / "README.md").read_text()
     for word in ("McMahan", "| training | 2 |", "| test | 2 |", "2 rounds", "weights: a network's weights after training",
-                 "age, sex, lab, code", "In this order: no, yes", "| accuracy |", "## Limits of use"):  # fmt: skip
+                 "age, sex, lab, code", "In this order: no, yes", "| accuracy |",
+                 "| accuracy of always predicting the most frequent class |", "## Limits of use"):  # fmt: skip
         assert word in told, word
     signature = json.loads((folder / "signature.json").read_text())
     assert signature["inputs"] == [{"name": "rows", "shape": [4], "dtype": "float64", "normalise": None}]

@@ -315,4 +315,8 @@ def _test_scores(predictions: Predictions | None, metrics: tuple[Metric, ...]) -
             scores.append(ClientScore(metric.label, estimate[0], (low, high)))
         elif torch.isfinite(torch.tensor(value := metric(predictions.outputs, predictions.targets))):
             scores.append(ClientScore(metric.label, value, None))
+        targets = predictions.targets
+        if metric.name == "accuracy" and targets.dim() == 1 and not targets.is_floating_point():
+            share = int(targets.bincount().max()) / len(targets)
+            scores.append(ClientScore(f"{metric.label} of always predicting the most frequent class", share, None))
     return tuple(scores)
