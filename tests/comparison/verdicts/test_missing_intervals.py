@@ -1,5 +1,6 @@
 """What is said where a client has no interval, and what the mean then counts."""
 
+from polyfed.comparison.verdicts.verdict_sentences import describe_limits_of_results
 from polyfed.report.data.answers import parse_site_answers
 from tests.comparison.verdicts.test_verdict_sentences import answers_of, made, rights, three_sites
 
@@ -41,3 +42,11 @@ def test_sites_whose_names_are_numbers_are_called_sites_in_sentences():
     ]
     content = {"answers": [{"client": "1", "answer": "join", "sentence": sentences[1]}]}
     assert parse_site_answers(content)[0].sentence_without_site_and_advice().startswith("with fed: ")
+
+
+def test_a_missing_score_names_the_fold_as_progress_and_page_do():
+    content = {**made(three_sites()), "folds": 5}
+    (sentence, *_) = describe_limits_of_results(content, {("fed", "1"): ["north"]}, ())
+    assert sentence.startswith("fed has no score for north in fold 2, ")
+    (sentence, *_) = describe_limits_of_results(content | {"folds": None}, {("fed", "1"): ["north"]}, ())
+    assert sentence.startswith("fed has no score for north with seed 1, ")
