@@ -25,11 +25,12 @@ from polyfed.testing import small_clients
 QUICK = {
     "rounds": 2, "seeds": [0, 1], "budget": "steps", "tune": "none", "references": False, "parallel": 1, "quiet": True,
 }  # fmt: skip
+TIMED = "seconds", "path", "computed_from"  # of results; the last is a hash of files with times
 
 
 def without_seconds(value, at=""):
     if isinstance(value, dict):
-        return {key: without_seconds(item, key) for key, item in value.items() if key not in ("seconds", "path")}
+        return {key: without_seconds(item, key) for key, item in value.items() if key not in TIMED}
     if isinstance(value, list) and at == "curve":
         return [point[:3] for point in value]
     return [without_seconds(item) for item in value] if isinstance(value, list) else value

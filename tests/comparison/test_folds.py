@@ -50,7 +50,7 @@ def sites_that_learn_together():
 
 def without_times(value):
     if isinstance(value, dict):
-        return {k: without_times(v) for k, v in value.items() if k not in ("seconds", "path", "curve")}
+        return {k: without_times(v) for k, v in value.items() if k not in ("seconds", "path", "curve", "computed_from")}
     return [without_times(v) for v in value] if isinstance(value, list) else value
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, final
 from polyfed.comparison.storage.comparison_files import write_results_from_memory
 from polyfed.comparison.verdicts.answer import Answer, find_answer, list_answers
 from polyfed.comparison.verdicts.answer_lines import build_answer_lines
+from polyfed.comparison.verdicts.omissions import describe_omissions
 from polyfed.comparison.verdicts.summary import comparison_html, plot_comparison
-from polyfed.comparison.verdicts.warning_sentences import describe_omissions
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.text.advice import keep_advice_for_python
 from polyfed.core.io.text.number_format import count_with_noun

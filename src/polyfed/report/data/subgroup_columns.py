@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.atomic_files import open_file
 from polyfed.core.io.values.validation import DAMAGED_FILE_ERRORS, parse_json
 
 
@@ -28,7 +29,9 @@ def check_columns_of_predictions(folders: Sequence[Path], subgroups: Sequence[st
         headers = []
         for path in folder.glob("**/predictions/*.parquet"):
             try:
-                headers.append(parse_json((pyarrow.parquet.read_schema(path).metadata or {}).get(b"polyfed", b"{}")))
+                with open_file(path) as file:
+                    metadata = pyarrow.parquet.read_schema(file).metadata or {}
+                headers.append(parse_json(metadata.get(b"polyfed", b"{}")))
             except (OSError, *DAMAGED_FILE_ERRORS):
                 return
         for column in subgroups if headers else ():

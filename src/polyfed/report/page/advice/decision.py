@@ -6,7 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from polyfed.comparison.verdicts.warning_sentences import describe_omissions
+from polyfed.comparison.verdicts.omissions import describe_omissions
 from polyfed.core.io.text.advice import keep_advice_for_python, keep_advice_for_terminal
 from polyfed.core.io.text.number_format import (
     NumberUnit,
