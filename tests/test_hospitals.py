@@ -52,5 +52,5 @@ def test_networks_are_as_good_as_logistic_regression(clients):
 
 
 def test_they_can_be_split_again(clients):
-    for dealt in resplit_clients(clients, splits=2):
-        assert [len(c.test) for c in dealt] == [len(c.test) for c in clients]
+    for divided in resplit_clients(clients, splits=2):
+        assert [len(c.test) for c in divided] == [len(c.test) for c in clients]

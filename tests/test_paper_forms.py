@@ -102,10 +102,10 @@ def test_the_pool_is_of_the_clients_training_images_equally_many_of_each(forms):
 def test_networks_are_drawn_and_not_dealt_in_turn(forms):
     before = participants(clients(8))
     draws = [[c.model for c in forms.draw_networks(before, seed).clients] for seed in range(4)]
-    dealt = [c.model for c in before.clients]
-    assert dealt not in draws
+    divided = [c.model for c in before.clients]
+    assert divided not in draws
     assert len(set(map(tuple, draws))) == 4
-    assert {net for draw in draws for net in draw} == set(dealt)
+    assert {net for draw in draws for net in draw} == set(divided)
 
 
 def test_half_of_the_test_images_are_those_of_clients_with_half_of_the_training_images(forms):

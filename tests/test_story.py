@@ -95,7 +95,7 @@ def test_what_was_shown_is_consistent_with_its_numbers(recorded):
 def test_readmes_example_is_decided_however_the_images_are_dealt():
     """With other images at each site and other seeds: benchmarks/readme_example.py."""
     found = json.loads((ROOT / "benchmarks" / "results" / "readme_example.json").read_text(encoding="utf-8"))
-    assert {dealing["answer"] for dealing in found.values()} == {"join"}
+    assert {dividing["answer"] for dividing in found.values()} == {"join"}
 
 
 def test_the_row_of_readme_about_the_four_hospitals_has_the_numbers_of_the_run(story, recorded):

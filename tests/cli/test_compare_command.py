@@ -1,4 +1,4 @@
-"""`polyfed compare`: tables on standard output, one sentence for what can be mended, and going on in a directory."""
+"""`polyfed compare`: tables on standard output, one sentence for what can be fixed, and going on in a directory."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_a_comparison_from_a_recipe(polyfed):
     fields = {label: method["fields"] for label, method in content["methods"].items()}
     assert (fields["strong"]["mu"], fields["pfedla"]["hn_lr"]) == (5.0, 0.002)
     assert {(f["local_epochs"], f["batch_size"]) for f in fields.values()} == {(2, 16)}  # the recipe's
-    assert content["same_clients"] is False  # each seed deals the data
+    assert content["same_clients"] is False  # each seed divides the data
     assert any("2 seeds partitions the data again" in sentence for sentence in content["covers"])
     before = sorted((p, p.stat().st_mtime_ns) for p in polyfed.here.rglob("metrics.jsonl"))
     assert len(before) == 10
@@ -161,7 +161,7 @@ def test_one_dealing_for_all_seeds(polyfed):
     assert content["data"]["0"] == content["data"]["1"]
     (other,) = (polyfed.here / "a").glob("fedavg/seed-1/config.yaml")
     status, _, err = polyfed("run", str(other))
-    assert (status, "dealt by another seed of a comparison" in err) == (2, True)
+    assert (status, "divided by another seed of a comparison" in err) == (2, True)
     assert {row["verdict"] for row in content["methods"]["fedavg"]["statistics"]["clients"].values()} <= {
         "gains", "loses", "undecided",
     }  # fmt: skip

@@ -217,7 +217,7 @@ def test_what_is_refused():
         (["fedavg"], {"metrics": ["acuracy"]}, "unknown metric 'acuracy'; did you mean accuracy"),
         (["fedavg"], {"metrics": ["mae"]}, "mae is not a metric of a task of classification"),
         (["fedavg"], {"resplit": 1, "seeds": None}, "resplit must be a number of splits of at least 2, got 1"),
-        (["fedavg"], {"resplit": 3}, "resplit=3 deals the data 3 times, with a seed each; got 2 seeds"),
+        (["fedavg"], {"resplit": 3}, "resplit=3 divides the data 3 times, with a seed each; got 2 seeds"),
         (["fedavg"], {"tune": {"local_epochs": [1]}}, "local_epochs cannot be searched"),
         (["fedavg"], {"tune": {"mew": [1]}}, "no method of the comparison has a field 'mew'"),
         (["fedavg"], {"tune": {"lr": []}}, "must be a list of at least one, or a range 'LOW..HIGH', got \\[\\]"),

@@ -99,7 +99,7 @@ def test_refused(monkeypatch):
     with pytest.raises(UserError, match="client 'client-0' of the source has none; make clients with val="):
         pf.compare(source, ["fedprox"], **{**WORDS, "evaluate_clients": ["client-0", "client-5"]})
     for words in ({"folds": 3, "seeds": None}, {"resplit": 2, "seeds": None}):
-        with pytest.raises(UserError, match="folds and resplit deal the examples of all clients again"):
+        with pytest.raises(UserError, match="folds and resplit divide the examples of all clients again"):
             pf.compare(source, ["fedprox"], **{**WORDS, **words})
     monkeypatch.setattr(client_set, "MOST_EVALUATED", 5)
     with pytest.raises(UserError, match="6 of the 6 of the source are too many; give evaluate_clients=200"):

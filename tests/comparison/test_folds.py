@@ -15,7 +15,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg
 from polyfed.comparison.execution.training_runs import execute_or_load_runs
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.data.partitioning.folds import Folds, deal_folds
+from polyfed.data.partitioning.folds import Folds, split_into_folds
 from polyfed.simulation.storage.predictions.prediction_store import read_predictions
 
 QUICK = {"rounds": 1, "budget": "steps", "tune": "none", "references": False, "parallel": 1, "quiet": True,
@@ -75,7 +75,7 @@ def test_scores_are_those_of_all_folds_together(compared):
     basis = content["answers"][0]["basis"]
     assert basis == "24 test examples"
     assert content["mean_answer"]["interval"] is not None
-    assert any("dealt into 3 folds, 2 times over" in sentence for sentence in content["covers"])
+    assert any("divided into 3 folds, 2 times over" in sentence for sentence in content["covers"])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # about few examples
@@ -117,7 +117,7 @@ def test_methods_are_paired(compared):
         assert len({manifest["data_fingerprint"] for manifest in manifests}) == 1
         runs = {
             label: pf.federate(
-                deal_folds(sites(), Folds(3, 2))[seed],
+                split_into_folds(sites(), Folds(3, 2))[seed],
                 label, rounds=1, seed=seed, workers=0, progress=False,
             )
             for label in ("local", "fedavg")

@@ -1,4 +1,4 @@
-"""Published test examples that are dealt to clients: no example is lost, and none is in two places."""
+"""Published test examples that are assigned to clients: no example is lost, and none is in two places."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_cifar_with_its_columns(tmp_path, write_images_parquet):
     write_images_parquet(tmp_path / "train-0.parquet", COLOUR[:8], labels, "img", "fine_label", coarse_label=[1] * 8)
     write_images_parquet(tmp_path / "test-0.parquet", COLOUR[8:], [5, 6], "img", "fine_label", coarse_label=[7, 8])
     for source in (CIFAR10, CIFAR100):
-        plain, whole = (source(path=str(tmp_path), deal_test=dealt).load() for dealt in (False, True))
+        plain, whole = (source(path=str(tmp_path), deal_test=divided).load() for divided in (False, True))
         check(whole, plain)
         assert plain.columns["coarse_label"].tolist() == [1] * 8
         assert whole.columns["coarse_label"].tolist() == [*[1] * 8, 7, 8]
@@ -67,7 +67,7 @@ def test_tweets_have_the_words_of_the_training_texts(tmp_path: Path):
         line.format(label, user, text) for label, user, text in ((4, "eve", "so new"), (2, "eve", "neutral"))
     )
     (tmp_path / "testdata.manual.2009.06.14.csv").write_text(test)
-    plain, whole = (Sentiment140(path=str(tmp_path), deal_test=dealt).load() for dealt in (False, True))
+    plain, whole = (Sentiment140(path=str(tmp_path), deal_test=divided).load() for divided in (False, True))
     check(whole, plain)
     assert whole.vocabulary == plain.vocabulary
     assert whole.columns["user"].tolist() == ["anna", "bob", "eve"]

@@ -8,7 +8,7 @@ import torch
 
 import polyfed as pf
 from polyfed.core.errors import UserError
-from polyfed.data.partitioning.folds import Folds, deal_folds
+from polyfed.data.partitioning.folds import Folds, split_into_folds
 from polyfed.data.partitioning.resplit import resplit_clients
 
 
@@ -59,8 +59,8 @@ def test_rows_that_are_dealt_again_are_told_of_too(recwarn):
     table.loc[25, "chol"] = 300.0
     clients = pf.data.split_table(table, "y", "site", seed=1).build_clients(lambda: torch.nn.Linear(2, 2))
     recwarn.clear()
-    dealt = resplit_clients(clients, 8)
-    odd = [b for _, b in dealt if not b.train.transform.spread[1]]
+    divided = resplit_clients(clients, 8)
+    odd = [b for _, b in divided if not b.train.transform.spread[1]]
     assert 0 < len(odd) < 8
     assert len([w for w in recwarn if "networks get 0: site 'b': 'chol'" in str(w.message)]) == 1
     assert all(b.test.batch(torch.arange(len(b.test)))[0][:, 1].abs().max() == 0 for b in odd)
@@ -72,7 +72,7 @@ def test_columns_that_are_constant_in_different_folds_get_one_warning(recwarn):
     table.loc[30, "dose"] = 2.0
     clients = pf.data.split_table(table, "y", "site", seed=1).build_clients(lambda: torch.nn.Linear(3, 2))
     recwarn.clear()
-    deal_folds(clients, Folds(5))
+    split_into_folds(clients, Folds(5))
     (text,) = [str(w.message) for w in recwarn if "networks get 0" in str(w.message)]
     assert "site 'b': 'chol', 'dose'" in text or "site 'b': 'dose', 'chol'" in text
 

@@ -124,9 +124,9 @@ def test_splits_keep_groups_and_parts_together():
     assert not sets[0] & sets[1]
     assert len(sets[0]) + len(sets[1]) == 10
     given = pf.Client("c", None, store.select(torch.arange(28)), store.select(torch.arange(28, 40)))
-    ((dealt,),) = resplit_clients([given], splits=2, seed=1)[1:]
-    assert dealt.train.x["image"] is store.x["image"]
-    assert not set(dealt.train.column("patient")) & set(dealt.test.column("patient"))
+    ((divided,),) = resplit_clients([given], splits=2, seed=1)[1:]
+    assert divided.train.x["image"] is store.x["image"]
+    assert not set(divided.train.column("patient")) & set(divided.test.column("patient"))
 
 
 def inputs_of(number):
@@ -137,8 +137,8 @@ def inputs_of(number):
 def test_a_pool_of_a_source_of_your_own():
     x, y = inputs(60)
     pool = PooledDataset(Examples(x, y), None, ("a", "b", "c"))
-    dealt, _ = make_clients(pool, Split(clients=3), IID(), seed=0)
-    assert sum(len(one.train) + len(one.test) for one in dealt) == 60
+    divided, _ = make_clients(pool, Split(clients=3), IID(), seed=0)
+    assert sum(len(one.train) + len(one.test) for one in divided) == 60
     assert pool.input_shape == ()
     assert (
         pool.fingerprint != PooledDataset(Examples({**x, "age": x["age"] + 1}, y), None, pool.class_names).fingerprint

@@ -73,7 +73,7 @@ COMMANDS = (
     Subcommand("flower doctor", "", "", ("--port", "--address", "--json")),
     Subcommand("flower health", "", "", ()),
     Subcommand("reproduce", "reproduce [PAPER TABLE] [OPTIONS]",
-        "run a paper's table or figure, beside the paper's numbers",
+        "run a paper's table or figure, next to the paper's numbers",
         (*_SCALED, "--seeds", "--out", "--quiet"), "papers"),
     Subcommand("graph", "graph MODEL --input SHAPE [OPTIONS]",
         "show a network's layers, and which can be generated",

@@ -2,7 +2,7 @@
 
 Progress goes to standard error, results to standard output.
 
-Exit status: 0; 2 with one sentence for what the user can mend; 1 for a failure of the run; 130 for Ctrl-C; 141 for training
+Exit status: 0; 2 with one sentence for what the user can fix; 1 for a failure of the run; 130 for Ctrl-C; 141 for training
 that ended because nobody reads its output.
 """
 

@@ -132,15 +132,15 @@ def compare(
         evaluate_clients: the clients that every run evaluates: a number or a fraction, drawn once, the same for all methods,
             seeds and rounds; or a list of ids. Intervals of means cover the draw.
         secure: whether the server sees only the sum of a round's replies; methods that need single replies are left out.
-        seeds: one run of each method per seed (or how many: 3 is 0, 1, 2); default 0 to 4, or one for each dealing of
+        seeds: one run of each method per seed (or how many: 3 is 0, 1, 2); default 0 to 4, or one for each split of
             `resplit` or fold of `folds`. With one seed nothing is decided, and with three only large gains are.
-        resplit: how many times each client's training, validation and test examples are dealt again, each time with another
-            seed: the better answer where data are few. None keeps the sets that were given.
+        resplit: how many times each client's training, validation and test examples are divided again, each time with
+            another seed: the better answer where data are few. None keeps the sets that were given.
         folds: tests every example of each client once, by k-fold cross-validation with this many folds, a run each. Decides
-            more than as many dealings of `resplit`. Groups (`Examples.group`) stay together, and count as one in intervals.
+            more than as many splits of `resplit`. Groups (`Examples.group`) stay together, and count as one in intervals.
             A client with fewer examples (or groups) than folds trains in all of them, and is not tested.
-        fold_repeats: how many times the folds are dealt again: 2 needs twice the runs, and decides smaller gains.
-        stop_when_decided: deals the folds again until the mean's answer is decided, at most `fold_repeats` times; each look
+        fold_repeats: how many times the folds are drawn again: 2 needs twice the runs, and decides smaller gains.
+        stop_when_decided: draws the folds again until the mean's answer is decided, at most `fold_repeats` times; each look
             costs a little of the 5 % of false answers (O'Brien and Fleming's spending).
         plan_only: trains nothing but a pilot of four runs, and says how many runs and minutes the comparison takes and how
             small a gain it can decide: `results["plan"]`, and in sentences `verdicts`.
@@ -202,7 +202,7 @@ def compare(
     search_space = hyperparameter_search.parse_search_space(tune, trials)
     networks: dict[str, Architecture] | None = None
     if is_client_source(clients):
-        deals = resplit is not None or fold_design is not None
+        divides = resplit is not None or fold_design is not None
         client_sets = dict.fromkeys(
             seeds,
             make_client_set_of_source(
@@ -210,7 +210,7 @@ def compare(
                 settings,
                 pool,
                 seeds[0],
-                deals_examples=deals,
+                divides_examples=divides,
                 searches=search_space is not None,
             ),
         )
@@ -281,13 +281,13 @@ def _run_with_display(plan: ComparisonPlan) -> Comparison:
 
 
 def _run_comparison(plan: ComparisonPlan, open_files: ExitStack) -> Comparison:
-    # Dealing may read and decode whole data sets.
+    # Dividing may read and decode whole data sets.
     plan = dataclasses.replace(plan, build_client_set=lru_cache(maxsize=1)(plan.build_client_set))
     with collect_data_warnings() as data_warnings:
         first_client_set = plan.build_client_set(plan.seeds[0])
         task = first_client_set.clients[0].task
         panel = draw_panel(
-            plan.settings, first_client_set.ids, plan.seeds[0], deals_examples=bool(plan.folds or plan.num_resplits)
+            plan.settings, first_client_set.ids, plan.seeds[0], divides_examples=bool(plan.folds or plan.num_resplits)
         )
         if plan.folds is not None:
             panel = panel.without_small_clients(first_client_set.clients, plan.folds.number)

@@ -55,7 +55,7 @@ class ComparisonPlan:
         metrics: as `polyfed.core.evaluation.metrics.resolve_metrics` takes them; the first decides.
         num_resplits: number of times that training and test examples are split again, one seed each; None for none.
         folds: the cross-validation of which each run is a fold; None for none.
-        stop_when_decided: whether the folds are dealt again only until the mean's answer is decided.
+        stop_when_decided: whether the folds are drawn again only until the mean's answer is decided.
         most_repeats: how often at most, which module `sequential_looks` sets; None without such looks.
         is_later_look: whether a look came before, which has said what holds for all.
         alpha: the error rate of intervals.
@@ -117,7 +117,7 @@ class ComparisonPlan:
             raise UserError("cross_site=True keeps its matrices in the run directories; give out=...")
         if self.stop_when_decided and (self.folds is None or self.folds.repeats < 2):
             raise UserError(
-                "stop_when_decided deals folds again until the mean's answer is decided; give folds=5 "
+                "stop_when_decided draws folds again until the mean's answer is decided; give folds=5 "
                 "(--folds 5) and at least fold_repeats=2 (--fold-repeats 2)"
             )
         if self.parallel_runs != "auto":

@@ -45,7 +45,7 @@ class Experiment:
 
     Attributes:
         source, partition, split, shifts, augment: the data, and how they are divided into clients.
-        models: the sections of the networks; dealt to the clients in turn unless `sites` names their owners.
+        models: the sections of the networks; assigned to the clients in turn unless `sites` names their owners.
         algorithm, baselines: the methods; baselines by name.
         settings: of each run.
         config: the complete configuration.

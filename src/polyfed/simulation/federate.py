@@ -93,7 +93,7 @@ def federate(
         gpus_per_worker: GPUs of each of Ray's workers; a fraction shares a GPU, and 0 computes on CPUs.
         device: "auto", "cpu", "cuda", "cuda:N" or "mps"; for Ray's workers `gpus_per_worker` decides.
         evaluate_every: rounds between evaluations of the clients' personal models; the last round is always evaluated.
-        evaluate_clients: clients that are evaluated: a fraction in (0, 1] or a whole number, drawn anew for each evaluation
+        evaluate_clients: clients that are evaluated: a fraction in (0, 1] or a whole number, drawn again for each evaluation
             from the seed and the round alone, so that every method evaluates the same; or a list of ids, the same each time.
         evaluate_all_at_end: whether all clients are evaluated after the last round, whatever `evaluate_clients` says.
         checkpoint_every: rounds between checkpoints; the last round always has one.
@@ -108,7 +108,7 @@ def federate(
             (`polyfed.core.messages.fixed_point`). Real sites mask their replies, so that only the sum can be seen; a
             simulation computes the same sum without encryption.
         regions: sums replies by region, so that the server gets one sum in fixed point per region: the region of each
-            client, {client: region}, or a number, to which clients are dealt by a checksum of their ids. Any regions give
+            client, {client: region}, or a number, to which clients are assigned by a checksum of their ids. Any regions give
             the same bits. For methods whose server half is a mean.
         cross_site: whether every client's model is scored on every other client's test examples at the end
             (`polyfed.simulation.results.across_sites.cross_site`); in simulations alone, since models travel.

@@ -134,7 +134,7 @@ def test_rounds_written_out_in_plain_torch_are_the_same(method, k, normalise):
         if c.id in state["hypernetworks"]:
             torch.testing.assert_close(dict(state["hypernetworks"][c.id]), written.networks[i], **tolerance)
         start, _ = written.served(i)
-        trained = any(c.id in who for who in ROUNDS)  # else statistics are estimated anew, on the client's data
+        trained = any(c.id in who for who in ROUNDS)  # else statistics are estimated again, on the client's data
         for name, tensor in {**start, **(written.buffers[i] if trained else {})}.items():
             torch.testing.assert_close(evaluated[c.id][name], tensor, **tolerance)
     assert state["hypernetworks"].keys() == {"client-0", "client-1", "client-2"}

@@ -70,7 +70,7 @@ def test_every_choice_is_a_whole_configuration(name, scale, variant, experiment)
     if isinstance(found.algorithm, FedHeNN | FedHeNNHomo):
         held_out = round(
             found.split.public_fraction * TRAINING[data]
-        )  # or more, where the test examples are dealt, too
+        )  # or more, where the test examples are divided, too
         wanted = {"paper": 5000, "cpu": 500, "smoke": 64}[scale]
         if "-rad-" in variant:
             wanted = int(wanted * float(variant.rpartition("-")[2]))
@@ -107,9 +107,9 @@ def test_the_rad_of_each_round_is_another_one_at_scale_paper(name):
         data, method = config["data"], config["algorithm"]
         if not method["name"].startswith("fedhenn"):
             continue
-        dealt = TRAINING[data["name"]] + (TEST[data["name"]] if data.get("deal_test") else 0)
+        divided = TRAINING[data["name"]] + (TEST[data["name"]] if data.get("deal_test") else 0)
         assert data["name"] == "fashion_mnist" or data.get("deal_test", False) == (name != "fedhenn_fig1")
-        pool, size = round(data["public_fraction"] * dealt), method["rad_size"]
+        pool, size = round(data["public_fraction"] * divided), method["rad_size"]
         assert pool == (20_004 if data["name"] == "sentiment140" else 10_000)
         assert pool >= 2 * size
         assert not (data.get("deal_test") and data.get("global_test"))

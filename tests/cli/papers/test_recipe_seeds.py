@@ -1,4 +1,4 @@
-"""No recipe is refused by its own seed: the partition of each scale and variant can be dealt with any seed."""
+"""No recipe is refused by its own seed: the partition of each scale and variant can be divided with any seed."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from polyfed.data.sources.published.vision import Digits
 from polyfed.simulation.experiment import build_experiment
 
 SEEDS = range(8)
-# As many labels as the data set has; the images are not needed to deal them.
+# As many labels as the data set has; the images are not needed to divide them.
 LABELS = {
     "MNIST": np.repeat(np.arange(10), 6000),
     "FashionMNIST": np.repeat(np.arange(10), 6000),
@@ -22,8 +22,8 @@ LABELS = {
 }
 
 
-def dealt(name):
-    """What each scale and variant of a recipe deals, each different one once."""
+def divided(name):
+    """What each scale and variant of a recipe divides, each different one once."""
     recipe, seen = read_recipe(name), {}
     for scale in recipe.scales or [None]:
         for variant in recipe.variants or [None]:
@@ -36,7 +36,7 @@ def dealt(name):
 
 
 def check(name, seeds):
-    for scale, variant, experiment in dealt(name):
+    for scale, variant, experiment in divided(name):
         source = experiment.source
         labels = source.load().train.labels.numpy() if isinstance(source, Digits) else LABELS[type(source).__name__]
         for seed in seeds:

@@ -43,7 +43,7 @@ def test_search_and_named_clients():
 
 
 def test_refused_with_folds():
-    with pytest.raises(UserError, match="folds and resplit deal the few examples of each client again"):
+    with pytest.raises(UserError, match="folds and resplit divide the few examples of each client again"):
         pf.compare(small_clients(4), ["fedavg"], evaluate_clients=2, folds=2, **QUICK | {"seeds": None})
 
 

@@ -1,4 +1,4 @@
-"""What each site has alone beside the methods: fitted again for each dealing, bounded, and told."""
+"""What each site has alone beside the methods: fitted again for each dividing, bounded, and told."""
 
 from dataclasses import replace
 
@@ -40,8 +40,8 @@ def sites(number=2, size=60):
 def test_simple_models_of_each_dealing_take_part_in_the_answers(tmp_path, words):
     clients = sites()
     content = pf.compare(clients, ["fedavg"], **QUICK, **words, metrics=["auc"], out=tmp_path / "c").results
-    dealt = [clients, clients] if "seeds" in words else resplit_clients(clients, 2)
-    for seed, of_seed in zip(("0", "1"), dealt, strict=True):
+    divided = [clients, clients] if "seeds" in words else resplit_clients(clients, 2)
+    for seed, of_seed in zip(("0", "1"), divided, strict=True):
         for one in fit_client_references(of_seed, seed=0)[0]:
             runs = content["references"][one.name]["runs"][seed]
             assert runs == {c.id: METRICS["auc"](one.outputs[c.id], c.test.labels) for c in of_seed}

@@ -280,10 +280,10 @@ def test_fields_of_methods_that_are_left_out_are_not_searched(asked):
 
 
 def test_the_data_of_a_seed_are_dealt_once_however_many_runs_there_are():
-    dealt = []
+    divided = []
 
     def cast(seed):
-        dealt.append(seed)
+        divided.append(seed)
         return ClientSet(tuple(misleading()))
 
     plan = ComparisonPlan(
@@ -291,7 +291,7 @@ def test_the_data_of_a_seed_are_dealt_once_however_many_runs_there_are():
         search_space={"mu": [0.1, 1.0]}, num_trials=3,
     )  # fmt: skip
     run_comparison(plan)
-    assert dealt == [0, 1, 0, 1, 0]  # looked at beforehand, run, and read
+    assert divided == [0, 1, 0, 1, 0]  # looked at beforehand, run, and read
 
 
 def test_whole_numbers_stay_whole():

@@ -217,11 +217,11 @@ def test_lower_losses_are_gains():
 
 
 def test_data_dealt_anew_have_no_answers_by_client_and_wider_intervals():
-    fixed, dealt = (made(three_sites(), same_clients=same) for same in (True, False))
-    assert dealt["answers"] == []
-    assert len(dealt["verdicts"]) == 1
-    assert {c["verdict"] for c in dealt["methods"]["fed"]["statistics"]["clients"].values()} == {None}
-    assert any("partitions the data again" in text for text in dealt["covers"])
+    fixed, divided = (made(three_sites(), same_clients=same) for same in (True, False))
+    assert divided["answers"] == []
+    assert len(divided["verdicts"]) == 1
+    assert {c["verdict"] for c in divided["methods"]["fed"]["statistics"]["clients"].values()} == {None}
+    assert any("partitions the data again" in text for text in divided["covers"])
     again = made(three_sites(), resplit=3)
     assert {one["client"] for one in again["answers"]} == {"north", "east", "west"}
     assert any("split 3 times" in text for text in again["covers"])
@@ -374,8 +374,8 @@ def test_dealt_anew_the_rivals_count_too():
     content = made(right, simple=simple, resplit=3)
     assert {one["over"] for one in content["answers"]} == {"logistic_regression"}
     assert {*map(len, (one["gains"] for one in content["answers"]))} == {2}
-    dealt = made(right, simple=simple, same_clients=False)
-    assert dealt["mean_answer"]["over"] == "logistic_regression"
+    divided = made(right, simple=simple, same_clients=False)
+    assert divided["mean_answer"]["over"] == "logistic_regression"
 
 
 def test_events_are_told_where_they_limit_the_score():

@@ -11,8 +11,8 @@ from polyfed.data.partitioning.folds import (
     Folds,
     build_folds,
     check_seeds_suit_resplit_or_folds,
-    deal_folds,
     describe_small_clients,
+    split_into_folds,
     unit_names,
 )
 from polyfed.data.partitioning.resplit import resplit_clients
@@ -25,9 +25,9 @@ def rows(part):
 
 def test_each_example_is_tested_once_a_repeat_and_never_trains_its_tester():
     clients = small_clients(3)
-    dealt = deal_folds(clients, Folds(4, repeats=2))
-    assert len(dealt) == 8
-    for repeat in (dealt[:4], dealt[4:]):
+    divided = split_into_folds(clients, Folds(4, repeats=2))
+    assert len(divided) == 8
+    for repeat in (divided[:4], divided[4:]):
         for i, client in enumerate(clients):
             total = len(client.train) + len(client.val) + len(client.test)
             tested = [row for members in repeat for row in rows(members[i].test)]
@@ -37,9 +37,9 @@ def test_each_example_is_tested_once_a_repeat_and_never_trains_its_tester():
                 sets = [set(rows(part)) for part in (members[i].train, members[i].val, members[i].test)]
                 assert sum(map(len, sets)) == len(set.union(*sets)) == total
                 assert abs(len(members[i].val) / len(members[i].train) - len(client.val) / len(client.train)) < 0.06
-    assert [rows(c.test) for c in dealt[0]] != [rows(c.test) for c in dealt[4]], "another repeat deals anew"
-    again = deal_folds(clients, Folds(4))
-    assert [rows(c.train) for c in again[2]] == [rows(c.train) for c in dealt[2]], (
+    assert [rows(c.test) for c in divided[0]] != [rows(c.test) for c in divided[4]], "another repeat divides anew"
+    again = split_into_folds(clients, Folds(4))
+    assert [rows(c.train) for c in again[2]] == [rows(c.train) for c in divided[2]], (
         "further repeats change no earlier fold"
     )
 
@@ -57,7 +57,7 @@ def test_classes_are_spread_within_one_example():
     x = torch.zeros(40, 1)
     order = torch.from_numpy(np.random.default_rng(0).permutation(40))
     client = pf.Client("a", lambda: torch.nn.Linear(1, 2), (x[:20], labels[order][:20]), (x[20:], labels[order][20:]))
-    counts = [int(members[0].test.labels.sum()) for members in deal_folds([client], Folds(5))]
+    counts = [int(members[0].test.labels.sum()) for members in split_into_folds([client], Folds(5))]
     assert sorted(counts) == [1, 1, 1, 2, 2]
 
 
@@ -72,7 +72,7 @@ def test_events_and_images_with_a_mask_are_spread_within_one_example():
         x = torch.zeros(40, 1, 4, 4)
         sets = [(x[rows], targets[rows]) for rows in (slice(0, 20), slice(20, 30), slice(30, 40))]
         client = pf.Client("a", None, sets[0], sets[1], sets[2], task=task)
-        members = [members[0] for members in deal_folds([client], Folds(5))]
+        members = [members[0] for members in split_into_folds([client], Folds(5))]
         assert sorted(int(client.task.strata(one.test.labels).sum()) for one in members) == [1, 1, 1, 2, 2], task
         assert {int(client.task.strata(one.val.labels).sum()) for one in members} <= {1, 2}, task
 
@@ -88,15 +88,15 @@ def test_the_rows_of_a_group_are_tested_together_also_at_two_clients():
         group="patient",
     )
     other = pf.Client("b", one.model, *(shared.select(torch.arange(*ends)) for ends in ((0, 15), (15, 24), (24, 30))))
-    dealt = deal_folds([one, other], Folds(5))
-    for members in dealt:
+    divided = split_into_folds([one, other], Folds(5))
+    for members in divided:
         tested, trained, validated = (
             {name for client in members if (of := getattr(client, part)) for name in of.column("patient").tolist()}
             for part in ("test", "train", "val")
         )
         assert not tested & trained
         assert not validated & (tested | trained)
-    assert set(unit_names(dealt[0][0].test)) == set(dealt[0][0].test.column("patient").tolist())
+    assert set(unit_names(divided[0][0].test)) == set(divided[0][0].test.column("patient").tolist())
 
 
 def test_a_small_client_keeps_its_sets_unless_others_test_its_groups():
@@ -110,11 +110,11 @@ def test_a_small_client_keeps_its_sets_unless_others_test_its_groups():
 
     client = small_client(first=90)
     assert describe_small_clients([large, client], 5) == {"b": "3 groups"}
-    for members in deal_folds([large, client], Folds(5)):
+    for members in split_into_folds([large, client], Folds(5)):
         assert members[1] is client
         assert describe_small_clients(members, 5) == {"b": "3 groups"}
     with pytest.raises(pf.UserError, match="client 'b' has 3 groups of column 'patient', and none for 2 of 5 folds"):
-        deal_folds([large, small_client(first=0)], Folds(5))
+        split_into_folds([large, small_client(first=0)], Folds(5))
 
 
 def test_too_few_groups_for_a_validation_set_are_said_to_be():
@@ -122,14 +122,14 @@ def test_too_few_groups_for_a_validation_set_are_said_to_be():
     sets = [pool.select(torch.arange(*ends)) for ends in ((0, 6), (6, 9), (9, 12))]
     client = pf.Client("a", None, *sets)
     with pytest.raises(pf.UserError, match="'a' has in a fold too few groups of column 'group' of its own"):
-        deal_folds([client], Folds(2))
+        split_into_folds([client], Folds(2))
     with pytest.raises(pf.UserError, match=r"no group of column 'group' for its val set .* of 2 in all; leave resplit"):
         resplit_clients([client], 2)
 
 
 def test_what_is_refused():
     with pytest.raises(pf.UserError, match="client 'a' has 3 groups of column 'patient', and none for 2 of 5 folds"):
-        deal_folds(clients_of([0, 1] * 3, ["x", "x", "y", "y", "z", "z"]), Folds(5))
+        split_into_folds(clients_of([0, 1] * 3, ["x", "x", "y", "y", "z", "z"]), Folds(5))
     for number, repeats, sentence in ((1, 1, "folds must be a whole number of at least 2, got 1"), (True, 1, "folds must"),
                                       (5, 0, "fold_repeats must be a whole number of at least 1, got 0")):  # fmt: skip
         with pytest.raises(pf.UserError, match=sentence):
@@ -142,4 +142,4 @@ def test_what_is_refused():
         check_seeds_suit_resplit_or_folds(None, Folds(3, 2), range(3))
     twice = small_clients(2)
     with pytest.raises(pf.UserError, match=r"hold the same example.*or leave folds out"):
-        deal_folds([twice[0], pf.Client("z", twice[0].model, twice[0].train, twice[1].test)], Folds(3))
+        split_into_folds([twice[0], pf.Client("z", twice[0].model, twice[0].train, twice[1].test)], Folds(3))

@@ -48,9 +48,9 @@ def everything(client):
 @pytest.mark.parametrize("make", [views, copies])
 def test_each_client_keeps_its_examples_and_sizes(make):
     before = make()
-    for dealt in resplit_clients(before, splits=4):
-        assert [c.id for c in dealt] == ["north", "south"]
-        for old, new in zip(before, dealt, strict=True):
+    for divided in resplit_clients(before, splits=4):
+        assert [c.id for c in divided] == ["north", "south"]
+        for old, new in zip(before, divided, strict=True):
             assert [len(p) for p in (new.train, new.val, new.test)] == [30, 8, 12]
             assert torch.equal(everything(new)[:, 0].sort().values, everything(old)[:, 0].sort().values)
             assert torch.equal(new.test.labels, (inputs(new.test)[:, 0] / 3).long() % 4)  # labels go with inputs
@@ -58,8 +58,8 @@ def test_each_client_keeps_its_examples_and_sizes(make):
 
 def test_classes_keep_their_shares():
     """12 of 50 test examples, of which each of four classes has 12 or 13: three of each."""
-    for dealt in resplit_clients(views(), splits=5):
-        for client in dealt:
+    for divided in resplit_clients(views(), splits=5):
+        for client in divided:
             assert client.test.labels.bincount(minlength=4).tolist() == [3, 3, 3, 3]
             assert client.val.labels.bincount(minlength=4).tolist() == [2, 2, 2, 2]
 
@@ -67,14 +67,14 @@ def test_classes_keep_their_shares():
 def test_a_class_of_two_is_trained_on_too():
     x, y = torch.randn(20, 2), torch.tensor([1, 1] + [0] * 18)
     client = pf.Client("north", None, (x[:10], y[:10]), (x[10:], y[10:]))
-    for (dealt,) in resplit_clients([client], splits=10):
-        assert dealt.train.labels.sum() == 1
+    for (divided,) in resplit_clients([client], splits=10):
+        assert divided.train.labels.sum() == 1
 
 
 def test_views_stay_views():
     before = views()
-    for dealt in resplit_clients(before, splits=2):
-        for old, new in zip(before, dealt, strict=True):
+    for divided in resplit_clients(before, splits=2):
+        for old, new in zip(before, divided, strict=True):
             assert new.train.x is old.train.x
             assert new.test.x is old.train.x
     one, other = resplit_clients(copies(), splits=2)
@@ -87,14 +87,14 @@ def test_targets_that_a_client_makes_floats_do_not_copy_the_inputs(task):
     y = y if task == "regression" else torch.stack([y, 1 - y], 1)
     parts = [Examples(x, y, index=rows) for rows in torch.arange(20).split([12, 8])]
     client = pf.Client("north", None, *parts, task=task)
-    for (dealt,) in resplit_clients([client], splits=2):
-        assert dealt.train.x is x
-        assert torch.equal(dealt.train.labels.reshape(12, -1)[:, 0].long(), y.reshape(20, -1)[dealt.train.index, 0])
+    for (divided,) in resplit_clients([client], splits=2):
+        assert divided.train.x is x
+        assert torch.equal(divided.train.labels.reshape(12, -1)[:, 0].long(), y.reshape(20, -1)[divided.train.index, 0])
 
 
 def test_splits_differ_and_the_same_seed_gives_the_same():
     def rows(found):
-        return [tuple(c.test.index.tolist()) for dealt in found for c in dealt]
+        return [tuple(c.test.index.tolist()) for divided in found for c in divided]
 
     first = rows(resplit_clients(views(), splits=3))
     assert len(set(first)) == 6
@@ -105,8 +105,8 @@ def test_splits_differ_and_the_same_seed_gives_the_same():
 
 
 def test_training_examples_alone_are_augmented():
-    for dealt in resplit_clients(views(augment=flip), splits=2):
-        for client in dealt:
+    for divided in resplit_clients(views(augment=flip), splits=2):
+        for client in divided:
             assert client.train.augment is flip
             assert client.test.augment is client.val.augment is None
 
@@ -114,10 +114,10 @@ def test_training_examples_alone_are_augmented():
 def test_what_else_a_client_has_stays():
     before = pf.Client("north", lambda: torch.nn.Linear(3, 1), (STORE[0][:9], STORE[0][:9, 0]),
                        (STORE[0][9:12], STORE[0][9:12, 0]), task="regression")  # fmt: skip
-    for (dealt,) in resplit_clients([before], splits=2):
-        assert dealt.model is before.model
-        assert dealt.task == "regression"
-        assert dealt.val is None
+    for (divided,) in resplit_clients([before], splits=2):
+        assert divided.model is before.model
+        assert divided.task == "regression"
+        assert divided.val is None
     kept = views()[0]
     assert resplit_clients([kept], splits=2)[0][0].global_test is kept.global_test
 

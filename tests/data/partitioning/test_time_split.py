@@ -8,7 +8,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.data import Split, split_table
-from polyfed.data.partitioning.folds import Folds, deal_folds
+from polyfed.data.partitioning.folds import Folds, split_into_folds
 from polyfed.data.partitioning.resplit import resplit_clients
 from polyfed.data.partitioning.time_split import split_by_time, split_within_groups_by_time
 from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
@@ -87,7 +87,7 @@ def test_resplit_and_folds_refuse_times():
     with pytest.raises(UserError, match="client 'north' was split by time, and resplit would draw sets at random"):
         resplit_clients(clients, 3)
     with pytest.raises(UserError, match="client 'north' was split by time, and folds would draw sets at random"):
-        deal_folds(clients, Folds(3))
+        split_into_folds(clients, Folds(3))
     random = split_table(ROWS, "ill", "hospital", time="day", drop="patient", split="random")
     assert len(resplit_clients(random.build_clients(lambda: torch.nn.Linear(1, 2)), 2)) == 2
 

@@ -132,7 +132,7 @@ def test_what_cannot_be_used_is_refused_with_its_column_and_rows(tmp_path, chang
         ),  # and not the row
         (
             'a,b,h\n1,2,x\n"3,4,x\n5,6,y\n',
-            r"a quotation mark in line 3 is closed in line \d or not at all: mend line 3",
+            r"a quotation mark in line 3 is closed in line \d or not at all: fix line 3",
         ),
         ('a,b,h\n1,2,x\n"3' + ",4" * 99_999, "the row from line 3 on has no end: is a quotation mark there not closed"),
         ("a,b\n", "has no rows"),

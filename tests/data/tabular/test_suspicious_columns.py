@@ -227,7 +227,7 @@ def test_a_target_that_is_the_same_everywhere_is_told():
 
 def test_a_target_that_32_bits_cannot_tell_apart_is_refused():
     table = {"x": [*range(40)], "h": ["a", "b"] * 20, "y": [2**40 + k for k in range(40)]}
-    with pytest.raises(UserError, match="target 'y' has numbers so large beside their differences"):
+    with pytest.raises(UserError, match="target 'y' has numbers so large compared with their differences"):
         split_table(table, "y", "h", task="regression")
     split_table({**table, "y": [1_700_000_000 + 86_400 * k for k in range(40)]}, "y", "h", task="regression")
 

@@ -114,9 +114,9 @@ class Machine:
         """Nothing comes through any more, in either direction; no side is told."""
         self.network.tell(do="cut", namespace=self.namespace)
 
-    def mend(self) -> None:
+    def fix(self) -> None:
         """Ends that."""
-        self.network.tell(do="mend", namespace=self.namespace)
+        self.network.tell(do="fix", namespace=self.namespace)
 
     def lose_power(self) -> None:
         """Ends all its processes at once, without a word to anybody, and its network with them."""
@@ -132,7 +132,7 @@ class Machine:
     def boot(self) -> None:
         """Makes it again after `lose_power`, without processes."""
         self._boot()
-        self.mend()
+        self.fix()
 
     @property
     def traffic(self) -> Mapping[str, Mapping[str, int]]:

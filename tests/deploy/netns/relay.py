@@ -96,11 +96,11 @@ class Router:
             os.close(file)
 
     def obey(self, command: dict) -> object:
-        """Carries out a command: {"do": "attach" | "detach" | "cut" | "mend" | "tell", ...}."""
+        """Carries out a command: {"do": "attach" | "detach" | "cut" | "fix" | "tell", ...}."""
         words = {key: value for key, value in command.items() if key != "do"}
         if command["do"] in ("attach", "detach"):
             getattr(self, command["do"])(**words)
-        elif command["do"] in ("cut", "mend"):
+        elif command["do"] in ("cut", "fix"):
             for link in self.links[words["namespace"]]:
                 link.cut = command["do"] == "cut"
         return {name: {"up": up.told, "down": down.told} for name, (up, down) in self.links.items()}

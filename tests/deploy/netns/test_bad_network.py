@@ -47,7 +47,7 @@ def test_no_connection_while_a_site_trains(federation, whole, who, seconds):
     time.sleep(seconds / 3)
     federation.sites["north"].release()
     time.sleep(seconds * 2 / 3)
-    machine.mend()
+    machine.fix()
     told = federation.finish(run)
     print("ended with:", told)
     assert all(LOST.search(each) or "is not connected" in each for each in told)
@@ -64,7 +64,7 @@ def test_no_connection_while_the_model_travels(federation, whole):
     wait(lambda: machine.traffic["down"]["bytes"] > before + 300_000, 200, "the model is on its way")
     machine.cut()
     time.sleep(CUT_SECONDS)
-    machine.mend()
+    machine.fix()
     told = federation.finish(run)
     print("ended with:", told)
     assert all(LOST.search(each) or "is not connected" in each for each in told)
@@ -77,7 +77,7 @@ def test_a_round_may_go_on_without_a_site_that_is_cut_off(federation):
     machine = federation.sites["north"].machine
     machine.cut()
     wait(lambda: len(federation.records) >= 2, 200, "round 2 ends")
-    machine.mend()
+    machine.fix()
     federation.sites["north"].release()
     assert federation.finish(run) == []
     failures = [[failure["client"] for failure in record["failures"]] for record in federation.records]

@@ -56,7 +56,7 @@ def test_a_node_is_cut_off_in_the_middle_of_a_round(cluster, tmp_path, seconds):
     head.release()
     if seconds is not None:
         time.sleep(seconds)
-        second.machine.mend()
+        second.machine.fix()
         second.release()
     assert run.wait(300) == 0, log.read_text()
     print(log.read_text())

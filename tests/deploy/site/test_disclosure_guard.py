@@ -57,13 +57,13 @@ def boxes_of(sites, number):
         for n in sites
     ]
     asked = {"round": number, "threshold": 3, "adverts": adverts}
-    dealt = {
+    divided = {
         n: sites[n]
         .answer_envelope(Envelope(head("sum", secure=True, client=n, share=asked)))
         .body.tensors[SHARES_GROUP]
         for n in sites
     }
-    return {n: box[NAMES[0]] for n, box in dealt.items() if n != NAMES[0]}
+    return {n: box[NAMES[0]] for n, box in divided.items() if n != NAMES[0]}
 
 
 def letter(phase, number=1, *, secure=False, boxes=None, algorithm=ALGORITHM, lr=0.05, state=None, **words):

@@ -117,7 +117,9 @@ def test_labels_and_numbers(write_run, write_predictions, tmp_path):
 def test_other_data_in_each_seed_give_no_choice_of_sites(outcomes):
     found = outcomes(same_clients=False)
     assert performance_numbers_for_script(found, 0.95)["sites"] == ["All sites"]
-    assert "Each seed deals other data, so that a site cannot be chosen." in html_performance_section(found, 0.95, "k")
+    assert "Each seed divides the data in another way, so that a site cannot be chosen." in html_performance_section(
+        found, 0.95, "k"
+    )
 
 
 def test_outputs_that_are_not_finite_are_left_out_and_counted(outcomes, write_predictions, tmp_path):

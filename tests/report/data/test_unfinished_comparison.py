@@ -14,7 +14,7 @@ def test_a_comparison_that_was_stopped(write_run, tmp_path):
     (tmp_path / "comparison.yaml").write_text(DESCRIPTION + EXPERIMENT)
     with pytest.raises(UserError, match="no evaluated round yet; go on with it: polyfed compare"):
         read_run_groups([tmp_path])
-    for seed in (0, 1):  # their configurations may differ: seed 1 does not deal the data of seed 0
+    for seed in (0, 1):  # their configurations may differ: seed 1 does not divide the data of seed 0
         data = {"name": f"data-{seed}"}
         write_run(tmp_path / f"local/seed-{seed}", "local", {"x": [0.5]}, seed=seed, data=data)
         write_run(tmp_path / f"mine/seed-{seed}", "fedavg", {"x": [0.6 + seed / 10]}, seed=seed, data=data)

@@ -86,7 +86,7 @@ def test_runs_that_differ_in_seed_alone_are_one_line_with_a_band(write_run, tmp_
     assert [run.seed for run in line.runs] == [0, 1, 2]
     course = {name: line.learning_curve_columns[name] for name in ("rounds", "mean", "low", "high")}
     assert course == {"rounds": (2,), "mean": pytest.approx((2 / 3,)), "low": (0.5,), "high": (0.9,)}
-    # Each seed deals the data anew, so that each client of each seed is compared with itself.
+    # Each seed divides the data again, so that each client of each seed is compared with itself.
     assert {gain.client: round(gain.mean, 9) for gain in setting.gains_over_local(line)} == {
         "x, seed 0": 0.1, "x, seed 1": 0.1, "x, seed 2": 0.3
     }  # fmt: skip

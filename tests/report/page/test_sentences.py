@@ -103,7 +103,7 @@ def test_a_comparison_without_a_round_within_its_budget_is_not_damaged(compariso
 
 @pytest.mark.slow
 def test_a_page_of_500_clients_stays_below_3_megabytes(comparison_of, tmp_path):
-    """FedHeNN's number of clients, seven methods, three seeds that deal 100 classes anew."""
+    """FedHeNN's number of clients, seven methods, three seeds that divide 100 classes anew."""
     draw = random.Random(0)
     clients = [f"client-{k:03d}" for k in range(500)]
     labels = ["local", "fedavg", *(f"method-{k}" for k in range(5))]

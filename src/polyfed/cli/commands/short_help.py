@@ -35,7 +35,7 @@ not decided. DATA is a CSV or Parquet file, or a data set. With DIR it goes on w
 
   --algorithms NAMES   methods, with commas between (default: the recipe's method and its baselines)
   --folds K            test every example once; the default, 5, where the clients are the data's own sites
-  --fold-repeats R     deal the folds R times: more runs, and smaller gains are decided
+  --fold-repeats R     draw the folds R times: more runs, and smaller gains are decided
   --seeds SEEDS        seeds in place of folds, or how many (default: 5); answers per client need --same-data
   --tune FIELDS        none, or what to search; default: each method's learning rate
   --budget BUDGET      best (default), steps, bytes or seconds

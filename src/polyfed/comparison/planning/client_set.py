@@ -81,7 +81,7 @@ def make_client_set_of_source(
     public: Examples | None,
     first_seed: int,
     *,
-    deals_examples: bool,
+    divides_examples: bool,
     searches: bool,
 ) -> ClientSet:
     """Makes the evaluated clients of a source once for all runs; others are made when drawn.
@@ -91,19 +91,19 @@ def make_client_set_of_source(
         settings: of the runs; `evaluate_clients` says how many are evaluated, or which.
         public: examples that are no client's.
         first_seed: draws the clients.
-        deals_examples: whether the comparison deals examples again (`folds`, `resplit`).
+        divides_examples: whether the comparison divides examples again (`folds`, `resplit`).
         searches: whether it searches hyper-parameters.
 
     Raises:
-        UserError: too many clients to be evaluated, no validation examples to search with, or examples are dealt again.
+        UserError: too many clients to be evaluated, no validation examples to search with, or examples are divided again.
     """
-    if deals_examples:
+    if divides_examples:
         raise UserError(
-            "folds and resplit deal the examples of all clients again before round 1, and a source makes each client when "
+            "folds and resplit divide the examples of all clients again before round 1, and a source makes each client when "
             "it is drawn; leave them out, or give a list of clients"
         )
     clients = SourceClients(source)
-    panel = draw_panel(settings, clients.ids, first_seed, deals_examples=False).clients or clients.ids
+    panel = draw_panel(settings, clients.ids, first_seed, divides_examples=False).clients or clients.ids
     if len(panel) > MOST_EVALUATED:
         raise UserError(
             f"a comparison keeps the clients that it evaluates, and {len(panel)} of the {len(clients.ids)} of the source "

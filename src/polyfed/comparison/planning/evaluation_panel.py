@@ -74,19 +74,19 @@ class EvaluationPanel:
         )
 
 
-def draw_panel(settings: Settings, client_ids: Sequence[str], seed: int, *, deals_examples: bool) -> EvaluationPanel:
+def draw_panel(settings: Settings, client_ids: Sequence[str], seed: int, *, divides_examples: bool) -> EvaluationPanel:
     """Draws the clients that a comparison evaluates, from its first seed.
 
     Args:
         settings: of the runs.
         client_ids: of all clients.
         seed: the first seed.
-        deals_examples: whether the comparison deals examples again (`folds`, `resplit`).
+        divides_examples: whether the comparison divides examples again (`folds`, `resplit`).
 
     Raises:
         UserError: more clients than there are, an unknown id, or settings that exclude one another.
 
-    >>> draw_panel(Settings(evaluate_clients=2), ["a", "b", "c", "d"], seed=0, deals_examples=False).population
+    >>> draw_panel(Settings(evaluate_clients=2), ["a", "b", "c", "d"], seed=0, divides_examples=False).population
     4
     """
     ids = sorted(client_ids)
@@ -98,9 +98,9 @@ def draw_panel(settings: Settings, client_ids: Sequence[str], seed: int, *, deal
         raise UserError("evaluate_all_at_end: a comparison evaluates the same clients in every round; leave it out")
     if isinstance(settings.evaluate_clients, tuple):
         return EvaluationPanel(tuple(sorted(settings.evaluate_clients)))
-    if deals_examples:
+    if divides_examples:
         raise UserError(
-            f"evaluate_clients={settings.evaluate_clients} draws some of many clients, and folds and resplit deal the few "
+            f"evaluate_clients={settings.evaluate_clients} draws some of many clients, and folds and resplit divide the few "
             "examples of each client again; leave one of the two out"
         )
     return EvaluationPanel(tuple(draw_clients(ids, number, seed, 0)), len(ids))

@@ -79,7 +79,7 @@ def forecast_cost_and_detectable_gain(
         forecast["designs"] = {
             name: dict(zip(("mean", "client"), smallest_decidable_gain(pilot, other), strict=True))
             | {"runs": other.runs}
-            for name, other in _possible_designs(design, with_folds=_can_deal_folds(plan)).items()
+            for name, other in _possible_designs(design, with_folds=_can_split_into_folds(plan)).items()
         }
     sentences = [
         *_describe_forecast(forecast, metric, len(methods)),
@@ -201,7 +201,7 @@ def _describe_design(plan: ComparisonPlan, judged: Sequence[int]) -> ComparisonD
     return ComparisonDesign(kind, len(plan.seeds), folds, tuple(units), tuple(tested))
 
 
-def _can_deal_folds(plan: ComparisonPlan) -> bool:
+def _can_split_into_folds(plan: ComparisonPlan) -> bool:
     """Returns whether a comparison with as many folds as planned runs would take these clients, and test each of them."""
     client_set, num_folds = plan.build_client_set(plan.seeds[0]), max(len(plan.seeds), 2)
     try:

@@ -263,7 +263,7 @@ class ComparisonResults(TypedDict, total=False):
     folds: int
     """Folds of a cross-validation, of which each seed is one; missing without one."""
     fold_repeats: int
-    """Number of times that the folds were dealt."""
+    """Number of times that the folds were drawn."""
     most_repeats: int
     """How often at most, if it stops when the mean's answer is decided."""
     tested: dict[str, ClientTestCountsEntry]
@@ -282,7 +282,7 @@ class ComparisonResults(TypedDict, total=False):
     best_by: Required[str]
     """Examples that it was chosen on, "validation" or "test"."""
     leader: str | None
-    """The best converged method beside the reference; answers are about it."""
+    """The best converged method other than the reference; answers are about it."""
     answers: list[AnswerEntry] | None
     mean_answer: AnswerEntry | None
     verdicts: Required[list[str]]
@@ -351,7 +351,7 @@ class ComparisonDescription(TypedDict, total=False):
     failed: dict[str, str]
     """The error of each method if all failed."""
     most_repeats: int
-    """How often the folds are dealt at most, if that stops when the answer is decided."""
+    """How often the folds are drawn at most, if that stops when the answer is decided."""
 
 
 def results_error(content: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@ them ("local") or recompute them ("recompute").
 
 - `average`: clients send them with the weights, and the server averages them; whole numbers (counters) are rounded.
 - `local`: they stay with the client, as part of its private state.
-- `recompute`: clients neither send nor keep them; before evaluation they are computed anew from the client's training data.
+- `recompute`: clients neither send nor keep them; before evaluation they are computed again from the client's training data.
 
 A counter of the batches that a client has trained on reveals how many examples it has. So a client returns counters as it
 received them, unless the method needs the number of examples anyhow.

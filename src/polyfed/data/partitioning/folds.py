@@ -33,11 +33,11 @@ Rows = NDArray[np.int64]
 @final
 @dataclass(frozen=True)
 class Folds:
-    """Describes a repeated k-fold cross-validation, in which each repeat divides the examples anew.
+    """Describes a repeated k-fold cross-validation, in which each repeat divides the examples again.
 
     Args:
         number: folds of a repeat, at least 2. Each tests 1/number of a client's examples, and trains on the others.
-        repeats: how often the examples are dealt.
+        repeats: how often the examples are divided.
 
     Raises:
         UserError: a number below these.
@@ -76,7 +76,7 @@ def check_seeds_suit_resplit_or_folds(resplit: int | None, folds: Folds | None, 
     """Raises a `UserError` for both `resplit` and `folds`, or another number of seeds than they need."""
     if resplit is not None and folds is not None:
         raise UserError(
-            "folds and resplit both deal training and test examples; give one of them (folds tests every example once)"
+            "folds and resplit both divide training and test examples; give one of them (folds tests every example once)"
         )
     if folds is not None and len(seeds) != folds.num_runs:
         raise UserError(
@@ -85,7 +85,7 @@ def check_seeds_suit_resplit_or_folds(resplit: int | None, folds: Folds | None, 
         )
     if resplit is not None and len(seeds) != resplit:
         raise UserError(
-            f"resplit={resplit} deals the data {resplit} times, with a seed each; got {len(seeds)} seeds: leave them out"
+            f"resplit={resplit} divides the data {resplit} times, with a seed each; got {len(seeds)} seeds: leave them out"
         )
 
 
@@ -95,18 +95,18 @@ def redraw_clients(
     """Returns each seed's clients with sets of `resplit` or `folds`; None if neither is given.
 
     Raises:
-        UserError: what `check_seeds_suit_resplit_or_folds`, `resplit_clients` or `deal_folds` refuses.
+        UserError: what `check_seeds_suit_resplit_or_folds`, `resplit_clients` or `split_into_folds` refuses.
     """
     check_seeds_suit_resplit_or_folds(resplit, folds, seeds)
     if folds is not None:
-        return deal_folds(clients, folds)
+        return split_into_folds(clients, folds)
     return None if resplit is None else resplit_clients(clients, resplit)
 
 
-def deal_folds(clients: Sequence[Client], folds: Folds) -> list[tuple[Client, ...]]:
+def split_into_folds(clients: Sequence[Client], folds: Folds) -> list[tuple[Client, ...]]:
     """Returns the clients of each fold, which is their test set; other examples train.
 
-    A client's training, validation and test examples are joined and dealt; each class (of survival, events; of images,
+    A client's training, validation and test examples are joined and divided; each class (of survival, events; of images,
     those with anything but background) within one example of its share.
     Groups (`Examples.group`) stay together, at all clients. A client with validation examples holds out its share of the
     training part again. Ids, networks, task and `global_test` stay; preprocessing of a table is fitted again on the new
@@ -114,7 +114,7 @@ def deal_folds(clients: Sequence[Client], folds: Folds) -> list[tuple[Client, ..
     group with another client.
 
     Args:
-        clients: whose examples are dealt; no example may be in two sets or at two clients.
+        clients: whose examples are divided; no example may be in two sets or at two clients.
         folds: how many folds and repeats.
 
     Returns:
@@ -125,47 +125,47 @@ def deal_folds(clients: Sequence[Client], folds: Folds) -> list[tuple[Client, ..
             in two sets.
 
     >>> from polyfed.testing import small_clients
-    >>> dealt = deal_folds(small_clients(2), Folds(3))
-    >>> [(len(client.train), len(client.val), len(client.test)) for client in dealt[2]]
+    >>> clients_by_fold = split_into_folds(small_clients(2), Folds(3))
+    >>> [(len(client.train), len(client.val), len(client.test)) for client in clients_by_fold[2]]
     [(17, 3, 9), (21, 2, 12)]
     """
     check_untimed(clients, "folds")
     check_disjoint(clients, "folds")
     pools = [concat_sets(client, "folds") for client in clients]
-    undealt = _find_undealt_clients(clients, pools, folds.number)
-    dealt: list[Sequence[Client]] = []
+    undivided_clients = _find_undivided_clients(clients, pools, folds.number)
+    clients_by_fold: list[Sequence[Client]] = []
     for repeat in range(folds.repeats):
         fold_of_group: dict[str, int] = {}
         fold_of_rows = [
             np.empty(0, np.int64)
-            if client.id in undealt
-            else _deal_rows(client, pool, folds.number, derive_seed(0, "folds", repeat, client.id), fold_of_group)
+            if client.id in undivided_clients
+            else _split_rows(client, pool, folds.number, derive_seed(0, "folds", repeat, client.id), fold_of_group)
             for client, pool in zip(clients, pools, strict=True)
         ]
         for k in range(folds.number):
             set_of_group = {
                 str(name): "train"  # at a client that holds out none, so that no other client does
                 for client, pool, fold_of_row in zip(clients, pools, fold_of_rows, strict=True)
-                if client.val is None and pool.group is not None and client.id not in undealt
+                if client.val is None and pool.group is not None and client.id not in undivided_clients
                 for name in unit_names(pool)[fold_of_row != k]
             }
             members = [
                 client
-                if client.id in undealt
+                if client.id in undivided_clients
                 else _client_of_fold(
                     client, pool, fold_of_row == k, derive_seed(0, "folds", repeat, k, client.id), set_of_group
                 )
                 for client, pool, fold_of_row in zip(clients, pools, fold_of_rows, strict=True)
             ]
-            dealt.append(members)
-    return refit_client_preprocessing(dealt)
+            clients_by_fold.append(members)
+    return refit_client_preprocessing(clients_by_fold)
 
 
 def describe_small_clients(clients: Sequence[Client], num_folds: int) -> dict[str, str]:
     """Says of each client with too few examples (or groups) to be tested in every fold how many it has.
 
     Args:
-        clients: before they are dealt, or those of a fold.
+        clients: before they are drawn, or those of a fold.
         num_folds: folds of a repeat.
 
     >>> from polyfed.testing import small_clients
@@ -183,7 +183,7 @@ def describe_small_clients(clients: Sequence[Client], num_folds: int) -> dict[st
     return small
 
 
-def _find_undealt_clients(clients: Sequence[Client], pools: Sequence[Examples], num_folds: int) -> Collection[str]:
+def _find_undivided_clients(clients: Sequence[Client], pools: Sequence[Examples], num_folds: int) -> Collection[str]:
     """Returns the ids of small clients that keep their sets, of which none has a group that another client tests."""
     small = describe_small_clients(clients, num_folds)
     if len(small) == len(clients):
@@ -199,7 +199,7 @@ def _find_undealt_clients(clients: Sequence[Client], pools: Sequence[Examples], 
 def unit_names(examples: Examples) -> NDArray[np.str_]:
     """Returns each example's unit that stays together in folds: its group, or itself.
 
-    Units are drawn independently of each other. The names are the same in each fold in which the clients are dealt.
+    Units are drawn independently of each other. The names are the same in each fold in which the clients are divided.
     """
     rows: list[str] = [str(row) for row in rows_in_stored_tensors(examples).tolist()]
     if examples.group is not None:
@@ -209,7 +209,7 @@ def unit_names(examples: Examples) -> NDArray[np.str_]:
     return np.array(rows)
 
 
-def _deal_rows(
+def _split_rows(
     client: Client, pool: Examples, num_folds: int, seed: int, fold_of_group: MutableMapping[str, int]
 ) -> NDArray[np.int64]:
     """Returns the fold of each row of a client; groups of clients before keep their fold."""
@@ -218,7 +218,7 @@ def _deal_rows(
     label_of_unit = np.zeros(len(units), dtype=np.int64)
     if strata.ndim == 1 and np.issubdtype(strata.dtype, np.integer):
         np.maximum.at(label_of_unit, unit_of_row, strata)
-    fold_of_unit = _deal_stratified(label_of_unit, num_folds, seed)
+    fold_of_unit = _assign_stratified(label_of_unit, num_folds, seed)
     if pool.group is not None:
         for i, name in enumerate(units.tolist()):
             if not is_alone(name):
@@ -233,8 +233,8 @@ def _deal_rows(
     return fold
 
 
-def _deal_stratified(labels: NDArray[np.int64], num_folds: int, seed: int) -> NDArray[np.int64]:
-    """Deals units in turn, label by label, in random order; the folds of the rarest labels are random too."""
+def _assign_stratified(labels: NDArray[np.int64], num_folds: int, seed: int) -> NDArray[np.int64]:
+    """Assigns units in turn, label by label, in random order; the folds of the rarest labels are random too."""
     rng = numpy_generator(seed)
     shuffled = rng.permutation(len(labels))
     order = shuffled[np.argsort(labels[shuffled], kind="stable")]

@@ -46,8 +46,8 @@ def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> li
             that are in two sets.
 
     >>> from polyfed.testing import small_clients
-    >>> dealt = resplit_clients(small_clients(2), splits=3)
-    >>> [(len(client.train), len(client.val), len(client.test)) for client in dealt[2]]
+    >>> clients_by_split = resplit_clients(small_clients(2), splits=3)
+    >>> [(len(client.train), len(client.val), len(client.test)) for client in clients_by_split[2]]
     [(20, 3, 6), (26, 3, 6)]
     """
     if not is_whole_number(splits, 2):

@@ -70,8 +70,8 @@ class TableFile(Source):
         positive: value of the target that is class 1 of two; null for the last in alphabetical order. A condition
             (">0", ">=2", "=yes") or several values ("1,2,3") make two classes of a target with more values, or of
             numbers. Of `event`, the value that means that the event happened.
-        missing: texts or numbers that stand for no value, beside an empty cell, NA, NaN and null; chol=0 is for the column
-            chol alone.
+        missing: texts or numbers that stand for no value, in addition to an empty cell, NA, NaN and null; chol=0 is for the
+            column chol alone.
         preprocess: "site" by each site's own training rows; "federated" by means and variances over the training rows of all
             sites, from sums that the sites send.
         delimiter: between the cells of a CSV file; "auto" infers it from the first line.

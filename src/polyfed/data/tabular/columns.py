@@ -247,8 +247,8 @@ def read_targets(
         resolved_task.check_table_column(column, name)
         if np.abs(column - column.astype(np.float32)).max() > _PRECISE_TARGET * np.std(column) > 0:
             raise UserError(
-                f"target {name!r} has numbers so large beside their differences that 32 bits round these away; subtract a "
-                "constant from all, the same at each site"
+                f"target {name!r} has numbers so large compared with their differences that 32 bits round these away; "
+                "subtract a constant from all, the same at each site"
             )
         columns.append(column)
     return torch.from_numpy(np.stack(columns, axis=1).astype(np.float32)), tuple(names), resolved_task

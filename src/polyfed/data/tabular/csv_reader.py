@@ -25,7 +25,7 @@ class CSVFormat:
     """Describes how a CSV file is written.
 
     Args:
-        missing: texts that stand for no value, beside the usual ones.
+        missing: texts that stand for no value, in addition to the usual ones.
         delimiter: between cells; "auto" infers it from the first line.
         decimal: "." or ",".
         encoding: of the file.
@@ -140,9 +140,9 @@ def _locate_uneven_row(file: Path, encoding: str, separator: str) -> str:
                 if cells and len(cells) != width:
                     if rows.line_num > line:
                         closed = f"is closed in line {rows.line_num} or not at all"
-                        return f"a quotation mark in line {line} {closed}: mend line {line}"
+                        return f"a quotation mark in line {line} {closed}: fix line {line}"
                     return (
-                        f"line {line} has {count_with_noun(len(cells), 'cell')}, and the first line {width}: mend it, or "
+                        f"line {line} has {count_with_noun(len(cells), 'cell')}, and the first line {width}: fix it, or "
                         f"quote a text that holds {separator!r}"
                     )
     except csv.Error:

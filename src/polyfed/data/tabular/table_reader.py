@@ -45,8 +45,8 @@ def read_table(
 
     Args:
         source: one of these, or an Arrow table; a file by its path.
-        missing: texts that stand for no value, beside the usual ones (an empty cell, NA, NaN, null), and numbers that do
-            so in columns of numbers; "chol=0" is for the column "chol" alone.
+        missing: texts that stand for no value, in addition to the usual ones (an empty cell, NA, NaN, null), and numbers
+            that do so in columns of numbers; "chol=0" is for the column "chol" alone.
         delimiter: between the cells of a CSV file; "auto" infers it from the first line.
         decimal: "." or ",", also of numbers that are texts.
         encoding: of the CSV file.

@@ -19,7 +19,7 @@ class DoctorFinding:
     """Holds a check's result: level ("ok", "note" or "wrong"), part of the deployment, and sentence.
 
     Args:
-        level: "ok", "note" (worth knowing, or not possible to check from here) or "wrong" (must be mended).
+        level: "ok", "note" (worth knowing, or not possible to check from here) or "wrong" (must be fixed).
         component: the part that was checked, such as "certificates".
         text: a sentence, which says what to do if something is wrong.
     """

@@ -133,7 +133,7 @@ def check_systemd_program(component: str, program: Path) -> Findings:
     if not program.exists():
         yield problem_finding(
             component,
-            f"the unit starts {program}, which does not exist; install polyfed[flower] there, or mend its ExecStart",
+            f"the unit starts {program}, which does not exist; install polyfed[flower] there, or fix its ExecStart",
         )
     elif not os.access(program, os.X_OK):
         yield problem_finding(

@@ -90,7 +90,7 @@ def check_tls_server_and_clock(
         tcp_socket = socket.create_connection((host, port), TIMEOUT_SECONDS)
     except socket.gaierror as error:
         yield problem_finding(
-            component, f"the name {host} is not known here ({error.strerror}); mend the address, or this machine's DNS"
+            component, f"the name {host} is not known here ({error.strerror}); fix the address, or this machine's DNS"
         )
         return
     except TimeoutError:
@@ -103,7 +103,7 @@ def check_tls_server_and_clock(
     except OSError as error:
         yield problem_finding(
             component,
-            f"{host}:{port} takes no connection ({error.strerror}); start the server, or mend address and firewall",
+            f"{host}:{port} takes no connection ({error.strerror}); start the server, or fix address and firewall",
         )
         return
     with tcp_socket:
@@ -117,7 +117,7 @@ def check_tls_server_and_clock(
             yield problem_finding(
                 component,
                 f"the certificate of {host}:{port} is refused: {describe_openssl_error(error)}; give this machine the "
-                "certificate of the server's authority, set its clock, or mend the server's certificate",
+                "certificate of the server's authority, set its clock, or fix the server's certificate",
             )
         except (ssl.SSLError, OSError, ValueError) as error:
             yield problem_finding(

@@ -66,7 +66,7 @@ class DisclosureGuard:
         ledger: the file that counts the messages.
         data_set: the owner's name of the data set.
         protection: clipping and noise.
-        disclose: scalars that the site may send beside those that a method needs.
+        disclose: scalars that the site may send in addition to those that a method needs.
     """
 
     ledger: Path

@@ -228,7 +228,7 @@ class PrivateTask:
         return _PersonalNoise(inputs=inputs, key=stored["key"], recorded=stored["recorded"])
 
     def _hash_inputs_of_personal_network(self) -> str:
-        """Returns a hash of all that decides the personal network beside its noise: message, private state and data."""
+        """Returns a hash of all that decides the personal network apart from its noise: message, private state and data."""
         head, task = {**self._site_task.head, "phase": "personal", "metrics": None}, self._site_task.task
         digest = hashlib.sha256(hash_task_inputs(head, task.message).encode())
         digest.update(serialize_state(task.client_state))

@@ -10,7 +10,7 @@ refusals. So
 - the site counts refusals that may depend on data. After the last one allowed, the task gets the same answer without a look
   at the data.
 
-`requests.json` in the run's folder keeps this for good. The owner may remove an entry once a fault is mended.
+`requests.json` in the run's folder keeps this for good. The owner may remove an entry once a fault is fixed.
 """
 
 import hashlib
@@ -106,7 +106,7 @@ class RequestLog:
             raise RefusalError(_OTHER_INPUTS)
         if entry["refusals"] >= task.max_refusals:
             _LOG.warning(
-                "run %s: %r was refused %d times, of at most %d, and is not begun again; once the cause is mended, remove "
+                "run %s: %r was refused %d times, of at most %d, and is not started again; once the cause is fixed, remove "
                 "its entry from %s",
                 self.folder.name, task.name, entry["refusals"], task.max_refusals, self.folder / _FILE,
             )  # fmt: skip

@@ -70,8 +70,8 @@ class Site:
         name: the site's id in the federation.
         client: returns the site's client; the function `client` of its `site.py`.
         folder: the site's own folder (`state-dir`).
-        disclose: values that the site may send beside those that the method needs: "num_examples", "train_loss", "seconds",
-            names of metrics such as "accuracy", "columns" for the names of a table's columns
+        disclose: values that the site may send in addition to those that the method needs: "num_examples", "train_loss",
+            "seconds", names of metrics such as "accuracy", "columns" for the names of a table's columns
             (`polyfed.deploy.protocol.table_summary`), "look" for statistics of all columns (`polyfed.deploy.site.look`), and
             "errors" for the text of exceptions.
         allow_disclosure: whether methods may run that disclose weights or architecture to the server.

@@ -71,7 +71,7 @@ def disclosures_of_method(method: MethodRuns, results: Mapping[str, Any]) -> dic
 
 
 def describe_protection(method: MethodRuns, results: Mapping[str, Any]) -> str:
-    """Says in one sentence what protects the sites' data beside that they stay where they are, and whether that was audited.
+    """Says in one sentence what protects the data where they stay, and whether that was audited.
 
     Args:
         method: the runs of the method.

@@ -276,7 +276,7 @@ def _group_runs(runs: Sequence[RunRecord]) -> RunGroup:
     groups = [tuple(sorted(group, key=lambda run: run.seed)) for group in runs_by_method.values()]
     method_list = [MethodRuns(_method_label(group, groups), group, {}) for group in groups]
     method_list.sort(key=lambda method: method.runs[0].method == _LOCAL)
-    is_same = "data" not in runs[0].config  # which are dealt by a draw from the seed
+    is_same = "data" not in runs[0].config  # which are assigned by a draw from the seed
     local_label = next((method.label for method in method_list if method.runs[0].method == _LOCAL), None)
     return RunGroup(_data_title(runs[0].config), runs[0].score_format, is_same, tuple(method_list), {}, local_label)
 

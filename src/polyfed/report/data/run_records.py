@@ -247,7 +247,7 @@ def read_checked_round_records(path: Path, score_names: Sequence[str] = ()) -> l
 
     Args:
         path: the file.
-        score_names: names of scores that must be numbers, beside polyfed's metrics.
+        score_names: names of scores that must be numbers, in addition to polyfed's metrics.
 
     Raises:
         UserError: the file cannot be read, or a line of it is not a round.

@@ -58,7 +58,7 @@ def render_page(
 
     Args:
         groups: groups of comparable runs, from `polyfed.report.data.run_groups.read_run_groups`.
-        page_details: what the page shows beside the scores, for each group.
+        page_details: what the page shows in addition to the scores, for each group.
         notes: sentences for the top of the page.
         title: the page's title.
     """

@@ -171,7 +171,7 @@ class PoolEngine(Engine):
         A task whose worker died twice yields a result with an error in `failure`.
         """
         ordered = sort_longest_first(tasks, self._clients)
-        # Tasks are dealt in turn, so that batches take equally long; without cohorts a batch is one task.
+        # Tasks are assigned in turn, so that batches take equally long; without cohorts a batch is one task.
         number = max(len(self._workers), -(-len(ordered) // MAX_COHORT_SIZE)) if self._uses_cohorts else len(ordered)
         waiting = deque(_TaskBatch(deque(part)) for i in range(number) if (part := ordered[i::number]))
         for position, worker in enumerate(self._workers):

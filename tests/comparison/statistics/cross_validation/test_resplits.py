@@ -93,7 +93,7 @@ def test_how_often_equal_methods_are_found_to_differ():
 @pytest.mark.parametrize(("units", "splits"), [(2, 10), (4, 3), (4, 30), (6, 10)])
 @pytest.mark.thorough
 def test_intervals_hold_with_few_units(units, splits):
-    """However often four patients are dealt, they are four: the true difference is 0, and 5 % of intervals may miss it."""
+    """However often four patients are divided, they are four: the true difference is 0, and 5 % of intervals may miss it."""
     generator, num_test, misses = np.random.default_rng(units), max(1, round(0.3 * units)), 0
     for _ in range(150):
         gains = generator.normal(size=units)

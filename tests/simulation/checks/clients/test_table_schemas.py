@@ -206,9 +206,9 @@ def test_frames_with_columns_in_another_order_are_refused_like_tables():
         pf.federate([north, south], "fedavg", rounds=1, workers=0)
     with pytest.raises(UserError, match="'odd': its test examples are of another table than its training examples"):
         pf.federate([frame_client("odd", AGE_CRP, CRP_AGE)], "local", rounds=1, workers=0)
-    for deal in ({"folds": 2}, {"resplit": 2}):
+    for divide in ({"folds": 2}, {"resplit": 2}):
         with pytest.raises(UserError, match="inputs have other columns, or in another order"):
-            pf.compare([frame_client("odd", AGE_CRP, CRP_AGE)], ["fedavg"], rounds=1, workers=0, tune="none", **deal)
+            pf.compare([frame_client("odd", AGE_CRP, CRP_AGE)], ["fedavg"], rounds=1, workers=0, tune="none", **divide)
     with pytest.raises(UserError, match=r"the public examples .* are of another table than client 'north'"):
         pf.federate([north], "fedmd", rounds=1, workers=0, public=south.train)
     assert train_pooled_reference([north, south], pf.algorithms.FedAvg(), rounds=1, seed=0) is None

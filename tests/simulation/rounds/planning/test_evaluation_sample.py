@@ -26,7 +26,7 @@ def test_all_methods_evaluate_the_same_clients():
     ]
     assert by_method[0] == by_method[1] == by_method[2]
     assert all(len(clients) == 2 for clients in by_method[0])
-    assert len({tuple(clients) for clients in by_method[0]}) > 1, "drawn anew for each round"
+    assert len({tuple(clients) for clients in by_method[0]}) > 1, "drawn again for each round"
 
 
 def test_training_and_scores_are_those_of_a_full_evaluation():

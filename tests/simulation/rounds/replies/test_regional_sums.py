@@ -89,9 +89,9 @@ def test_memory_is_that_of_the_regions_and_not_of_the_clients():
 
 
 def test_a_number_deals_clients_by_their_ids_alone():
-    dealt = [int(find_region(f"client-{j}", 4)) for j in range(400)]
-    assert sorted(set(dealt)) == [0, 1, 2, 3]
-    assert min(dealt.count(k) for k in range(4)) > 60
+    divided = [int(find_region(f"client-{j}", 4)) for j in range(400)]
+    assert sorted(set(divided)) == [0, 1, 2, 3]
+    assert min(divided.count(k) for k in range(4)) > 60
     assert find_region("north", {"north": "europe"}) == "europe"
 
 

@@ -61,7 +61,7 @@ def test_csv_files(tmp_path):
 
 
 def test_fedscale_files(tmp_path):
-    """`client_behave_trace` and `client_device_capacity`, as JSON; devices have numbers, and are dealt to the clients."""
+    """`client_behave_trace` and `client_device_capacity`, as JSON; devices have numbers, and are assigned to the clients."""
     trace = {"duration": 100, "inactive": [60, 90], "finish_time": 100, "active": [10, 80], "model": "CPH1801"}
     other = {**trace, "active": [0], "inactive": [100]}
     (tmp_path / "trace.json").write_text(json.dumps({"10": other, "9": trace}))

@@ -81,7 +81,7 @@ class ShownPlan(TypedDict):
 
 
 class _RedrawError(UserError):
-    """Raised when the clients' examples cannot be dealt into folds, or split again."""
+    """Raised when the clients' examples cannot be divided into folds, or split again."""
 
 
 def run_compare_command(config: Mapping[str, Any], options: CompareOptions, title: str, out: Path) -> None:
@@ -228,9 +228,9 @@ def _plan_default_folds(
     experiment: Experiment, options: CompareOptions, description: Mapping[str, Any], methods: Mapping[str, Method],
     title: str, out: Path,
 ) -> ComparisonPlan | None:  # fmt: skip
-    """Plans folds if the data's sites are the clients and no option deals examples, so that each site has an answer.
+    """Plans folds if the data's sites are the clients and no option divides examples, so that each site has an answer.
 
-    None elsewhere, or if the sites' examples cannot be dealt into folds. Raises a `UserError` if there is one site.
+    None elsewhere, or if the sites' examples cannot be divided into folds. Raises a `UserError` if there is one site.
     """
     is_open = options.seeds is None and options.resplit is None and options.folds is None and not options.same_data
     if not is_open or not isinstance(experiment.partition, Natural):
@@ -273,7 +273,7 @@ def _build_plan(
     is_redrawn = resplit is not None or folds is not None
 
     @cache
-    def load_and_deal(data_seed: int) -> tuple[Any, Any]:  # once where the same data are dealt again for each run
+    def load_and_divide(data_seed: int) -> tuple[Any, Any]:  # once where the same data are divided again for each run
         with warnings.catch_warnings():
             if is_redrawn:  # the sets of the file are not used, and those that are have a warning of their own
                 warnings.filterwarnings("ignore", message=CONSTANT_COLUMNS_WARNING)
@@ -286,7 +286,7 @@ def _build_plan(
 
     def clients_of_seed(seed: int) -> ClientSet:
         data_seed = seeds[0] if description["same_data"] or is_redrawn else seed
-        experiment_data, redrawn = (load_and_deal if is_redrawn else load_and_deal.__wrapped__)(data_seed)
+        experiment_data, redrawn = (load_and_divide if is_redrawn else load_and_divide.__wrapped__)(data_seed)
         if redrawn:
             seed_clients = redrawn[seeds.index(seed)]
             experiment_data = replace(
@@ -295,7 +295,7 @@ def _build_plan(
                 public=apply_common_preprocessing_to_public(experiment_data.public, seed_clients),
             )
             data_seed = -1  # no file describes these clients
-        # A run's `config.yaml` describes its clients only if its own seed deals them.
+        # A run's `config.yaml` describes its clients only if its own seed divides them.
         run_config = config if data_seed == seed else {k: v for k, v in config.items() if k not in ("data", "model")}
         names = experiment_data.pool.class_names if experiment_data.pool.task.one_class_per_example else None
         return ClientSet(

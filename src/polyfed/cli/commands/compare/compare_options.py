@@ -46,18 +46,18 @@ class CompareOptions:
 
     Args:
         algorithms: labels; empty for the experiment's method and its baselines.
-        seeds: of the runs; None is 0 to 4, or one for each dealing of `resplit` or fold.
+        seeds: of the runs; None is 0 to 4, or one for each split of `resplit` or fold.
         resplit: how many times each client's examples are split again.
-        folds, fold_repeats: folds of a cross-validation, and how many times they are dealt; None for none, and for once.
-        stop_when_decided: whether folds are dealt again only until the mean's answer is decided.
+        folds, fold_repeats: folds of a cross-validation, and how many times they are drawn; None for none, and for once.
+        stop_when_decided: whether folds are drawn again only until the mean's answer is decided.
         plan: whether only a pilot is run.
         method_config: a YAML file with the fields of methods, by label.
         budget, target: how results are read; None leaves what the directory says, or the defaults.
         tune: fields to search and their values or ranges, "lr=0.01,0.1,...;mu=0.01..1", or "none"; None and "grid" search
             the learning rate, None also beyond the grid.
         trials: runs a method has in the search, by Optuna; None tries all combinations.
-        same_data: the first seed deals the data for all.
-        no_references: no simple models beside the methods.
+        same_data: the first seed divides the data for all.
+        no_references: no simple models in addition to the methods.
         parallel: runs at once.
         quiet: no progress.
         logger: places where the runs are tracked when all are finished.
@@ -95,7 +95,7 @@ class CompareOptions:
             if value not in (None, "auto"):
                 check_whole_number(f"--{name.replace('_', '-')}", value, least, MAX_RUNS)
         if self.resplit is not None and self.folds is not None:
-            raise UserError("--folds and --resplit both deal training and test examples; give one of them (--folds tests "
+            raise UserError("--folds and --resplit both divide training and test examples; give one of them (--folds tests "
                             "every example once)")  # fmt: skip
         if self.trials is not None and self.tune in (None, "none"):
             raise UserError(f"--trials {self.trials} searches nothing without fields and their values or ranges; give them, "
@@ -190,26 +190,28 @@ def build_compare_parser() -> CommandParser:
     )  # fmt: skip
     parser.add_option(
         "--seeds", "SEEDS", "one run of each method for each seed, or how many: 3 is 0,1,2, and 7, is seed 7 alone "
-        "(default: 5, or as many as folds); each seed deals the data again unless --same-data, --resplit or --folds is "
+        "(default: 5, or as many as folds); each seed divides the data again unless --same-data, --resplit or --folds is "
         "given", parse_seeds,
     )  # fmt: skip
-    parser.add_flag("--same-data", "the first seed deals the data for all runs; only then are there answers per client")
+    parser.add_flag(
+        "--same-data", "the first seed divides the data for all runs; only then are there answers per client"
+    )
     parser.add_option(
         "--resplit", "K", "split each client's examples into training and test K times, with one seed each: gives "
         "answers per client, and suits small data better", parse_whole_number,
     )  # fmt: skip
     parser.add_option(
-        "--folds", "K", "test every example once: deal each client's examples into K folds, with one seed each. Gives "
-        "answers per client, and decides more than as many dealings of --resplit (default: 5 where the clients are the "
+        "--folds", "K", "test every example once: divide each client's examples into K folds, with one seed each. Gives "
+        "answers per client, and decides more than as many splits of --resplit (default: 5 where the clients are the "
         "data's own sites)", parse_whole_number,
     )  # fmt: skip
     parser.add_option(
-        "--fold-repeats", "R", "deal the folds R times (default: once); needs R times the runs, and decides smaller gains",
+        "--fold-repeats", "R", "draw the folds R times (default: once); needs R times the runs, and decides smaller gains",
         parse_whole_number,
     )  # fmt: skip
     parser.add_flag(
         "--stop-when-decided",
-        "deal the folds again only until the mean's answer is decided, at most --fold-repeats times",
+        "draw the folds again only until the mean's answer is decided, at most --fold-repeats times",
     )
     parser.add_flag(
         "--plan",

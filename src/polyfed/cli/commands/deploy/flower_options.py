@@ -116,7 +116,7 @@ def _build_doctor_parser() -> CommandParser:
     parser = CommandParser(
         "polyfed flower doctor DIR [OPTIONS]",
         "Checks the folder of a project, a server or a site: certificates, keys, ports, clocks, versions, disk and "
-        "configuration; says how to mend what is wrong, and then exits with status 1.",
+        "configuration; says how to fix what is wrong, and then exits with status 1.",
         "example: polyfed flower doctor /srv/site --address server.example.org:9092",
     )
     parser.add_option("--port", "P", "port of the SuperLink (default: 8000)", _parse_port)

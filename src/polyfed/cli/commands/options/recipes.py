@@ -202,13 +202,13 @@ def _read_other_file(file: Path) -> dict[str, Any]:
 def _require_data_section(path: Path, config: Mapping[str, Any]) -> None:
     """Refuses a configuration without a data section, which would run on the default data.
 
-    Runs made in Python have none, and runs of a comparison whose data another seed dealt.
+    Runs made in Python have none, and runs of a comparison whose data another seed divided.
     """
     folder = path if path.is_dir() else path.parent
     if "data" in config or "deployment" in config or not (folder / "manifest.json").is_file():
         return
     raise UserError(
-        f"{path} belongs to a run and does not say which data its clients had: they were given in Python, or dealt by "
+        f"{path} belongs to a run and does not say which data its clients had: they were given in Python, or divided by "
         "another seed of a comparison, which `polyfed compare` continues. To use its settings with other data, copy the "
         "file to another folder and add a section `data`"
     )

@@ -78,8 +78,8 @@ def partition_options_of_site_column(
         partition_name: the partition that an option or a file chooses; None if none does.
 
     Raises:
-        UserError: neither a column nor a partition is given, so that rows would be dealt to simulated clients; or both,
-            so that a site's rows would be dealt to several.
+        UserError: neither a column nor a partition is given, so that rows would be assigned to simulated clients; or both,
+            so that a site's rows would be assigned to several.
     """
     if not {"data.site", "data.layout"} & fields.keys():
         return {}
@@ -87,7 +87,7 @@ def partition_options_of_site_column(
         column = find_last_option_value("--data.site", argv)
         if "data.site" in fields and column not in (None, "null"):
             raise UserError(
-                f"--data.site {column} makes a client of each site, and the partition {partition_name} deals all rows to "
+                f"--data.site {column} makes a client of each site, and the partition {partition_name} assigns all rows to "
                 f"simulated clients: give one of them (--data.partition natural, or --data.drop {column} for --data.site)"
             )
         return {}

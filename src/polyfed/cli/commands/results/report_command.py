@@ -114,7 +114,7 @@ def _methods_table(run_group: RunGroup) -> PlainTable:
 def _clients_table(run_group: RunGroup, console: Console) -> PlainTable:
     """Builds the table of the first clients, with as many methods side by side as the terminal has room for.
 
-    Training alone is always among them. Where each seed deals other data, the clients are those of the first seed.
+    Training alone is always among them. Where each seed divides the data in another way, they are the first seed's clients.
     """
     other_methods = [method for method in run_group.methods if method is not run_group.local_method]
     local_method = [] if run_group.local_method is None else [run_group.local_method]

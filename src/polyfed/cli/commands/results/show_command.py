@@ -107,7 +107,7 @@ def show_directory(folder: Path, *, as_json: bool = False, console: Console | No
 
 
 def _has_other_scores(content: ShownDirectory) -> bool:
-    """Returns whether a run has scores beside the one that decides, its loss, and those of validation examples."""
+    """Returns whether a run has scores other than the one that decides, its loss, and those of validation examples."""
     names = [name for name in content["table"][0] if name not in ("client", "num_examples", "simulated_seconds")]
     return sum(not name.endswith("loss") and not name.startswith("val_") for name in names) > 1
 

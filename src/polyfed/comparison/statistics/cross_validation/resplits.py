@@ -57,7 +57,7 @@ class ResplitDifferences:
         values: difference of each split, at least two.
         num_train: training examples of each split, or any number in that ratio to `num_test`.
         num_test: test examples of each split.
-        num_units: the examples, or groups of them, that the splits deal; infinite for many.
+        num_units: the examples, or groups of them, that the splits divide; infinite for many.
     """
 
     values: Sequence[float]

@@ -35,8 +35,8 @@ class SyntheticClients:
         test_examples: of each client.
         shift: standard deviation of a client's own shift; 0 makes all clients alike.
         noise: standard deviation of the noise of each number; centres have a standard deviation of 1.
-        model: builds the network of every client; None for a linear layer. For several networks a list, dealt to the clients
-            in turn. Methods that bring their own network ignore it.
+        model: builds the network of every client; None for a linear layer. For several networks a list, assigned to the
+            clients in turn. Methods that bring their own network ignore it.
         seed: of all draws.
 
     Raises:

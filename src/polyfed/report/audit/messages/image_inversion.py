@@ -28,7 +28,7 @@ class InversionTarget:
         labels: of the images that are searched for, int64, shape (n,).
         low, high: smallest and largest value of a pixel.
         steps: local steps of gradient descent that are imitated; 1 compares with a single gradient.
-        batches: minibatches into which the images are divided; the steps take one after the other, in every epoch anew.
+        batches: minibatches into which the images are divided; the steps take one after the other, again in every epoch.
         lr: learning rate of the imitated steps.
         seed: of the random images that the search begins with.
     """

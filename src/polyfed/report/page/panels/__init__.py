@@ -1,1 +1,1 @@
-"""Renders what the page shows beside the scores: single methods' views, updates, sites' data, audits."""
+"""Renders what the page shows in addition to the scores: single methods' views, updates, sites' data, audits."""

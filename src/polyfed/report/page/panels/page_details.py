@@ -1,4 +1,4 @@
-"""Collects what the page shows of runs beside their scores, most of it under "Details": class counts, predictions, the
+"""Collects what the page shows of runs besides scores, most of it under "Details": class counts, predictions, the
 sites' data, and panels of single methods.
 """
 
@@ -110,13 +110,13 @@ def _class_counts_and_panels(
         class_counts = {client.id: participants.classes[client.id] for client in participants.clients}
         names = participants.pool.task.count_names(participants.pool.class_names)
         is_single_seed = len(run_group.seeds) == 1
-        more = "" if is_single_seed else f"Seed {runs[0].seed}; the others deal the same data in their own draw."
+        more = "" if is_single_seed else f"Seed {runs[0].seed}; the others divide the same data in their own draw."
         counts = PageDetails({runs[0].seed: class_counts}, names, more)
     return replace(counts, method_views=method_views, panels=panels, data_warnings=warnings)
 
 
 def _participants_of_comparison(run: RunRecord) -> Participants | None:
-    """Returns the clients of a run's comparison as its first seed deals them; None if not known."""
+    """Returns the clients of a run's comparison as its first seed divides them; None if not known."""
     for folder in list((run.folder or Path()).parents)[:3]:
         if (folder / DESCRIPTION).is_file():
             description = read_description(folder)
@@ -131,7 +131,7 @@ def _clients_of_first_run(
 ) -> Sequence[Client]:
     """Returns the clients with the test examples of each method's first run; empty if they are not at hand.
 
-    They are those of its configuration, else of the comparison or the caller, dealt into folds or splits as it dealt them.
+    They are those of its configuration, else of the comparison or the caller, in the same folds or splits.
     """
     if of_run is not None and not images_of:
         return of_run.clients
@@ -165,8 +165,8 @@ def _site_panels(
     if participants is not None:
         class_names = tuple(map(str, participants.pool.class_names))
         summary = look_at_sites(participants.clients, class_names, hide_small_categories=True)
-        is_dealt_anew = run_group.repeat == "fold" or bool(run_group.comparison_results.get("resplit"))
-        panels[LOOK_HEADING] = html_look(summary, f"{key}-look", show_splits=not is_dealt_anew)
+        is_divided_again = run_group.repeat == "fold" or bool(run_group.comparison_results.get("resplit"))
+        panels[LOOK_HEADING] = html_look(summary, f"{key}-look", show_splits=not is_divided_again)
         warnings = data_warnings(summary)
     return panels, warnings
 

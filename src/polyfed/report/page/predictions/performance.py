@@ -219,7 +219,7 @@ def _limit_notes(predictions: GroupPredictions, page_data: dict[str, Any]) -> li
     """Returns sentences that say what a reader cannot select on the page, and why."""
     notes = [NO_VERDICT, *predictions.notes]
     if not predictions.same_clients and len(predictions.clients) > 1:
-        notes.append("Each seed deals other data, so that a site cannot be chosen.")
+        notes.append("Each seed divides the data in another way, so that a site cannot be chosen.")
     elif 1 < len(predictions.clients) >= len(page_data["sites"]):
         number = len(page_data["sites"]) - 1
         notes.append(

@@ -122,7 +122,7 @@ def score_subgroups(
     """Computes scores and gains over training alone by a column's values, first of all examples.
 
     Args:
-        predictions: the predictions. Where seeds deal other data, or the same in another order, those of the first seed.
+        predictions: the predictions. Where seeds divide or order the data in another way, those of the first seed.
         column: of the examples.
         clients: whose test examples are taken together, each with its own network.
         metric: the score.
@@ -253,7 +253,7 @@ def _html_subgroup_panel(
     caption = f"{heading}: {examples_text}; in brackets how many. Points: {method_names[0]}{squares}; lines: "
     caption += f"{100 * level:g} % intervals. "
     if not predictions.same_clients:
-        caption += f"Each seed deals other data; these are those of seed {predictions.seeds[0]}. "
+        caption += f"Each seed divides the data in another way; these are those of seed {predictions.seeds[0]}. "
     elif not predictions.same_order:
         caption += f"These are the networks of the first of {len(predictions.seeds)} repeats of the folds. "
     elif len(predictions.seeds) > 1:

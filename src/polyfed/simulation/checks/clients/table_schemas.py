@@ -31,7 +31,7 @@ _LONGEST, _SHOWN = 60, 5  # characters of a name, names in a sentence
 def needs_common_inputs(requirements: frozenset[str], discloses: frozenset[str]) -> bool:
     """Returns True if a method needs every column of the inputs to have the same meaning at all clients.
 
-    So it is if networks are averaged, if all clients train a common network beside their own (its weights are sent,
+    So it is if networks are averaged, if all clients train a common network in addition to their own (its weights are sent,
     while the clients' own may be of any architecture), or if they read public examples.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any, final
 from polyfed.core.errors import UserError
 from polyfed.core.io.values.number_checks import is_number
 from polyfed.simulation.scheduling.timing.device_files import (
-    deal_entries_to_clients,
+    assign_entries_to_clients,
     load_device_text,
     parse_number,
     read_csv_rows,
@@ -28,7 +28,7 @@ class AvailabilityTrace:
 
     Args:
         intervals: (start, end) of each interval, ascending, without overlap; end is not included.
-        period: after so many seconds the intervals begin anew.
+        period: after so many seconds the intervals start again.
 
     Raises:
         UserError: no interval, or one that is empty, negative, or ends after the period.
@@ -112,7 +112,7 @@ def read_availability(value: Any, client_ids: Sequence[str]) -> Mapping[str, Ava
     if value.endswith(".json"):
         entries = read_json_mapping(text, value, "availability")
         traces = {client: _parse_fedscale_trace(entry, f"{place}, {client!r}") for client, entry in entries.items()}
-        return deal_entries_to_clients(traces, client_ids, "availability")
+        return assign_entries_to_clients(traces, client_ids, "availability")
     intervals: dict[str, list[list[float]]] = {}
     for line, row in read_csv_rows(text, ("client", "start", "end"), place):
         start, end = (parse_number(row[column], f"{place}, line {line}", column) for column in ("start", "end"))
@@ -154,7 +154,7 @@ def _traces_of_intervals(
     traces = {
         str(i): AvailabilityTrace(_merge_intervals(intervals), period) for i, intervals in intervals_by_client.items()
     }
-    return deal_entries_to_clients(traces, client_ids, place)
+    return assign_entries_to_clients(traces, client_ids, place)
 
 
 def _merge_intervals(intervals: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:

@@ -120,10 +120,10 @@ def read_json_mapping(text: str, path: str, name: str) -> dict[str, Any]:
     return value
 
 
-def deal_entries_to_clients(entries: Mapping[str, T], client_ids: Sequence[str], name: str) -> Mapping[str, T]:
+def assign_entries_to_clients(entries: Mapping[str, T], client_ids: Sequence[str], name: str) -> Mapping[str, T]:
     """Returns the entry of each client.
 
-    A public trace names its devices by numbers. If no client has such a name, the devices are dealt to the clients: the
+    A public trace names its devices by numbers. If no client has such a name, the devices are assigned to the clients: the
     first client gets the first device, and after the last device the first follows again.
 
     Args:
@@ -134,7 +134,7 @@ def deal_entries_to_clients(entries: Mapping[str, T], client_ids: Sequence[str],
     Raises:
         UserError: a client has no entry.
 
-    >>> deal_entries_to_clients({"10": "slow", "9": "fast"}, ["north", "south", "west"], "speeds")
+    >>> assign_entries_to_clients({"10": "slow", "9": "fast"}, ["north", "south", "west"], "speeds")
     {'north': 'fast', 'south': 'slow', 'west': 'fast'}
     """
     missing_ids = [client for client in client_ids if client not in entries]

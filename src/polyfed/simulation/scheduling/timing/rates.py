@@ -8,7 +8,11 @@ from typing import Any, final
 from polyfed.core.errors import UserError
 from polyfed.core.io.values.number_checks import is_positive_number
 from polyfed.core.seeds import derive_seed, numpy_generator
-from polyfed.simulation.scheduling.timing.device_files import deal_entries_to_clients, is_device_file, read_device_file
+from polyfed.simulation.scheduling.timing.device_files import (
+    assign_entries_to_clients,
+    is_device_file,
+    read_device_file,
+)
 
 _LOWEST, _HIGHEST, _LARGEST_SIGMA = 1e-9, 1e15, 10.0  # beyond them simulated times are not finite numbers
 _FORMS = "'constant:5', 'uniform:1-20', 'lognormal:1.0', 'lognormal:1.0:200', a CSV or JSON file, or {client: number}"
@@ -70,7 +74,7 @@ def parse_rates(value: Any, name: str, seed: int, client_ids: Sequence[str]) -> 
         value = read_device_file(value, name.removesuffix("s"), name)
         check_rates(value, name)
     if isinstance(value, Mapping):
-        by_client = deal_entries_to_clients({str(i): float(rate) for i, rate in value.items()}, client_ids, name)
+        by_client = assign_entries_to_clients({str(i): float(rate) for i, rate in value.items()}, client_ids, name)
         return ClientRates(name, seed, by_client)
     if not isinstance(value, str):
         return ClientRates(name, seed, parameters=(float(value),))
