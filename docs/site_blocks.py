@@ -29,6 +29,10 @@ BENCHMARKS = (
 NOTES = sorted((ROOT / "benchmarks" / "notes").glob("*.md"))
 COMPARED = ("local", "fedavg")  # rows to compare a method with
 LONG = 120  # characters of a meaning that several methods have, from which on their pages link to it
+LATER_RUNS = (
+    "A gain need not be the difference of the two means: some rows joined the leaderboard later, and their gain is over a "
+    "run of training alone on the same machine as theirs ([which](../leaderboard/federations.md))."
+)
 MACHINE = ("What grows with", "A million", "A deployment over", "README's")  # not about what a method reaches
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _MARK = re.compile(r"^<!-- (facts|defaults|results) (\w+) -->\n(?:(?!<!-- ).*\n)*<!-- end -->$", flags=re.MULTILINE)
@@ -135,7 +139,7 @@ def tabulate_gains(name: str) -> str:
         ("leaderboard", "leaderboard/federations.md", {**FEDERATIONS, **REGIMES}),
         ("multicentre", "multicentre.md", {key: title for key, (title, _) in SECTIONS.items()}),
     ]
-    rows, gains = [], []
+    rows, gains, from_later_runs = [], [], False
     for folder, page, titles in pages:
         for federation, title in titles.items():
             file = ROOT / "benchmarks" / "results" / folder / f"{federation}.json"
@@ -146,6 +150,7 @@ def tabulate_gains(name: str) -> str:
             methods = measured["methods"] if name in measured["methods"] else joined  # each with its own `local`
             if name not in methods:
                 continue
+            from_later_runs |= name in measured.get("joined", {})
             scale, digits = (100, 1) if measured.get("score_unit", measured.get("unit")) == "%" else (1, 3)
             alone, score = (f"{scale * methods[label]['mean']:.{digits}f}" for label in ("local", name))
             gain = _gain_over_local(methods[name])
@@ -162,7 +167,7 @@ def tabulate_gains(name: str) -> str:
         f"decided in {len(gains) - better - worse}."
     )
     head = ["| federation | score | alone | this method | gain (95 %) |", "|---|---|---|---|---|"]
-    return "\n".join([answer, "", *head, *rows])
+    return "\n".join([answer, *([LATER_RUNS] if from_later_runs else []), "", *head, *rows])
 
 
 @cache

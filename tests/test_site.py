@@ -285,7 +285,7 @@ WANDB = """
 def init(project, config): print("wandb", project, config)
 def log(numbers, step):
     assert all(isinstance(value, float | int) for value in numbers.values())
-    print("wandb", step, "mean/accuracy" in numbers and "accuracy/client-0" in numbers, numbers["megabytes"] > 0)
+    print("wandb", step, "mean/accuracy" in numbers and "accuracy/VA" in numbers, numbers["megabytes"] > 0)
 def finish(): print("wandb finished")
 """
 
@@ -296,7 +296,7 @@ def finish(): print("wandb finished")
     [
         ("tabular.md", "mean   accuracy 1.0"),
         ("metrics.md", ""),
-        ("notebook.md", "not decided  mean over clients "),
+        ("notebook.md", "not decided  mean over sites "),
         ("callbacks.md", "wandb 20 True True\nwandb finished\nstopped by StopEarly after round "),
     ],
 )
