@@ -25,8 +25,8 @@ RULE = "of the last 3 evaluated rounds"  # as the page says
 HEAD = """# Leaderboard
 
 Methods on the same eleven small federations, against training alone. A gain above 0 is better than training alone.
-These are ten made clients (four made hospitals) of few examples: your own data can decide otherwise, so
-[compare](compare.md) on them.
+Each has ten clients of few examples (the breast cancer table has four):
+your own data can decide otherwise, so [compare](compare.md) on them.
 [How it was measured](leaderboard/measured.md); [each federation, with scores and costs](leaderboard/federations.md).
 """
 
@@ -127,8 +127,8 @@ CONCLUSIONS = (
      (*(("cifar10", label, over, "better") for over in ("local", "fedavg_ft")
         for label in ("fedbabu", "fedrod", "fedper", "knn_per", "fedpac", "fedmrl")),
       ("cifar10", "fedavg", "local", "worse"))),
-    ("Four made hospitals with a table of 30 numbers (breast cancer) are nearly perfect alone, and no method is better "
-     "(AUC): FedAvg {}, pFedLA {}.",
+    ("The breast cancer table of 30 numbers, divided among four made sites, is learnt nearly perfectly alone, and no method is "
+     "better (AUC): FedAvg {}, pFedLA {}.",
      (("hospitals", "*", "local", "better"),
       ("hospitals", "fedavg", "local", "not decided"), ("hospitals", "pfedla", "local", "not decided"))),
 )  # fmt: skip
@@ -256,8 +256,7 @@ def summary(found):
         lines.append(f"| `{label}` | " + " | ".join(map(str, cells)) + " |")
     return "\n".join([
         *lines, "",
-        f"A client loses if its mean score is below what it has alone; that may be chance. Methods of fewer than three "
-        f"federations stand last, without an interval. {not_measured(found)}\n",
+        f"A client loses if its mean score is below what it has alone; that may be chance. {not_measured(found)}\n",
         "![Rank of each method in each federation](images/leaderboard.svg)\n",
         "The number is the rank by the mean score; 1 is best. `+` is better than training alone, `−` worse, by an interval",
         "that leaves out 0. Empty: the method does not suit, or diverged with every rate.\n",
@@ -274,11 +273,16 @@ def not_measured(found):
     missing = [
         f"`{label}` ({rows.count(False)} of {len(rows)})" for label, rows in sorted(suits.items()) if not all(rows)
     ]
-    unmeasured = f"Not measured yet (in so many of the federations that suit): {', '.join(missing)}." if missing else ""
+    unmeasured = (
+        f"Not measured yet, in so many of the federations that it suits: {', '.join(missing)}." if missing else ""
+    )
     counts = Counter(label for one in found.values() for label in one["failed"])
     failed = [f"`{label}` ({count})" for label, count in sorted(counts.items())]
     diverged = (
-        f"Left out of a mean, since a seed diverged (in so many federations): {', '.join(failed)}." if failed else ""
+        f"Diverged with another seed at the rate that it chose, in so many federations, which its mean leaves out: "
+        f"{', '.join(failed)}."
+        if failed
+        else ""
     )
     return " ".join(text for text in (unmeasured, diverged) if text)
 
@@ -288,7 +292,7 @@ def signed(points):
 
 
 def conclusions(found, sentences):
-    lines = ["## By federation, in words\n"] if sentences is CONCLUSIONS else []
+    lines = ["## In a few sentences\n"] if sentences is CONCLUSIONS else []
     for sentence, claims in sentences:
         if not all(name in found for name, *_ in claims):
             continue

@@ -15,7 +15,7 @@ FEW_SITES = 8
 HEAD = """# Real sites, answered with intervals
 
 Would these sites gain by training together? Here are the answers of `polyfed compare` for federations that exist, and for some that
-are made, each marked so. An answer compares the best federated method with **the best that the sites have alone**: their network, or a simple model without one.
+are made: the clinics of the Parkinson patients, the sites of the tweets, the images and scanners of the segmentation. An answer compares the best federated method with **the best that the sites have alone**: their network, or a simple model without one.
 Better is positive. "Not decided" is no proof that there is no gain, and says nothing against a method at other sizes. [How it was measured](multicentre/measured.md).
 """  # noqa: E501
 MEASURED = """# How the real sites were measured

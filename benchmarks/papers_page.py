@@ -23,6 +23,11 @@ HEAD = """# Results of the papers' methods
 How do four published systems do beside their rivals, with fewer clients, images and rounds than in the papers?
 """
 
+OF_A_CURVE = """\
+Under a curve, *in every seed with 20* means that with 20 examples a client the method of this page has the higher mean
+in each seed. *The means do not cross* means that the same method of the two has the higher mean at every number of
+examples.
+"""
 READING = """# How to read the results
 
 Compare the order of methods, and whether a difference is decided, not the levels: polyfed's runs are smaller than the
@@ -226,7 +231,7 @@ def write(results, docs):
         parts.append(f"### {name}\n\n{what}: [every table and curve of {name}](results/{page}).\n")
         details = [
             f"# Results of {name}\n\n{answer(results, name)}{what}. [How to read these tables](reading.md); "
-            f"[the method](../methods/{page}).\n",
+            f"[the method](../methods/{page}).\n\n{OF_A_CURVE}",
             *(
                 of_curve(key, name, json.loads(file.read_text(encoding="utf-8")), docs, REMARKS.get(f"{key}-examples"))
                 for key, file in curves.items()

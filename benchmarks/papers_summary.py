@@ -109,7 +109,8 @@ def say_shortly(found):
         f"{share('CA-FedPNAS', alone)}, pFedLA in {share('pFedLA', alone)}, FedHeNN in "
         f"{share('FedHeNN, one network', alone)} with one network and {share('FedHeNN', alone)} with several. Where all can "
         f"take one network, fine-tuned FedAvg is ahead of FLHA-GHN in "
-        f"{share('FLHA-GHN', f'{tuned}, one network', 'behind')}, and pFedLA of it in {share('pFedLA', tuned)}.\n\n"
+        f"{share('FLHA-GHN', f'{tuned}, one network', 'behind')}, and pFedLA is ahead of fine-tuned FedAvg in "
+        f"{share('pFedLA', tuned)}.\n\n"
         "Green is decided for the method, red against it, grey not decided ([more](results/reading.md)).\n"
     )
 
