@@ -127,8 +127,8 @@ CONCLUSIONS = (
      (*(("cifar10", label, over, "better") for over in ("local", "fedavg_ft")
         for label in ("fedbabu", "fedrod", "fedper", "knn_per", "fedpac", "fedmrl")),
       ("cifar10", "fedavg", "local", "worse"))),
-    ("The breast cancer table of 30 numbers, divided among four made sites, is learnt nearly perfectly alone, and no method is "
-     "better (AUC): FedAvg {}, pFedLA {}.",
+    ("The breast cancer table of 30 numbers, divided among four made sites, is learnt nearly perfectly alone, and no method "
+     "is better (AUC): FedAvg {}, pFedLA {}.",
      (("hospitals", "*", "local", "better"),
       ("hospitals", "fedavg", "local", "not decided"), ("hospitals", "pfedla", "local", "not decided"))),
 )  # fmt: skip
