@@ -54,13 +54,35 @@ def test_a_comparison_says_the_command_that_makes_it_again(write_comparison, tmp
         return origin_of(folder)
 
     start = "polyfed compare config.yaml --algorithms local,fedavg"
-    assert told().command == f"{start} --seeds 0,1 --same-data --tune none"
+    assert told().command == f"{start} --seeds 0,1 --same-data --tune none --budget steps"
     assert (told().fingerprint, told().data_name, told().folder_name) == ("aa, bb", "heart", "mine")
     methods["fedrep"] = {"name": "fedrep"}  # does not suit the clients, so that it is not compared
-    assert told(methods={"local": {}, "fedavg": {}}).command == f"{start} --seeds 0,1 --same-data --tune none"
+    assert (
+        told(methods={"local": {}, "fedavg": {}}).command
+        == f"{start} --seeds 0,1 --same-data --tune none --budget steps"
+    )
     del methods["fedrep"]
-    assert told(search={"lr": "grid,..."}, experiment={**experiment, "resplit": 2}).command == f"{start} --resplit 2"
-    assert told(seeds=[0, 1, 2, 3, 4], search={"mu": [0.1, 1]}).command == f"{start} --same-data --tune 'mu=0.1,1'"
+    assert (
+        told(search={"lr": "grid,..."}, experiment={**experiment, "resplit": 2}).command
+        == f"{start} --resplit 2 --budget steps"
+    )
+    assert (
+        told(seeds=[0, 1, 2, 3, 4], search={"mu": [0.1, 1]}).command
+        == f"{start} --same-data --tune 'mu=0.1,1' --budget steps"
+    )
+    results = json.loads((folder / "comparison.json").read_text())
+    budgets = {"steps": None, "bytes": 5e6}
+    for (kind, limit), repeats in zip(budgets.items(), (1, 2), strict=True):
+        changed = results | {
+            "budget": results["budget"] | {"kind": kind, "limit": limit},
+            "folds": 3,
+            "fold_repeats": repeats,
+        }
+        (folder / "comparison.json").write_text(json.dumps(changed))
+        ending = {"steps": "--folds 3 --tune none --budget steps",
+                  "bytes": "--folds 3 --fold-repeats 2 --tune none --budget bytes=5e+06"}[kind]  # fmt: skip
+        assert told(experiment={**experiment, "folds": 3}).command == f"{start} {ending}"
+    (folder / "comparison.json").write_text(json.dumps(results))
     renamed = {**experiment, "methods": {"mine": {"name": "fedavg"}}}
     assert told(experiment=renamed).command == ""  # no option gives a method a label
     assert told(experiment=None).configuration == ""

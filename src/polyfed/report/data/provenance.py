@@ -79,7 +79,7 @@ def read_provenance(run_group: RunGroup) -> Provenance:
     return Provenance(
         comparison.resolve().name,
         _time_of_writing(comparison / RESULTS),
-        _compare_command(description, experiment) if config else "",
+        _compare_command(description, experiment, run_group.comparison_results) if config else "",
         _as_yaml(config),
         join_first_and_count_rest(prints, 3),
         ", ".join(versions),
@@ -150,7 +150,7 @@ def _as_yaml(config: Mapping[str, Any]) -> str:
     return yaml.safe_dump(printed_config, sort_keys=False, allow_unicode=True) if printed_config else ""
 
 
-def _compare_command(description: Mapping[str, Any], experiment: Mapping[str, Any]) -> str:
+def _compare_command(description: Mapping[str, Any], experiment: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """Returns the command that compares the same methods again; empty if options cannot say which they are."""
     compared = description.get("methods") or {}  # without default methods that do not suit the clients
     methods = {k: entry for k, entry in (experiment.get("methods") or {}).items() if k in compared or not compared}
@@ -160,6 +160,8 @@ def _compare_command(description: Mapping[str, Any], experiment: Mapping[str, An
     seeds, resplit = description.get("seeds") or [], experiment.get("resplit")
     if folds := experiment.get("folds"):
         words.append(f"--folds {folds}")
+        if (repeats := results.get("fold_repeats") or 1) > 1:
+            words.append(f"--fold-repeats {repeats}")
     elif resplit:
         words.append(f"--resplit {resplit}")
     elif tuple(seeds) != _SEEDS_OF_COMPARE:
@@ -172,4 +174,8 @@ def _compare_command(description: Mapping[str, Any], experiment: Mapping[str, An
     elif list(search) != ["lr"]:
         fields = [f"{k}={v if isinstance(v, str) else ','.join(map(str, v))}" for k, v in search.items()]
         words.append(f"--tune '{';'.join(fields)}'")
+    budget = results.get("budget") or {}
+    if budget.get("kind", "best") != "best":
+        limit = "" if budget.get("limit") is None else f"={budget['limit']:g}"
+        words.append(f"--budget {budget['kind']}{limit}")
     return " ".join(words)
