@@ -229,7 +229,7 @@ def test_a_supernode_that_is_killed_in_a_round_is_taken_back(watched):
 
     thread = threading.Thread(target=kill)
     thread.start()
-    done = pfedla(project, "--out", str(out), rounds=8, **{"round-seconds": 90.0})
+    done = pfedla(project, "--out", str(out), rounds=16, **{"round-seconds": 90.0})  # it starts within some of them
     has_ended.set()
     thread.join()
     assert done.returncode == 0, done.stderr[-3000:]
