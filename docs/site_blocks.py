@@ -38,7 +38,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _MARK = re.compile(r"^<!-- (facts|defaults|results) (\w+) -->\n(?:(?!<!-- ).*\n)*<!-- end -->$", flags=re.MULTILINE)
 _MATH = re.compile(r"^```math\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 _ANY_MARK = re.compile(r"^<!-- .* -->\n?", flags=re.MULTILINE)
-_CODE = re.compile(r"(^```.*?^```|^(?: {4}|\t).*?$)", flags=re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"(^ *```.*?^ *```)", flags=re.MULTILINE | re.DOTALL)
 
 
 def filled(markdown: str) -> str:

@@ -204,7 +204,7 @@ def test_a_table_without_a_site_is_not_divided_unasked(table, capsys):
     assert "give --data.site with the column that says which client a row belongs to" in capsys.readouterr().err
     assert main([*RUN, "--data.partition", "iid", "--data.clients", "4", "--out", "r"]) == 0
     assert main([*BY_SITE, "--data.partition", "iid", "--data.clients", "4", "--out", "s"]) == 2
-    sentence = "--data.site hospital makes a client of each site, and the partition iid divides all rows"
+    sentence = "--data.site hospital makes a client of each site, and the partition iid assigns all rows"
     assert sentence in capsys.readouterr().err, "the answers would not be the hospitals'"
     assert main([*BY_SITE, "--data.clients", "2", "--out", "s"]) == 2
     assert "would leave out" in capsys.readouterr().err

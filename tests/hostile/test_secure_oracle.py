@@ -177,7 +177,7 @@ def test_a_part_that_does_not_fit_is_used_up_and_its_round_is_closed(tmp_path, k
     calls = server.calls
     again = server.ask(2 * LIMIT)
     assert again.head == first.head
-    assert "was refused 1 times, of at most 1, and is not begun again" in caplog.text
+    assert "was refused 1 times, of at most 1, and is not started again" in caplog.text
     assert server.calls == calls, "it was computed once more"
     file = tmp_path / VICTIM / "a" / "requests.json"
     file.write_text("{}")  # its owner has mended the reason

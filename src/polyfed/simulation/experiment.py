@@ -228,11 +228,8 @@ def load_participants(experiment: Experiment) -> Participants:
         raise UserError("test_fraction must be above 0, got 0.0: clients without test examples cannot be evaluated")
     data, public = make_clients(pool, experiment.split, experiment.partition, seed, experiment.shifts, augment, False)
     if untested := [d for d in data if not len(d.test)]:
-        folded, others = (
-            fold_spelling(untested[0].id),
-            (d.id for d in data if d is not untested[0] and len(untested) == 1),
-        )
-        alike = [name for name in others if fold_spelling(name) == folded]
+        folded, others = fold_spelling(untested[0].id), [d.id for d in data if d is not untested[0]]
+        alike = [name for name in others if len(untested) == 1 and fold_spelling(name) == folded]
         largest = f"--data.partition.order largest --data.clients {len(data) - len(untested)}"
         names = join_first_and_count_rest([d.id for d in untested], 10)
         number = count_with_noun(max(len(d.train) for d in untested), "example")
