@@ -46,7 +46,7 @@ Data: UCI Heart Disease (Janosi, Steinbrunn, Pfisterer, Detrano 1988; CC BY 4.0)
 AGAIN = """## Computed again
 
 In November 2026 all answers were computed again, with methods and intervals as they are now; where runs were not kept, the methods were trained again. No answer changed, neither of a mean nor of a site. Gains of methods
-that had changed, or at sites that are dealt to folds in another way now, moved within the intervals of before; at the [four scanners](segmentation.md#segmentation-four-scanners), where training alone has converged now, `fedavg_ft` is
+that had changed, or at sites that are assigned to folds in another way now, moved within the intervals of before; at the [four scanners](segmentation.md#segmentation-four-scanners), where training alone has converged now, `fedavg_ft` is
 chosen instead of `fedavg`, and its gain is +0.013 instead of −0.079. Intervals of the mean are up to 37 % narrower or wider. One loss against training alone, of `flha_ghn` at
 [63 schools with four networks](schools.md#65-schools-of-london-four-networks), is no longer decided."""  # noqa: E501
 MARK = "¹ Of earlier code, which computed intervals in another way."
