@@ -190,7 +190,7 @@ def test_a_subgroup_that_is_not_there_is_refused_before_anything_is_printed(fold
     assert main(["report", str(folders / "comparison"), "--subgroup", "sex"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "--subgroup 'sex': the test examples have no such column; the predictions have none beside" in err
+    assert "--subgroup 'sex': the test examples have no such column; the predictions have none other" in err
     assert "Name it before training (--data.subgroups sex)" in " ".join(err.split())
 
 

@@ -10,8 +10,9 @@ from polyfed.data.look.counts import MIN_COUNT, SUPPRESSED, describe_count, hide
 
 # The words of `Task.describe_rarest`: of a class, of a label's side, and of events.
 _FEW_OF_CLASS = re.compile(rf"\b[1-{MIN_COUNT - 1}] (of the rare(?:r|st) class|on the rarer side|event)\b")
-# The number of folds without a class is told by its examples. A site's rows stand in brackets, after its class or alone.
+# The number of folds without a class is told by its examples.
 _SOME_FOLDS = re.compile(r"\bin \d+ of \d+ (folds|runs)\b")
+# A site's number of rows, in a finding of a look: alone, or after that of a class.
 _FEW_ROWS = re.compile(rf"\((?:fewer than {MIN_COUNT} of )?[1-{MIN_COUNT - 1}]\)")
 
 
@@ -34,16 +35,22 @@ def format_counts_of_parts(counts: Sequence[float]) -> list[str]:
 
 
 def hide_small_counts(text: str) -> str:
-    """Returns a sentence of a page without its counts of fewer than `MIN_COUNT` rows of a class or a site.
+    """Returns a sentence of a comparison without its counts of fewer than `MIN_COUNT` rows of a class.
 
     >>> hide_small_counts("9 test examples, 2 of the rarer class (ill); 1 event")
     '9 test examples, fewer than 5 of the rarer class (ill); fewer than 5 events'
-    >>> hide_small_counts("few examples: west (3), south (22)")
-    'few examples: west (fewer than 5), south (22)'
     >>> hide_small_counts("AUC is not defined at west in 3 of 5 folds")
     'AUC is not defined at west in some folds'
     """
     plural = {"event": "events"}
     text = _FEW_OF_CLASS.sub(lambda match: f"fewer than {MIN_COUNT} {plural.get(match[1], match[1])}", text)
-    text = _SOME_FOLDS.sub(r"in some \1", text) if " is not defined at " in text else text
+    return _SOME_FOLDS.sub(r"in some \1", text) if " is not defined at " in text else text
+
+
+def hide_small_sites(text: str) -> str:
+    """Returns a finding about few examples without numbers of rows below `MIN_COUNT` of a site.
+
+    >>> hide_small_sites("few examples: west (3), south (22)")
+    'few examples: west (fewer than 5), south (22)'
+    """
     return _FEW_ROWS.sub(f"(fewer than {MIN_COUNT})", text)

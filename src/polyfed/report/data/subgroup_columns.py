@@ -11,7 +11,7 @@ from polyfed.core.io.values.validation import DAMAGED_FILE_ERRORS, parse_json
 def check_subgroup_column(column: str, columns: Collection[str]) -> None:
     """Raises a `UserError` unless `column` is one of the test examples' `columns`."""
     if column not in columns:
-        hint = did_you_mean(column, columns) if columns else "the predictions have none beside targets and outputs"
+        hint = did_you_mean(column, columns) if columns else "the predictions have none other than targets and outputs"
         raise UserError(
             f"--subgroup {column!r}: the test examples have no such column; {hint}. Name it before training "
             f"(--data.subgroups {column}), a number with its limits (--data.subgroups age=50:65)"

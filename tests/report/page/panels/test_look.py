@@ -7,6 +7,7 @@ import re
 import pytest
 
 import polyfed as pf
+from polyfed.report.data.small_counts import hide_small_counts
 from polyfed.report.page.panels.look import data_warnings, html_look, svg_site_histograms
 
 
@@ -75,6 +76,7 @@ def test_a_site_of_few_rows_has_neither_percentiles_nor_its_number_of_rows(seen)
     assert f">{low}<" in html_look(few, "k")
     assert "west (fewer than 5)" in html_look(few, "k")
     assert "west (4)" not in html_look(few, "k")
+    assert hide_small_counts("fedavg is better at ward (3)") == "fedavg is better at ward (3)"  # the name of a site
 
 
 def test_the_top_of_the_page_repeats_the_two_differences_that_can_change_an_answer():

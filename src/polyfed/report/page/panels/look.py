@@ -24,7 +24,7 @@ from polyfed.data.look.findings import (
 from polyfed.data.look.look import Look
 from polyfed.data.look.site_columns import LookColumn
 from polyfed.data.look.summaries import NumberSummary, SiteDataStatistics
-from polyfed.report.data.small_counts import format_count_of_rows, hide_small_counts
+from polyfed.report.data.small_counts import format_count_of_rows, hide_small_sites
 from polyfed.report.page.charts.svg_charts import (
     CHART_WIDTH,
     choose_axis_ticks,
@@ -67,7 +67,7 @@ def data_warnings(look: Look, most: int = 2) -> list[str]:
 
 
 def _sentence_of_finding(finding: SiteDifferenceFinding) -> str:
-    text = hide_small_counts(finding.text)
+    text = hide_small_sites(finding.text) if finding.kind == "few" else finding.text
     return end_with_period(text if finding.column else capitalize_first(text))
 
 
